@@ -1,0 +1,1 @@
+"""System metrics, timings, throughput and diagnosis."""

@@ -1,0 +1,1 @@
+"""What ranks build from knobs."""

@@ -1,0 +1,99 @@
+"""The contract of a runner."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perfsearch.search.hints import Hints, Prediction
+from perfsearch.search.knob import Configuration, Value
+from perfsearch.search.space import Space
+from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a configuration is to be measured.
+
+    Attributes:
+        number: the trial's number; logs and noise of a replay are drawn by it.
+        purpose: why it is run.
+        fresh: whether processes are started anew for it, whatever is still warm.
+        attempt: 0, or which retry after an infrastructure failure this is.
+        time_limit_s: seconds after which it is ended, start-up apart.
+        scored_steps: smallest and largest number of scored steps.
+        scored_seconds: wall time that the scored steps should cover.
+        log_directory: where each rank's log goes.
+        detail: ``light`` or ``full`` timings.
+        stop_above_cost_s: stop early once a step surely takes longer than this, in seconds.
+
+    """
+
+    number: int
+    purpose: Purpose = Purpose.SEARCH
+    fresh: bool = False
+    attempt: int = 0
+    time_limit_s: float = 300.0
+    scored_steps: tuple[int, int] = (8, 60)
+    scored_seconds: float = 1.0
+    log_directory: Path = Path("logs")
+    detail: str = "light"
+    stop_above_cost_s: float | None = None
+
+
+@dataclass
+class Outcome:
+    """What came of measuring a configuration: a measurement, or a typed failure."""
+
+    status: Status
+    measurement: Measurement | None = None
+    reason: str = ""
+    log_path: str = ""
+    fresh_process: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Runner(ABC):
+    """Knows what can be tuned and measures it. It never sees the strategy.
+
+    A subclass lives in its own module ``perfsearch.runners.NAME``, with its keys in
+    ``conf/runner/NAME.yaml``. ``close`` is called however the search ends.
+    """
+
+    space: Space
+    baseline: dict[str, Value]
+    devices: int = 1
+
+    @abstractmethod
+    def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
+        """Run the configuration; every failure of it is an outcome, never an exception."""
+
+    def identity(self) -> dict[str, str]:
+        """What a result depends on apart from knobs: model, world size, device names, versions."""
+        return {}
+
+    def device_set(self) -> str:
+        """Name of what must not be shared with another search at the same time; empty: nothing."""
+        return ""
+
+    def hints(self, trials: Sequence[Trial]) -> Hints:
+        """What is known of the space; predictions may use ``trials``, which grows."""
+        return Hints(baseline=dict(self.baseline))
+
+    def screen(self, configuration: Configuration) -> str | None:
+        """Why it is refused by arithmetic alone, at no cost; ``None`` when it may run."""
+        return None
+
+    def predict(self, configuration: Configuration, trials: Sequence[Trial]) -> Prediction:
+        """What to expect of the configuration; pure in ``trials``."""
+        return Prediction()
+
+    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
+        """Write the configuration in forms that work without perfsearch; return the files."""
+        return []
+
+    def close(self) -> None:  # noqa: B027 - a runner may have nothing to end
+        """End every process that it started."""

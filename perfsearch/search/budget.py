@@ -1,0 +1,34 @@
+"""How much a search may spend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of the search stage; ``None`` is no limit. Confirmation has its own.
+
+    Attributes:
+        trials: search trials started (baseline, sentinels, confirmation, retries and screened
+            configurations do not count).
+        seconds: active search time, summed over resumes.
+        gpu_hours: the same in device-hours.
+        remaining_steps: how many steps the training will still run after the search.
+
+    """
+
+    trials: int | None = 25
+    seconds: float | None = None
+    gpu_hours: float | None = None
+    remaining_steps: int | None = None
+
+    def spent(self, trials: int, seconds: float, devices: int) -> str | None:
+        """Why nothing more may be started, or ``None``."""
+        if self.trials is not None and trials >= self.trials:
+            return f"budget.trials={self.trials} spent"
+        if self.seconds is not None and seconds >= self.seconds:
+            return f"budget.seconds={self.seconds:g} spent"
+        if self.gpu_hours is not None and seconds * devices / 3600 >= self.gpu_hours:
+            return f"budget.gpu_hours={self.gpu_hours:g} spent"
+        return None

@@ -1,0 +1,39 @@
+"""What a runner can tell a strategy: plain values and pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from perfsearch.search.knob import Configuration, Value
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a runner expects of a configuration; ``None`` where it cannot say."""
+
+    peak_gib: float | None = None
+    cost: float | None = None
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the runner knows about the space, as plain values and pure functions.
+
+    Attributes:
+        baseline: the configuration that the user has today; trial 0.
+        effect_order: knob names, the one with the largest expected effect first.
+        monotonic: knob name to +1 where a larger value is expected to be faster until memory ends,
+            -1 for the reverse.
+        stage_knob: the ordered knob whose values are visited cheapest first (a ZeRO stage).
+        memory_limit_gib: what fits on a device.
+        predict: prediction for a configuration, given the trials told so far.
+
+    """
+
+    baseline: dict[str, Value]
+    effect_order: tuple[str, ...] = ()
+    monotonic: dict[str, int] = field(default_factory=dict)
+    stage_knob: str | None = None
+    memory_limit_gib: float | None = None
+    predict: Callable[[Configuration], Prediction] = lambda configuration: Prediction()

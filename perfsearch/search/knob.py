@@ -1,0 +1,178 @@
+"""One tunable setting of a training job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+Value = bool | int | float | str | None
+"""What a knob can be set to. ``None`` leaves the library's own default."""
+
+Configuration = Mapping[str, Value]
+"""Knob name to value, one entry for each knob of the space."""
+
+
+class Kind(StrEnum):
+    """How the values of a knob relate to each other."""
+
+    BOOLEAN = "boolean"
+    INTEGER = "integer"
+    REAL = "real"
+    ORDINAL = "ordinal"
+    CATEGORICAL = "categorical"
+
+
+class Scope(StrEnum):
+    """What must restart to change a knob: the model's wrapper, its process group, or processes."""
+
+    STEP = "step"
+    GROUP = "group"
+    PROCESS = "process"
+
+
+class Numerics(StrEnum):
+    """What a knob does to the computation: nothing, the order of a sum, or its result."""
+
+    EXACT = "exact"
+    REORDERED = "reordered"
+    ALTERING = "altering"
+
+    @property
+    def rank(self) -> int:
+        """Position in the order exact < reordered < altering."""
+        return list(Numerics).index(self)
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One tunable setting: its values, and the two facts that decide how it may be searched.
+
+    Attributes:
+        name: the name in configurations, journals and MLflow.
+        kind: how its values relate; ``ORDINAL`` and ``CATEGORICAL`` list them in ``values``.
+        default: the value in the configuration that the user has today.
+        values: the choices of a boolean, ordinal or categorical knob, ordinals in order.
+        low: smallest value of an integer or real knob, in ``unit``.
+        high: largest value of an integer or real knob, in ``unit``.
+        log: whether equal ratios, not equal differences, matter.
+        step: grid of an integer or real knob; without one a real knob has no finite size.
+        unit: unit of its values, as in ``MiB``; empty for a pure number.
+        scope: what must restart to change it.
+        numerics: what it does to the computation.
+        when: other knobs' values under which it matters; elsewhere it is held at its default.
+        help: one line for people.
+
+    """
+
+    name: str
+    kind: Kind
+    default: Value
+    values: tuple[Value, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    step: float | None = None
+    unit: str = ""
+    scope: Scope = Scope.STEP
+    numerics: Numerics = Numerics.EXACT
+    when: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+    help: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind is Kind.BOOLEAN and not self.values:
+            object.__setattr__(self, "values", (False, True))
+        if self.is_range:
+            if self.low is None or self.high is None:
+                raise ValueError(f"knob {self.name}: a range needs both low and high")
+            if self.low > self.high:
+                raise ValueError(f"knob {self.name}: low {self.low} is above high {self.high}")
+            if self.log and self.low <= 0:
+                raise ValueError(f"knob {self.name}: a log scale needs low > 0, not {self.low}")
+        elif not self.values:
+            raise ValueError(f"knob {self.name}: no values to choose from")
+
+    @property
+    def is_range(self) -> bool:
+        """Whether it is given by its bounds rather than by a list of choices."""
+        return self.kind in (Kind.INTEGER, Kind.REAL)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether neighbouring values may be expected to behave alike."""
+        return self.kind in (Kind.INTEGER, Kind.REAL, Kind.ORDINAL)
+
+    def choices(self) -> tuple[Value, ...] | None:
+        """Every value in order, or ``None`` where there is no end to them."""
+        if not self.is_range:
+            return self.values
+        assert self.low is not None and self.high is not None
+        if self.kind is Kind.REAL and self.step is None and self.low != self.high:
+            return None
+        step = self.step or 1
+        if self.log and self.step is not None and self.step > 1:
+            count = round(math.log(self.high / self.low) / math.log(self.step))
+            points = [self.low * self.step**i for i in range(count + 1)]
+        else:
+            count = math.floor((self.high - self.low) / step + 1e-9)
+            points = [self.low + step * i for i in range(count + 1)]
+        points = [p for p in points if p <= self.high * (1 + 1e-9)]
+        return tuple(self._cast(p) for p in points)
+
+    def contains(self, value: Value) -> bool:
+        """Whether ``value`` is one that this knob can take, type included."""
+        if not self.is_range:
+            return any(same_value(value, choice) for choice in self.values)
+        if value is None or isinstance(value, bool | str):
+            return False
+        if self.kind is Kind.INTEGER and value != int(value):
+            return False
+        assert self.low is not None and self.high is not None
+        return self.low <= value <= self.high
+
+    def unit_position(self, value: Value) -> float:
+        """Map an ordered value to [0, 1]: log ranges by logarithm, ordinals by their values.
+
+        Ordinals whose values are all positive numbers go by logarithm, others by their place.
+        """
+        if self.is_range:
+            assert self.low is not None and self.high is not None
+            return _position(float(value or 0), self.low, self.high, self.log)
+        place = next((i for i, c in enumerate(self.values) if same_value(value, c)), 0)
+        if len(self.values) < 2:
+            return 0.0
+        numbers = [v for v in self.values if isinstance(v, int | float) and not isinstance(v, bool)]
+        ordered = len(numbers) == len(self.values) and numbers == sorted(numbers)
+        if self.kind is Kind.ORDINAL and ordered and numbers[0] > 0:
+            return _position(numbers[place], numbers[0], numbers[-1], log=True)
+        return place / (len(self.values) - 1)
+
+    def from_unit(self, position: float) -> Value:
+        """The value of an ordered knob nearest to ``position`` in [0, 1]."""
+        position = min(1.0, max(0.0, position))
+        choices = self.choices()
+        if choices is not None and len(choices) <= 4096:
+            return min(choices, key=lambda c: abs(self.unit_position(c) - position))
+        assert self.low is not None and self.high is not None
+        if self.log:
+            return self._cast(self.low * (self.high / self.low) ** position)
+        return self._cast(self.low + (self.high - self.low) * position)
+
+    def _cast(self, number: float) -> Value:
+        return round(number) if self.kind is Kind.INTEGER else float(number)
+
+
+def same_value(left: Value, right: Value) -> bool:
+    """Equality that tells ``True`` from ``1``, but not ``1`` from ``1.0``."""
+    if isinstance(left, bool) != isinstance(right, bool):
+        return False
+    return left == right
+
+
+def _position(value: float, low: float, high: float, log: bool) -> float:
+    if high <= low:
+        return 0.0
+    if log:
+        return math.log(value / low) / math.log(high / low)
+    return (value - low) / (high - low)

@@ -1,0 +1,153 @@
+"""From ``runner.knobs.NAME`` as the user wrote it to the knob that is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from perfsearch.search.knob import Kind, Knob, Numerics, Value
+from perfsearch.search.suggest import nearest
+
+SEARCH = "search"
+"""The value of a knob that is searched over its built-in values or range."""
+
+_RANGE_KEYS = ("min", "max", "log", "step")
+
+
+class KnobError(ValueError):
+    """A ``runner.knobs`` entry that cannot be honoured; the message names key, value and remedy."""
+
+
+def narrow(
+    declared: Sequence[Knob], settings: Mapping[str, Any], allowed: Numerics
+) -> tuple[list[Knob], dict[str, Value]]:
+    """Split the declared knobs into those searched and those pinned.
+
+    Args:
+        declared: every knob of the runner.
+        settings: ``runner.knobs``: ``"search"`` (built-in values), a scalar (pinned), a list
+            (choices), a mapping with min, max, log, step (range), ``None`` (the library's own
+            default, pinned). A declared knob without an entry is dropped, that is, pinned to
+            its default.
+        allowed: the most that a searched knob may do to the computation.
+
+    Returns:
+        The searched knobs, and every other knob's fixed value.
+
+    Raises:
+        KnobError: unknown name, wrong type, value out of range, or numerics not allowed.
+
+    """
+    by_name = {knob.name: knob for knob in declared}
+    for name in settings:
+        if name not in by_name:
+            raise KnobError(f"runner.knobs.{name}: no such knob. {nearest(name, by_name)}")
+    searched: list[Knob] = []
+    pinned: dict[str, Value] = {}
+    for knob in declared:
+        setting = settings.get(knob.name, knob.default)
+        if isinstance(setting, str) and setting == SEARCH:
+            searched.append(knob)
+        elif isinstance(setting, Sequence) and not isinstance(setting, str):
+            searched.append(_from_list(knob, list(setting)))
+        elif isinstance(setting, Mapping):
+            searched.append(_from_range(knob, setting))
+        else:
+            pinned[knob.name] = _checked(knob, setting)
+    for knob in searched:
+        if knob.numerics.rank > allowed.rank:
+            raise KnobError(
+                f"runner.knobs.{knob.name}: it is {knob.numerics} and numerics={allowed}. "
+                f"Set numerics={knob.numerics} to search it, or pin it to one value."
+            )
+    searched_names = {k.name for k in searched}
+    kept = [_without_fixed_parents(k, searched_names, pinned) for k in searched]
+    for knob, now in zip(searched, kept, strict=True):
+        if now is None:
+            pinned[knob.name] = knob.default
+    return [k for k in kept if k is not None], pinned
+
+
+def _without_fixed_parents(
+    knob: Knob, searched: set[str], pinned: Mapping[str, Value]
+) -> Knob | None:
+    """Drop conditions on pinned knobs that hold; ``None`` where one can never hold."""
+    when = {}
+    for other, values in knob.when.items():
+        if other in searched:
+            when[other] = values
+        elif other in pinned and pinned[other] not in values:
+            return None
+    return replace(knob, when=when)
+
+
+def _checked(knob: Knob, value: Any) -> Value:
+    if value is None or isinstance(value, bool | int | float | str):
+        if knob.contains(value) or value == knob.default or value is None:
+            return value
+        if knob.kind is Kind.ORDINAL and _inside(knob, value):
+            return value
+    raise KnobError(f"runner.knobs.{knob.name}={value}: {_allowed(knob)}")
+
+
+def _inside(knob: Knob, value: Value) -> bool:
+    numbers = [v for v in knob.values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if isinstance(value, bool | str) or value is None or len(numbers) != len(knob.values):
+        return False
+    whole = all(isinstance(v, int) for v in numbers)
+    return min(numbers) <= value <= max(numbers) and (not whole or float(value).is_integer())
+
+
+def _from_list(knob: Knob, values: list[Any]) -> Knob:
+    if not values:
+        raise KnobError(f"runner.knobs.{knob.name}=[]: a list needs at least one choice.")
+    checked = [_checked(knob, value) for value in values]
+    if knob.kind in (Kind.BOOLEAN, Kind.CATEGORICAL):
+        return replace(knob, values=tuple(checked))
+    numbers = [v for v in checked if v is not None]
+    ordered = tuple(sorted(numbers, key=lambda v: float(v)))
+    if None in checked:
+        return replace(
+            knob, kind=Kind.CATEGORICAL, values=(None, *ordered), low=None, high=None, step=None
+        )
+    return replace(knob, kind=Kind.ORDINAL, values=ordered, low=None, high=None, step=None)
+
+
+def _from_range(knob: Knob, setting: Mapping[str, Any]) -> Knob:
+    for key in setting:
+        if key not in _RANGE_KEYS:
+            raise KnobError(f"runner.knobs.{knob.name}.{key}: unknown. {nearest(key, _RANGE_KEYS)}")
+    low, high = setting.get("min", knob.low), setting.get("max", knob.high)
+    if knob.kind is Kind.ORDINAL:
+        low = min(knob.values) if low is None else low  # type: ignore[type-var]
+        high = max(knob.values) if high is None else high  # type: ignore[type-var]
+        inside = tuple(v for v in knob.values if low <= v <= high)  # type: ignore[operator]
+        if not inside:
+            raise KnobError(
+                f"runner.knobs.{knob.name}: no value between {low} and {high}. {_allowed(knob)}"
+            )
+        return replace(knob, values=inside)
+    if not knob.is_range:
+        raise KnobError(f"runner.knobs.{knob.name}: it has no range. {_allowed(knob)}")
+    for bound in (low, high):
+        _checked(knob, bound)
+    try:
+        return replace(
+            knob,
+            low=low,
+            high=high,
+            log=bool(setting.get("log", knob.log)),
+            step=setting.get("step", knob.step),
+        )
+    except ValueError as error:
+        raise KnobError(f"runner.knobs.{knob.name}: {error}") from error
+
+
+def _allowed(knob: Knob) -> str:
+    unit = f" {knob.unit}" if knob.unit else ""
+    if knob.is_range:
+        bounds = f"{knob.low:g} to {knob.high:g}{unit}"
+        return f"allowed is {bounds}, a list, or a range {{min, max, log, step}}."
+    choices = ", ".join("null" if v is None else str(v) for v in knob.values)
+    return f"allowed: {choices}{unit}, or a list of these."

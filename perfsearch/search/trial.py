@@ -1,0 +1,159 @@
+"""What one trial was, how it ended, and what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from perfsearch.search.knob import Value
+
+
+class Purpose(StrEnum):
+    """Why a trial was run."""
+
+    BASELINE = "baseline"
+    SENTINEL = "sentinel"
+    SEARCH = "search"
+    CONFIRM = "confirm"
+
+
+class Status(StrEnum):
+    """How a trial ended."""
+
+    OK = "ok"
+    OOM = "oom"
+    TIMEOUT = "timeout"
+    INVALID = "invalid"
+    CRASH = "crash"
+    KILLED = "killed"
+    DIVERGED = "diverged"
+    NOT_APPLIED = "not_applied"
+    PRUNED = "pruned"
+    INFRASTRUCTURE = "infrastructure"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the configuration itself is to blame, so that it must not be proposed again."""
+        return self not in (Status.OK, Status.PRUNED, Status.INFRASTRUCTURE, Status.INTERRUPTED)
+
+
+@dataclass
+class Measurement:
+    """What the ranks saw of one configuration. Units stand in the names.
+
+    Attributes:
+        step_seconds: one entry a scored step, the slowest rank's.
+        samples_per_step: the global batch.
+        tokens_per_step: tokens in the global batch, where there are tokens.
+        flops_per_step: model floating-point operations of a step over all ranks, where counted.
+        world_size: number of ranks.
+        discarded_steps: steps run before timing was steady.
+        discarded_seconds: wall time of those steps.
+        rewrap_seconds: time to put the configuration into force, steps apart.
+        compile_seconds: time spent in torch.compile, apart from everything else.
+        phases_ms: mean time a step by phase, the slowest rank's.
+        peak_allocated_gib: largest over ranks; on a CPU the peak resident set.
+        peak_reserved_gib: largest over ranks, ``None`` without a caching allocator.
+        first_losses: mean over ranks of the losses of the first steps after the common start.
+        in_force: what was really in effect, as read back from the libraries.
+        environment: clocks, throttle reasons and foreign processes seen before scoring.
+        system: system metrics over the window, by MLflow key without the ``system/`` prefix.
+        bottleneck_evidence: numbers for the diagnosis (shares of the step, by phase).
+
+    """
+
+    step_seconds: list[float]
+    samples_per_step: int
+    tokens_per_step: int | None = None
+    flops_per_step: float | None = None
+    world_size: int = 1
+    discarded_steps: int = 0
+    discarded_seconds: float = 0.0
+    rewrap_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    peak_allocated_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    first_losses: list[float] = field(default_factory=list)
+    in_force: dict[str, Value] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    system: dict[str, float] = field(default_factory=dict)
+    bottleneck_evidence: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def step_time_s(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(self.step_seconds)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Global batch over the median step time."""
+        return self.samples_per_step / self.step_time_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of the global batch over the median step time."""
+        return None if self.tokens_per_step is None else self.tokens_per_step / self.step_time_s
+
+
+@dataclass
+class Trial:
+    """One configuration that was tried.
+
+    Attributes:
+        number: position in the search; 0 is the baseline.
+        configuration: the knobs' values.
+        purpose: why it was run.
+        status: how it ended.
+        measurement: what was measured; for failures what there is, often ``None``.
+        cost: what strategies minimise, positive (seconds a sample for throughput, seconds a step
+            for latency); ``None`` without a valid measurement. For ``pruned`` a lower bound.
+        cost_error: standard error of ``log(cost)`` from the step times, where it is known.
+        objective: the objective in its own unit and direction, for people.
+        reason: one line saying why it failed.
+        log_path: the full log of the first failing rank, or of rank 0.
+        seconds: wall time from its start to its end, everything included.
+        overhead_seconds: ``seconds`` less scored and discarded steps.
+        fresh_process: whether processes had to be started for it.
+
+    """
+
+    number: int
+    configuration: dict[str, Value]
+    purpose: Purpose
+    status: Status
+    measurement: Measurement | None = None
+    cost: float | None = None
+    cost_error: float | None = None
+    objective: float | None = None
+    reason: str = ""
+    log_path: str = ""
+    seconds: float = 0.0
+    overhead_seconds: float = 0.0
+    fresh_process: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for the journal."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Trial:
+        """Rebuild a trial from ``to_json``; unknown fields of newer versions are left out.
+
+        Raises:
+            KeyError, ValueError: a field is missing or has an unknown value.
+
+        """
+        known = {f.name for f in fields(cls)}
+        values = {k: v for k, v in record.items() if k in known}
+        values["purpose"] = Purpose(values["purpose"])
+        values["status"] = Status(values["status"])
+        if values.get("measurement") is not None:
+            names = {f.name for f in fields(Measurement)}
+            raw = {k: v for k, v in values["measurement"].items() if k in names}
+            values["measurement"] = Measurement(**raw)
+        return cls(**values)

@@ -1,0 +1,54 @@
+"""The contract of a search strategy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from perfsearch.search.hints import Hints, Prediction
+from perfsearch.search.knob import Value
+from perfsearch.search.space import Space
+from perfsearch.search.trial import Trial
+
+
+class Strategy(ABC):
+    """Decides what to try next. It sees no processes, no files, no clock.
+
+    Its state comes only from ``seed`` and from the calls of ``ask`` and ``tell``, in order, so
+    that repeating the calls restores it. ``tell`` gets every trial that ended, failures included
+    (``trial.cost`` is then ``None``), also such as it did not ask for (the baseline, an earlier
+    search). ``ask`` may be called again before the answer to the last one is told, and then
+    proposes something else; it never proposes what was told or is outstanding while anything else
+    is feasible, and returns ``None`` when it is done (see ``stop_reason``).
+    Budgets, duplicates and retries are the pipeline's business.
+
+    A subclass lives in its own module ``perfsearch.strategies.NAME``, with its options in
+    ``conf/strategy/NAME.yaml`` and a frozen dataclass ``Options`` that documents them.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of the strategy, as keys ``strategy.*``."""
+
+    def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
+        self.space = space
+        self.hints = hints
+        self.seed = seed
+        self.options = options if options is not None else type(self).Options()
+        self.stop_reason = ""
+
+    @abstractmethod
+    def ask(self) -> dict[str, Value] | None:
+        """Return a feasible configuration to try next, or ``None`` when done."""
+
+    @abstractmethod
+    def tell(self, trial: Trial) -> None:
+        """Take note of a trial that ended."""
+
+    def describe(self) -> str:
+        """One line for people on what it is doing and why."""
+        return ""
+
+
+__all__ = ["Hints", "Prediction", "Strategy"]

@@ -1,0 +1,1 @@
+"""Worker processes: the controller side starts and ends them, the rank side measures."""
