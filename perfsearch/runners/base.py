@@ -59,12 +59,16 @@ class Outcome:
 class Runner(ABC):
     """Knows what can be tuned and measures it. It never sees the strategy.
 
+    ``space`` holds the searched knobs and ``pinned`` every other knob's fixed value;
+    configurations and ``baseline`` hold the searched ones only. ``devices`` counts ranks.
+
     A subclass lives in its own module ``perfsearch.runners.NAME``, with its keys in
     ``conf/runner/NAME.yaml``. ``close`` is called however the search ends.
     """
 
     space: Space
     baseline: dict[str, Value]
+    pinned: dict[str, Value] = {}
     devices: int = 1
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -84,6 +85,10 @@ class Measurement:
     system: dict[str, float] = field(default_factory=dict)
     bottleneck_evidence: dict[str, float] = field(default_factory=dict)
 
+    def not_finite(self) -> list[str]:
+        """Names of the fields that hold a NaN or an infinity."""
+        return [name for name, value in asdict(self).items() if not _finite(value)]
+
     @property
     def step_time_s(self) -> float:
         """Median seconds of a step."""
@@ -98,6 +103,16 @@ class Measurement:
     def tokens_per_s(self) -> float | None:
         """Tokens of the global batch over the median step time."""
         return None if self.tokens_per_step is None else self.tokens_per_step / self.step_time_s
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, Mapping):
+        return all(_finite(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return all(_finite(v) for v in value)
+    return True
 
 
 @dataclass

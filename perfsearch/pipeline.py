@@ -1,0 +1,154 @@
+"""The five stages of a search, in their order."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perfsearch.lock import device_lock, run_directory_lock
+from perfsearch.runners.base import Runner
+from perfsearch.search.hints import Hints
+from perfsearch.search.journal import Journal
+from perfsearch.search.objective import Objective
+from perfsearch.search.space import Space
+from perfsearch.search.trial import Status, Trial
+from perfsearch.stages import baseline, confirm, opening, record, search
+from perfsearch.stages.confirm import Verdict
+from perfsearch.stages.search import BreakerError
+from perfsearch.stages.session import Session
+from perfsearch.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+    from perfsearch.tracking.mlflow import Tracker
+    from perfsearch.view import View
+
+EXIT_DONE, EXIT_NOTHING_SUCCEEDED, EXIT_BREAKER = 0, 1, 3
+
+
+@dataclass
+class Result:
+    """What a search came to.
+
+    Attributes:
+        exit_code: 0 done, 1 no trial succeeded, 3 a circuit breaker stopped it.
+        run_dir: where its files are.
+        trials: every trial, in order of their ends.
+        verdict: what the confirmation says.
+        best: the configuration that is handed over, searched and pinned knobs; the baseline's
+            where no gain was confirmed.
+        reason: why the search stage ended.
+        seconds: wall time of this call.
+
+    """
+
+    exit_code: int
+    run_dir: Path
+    trials: list[Trial]
+    verdict: Verdict = field(default_factory=Verdict)
+    best: dict[str, object] = field(default_factory=dict)
+    reason: str = ""
+    seconds: float = 0.0
+
+
+def search_pipeline(
+    settings: Settings,
+    runner: Runner,
+    strategy_factory: Callable[[Space, Hints], Strategy],
+    view: View,
+    run_dir: Path,
+    tracker_factory: Callable[[Path, str], Tracker],
+) -> Result:
+    """Run a search from its start, or from where an earlier run of it ended, to its record.
+
+    Args:
+        settings: the checked configuration.
+        runner: what measures; closed when this returns or raises.
+        strategy_factory: builds the strategy from space and hints.
+        view: what shows progress.
+        run_dir: the directory asked for; a numbered neighbour is used after a finished search.
+        tracker_factory: builds the MLflow view from the directory and the search's identifier.
+
+    Raises:
+        opening.RefusedError, JournalError, LockError: it may not start; nothing was started.
+        KeyboardInterrupt, SystemExit: a signal came; finished trials are recorded first.
+
+    """
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        stack.callback(runner.close)
+        directory, resuming = opening.choose_run_dir(run_dir, settings.resume)
+        directory.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(run_directory_lock(directory))
+        stack.enter_context(device_lock(runner.device_set(), view.note))
+        journal = opening.open_journal(directory, settings, runner, resuming)
+        stack.callback(journal.close)
+        if journal.dropped_line:
+            view.warning(f"{journal.path}: dropped a line that was torn: {journal.dropped_line!r}")
+        tracker = tracker_factory(directory, str(journal.header["search_id"]))
+        session = _session(settings, runner, strategy_factory, view, directory, journal, tracker)
+        record.open_record(session)
+        try:
+            result = _stages(session)
+        except BaseException:
+            record.interrupted(session)
+            raise
+        result.seconds = time.monotonic() - begin
+        record.close_record(session, result)
+        journal.append("ended", exit_code=result.exit_code, reason=result.reason)
+        return result
+
+
+def _session(
+    settings: Settings,
+    runner: Runner,
+    strategy_factory: Callable[[Space, Hints], Strategy],
+    view: View,
+    directory: Path,
+    journal: Journal,
+    tracker: Tracker,
+) -> Session:
+    trials: list[Trial] = []
+    strategy = strategy_factory(runner.space, runner.hints(trials))
+    objective = Objective(settings.objective.metric)
+    return Session(settings, runner, strategy, journal, view, tracker, directory, objective, trials)
+
+
+def _stages(session: Session) -> Result:
+    line = opening.adopt(session)
+    if line:
+        session.view.note(line)
+    exit_code, verdict = EXIT_DONE, Verdict()
+    try:
+        if not session.only_rerun:
+            baseline.run(session)
+        reason = search.run(session)
+    except BreakerError as error:
+        exit_code, reason = EXIT_BREAKER, str(error)
+        session.view.warning(reason)
+    session.view.note(f"search ended: {reason}")
+    if any(t.status is Status.OK for t in session.trials):
+        verdict = confirm.run(session)
+    else:
+        exit_code = EXIT_NOTHING_SUCCEEDED
+        verdict.reason = _nothing_succeeded(session.trials)
+    best = session.runner.baseline
+    if verdict.winner is not None:
+        best = session.numbered(verdict.winner).configuration
+    whole: dict[str, object] = {**session.runner.pinned, **best}
+    return Result(exit_code, session.run_dir, session.trials, verdict, whole, reason)
+
+
+def _nothing_succeeded(trials: list[Trial]) -> str:
+    if not trials:
+        return "no trial succeeded: none was started"
+    counts = Counter(str(t.status) for t in trials)
+    causes = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    first = next((t for t in trials if t.log_path), trials[0])
+    log = f"; full log of trial {first.number}: {first.log_path}" if first.log_path else ""
+    return f"no trial succeeded: {causes}; the first: {first.reason}{log}"

@@ -1,0 +1,182 @@
+"""The append-only record of a search: the truth that everything else is a view of."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+"""Version of the line format, stated in a journal's first line."""
+
+EVENTS = ("opened", "asked", "screened", "started", "finished", "told", "confirmed", "ended")
+
+
+class JournalError(RuntimeError):
+    """A journal that cannot be read or written; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of a journal after the first.
+
+    Attributes:
+        number: position, counted from 1 without gaps.
+        name: one of ``EVENTS``.
+        data: what happened, as plain values.
+
+    """
+
+    number: int
+    name: str
+    data: dict[str, Any]
+
+
+class Journal:
+    """JSON lines, each on disk before ``append`` returns.
+
+    The first line is a header with the schema version. A line that a kill tore in the middle is
+    dropped when the journal is opened again; nothing else is ever removed.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        """Create a journal that must not exist yet.
+
+        Raises:
+            JournalError: it exists, or cannot be written.
+
+        """
+        self.path = path
+        self.header: dict[str, Any] = {"schema": SCHEMA, **header}
+        self.events: list[Event] = []
+        self.dropped_line = ""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        try:
+            self._file = os.open(path, flags, 0o644)
+            self._write(self.header)
+            _sync_directory(path.parent)
+        except OSError as error:
+            raise JournalError(f"{path}: cannot be created: {error.strerror}") from error
+
+    @classmethod
+    def reopen(cls, path: Path) -> Journal:
+        """Open an existing journal to go on, dropping a torn last line from the file.
+
+        Raises:
+            JournalError: no journal, unknown schema, or damage elsewhere than in the last line.
+
+        """
+        header, events, good_bytes, torn = _read(path)
+        journal = cls.__new__(cls)
+        journal.path, journal.header, journal.events = path, header, events
+        journal.dropped_line = torn
+        journal._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        if torn:
+            os.ftruncate(journal._file, good_bytes)
+            os.fsync(journal._file)
+        return journal
+
+    def append(self, name: str, **data: Any) -> Event:
+        """Write an event and wait until it is on disk.
+
+        Raises:
+            JournalError: the disk is full or gone; what was written before stays valid.
+
+        """
+        if name not in EVENTS:
+            raise ValueError(f"unknown journal event {name!r}")
+        event = Event(len(self.events) + 1, name, data)
+        size = os.fstat(self._file).st_size
+        try:
+            self._write({"n": event.number, "event": name, **data})
+        except OSError as error:
+            os.ftruncate(self._file, size)
+            raise JournalError(f"{self.path}: cannot be written: {error.strerror}") from error
+        self.events.append(event)
+        return event
+
+    def of(self, *names: str) -> Iterator[Event]:
+        """The events with one of these names, in order."""
+        return (event for event in self.events if event.name in names)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the search came to its own end since it was last opened."""
+        last = [e.name for e in self.events if e.name in ("opened", "ended")]
+        return bool(last) and last[-1] == "ended"
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+        rest = memoryview(line.encode())
+        while rest:
+            rest = rest[os.write(self._file, rest) :]
+        os.fsync(self._file)
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Event]]:
+    """Read header and events without changing the file; a torn last line is left out.
+
+    Raises:
+        JournalError: as ``Journal.reopen``.
+
+    """
+    header, events, _, _ = _read(path)
+    return header, events
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[Event], int, str]:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be read: {error.strerror}") from error
+    whole, _, tail = raw.rpartition(b"\n")
+    lines = whole.split(b"\n") if whole else []
+    records: list[dict[str, Any]] = []
+    for place, line in enumerate(lines):
+        record = _parse(line)
+        if record is None and place == len(lines) - 1 and not tail:
+            tail = line + b"\n"
+            break
+        if record is None:
+            raise JournalError(f"{path}: line {place + 1} is damaged; move the directory away.")
+        records.append(record)
+    if not records:
+        raise JournalError(f"{path}: has no complete first line; move the directory away.")
+    header = records[0]
+    if header.get("schema") != SCHEMA:
+        raise JournalError(
+            f"{path}: journal schema {header.get('schema')!r}, and this perfsearch reads {SCHEMA}. "
+            f"Use the version that wrote it, or another run_dir."
+        )
+    events = []
+    for place, record in enumerate(records[1:], start=1):
+        number, name = record.pop("n", None), record.pop("event", None)
+        if number != place or name not in EVENTS:
+            raise JournalError(
+                f"{path}: line {place + 1} is out of order; move the directory away."
+            )
+        events.append(Event(place, name, record))
+    return header, events, len(raw) - len(tail), tail.decode(errors="replace")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,157 @@
+"""Stage 4: the finalists and the baseline, interleaved, in fresh processes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from perfsearch.search.knob import Value
+from perfsearch.search.space import key_of
+from perfsearch.search.statistics import Interval, decided, leader, looks, paired_interval
+from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.stages.session import Session
+
+BASELINE = -1
+"""The baseline's place among the arms of a block."""
+
+
+@dataclass
+class Verdict:
+    """What the confirmation says.
+
+    Attributes:
+        intervals: speed-up of each finalist by its search trial's number.
+        winner: number of the search trial whose configuration is handed over; ``None`` when the
+            baseline is.
+        reason: one line for people.
+        costs: cost by finalist (``BASELINE`` for the baseline), a list over blocks.
+        trials: the confirmation's own trials.
+
+    """
+
+    intervals: dict[int, Interval] = field(default_factory=dict)
+    winner: int | None = None
+    reason: str = ""
+    costs: dict[int, list[float]] = field(default_factory=dict)
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def interval(self) -> Interval | None:
+        """The leading finalist's interval."""
+        return self.intervals[leader(self.intervals)] if self.intervals else None
+
+
+def run(session: Session) -> Verdict:
+    """Re-measure until the interval is narrow or the repeats are spent, and decide.
+
+    Search readings of the finalists are not used: they were chosen for being small. An arm that
+    fails once is out. Without a working baseline the best finalist that runs is handed over, with
+    no speed-up stated.
+    """
+    finalists = choose_finalists(session)
+    if not finalists:
+        return Verdict(reason="no trial was faster than the baseline: no gain")
+    settings = session.settings.confirm
+    if settings.finalists == 0 or settings.max_repeats == 0:
+        return Verdict(reason="confirmation is off, so no gain is claimed")
+    session.view.stage("confirm", f"{len(finalists)} finalists against the baseline")
+    arms: dict[int, dict[str, Value]] = {t.number: t.configuration for t in finalists}
+    if session.baseline_cost is not None:
+        arms[BASELINE] = dict(session.runner.baseline)
+    verdict = Verdict(costs={arm: [] for arm in arms})
+    planned = looks(settings.max_repeats)
+    begin = time.monotonic()
+    for block in range(settings.max_repeats):
+        _run_block(session, verdict, arms, block)
+        alive = [arm for arm in arms if arm != BASELINE]
+        if not alive:
+            verdict.reason = "every finalist failed in fresh processes: no gain is claimed"
+            return verdict
+        if BASELINE not in arms:
+            break
+        spent = time.monotonic() - begin
+        out_of_time = settings.seconds is not None and spent > settings.seconds
+        if block + 1 not in planned and not (out_of_time and block >= 1):
+            continue
+        verdict.intervals = {
+            arm: paired_interval(
+                verdict.costs[BASELINE], verdict.costs[arm], len(planned), len(finalists)
+            )
+            for arm in alive
+        }
+        intervals = {str(arm): vars(i) for arm, i in verdict.intervals.items()}
+        session.journal.append("confirmed", blocks=block + 1, intervals=intervals)
+        if out_of_time or decided(verdict.intervals, settings.precision):
+            break
+    _decide(session, verdict, arms)
+    return verdict
+
+
+def choose_finalists(session: Session) -> list[Trial]:
+    """The fastest distinct search trials that could be faster than the baseline."""
+    valid = [t for t in session.search_trials if t.status is Status.OK and t.cost is not None]
+    reference = session.baseline_cost
+    baseline_key = key_of(session.runner.baseline)
+    candidates = [t for t in valid if key_of(t.configuration) != baseline_key]
+    if reference is not None:
+        candidates = [t for t in candidates if t.cost is not None and t.cost <= reference * 1.01]
+    candidates.sort(key=lambda t: t.cost or 0.0)
+    return candidates[: session.settings.confirm.finalists]
+
+
+def _run_block(
+    session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]], block: int
+) -> None:
+    """One process for each arm, in an order that is drawn once and reversed in every other block."""
+    generator = np.random.default_rng([session.settings.seed, 7, block // 2])
+    order = [list(arms)[i] for i in generator.permutation(len(arms))]
+    if block % 2:
+        order.reverse()
+    for arm in order:
+        trial = _measured(session, arms[arm], arm, block)
+        verdict.trials.append(trial)
+        if trial.status is Status.OK and trial.cost is not None:
+            verdict.costs[arm].append(trial.cost)
+            continue
+        session.view.warning(
+            f"{'the baseline' if arm == BASELINE else f'finalist {arm}'} ended {trial.status} "
+            f"in fresh processes: {trial.reason}"
+        )
+        del arms[arm]
+        verdict.intervals.pop(arm, None)
+
+
+def _measured(session: Session, configuration: dict[str, Value], arm: int, block: int) -> Trial:
+    """The trial of this arm and block: from an earlier run of the same search, or run now."""
+    done = [t for t in session.trials if t.purpose is Purpose.CONFIRM]
+    same = [t for t in done if key_of(t.configuration) == key_of(configuration)]
+    whole = [t for t in same if t.status is not Status.INTERRUPTED]
+    if len(whole) > block:
+        return whole[block]
+    torn = [t.number for t in same if t.status is Status.INTERRUPTED]
+    return session.run(configuration, Purpose.CONFIRM, fresh=True, number=torn[0] if torn else None)
+
+
+def _decide(session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]]) -> None:
+    alive = [arm for arm in arms if arm != BASELINE]
+    if BASELINE not in arms:
+        best = min(alive, key=lambda arm: min(verdict.costs[arm]))
+        verdict.winner = best
+        verdict.intervals = {}
+        verdict.reason = (
+            f"the baseline does not run; trial {best} does, and is handed over (no speed-up can "
+            "be stated)"
+        )
+        return
+    if not verdict.intervals:
+        verdict.reason = "too few repeats for an interval: no gain is claimed"
+        return
+    first = leader(verdict.intervals)
+    interval = verdict.intervals[first]
+    if interval.is_gain:
+        verdict.winner = first
+        verdict.reason = f"trial {first} is {interval} as fast as the baseline"
+    else:
+        verdict.reason = f"no gain beyond the noise: the best finalist is {interval}"

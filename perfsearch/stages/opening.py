@@ -1,0 +1,217 @@
+"""Stage 1: find or make the run directory, and adopt what an earlier run finished."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfsearch.runners.base import Runner
+from perfsearch.search.journal import Journal, JournalError, read
+from perfsearch.search.knob import Value, same_value
+from perfsearch.search.space import Space, key_of
+from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.stages.search import screened_trial
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+    from perfsearch.stages.session import Session
+
+JOURNAL = "journal.jsonl"
+
+
+class RefusedError(ValueError):
+    """A search that must not start as asked; the message names the key and the remedy."""
+
+
+def choose_run_dir(base: Path, resume: str) -> tuple[Path, bool]:
+    """The directory to work in, and whether it holds a search to go on with.
+
+    ``base`` itself, or ``base-2``, ``base-3``, ... after finished searches.
+
+    Raises:
+        RefusedError: ``resume=failed`` and there is nothing to resume.
+
+    """
+    taken = [path for path in _numbered(base) if (path / JOURNAL).exists()]
+    if taken and resume == "failed":
+        return taken[-1], True
+    if resume == "failed":
+        raise RefusedError(f"resume=failed: there is no journal in {base}.")
+    if taken and resume == "auto":
+        _, events = read(taken[-1] / JOURNAL)
+        if not any(e.name == "ended" for e in _since_opened(events)):
+            return taken[-1], True
+    if not taken:
+        return base, False
+    last = re.search(r"-(\d+)$", taken[-1].name.removeprefix(base.name))
+    return base.with_name(f"{base.name}-{int(last.group(1)) + 1 if last else 2}"), False
+
+
+def open_journal(run_dir: Path, settings: Settings, runner: Runner, resuming: bool) -> Journal:
+    """Create the journal, or reopen one that this machine and job may go on with.
+
+    Raises:
+        JournalError: it cannot be read or written.
+        RefusedError: model, world size, device or library versions differ from the journal's.
+
+    """
+    identity = runner.identity()
+    if not resuming:
+        header = {"search_id": uuid.uuid4().hex, "started_unix_s": time.time()}
+        return Journal(run_dir / JOURNAL, {**header, "identity": identity})
+    journal = Journal.reopen(run_dir / JOURNAL)
+    before: dict[str, str] = journal.header.get("identity", {})
+    for name in sorted(before.keys() | identity.keys()):
+        if before.get(name) != identity.get(name) and name not in settings.resume_force:
+            journal.close()
+            raise RefusedError(
+                f"{run_dir}: its trials were measured with {name}={before.get(name)}, and this is "
+                f"{identity.get(name)}. Use resume=never for a new search, or "
+                f"resume_force=[{name}] to mix them."
+            )
+    return journal
+
+
+def definition(settings: Settings, runner: Runner) -> dict[str, Any]:
+    """What decides the sequence of proposals, as plain values for the journal."""
+    listed = runner.space.knobs
+    return {
+        "strategy": asdict(settings.strategy),
+        "seed": settings.seed,
+        "knobs": [[k.name, str(k.kind), list(k.values), k.low, k.high, k.log] for k in listed],
+        "pinned": dict(runner.pinned),
+        "baseline": dict(runner.baseline),
+        "objective": str(settings.objective.metric),
+    }
+
+
+def adopt(session: Session) -> str:
+    """Bring strategy and session to where the journal ends; return a line for people.
+
+    With the same definition the asks are repeated too, so the next proposal is the one that an
+    undisturbed search would make. With a changed one, trials that still fit are told.
+    """
+    now = definition(session.settings, session.runner)
+    opened = list(session.journal.of("opened"))
+    unchanged = bool(opened) and opened[-1].data.get("definition") == now
+    line = ""
+    if opened:
+        line = _replay(session) if unchanged else _adopt_fitting(session, opened[-1].data)
+    session.journal.append("opened", pid=os.getpid(), unix_s=time.time(), definition=now)
+    failures = [t.status.is_failure for t in session.trials if t.purpose is Purpose.SEARCH]
+    for failed in reversed(failures):
+        if not failed:
+            break
+        session.consecutive_failures += 1
+    if session.settings.resume == "failed" and opened:
+        failed_trials = [t for t in session.search_trials if t.status.is_failure]
+        session.rerun = [(t.configuration, t.number) for t in failed_trials]
+        session.only_rerun = True
+        line = f"running the {len(failed_trials)} failed trials again"
+    return line
+
+
+def _replay(session: Session) -> str:
+    strategy, pending = session.strategy, None
+    started: dict[int, dict[str, Any]] = {}
+    told: set[int] = set()
+    for event in session.journal.events:
+        data = event.data
+        if event.name == "asked":
+            proposal = strategy.ask()
+            pending = dict(data["configuration"])
+            if proposal is None or key_of(proposal) != key_of(pending):
+                session.view.warning("the strategy proposes otherwise than when this was recorded")
+        elif event.name == "screened":
+            strategy.tell(screened_trial(data["configuration"], data["reason"]))
+            session.screened += 1
+            pending = None
+        elif event.name == "started":
+            started[data["trial"]] = data
+            pending = None if data["purpose"] == Purpose.SEARCH else pending
+        elif event.name == "finished":
+            session.add(Trial.from_json(data["trial"]))
+        elif event.name == "told":
+            trial = session.numbered(data["trial"])
+            strategy.tell(trial)
+            told.add(trial.number)
+            session.search_seconds = data["search_seconds"]
+            pending = None if data.get("served") else pending
+    for trial in list(session.trials):
+        finished = trial.status is not Status.INTERRUPTED and trial.purpose is not Purpose.CONFIRM
+        if finished and trial.number not in told:
+            strategy.tell(trial)
+            session.told(trial=trial.number)
+    for number, data in started.items():
+        ended = session.find(number)
+        unfinished = ended is None or ended.status is Status.INTERRUPTED
+        if unfinished and data["purpose"] == Purpose.SEARCH:
+            session.rerun.append((dict(data["configuration"]), number))
+    if pending is not None:
+        session.rerun.append((pending, None))
+    return f"going on with {len(session.trials)} finished trials"
+
+
+def _adopt_fitting(session: Session, before: Mapping[str, Any]) -> str:
+    """Tell the trials of a changed search that still fit, under new numbers' own order."""
+    was_pinned: dict[str, Value] = before.get("definition", {}).get("pinned", {})
+    latest: dict[int, Trial] = {}
+    for event in session.journal.of("finished"):
+        trial = Trial.from_json(event.data["trial"])
+        latest[trial.number] = trial
+    session.numbers_from = max(latest, default=-1) + 1
+    kept = 0
+    for trial in latest.values():
+        if trial.purpose is not Purpose.SEARCH or trial.status is Status.INTERRUPTED:
+            continue
+        whole = {**was_pinned, **trial.configuration}
+        fitted = _fit(session.runner.space, session.runner.pinned, whole)
+        if fitted is None:
+            continue
+        trial.configuration = fitted
+        session.add(trial)
+        session.strategy.tell(trial)
+        kept += 1
+    total = sum(t.purpose is Purpose.SEARCH for t in latest.values())
+    return f"the search was changed: {kept} of {total} earlier trials still fit and are kept"
+
+
+def _fit(
+    space: Space, pinned: Mapping[str, Value], whole: Mapping[str, Value]
+) -> dict[str, Value] | None:
+    if any(name not in whole or not same_value(whole[name], v) for name, v in pinned.items()):
+        return None
+    if any(knob.name not in whole for knob in space.knobs) or not space.feasible(whole):
+        return None
+    return space.canonical(whole)
+
+
+def _numbered(base: Path) -> list[Path]:
+    """``base`` and its numbered successors that exist, in order."""
+    found = [base] if base.exists() else []
+    pattern = re.compile(re.escape(base.name) + r"-(\d+)$")
+    if base.parent.exists():
+        later = [(pattern.match(p.name), p) for p in base.parent.iterdir()]
+        found += [p for _, p in sorted((int(m.group(1)), p) for m, p in later if m)]
+    return found
+
+
+def _since_opened(events: list[Any]) -> list[Any]:
+    places = [i for i, event in enumerate(events) if event.name == "opened"]
+    return events[places[-1] :] if places else events
+
+
+__all__ = [
+    "JournalError",
+    "RefusedError",
+    "adopt",
+    "choose_run_dir",
+    "definition",
+    "open_journal",
+]

@@ -1,0 +1,216 @@
+"""Stage 5: what is handed over: files in the run directory, and the MLflow view of them."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from perfsearch.config import to_plain
+from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.stages.confirm import BASELINE, Verdict
+from perfsearch.stages.session import Session
+from perfsearch.tracking import export, report
+
+if TYPE_CHECKING:
+    from perfsearch.pipeline import Result
+
+
+def open_record(session: Session) -> None:
+    """Write what was asked for, and begin the MLflow view."""
+    settings, runner = session.settings, session.runner
+    export.write_config(session.run_dir / "config.yaml", to_plain(settings))
+    session.tracker.open(
+        parameters={
+            "runner": settings.runner.name,
+            "strategy": settings.strategy.name,
+            "workload": settings.workload.name,
+            "seed": settings.seed,
+            "numerics": str(settings.numerics),
+            "batch": settings.batch,
+            **{f"identity/{k}": v for k, v in runner.identity().items()},
+            **{f"pinned/{k}": v for k, v in runner.pinned.items()},
+        },
+        tags={"perfsearch.run_dir": str(session.run_dir)},
+    )
+
+
+def close_record(session: Session, result: Result) -> None:
+    """Write every file, finish the MLflow view, and show the closing table."""
+    run_dir, runner = session.run_dir, session.runner
+    export.write_trials(run_dir, session.trials, runner.space.knobs, runner.pinned)
+    files = _best_files(session, result) if result.exit_code != 1 else []
+    summary = summarise(session, result.verdict)
+    report.write_report(run_dir / "report.html", session.trials, result.verdict, session.objective)
+    session.tracker.summary(summary, tags=_tags(result), note=_note(session, result))
+    session.tracker.artifacts(run_dir)
+    for line in trial_cost_lines(session.trials):
+        session.view.note(line)
+    session.view.result(_rows(session, result.verdict), result.verdict.reason, files)
+    session.tracker.close("FINISHED" if result.exit_code == 0 else "FAILED")
+    session.view.note(session.tracker.how_to_open())
+
+
+def interrupted(session: Session) -> None:
+    """Keep and show the finished trials of a search that is being ended from outside."""
+    # What ended the search is on its way up; a full disk must not take its place.
+    with contextlib.suppress(OSError):
+        knobs, pinned = session.runner.space.knobs, session.runner.pinned
+        export.write_trials(session.run_dir, session.trials, knobs, pinned)
+    done = [t for t in session.trials if t.status is not Status.INTERRUPTED]
+    session.view.result(
+        _rows(session, Verdict()),
+        f"interrupted after {len(done)} trials; the same command goes on from here",
+        [],
+    )
+    session.tracker.close("KILLED")
+
+
+def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
+    """The numbers by which whole searches are compared, by MLflow metric name."""
+    numbers: dict[str, float] = {
+        "search/seconds": session.search_seconds,
+        "search/trials": len(session.search_trials),
+        "search/failed_trials": sum(t.status.is_failure for t in session.search_trials),
+        "search/screened": session.screened,
+        "confirm/seconds": sum(t.seconds for t in verdict.trials),
+    }
+    within = trials_until_within(session.search_trials, 0.02)
+    if within is not None:
+        numbers["search/trials_until_within_2_percent"] = within
+    interval = verdict.interval
+    if interval is not None:
+        numbers["search/speed_up"] = interval.ratio
+        numbers["search/speed_up_low"] = interval.low
+        numbers["search/speed_up_high"] = interval.high
+    warm = [t.overhead_seconds for t in session.search_trials if not t.fresh_process]
+    if warm:
+        numbers["search/warm_trial_overhead_s"] = statistics.median(warm)
+    handed_over = _handed_over_cost(session, verdict)
+    if handed_over is not None:
+        numbers["objective/value"] = session.objective.from_cost(handed_over)
+    return numbers
+
+
+def trials_until_within(trials: list[Trial], fraction: float) -> int | None:
+    """Number of search trials after which the best reading was within ``fraction`` of the last."""
+    best, history = None, []
+    for trial in trials:
+        if trial.status is Status.OK and trial.cost is not None:
+            best = trial.cost if best is None else min(best, trial.cost)
+        history.append(best)
+    if best is None:
+        return None
+    limit = best * (1 + fraction)
+    return next(i for i, cost in enumerate(history, start=1) if cost is not None and cost <= limit)
+
+
+def trial_cost_lines(trials: list[Trial]) -> list[str]:
+    """What a trial cost beside its scored steps, warm and with new processes."""
+    lines = []
+    for fresh, label in ((False, "a warm trial"), (True, "a trial in new processes")):
+        chosen = [
+            t
+            for t in trials
+            if t.fresh_process is fresh
+            and t.status is Status.OK
+            and t.purpose is not Purpose.BASELINE
+        ]
+        if not chosen:
+            continue
+        overheads = sorted(t.overhead_seconds for t in chosen)
+        discarded = [t.measurement.discarded_seconds for t in chosen if t.measurement]
+        p90 = overheads[min(len(overheads) - 1, int(0.9 * len(overheads)))]
+        lines.append(
+            f"{label} cost {statistics.median(overheads):.2f} s (90th percentile {p90:.2f} s) "
+            f"beside its scored steps and {statistics.median(discarded):.2f} s of discarded ones "
+            f"({len(chosen)} trials)"
+        )
+    return lines
+
+
+def _best_files(session: Session, result: Result) -> list[str]:
+    directory = session.run_dir / "best"
+    winner = result.verdict.winner
+    number = 0 if winner is None else winner
+    trial = session.find(number)
+    best = dict(session.runner.baseline) if trial is None else trial.configuration
+    plain = to_plain(session.settings)
+    plain["runner"]["knobs"] = result.best
+    export.write_config(directory / "config.yaml", plain)
+    summary = {
+        "verdict": result.verdict.reason,
+        "is_baseline": winner is None,
+        "trial": number,
+        "log": "" if trial is None else trial.log_path,
+        "knobs": result.best,
+        "speed_up": None if result.verdict.interval is None else vars(result.verdict.interval),
+        "batch": session.settings.batch,
+        "numbers": summarise(session, result.verdict),
+        "repeats": {
+            "baseline" if arm == BASELINE else str(arm): [
+                session.objective.from_cost(c) for c in cs
+            ]
+            for arm, cs in result.verdict.costs.items()
+        },
+        "unit": session.objective.unit,
+    }
+    export.write_summary(directory / "summary.json", summary, session.runner.identity())
+    written = session.runner.export(best, directory / "apply")
+    return [str(p) for p in (directory / "config.yaml", directory / "summary.json", *written)]
+
+
+def _handed_over_cost(session: Session, verdict: Verdict) -> float | None:
+    arm = BASELINE if verdict.winner is None else verdict.winner
+    costs = verdict.costs.get(arm)
+    if costs:
+        return statistics.median(costs)
+    return session.baseline_cost
+
+
+def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
+    """Rows of the closing table: the baseline, then the finalists, or the best so far."""
+    rows = []
+    baseline = session.baseline
+    if baseline is not None:
+        rows.append(_row(session, "baseline", baseline, verdict.costs.get(BASELINE), None))
+    shown = [t for n in verdict.intervals if (t := session.find(n)) is not None]
+    if not shown and session.best is not None:
+        shown = [session.best]
+    for trial in shown:
+        interval = verdict.intervals.get(trial.number)
+        label = (
+            "best" if trial.number == verdict.winner else "finalist" if interval else "best so far"
+        )
+        rows.append(_row(session, label, trial, verdict.costs.get(trial.number), interval))
+    return rows
+
+
+def _row(
+    session: Session, label: str, trial: Trial, costs: list[float] | None, interval: Any
+) -> dict[str, Any]:
+    cost = statistics.median(costs) if costs else trial.cost
+    return {
+        "label": label,
+        "trial": trial,
+        "objective": None if cost is None else session.objective.from_cost(cost),
+        "unit": session.objective.unit,
+        "interval": interval,
+        "confirmed": bool(costs),
+    }
+
+
+def _tags(result: Result) -> dict[str, str]:
+    winner = result.verdict.winner
+    return {
+        "perfsearch.verdict": "gain" if winner is not None else "no gain",
+        "perfsearch.best_trial": str(0 if winner is None else winner),
+        "perfsearch.ended": result.reason,
+    }
+
+
+def _note(session: Session, result: Result) -> str:
+    lines = [result.verdict.reason, f"search ended: {result.reason}"]
+    if session.settings.batch == "free":
+        lines.append("batch=free: the global batch may differ from the baseline's")
+    return "\n\n".join(line for line in lines if line)

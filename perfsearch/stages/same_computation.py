@@ -1,0 +1,30 @@
+"""Whether two configurations train the same model the same way, as far as their losses tell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def disagreement(reference: Sequence[float], losses: Sequence[float], tolerance: float) -> str:
+    """Compare the losses of the first steps after the common start, at the same global batch.
+
+    Args:
+        reference: the baseline's, mean over ranks.
+        losses: the trial's; the shorter of both lengths is compared.
+        tolerance: largest allowed difference relative to the reference (or absolute, below 1).
+
+    Returns:
+        One line saying where they part, empty when they agree.
+
+    """
+    if not losses:
+        return "no first losses were recorded, so the computation cannot be compared"
+    for step, (expected, seen) in enumerate(zip(reference, losses, strict=False)):
+        difference = abs(seen - expected) / max(1.0, abs(expected))
+        if not math.isfinite(seen) or difference > tolerance:
+            return (
+                f"loss of step {step} is {seen:.6g} where the baseline's is {expected:.6g} "
+                f"(difference {difference:.2g}, tolerance {tolerance:g})"
+            )
+    return ""

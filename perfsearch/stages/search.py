@@ -1,0 +1,127 @@
+"""Stage 3: ask, screen, measure, record, tell, until the budget ends."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from perfsearch.search.knob import Value
+from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.stages.session import Session
+
+MAX_SERVED = 200
+"""Proposals answered from the record, or screened, in a row before the search ends."""
+
+
+class BreakerError(Exception):
+    """A circuit breaker ended the search; the message says which and why."""
+
+
+def run(session: Session) -> str:
+    """Search until something says stop, and return what did.
+
+    Raises:
+        BreakerError: too many failures in a row, or any failure with ``on_failure=stop``.
+
+    """
+    session.view.stage("search", session.strategy.describe())
+    budget, served = session.settings.budget.budget(), 0
+    _check_breakers(session, session.baseline)
+    _sentinel(session)
+    while True:
+        begin = time.monotonic()
+        reason = budget.spent(
+            len(session.search_trials), session.search_seconds, session.runner.devices
+        )
+        if reason and not session.only_rerun:
+            return reason
+        if session.only_rerun and not session.rerun:
+            return "the failed trials were run again"
+        if served >= MAX_SERVED:
+            return f"the last {MAX_SERVED} proposals brought nothing new"
+        configuration, number = _next(session)
+        if configuration is None:
+            return session.strategy.stop_reason or "the strategy has nothing more to propose"
+        if number is None and _answered_without_running(session, configuration):
+            served += 1
+            continue
+        served = 0
+        trial = session.run(configuration, Purpose.SEARCH, number=number)
+        session.strategy.tell(trial)
+        session.search_seconds += time.monotonic() - begin
+        session.told(trial=trial.number)
+        _check_breakers(session, trial)
+        _sentinel(session)
+
+
+def _next(session: Session) -> tuple[dict[str, Value] | None, int | None]:
+    """The trial that a kill left unfinished, or else a new proposal."""
+    if session.rerun:
+        return session.rerun.pop(0)
+    configuration = session.strategy.ask()
+    if configuration is not None:
+        session.journal.append("asked", configuration=configuration)
+    return configuration, None
+
+
+def _answered_without_running(session: Session, configuration: dict[str, Value]) -> bool:
+    """Tell a repeated or impossible proposal from the record, free of budget."""
+    known = session.recorded(configuration)
+    if known is not None:
+        session.strategy.tell(known)
+        session.told(trial=known.number, served=True)
+        return True
+    refusal = session.runner.screen(configuration)
+    if refusal is None:
+        return False
+    session.screened += 1
+    session.journal.append("screened", configuration=configuration, reason=refusal)
+    session.strategy.tell(screened_trial(configuration, refusal))
+    session.view.note(f"screened: {refusal}")
+    return True
+
+
+def screened_trial(configuration: dict[str, Value], reason: str) -> Trial:
+    """What the strategy is told of a configuration that arithmetic refused."""
+    return Trial(-1, configuration, Purpose.SEARCH, Status.INVALID, reason=reason)
+
+
+def _check_breakers(session: Session, trial: Trial | None) -> None:
+    if trial is None:
+        return
+    failed = trial.status.is_failure or trial.status is Status.INFRASTRUCTURE
+    session.consecutive_failures = session.consecutive_failures + 1 if failed else 0
+    if failed and session.settings.on_failure == "stop":
+        raise BreakerError(f"on_failure=stop: trial {trial.number} ended {trial.status}")
+    limit = session.settings.limits.consecutive_failures
+    if session.consecutive_failures >= limit:
+        raise BreakerError(
+            f"{limit} trials failed in a row (limits.consecutive_failures={limit}); "
+            f"the last: {trial.status}, {trial.reason}"
+        )
+
+
+def _sentinel(session: Session) -> None:
+    """Measure the baseline again every so often; drift beyond the noise recycles the processes."""
+    every, count = session.settings.sentinel_every, len(session.search_trials)
+    before = session.baseline_cost
+    ended = [t for t in session.trials if t.status is not Status.INTERRUPTED]
+    done = sum(t.purpose is Purpose.SENTINEL for t in ended)
+    if not every or before is None or count // every <= done:
+        return
+    trial = session.run(dict(session.runner.baseline), Purpose.SENTINEL)
+    session.strategy.tell(trial)
+    session.told(trial=trial.number)
+    if trial.cost is None:
+        session.view.warning(f"the baseline, measured again, ended {trial.status}: {trial.reason}")
+        session.recycle = True
+        return
+    first = session.baseline
+    error = max(trial.cost_error or 0.0, (first.cost_error if first else None) or 0.0)
+    drift = math.log(trial.cost / before)
+    if abs(drift) > max(0.03, 4 * math.sqrt(2) * error):
+        session.view.warning(
+            f"the baseline now reads {100 * (math.exp(-drift) - 1):+.1f}% against before: "
+            "the processes are started anew, and only the confirmation decides"
+        )
+        session.recycle = True

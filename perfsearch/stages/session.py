@@ -1,0 +1,246 @@
+"""What the stages of one search share, and how any of them runs a trial."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.search.journal import Journal, JournalError
+from perfsearch.search.knob import Value
+from perfsearch.search.objective import Objective, log_cost_error
+from perfsearch.search.space import key_of
+from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.stages.same_computation import disagreement
+from perfsearch.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+    from perfsearch.tracking.mlflow import Tracker
+    from perfsearch.view import View
+
+MAX_RETRIES = 2
+"""How often a trial is started again after a failure that is not the configuration's."""
+
+
+@dataclass
+class Session:
+    """One search under way: its parts, and the trials so far in order of their numbers."""
+
+    settings: Settings
+    runner: Runner
+    strategy: Strategy
+    journal: Journal
+    view: View
+    tracker: Tracker
+    run_dir: Path
+    objective: Objective
+    trials: list[Trial] = field(default_factory=list)
+    search_seconds: float = 0.0
+    screened: int = 0
+    consecutive_failures: int = 0
+    recycle: bool = False
+    rerun: list[tuple[dict[str, Value], int | None]] = field(default_factory=list)
+    only_rerun: bool = False
+    numbers_from: int = 0
+    _last_told: float = field(default_factory=time.monotonic)
+
+    @property
+    def baseline(self) -> Trial | None:
+        """Trial 0, once it has ended."""
+        return next((t for t in self.trials if t.purpose is Purpose.BASELINE), None)
+
+    @property
+    def baseline_cost(self) -> float | None:
+        """Median cost of the baseline and its sentinels."""
+        purposes = (Purpose.BASELINE, Purpose.SENTINEL)
+        costs = [t.cost for t in self.trials if t.purpose in purposes and t.cost is not None]
+        return statistics.median(costs) if costs else None
+
+    @property
+    def search_trials(self) -> list[Trial]:
+        """Trials of the search stage that ended."""
+        return [t for t in self.trials if t.purpose is Purpose.SEARCH]
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest valid search trial so far, by its single reading."""
+        valid = [t for t in self.search_trials if t.status is Status.OK and t.cost is not None]
+        return min(valid, key=lambda t: t.cost or 0.0, default=None)
+
+    @property
+    def next_number(self) -> int:
+        """Number of the next trial."""
+        return max(max((t.number for t in self.trials), default=-1) + 1, self.numbers_from)
+
+    def add(self, trial: Trial) -> None:
+        """Take up a trial; a later end of the same number replaces an earlier one.
+
+        In place, since the runner's hints look at this very list.
+        """
+        self.trials[:] = [t for t in self.trials if t.number != trial.number] + [trial]
+
+    def find(self, number: int) -> Trial | None:
+        """The trial of that number, if it ended."""
+        return next((t for t in self.trials if t.number == number), None)
+
+    def numbered(self, number: int) -> Trial:
+        """The trial of that number.
+
+        Raises:
+            JournalError: the journal tells of a trial that never finished.
+
+        """
+        trial = self.find(number)
+        if trial is None:
+            raise JournalError(f"{self.journal.path}: trial {number} was told but never finished")
+        return trial
+
+    def recorded(self, configuration: Mapping[str, Value]) -> Trial | None:
+        """The trial that already answers ``configuration``, if there is one."""
+        key = key_of(configuration)
+        for trial in self.trials:
+            unfit = trial.status in (Status.INFRASTRUCTURE, Status.INTERRUPTED)
+            if trial.purpose is not Purpose.CONFIRM and not unfit:
+                if key_of(trial.configuration) == key:
+                    return trial
+        return None
+
+    def run(
+        self,
+        configuration: dict[str, Value],
+        purpose: Purpose,
+        *,
+        fresh: bool = False,
+        number: int | None = None,
+    ) -> Trial:
+        """Measure a configuration, record how it ended, and return it; never raises for a failure.
+
+        Infrastructure failures are started again up to ``MAX_RETRIES`` times, in new processes.
+        """
+        number = self.next_number if number is None else number
+        begin = time.monotonic()
+        self.view.trial_started(number, purpose, configuration)
+        outcome = Outcome(Status.INTERRUPTED, reason="never started")
+        attempt = 0
+        try:
+            for attempt in range(MAX_RETRIES + 1):
+                self.journal.append(
+                    "started",
+                    trial=number,
+                    purpose=purpose,
+                    configuration=configuration,
+                    attempt=attempt,
+                )
+                plan = self._plan(number, purpose, attempt, fresh or self.recycle or attempt > 0)
+                outcome = self.runner.measure(configuration, plan)
+                if outcome.status not in (Status.INFRASTRUCTURE, Status.KILLED):
+                    break
+                self.view.warning(f"trial {number}: {outcome.reason}; starting it again")
+            self.recycle = False
+        except BaseException:
+            trial = Trial(number, configuration, purpose, Status.INTERRUPTED, reason="interrupted")
+            trial.seconds = time.monotonic() - begin
+            self._finish(trial)
+            raise
+        trial = self._judge(number, configuration, purpose, outcome)
+        now = time.monotonic()
+        trial.seconds = now - begin
+        steps_s = 0.0
+        if trial.measurement is not None:
+            steps_s = sum(trial.measurement.step_seconds) + trial.measurement.discarded_seconds
+        trial.overhead_seconds = max(0.0, now - self._last_told - steps_s)
+        self._finish(trial)
+        return trial
+
+    def told(self, **data: object) -> None:
+        """Journal that the strategy knows of a trial; the next one's overhead counts from here."""
+        self.journal.append("told", search_seconds=round(self.search_seconds, 3), **data)
+        self._last_told = time.monotonic()
+
+    def _plan(self, number: int, purpose: Purpose, attempt: int, fresh: bool) -> Plan:
+        limits = self.settings.limits
+        plan = Plan(
+            number=number,
+            purpose=purpose,
+            fresh=fresh,
+            attempt=attempt,
+            time_limit_s=limits.trial_s,
+            log_directory=self.run_dir / "logs" / f"{number:04d}",
+            detail=self.settings.metrics.detail,
+        )
+        if purpose is Purpose.CONFIRM:
+            plan = replace(plan, scored_seconds=2 * plan.scored_seconds)
+        return plan
+
+    def _judge(
+        self,
+        number: int,
+        configuration: dict[str, Value],
+        purpose: Purpose,
+        outcome: Outcome,
+    ) -> Trial:
+        """Turn an outcome into a trial: score it, unless it failed or computed something else."""
+        trial = Trial(
+            number,
+            configuration,
+            purpose,
+            outcome.status,
+            outcome.measurement,
+            reason=outcome.reason,
+            log_path=outcome.log_path,
+            fresh_process=outcome.fresh_process,
+        )
+        measurement = outcome.measurement
+        broken = measurement.not_finite() if measurement is not None else []
+        if broken:
+            trial.measurement = measurement = None
+            if outcome.status in (Status.OK, Status.PRUNED):
+                trial.status = Status.DIVERGED
+                trial.reason = f"NaN or infinity in {', '.join(broken)}"
+        if outcome.status not in (Status.OK, Status.PRUNED) or measurement is None:
+            return trial
+        if outcome.status is Status.OK:
+            reason = self._different_computation(measurement)
+            if reason:
+                trial.status, trial.reason = Status.DIVERGED, reason
+                return trial
+        try:
+            trial.cost = self.objective.cost(measurement)
+            trial.objective = self.objective.value(measurement)
+            trial.cost_error = log_cost_error(measurement)
+        except ValueError as error:
+            trial.status, trial.reason = Status.CRASH, str(error)
+        return trial
+
+    def _different_computation(self, measurement: Measurement) -> str:
+        """Why the first losses are not the reference's; empty when they agree."""
+        reference = next(
+            (
+                t.measurement.first_losses
+                for t in self.trials
+                if t.status is Status.OK and t.measurement and t.measurement.first_losses
+            ),
+            None,
+        )
+        if reference is None:
+            return ""
+        tolerance = self.settings.limits.loss_tolerance
+        if self.settings.batch == "free":
+            return ""
+        return disagreement(reference, measurement.first_losses, tolerance)
+
+    def _finish(self, trial: Trial) -> None:
+        self.journal.append("finished", trial=trial.to_json())
+        self.add(trial)
+        self.tracker.trial(trial)
+        left = self._seconds_left()
+        self.view.trial_finished(trial, self.best, self.baseline, left)
+
+    def _seconds_left(self) -> float | None:
+        limit = self.settings.budget.seconds
+        return None if limit is None else max(0.0, limit - self.search_seconds)

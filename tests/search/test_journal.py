@@ -1,0 +1,96 @@
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perfsearch.search.journal import SCHEMA, Journal, JournalError, read
+
+
+def make(path: Path) -> Journal:
+    journal = Journal(path, {"identity": {"torch": "2.13.0"}})
+    journal.append("opened", pid=1)
+    journal.append("asked", configuration={"a": 1})
+    return journal
+
+
+def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
+    journal = make(tmp_path / "journal.jsonl")
+    header, events = read(journal.path)
+    assert header == {"schema": SCHEMA, "identity": {"torch": "2.13.0"}}
+    assert [(e.number, e.name) for e in events] == [(1, "opened"), (2, "asked")]
+    assert events == journal.events
+
+
+def test_reopening_goes_on_counting(tmp_path: Path) -> None:
+    make(tmp_path / "j").close()
+    journal = Journal.reopen(tmp_path / "j")
+    assert journal.append("told", trial=0).number == 3
+    assert not journal.ended
+    journal.append("ended", exit_code=0)
+    assert journal.ended
+    journal.append("opened", pid=2)
+    assert not journal.ended
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.integers(1, 60))
+def test_a_torn_last_line_is_dropped_wherever_it_was_cut(cut: int, tmp_path_factory) -> None:
+    path = tmp_path_factory.mktemp("journal") / "j"
+    make(path).close()
+    raw = path.read_bytes()
+    last = raw[:-1].rpartition(b"\n")[2] + b"\n"
+    path.write_bytes(raw[: len(raw) - min(cut, len(last) - 1)])
+    journal = Journal.reopen(path)
+    assert [e.name for e in journal.events] == ["opened"]
+    assert journal.dropped_line
+    journal.append("asked", configuration={"a": 2})
+    assert [e.data for e in read(path)[1]][-1] == {"configuration": {"a": 2}}
+
+
+def test_an_unknown_schema_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "j").write_text(json.dumps({"schema": 99}) + "\n")
+    with pytest.raises(JournalError, match="schema 99, and this perfsearch reads 1"):
+        Journal.reopen(tmp_path / "j")
+
+
+def test_damage_in_the_middle_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "j").close()
+    lines = (tmp_path / "j").read_text().splitlines()
+    (tmp_path / "j").write_text("\n".join([lines[0], "{torn", lines[2]]) + "\n")
+    with pytest.raises(JournalError, match="line 2 is damaged"):
+        Journal.reopen(tmp_path / "j")
+
+
+def test_an_existing_journal_is_never_overwritten(tmp_path: Path) -> None:
+    make(tmp_path / "j").close()
+    before = (tmp_path / "j").read_bytes()
+    with pytest.raises(JournalError, match="cannot be created"):
+        make(tmp_path / "j")
+    assert (tmp_path / "j").read_bytes() == before
+
+
+def test_a_full_disk_leaves_a_valid_journal(tmp_path: Path, monkeypatch) -> None:
+    journal = make(tmp_path / "j")
+    real = os.write
+
+    def half_then_full(descriptor: int, data: bytes) -> int:
+        if len(data) > 8:
+            return real(descriptor, data[:8])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", half_then_full)
+    with pytest.raises(JournalError, match="No space left"):
+        journal.append("told", trial=0, padding="x" * 7)
+    monkeypatch.undo()
+    assert [e.name for e in read(journal.path)[1]] == ["opened", "asked"]
+
+
+def test_numbers_that_are_not_finite_never_reach_the_file(tmp_path: Path) -> None:
+    journal = make(tmp_path / "j")
+    with pytest.raises(ValueError, match="JSON compliant"):
+        journal.append("finished", cost=float("nan"))
+    assert len(read(journal.path)[1]) == 2

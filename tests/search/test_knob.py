@@ -1,0 +1,48 @@
+import pytest
+
+from perfsearch.search.knob import Kind, Knob, same_value
+
+
+def test_log_range_positions_are_equal_ratios() -> None:
+    knob = Knob("bucket_cap_mb", Kind.REAL, 25.0, low=1, high=256, log=True)
+    assert knob.unit_position(16) == pytest.approx(0.5)
+    assert knob.from_unit(0.5) == pytest.approx(16)
+    assert knob.choices() is None
+
+
+def test_integer_range_lists_its_choices() -> None:
+    assert Knob("threads", Kind.INTEGER, 1, low=1, high=4).choices() == (1, 2, 3, 4)
+
+
+def test_log_steps_multiply() -> None:
+    knob = Knob("micro_batch", Kind.INTEGER, 1, low=1, high=16, log=True, step=2)
+    assert knob.choices() == (1, 2, 4, 8, 16)
+
+
+def test_positive_ordinals_go_by_logarithm_and_others_by_place() -> None:
+    powers = Knob("nccl_nsocks", Kind.ORDINAL, 1, values=(1, 2, 4))
+    assert powers.unit_position(2) == pytest.approx(0.5)
+    stages = Knob("zero_stage", Kind.ORDINAL, 0, values=(0, 1, 2, 3))
+    assert stages.unit_position(1) == pytest.approx(1 / 3)
+
+
+def test_contains_tells_types_apart() -> None:
+    assert not Knob("view", Kind.BOOLEAN, False).contains(1)
+    assert not Knob("threads", Kind.INTEGER, 1, low=1, high=4).contains(True)
+    assert not Knob("threads", Kind.INTEGER, 1, low=1, high=4).contains(2.5)
+    assert not same_value(True, 1)
+    assert same_value(1, 1.0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"kind": Kind.REAL},
+        {"kind": Kind.REAL, "low": 3, "high": 1},
+        {"kind": Kind.REAL, "low": 0, "high": 1, "log": True},
+        {"kind": Kind.CATEGORICAL},
+    ],
+)
+def test_impossible_knobs_are_refused(arguments: dict) -> None:
+    with pytest.raises(ValueError, match="knob broken"):
+        Knob("broken", default=1, **arguments)

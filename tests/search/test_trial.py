@@ -1,0 +1,57 @@
+import json
+
+import pytest
+
+from perfsearch.search.objective import Metric, Objective, log_cost_error
+from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+
+
+def measured(**more) -> Measurement:
+    return Measurement([0.1, 0.12, 0.11], samples_per_step=22, tokens_per_step=220, **more)
+
+
+def test_a_trial_survives_json() -> None:
+    trial = Trial(3, {"a": True, "b": None}, Purpose.SEARCH, Status.OK, measured(), 0.005)
+    again = Trial.from_json(json.loads(json.dumps(trial.to_json())))
+    assert again == trial
+
+
+def test_unknown_fields_of_newer_versions_are_left_out() -> None:
+    record = Trial(3, {}, Purpose.SEARCH, Status.OOM).to_json()
+    assert Trial.from_json({**record, "later": 1}).status is Status.OOM
+
+
+def test_throughput_is_the_global_batch_over_the_median_step() -> None:
+    """ludwig-ai/ludwig#2843: samples/s = global batch x steps / seconds."""
+    assert Measurement([30.0] * 30, samples_per_step=30).samples_per_s == pytest.approx(1.0)
+    assert measured().samples_per_s == pytest.approx(200)
+    assert measured().tokens_per_s == pytest.approx(2000)
+
+
+def test_units_agree_with_a_known_step_time() -> None:
+    """deepspeedai/DeepSpeed#2711: a step of 0.1 s reads 100 ms."""
+    steady = Measurement([0.1] * 5, samples_per_step=10, flops_per_step=1e9)
+    assert Objective(Metric.LATENCY).value(steady) == pytest.approx(100)
+    assert Objective(Metric.THROUGHPUT).value(steady) == pytest.approx(100)
+    assert Objective(Metric.FLOPS).value(steady) == pytest.approx(1e10)
+
+
+@pytest.mark.parametrize("metric", list(Metric))
+def test_a_faster_step_has_a_lower_cost(metric: Metric) -> None:
+    fast = Measurement([0.1] * 3, samples_per_step=10, flops_per_step=1e9)
+    slow = Measurement([0.2] * 3, samples_per_step=10, flops_per_step=1e9)
+    objective = Objective(metric)
+    assert objective.cost(fast) < objective.cost(slow)
+    assert objective.from_cost(objective.cost(fast)) == pytest.approx(objective.value(fast))
+
+
+def test_an_objective_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="inf, not a positive number|positive"):
+        Objective().value(Measurement([float("inf")] * 3, samples_per_step=0))
+    with pytest.raises(ValueError, match=r"objective\.metric=flops"):
+        Objective(Metric.FLOPS).value(measured())
+
+
+def test_log_cost_error_needs_three_steps() -> None:
+    assert log_cost_error(Measurement([0.1, 0.1], samples_per_step=1)) is None
+    assert log_cost_error(Measurement([0.1] * 4, samples_per_step=1)) == 0

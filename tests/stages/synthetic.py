@@ -1,0 +1,127 @@
+"""A runner with a known surface, and a view and a tracker that keep what they were told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.search.knob import Configuration, Kind, Knob
+from perfsearch.search.space import Space
+from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+
+
+class SyntheticRunner(Runner):
+    """Step time = 0.1 s x (1 + distance to the optimum), with seeded noise."""
+
+    def __init__(
+        self,
+        spread: float = 0.01,
+        seed: int = 0,
+        fail: Callable[[Configuration, Plan], Outcome | None] = lambda c, p: None,
+        screen: Callable[[Configuration], str | None] = lambda c: None,
+        identity: dict[str, str] | None = None,
+        gain: float = 0.2,
+    ) -> None:
+        self.space = Space(
+            [
+                Knob("bucket", Kind.ORDINAL, 1, values=(1, 2, 4, 8, 16, 32)),
+                Knob("view", Kind.BOOLEAN, False),
+            ]
+        )
+        self.baseline = {"bucket": 1, "view": False}
+        self.plans: list[Plan] = []
+        self.spread, self.seed, self.gain = spread, seed, gain
+        self._fail, self._screen, self._identity = fail, screen, identity or {"model": "synthetic"}
+        self.closed = False
+
+    def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
+        self.plans.append(plan)
+        failure = self._fail(configuration, plan)
+        if failure is not None:
+            return failure
+        position = self.space.encode([configuration])[0]
+        step = 0.1 * (1 - self.gain * (position[0] + 0.5 * bool(configuration["view"])))
+        generator = np.random.default_rng([self.seed, plan.number])
+        level = generator.normal(0, self.spread)
+        steps = step * np.exp(level + generator.normal(0, self.spread, 8))
+        measurement = Measurement(
+            steps.tolist(), samples_per_step=32, first_losses=[3.0, 2.5], in_force={}
+        )
+        return Outcome(Status.OK, measurement, fresh_process=plan.fresh)
+
+    def screen(self, configuration: Configuration) -> str | None:
+        return self._screen(configuration)
+
+    def identity(self) -> dict[str, str]:
+        return self._identity
+
+    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "env.sh"
+        path.write_text(f"export BUCKET={configuration['bucket']}\n")
+        return [path]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class KeptView:
+    """Keeps every line."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.rows: list[dict[str, Any]] = []
+        self.verdict = ""
+
+    def stage(self, name: str, detail: str = "") -> None:
+        self.lines.append(f"stage {name} {detail}")
+
+    def trial_started(self, number: int, purpose: Purpose, configuration: Any) -> None:
+        self.lines.append(f"start {number}")
+
+    def trial_finished(self, trial: Trial, best: Any, baseline: Any, left: Any) -> None:
+        self.lines.append(f"end {trial.number} {trial.status}")
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+    def warning(self, text: str) -> None:
+        self.lines.append(f"warning: {text}")
+
+    def result(self, rows: list[dict[str, Any]], verdict: str, files: list[str]) -> None:
+        self.rows, self.verdict = rows, verdict
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+class KeptTracker:
+    """Keeps every trial and the summary."""
+
+    def __init__(self) -> None:
+        self.trials: list[Trial] = []
+        self.numbers: dict[str, float] = {}
+        self.status = ""
+
+    def open(self, parameters: dict[str, Any], tags: dict[str, str]) -> None:
+        self.parameters = parameters
+
+    def trial(self, trial: Trial, *rest: Any) -> None:
+        self.trials.append(trial)
+
+    def summary(self, metrics: dict[str, float], tags: dict[str, str], note: str) -> None:
+        self.numbers, self.tags, self.note = metrics, tags, note
+
+    def artifacts(self, *paths: Any) -> None:
+        pass
+
+    def close(self, status: str) -> None:
+        self.status = status
+
+    def how_to_open(self) -> str:
+        return ""
