@@ -83,14 +83,16 @@ class ConfirmSettings:
 
     Attributes:
         finalists: how many of the best are measured again; 0 skips the stage.
-        max_repeats: most measurements of each.
+        max_repeats: most measurements of each; 0 skips the stage.
         seconds: time for the whole stage.
+        precision: relative half-width of the interval at which repeating ends.
 
     """
 
     finalists: int = option(2, low=0)
-    max_repeats: int = option(8, low=2)
+    max_repeats: int = option(6, low=0)
     seconds: float | None = option(180.0, above=0)
+    precision: float = option(0.01, above=0)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class LimitSettings:
         trial_s: seconds for a trial, start-up apart.
         grace_s: seconds between asking a process to end and killing it.
         consecutive_failures: failed trials in a row that stop the search.
+        loss_tolerance: largest difference of a first loss, relative to the baseline's, at which
+            a trial still counts as the same computation.
 
     """
 
@@ -109,6 +113,7 @@ class LimitSettings:
     trial_s: float = option(300.0, above=0)
     grace_s: float = option(10.0, low=0)
     consecutive_failures: int = option(8, low=1)
+    loss_tolerance: float = option(1e-3, above=0)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.suggest import nearest
 
 T = TypeVar("T")
 
 
-class ConfigError(ValueError):
+class ConfigError(BadInputError):
     """A setting that cannot be honoured; the message names key, value, what is allowed.
 
     Attributes:
@@ -88,7 +89,8 @@ def build_options(cls: type[T], mapping: Mapping[str, Any], prefix: str) -> T:
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(prefix, f"{prefix}: {error}") from error
+        named = not prefix or str(error).startswith(prefix)
+        raise ConfigError(prefix, str(error) if named else f"{prefix}: {error}") from error
 
 
 def join(prefix: str, name: object) -> str:
@@ -114,7 +116,7 @@ def describe_type(annotation: Any, limits: Mapping[str, float] | None = None) ->
     text = _type_words(annotation)
     limits = limits or {}
     bounds = [
-        f"{sign} {limits[name]:g}"
+        f"{sign} {limits[name]:.12g}"
         for name, sign in (("low", ">="), ("above", ">"), ("high", "<="))
         if name in limits
     ]

@@ -77,7 +77,7 @@ class Runner(ABC):
         Everything that is wrong with the input is found here, before anything is started.
 
         Raises:
-            ValueError: bad input (``ConfigError`` names the key); the command ends with exit 2.
+            BadInputError: with the message for the user; the command ends with exit code 2.
 
         """
         raise NotImplementedError(f"{cls.__name__} cannot be built from settings")
