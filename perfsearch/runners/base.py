@@ -6,12 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perfsearch.search.hints import Hints, Prediction
 from perfsearch.search.knob import Configuration, Value
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,18 @@ class Runner(ABC):
     baseline: dict[str, Value]
     pinned: dict[str, Value] = {}
     devices: int = 1
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Runner:
+        """Build it from the checked settings; ``settings.runner.options`` are its own keys.
+
+        Everything that is wrong with the input is found here, before anything is started.
+
+        Raises:
+            BadInputError: with the message for the user; the command ends with exit code 2.
+
+        """
+        raise NotImplementedError(f"{cls.__name__} cannot be built from settings")
 
     @abstractmethod
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:

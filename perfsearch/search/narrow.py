@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.knob import Kind, Knob, Numerics, Value
 from perfsearch.search.suggest import nearest
 
@@ -15,7 +16,7 @@ SEARCH = "search"
 _RANGE_KEYS = ("min", "max", "log", "step")
 
 
-class KnobError(ValueError):
+class KnobError(BadInputError):
     """A ``runner.knobs`` entry that cannot be honoured; the message names key, value and remedy."""
 
 

@@ -1,0 +1,115 @@
+"""What went wrong in composing a configuration, in one message for the user.
+
+Hydra is recognised by the names of its exceptions, so that nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from perfsearch.config_options import show
+from perfsearch.search.suggest import nearest
+
+_QUOTED_KEY = r"'([^']+)'"
+_NO_SUCH_KEY = re.compile(
+    rf"Could not (?:override {_QUOTED_KEY}|delete from config\. {_QUOTED_KEY} does not exist)"
+)
+_EXISTS = re.compile(rf"Could not append to config\. An item is already at {_QUOTED_KEY}")
+_NOISE = re.compile(
+    r"To append to your config use|Set the environment variable|https?://"
+    r"|full_key:|object_type=|reference_type=|Config search path|provider=|^\s*$"
+)
+
+
+def explain(error: BaseException, known: Callable[[], Mapping[str, Any]]) -> str | None:
+    """One message for an error of composition; ``None`` where it is a bug of ours.
+
+    Args:
+        error: what was raised while a configuration was composed.
+        known: composes the configuration that is nearest to the one asked for; called only when
+            the message needs valid keys.
+
+    """
+    if not _is_users(error):
+        return None
+    text = str(error)
+    kind = type(error).__name__
+    if kind == "MissingConfigException":
+        return _missing_option(error, text)
+    if kind == "OverrideParseException":
+        return _unreadable(getattr(error, "override", ""), text)
+    if match := _NO_SUCH_KEY.search(text):
+        return no_such_key(next(g for g in match.groups() if g), known())
+    if match := _EXISTS.search(text):
+        key = match.group(1)
+        return f"+{key}: the key exists. Write {key}=VALUE, without the plus sign."
+    if getattr(error, "full_key", None):
+        return f"{error.full_key}: {_plain_words(text)}"  # type: ignore[attr-defined]
+    cause = f" {_plain_words(str(error.__cause__))}" if _is_users(error.__cause__) else ""
+    return f"{_plain_words(text)}{cause}"
+
+
+def no_such_key(key: str, tree: Mapping[str, Any]) -> str:
+    """Say that ``key`` does not exist, and which one of ``tree`` was probably meant."""
+    parts = key.split(".")
+    level: Any = tree
+    for depth, part in enumerate(parts):
+        if not isinstance(level, Mapping):
+            parent = ".".join(parts[:depth])
+            return f"{key}: no such key. {parent}={show(level)} has no keys below it."
+        if part not in level:
+            break
+        level = level[part]
+    else:
+        # Hydra says of a key whose value is null that it does not exist.
+        return f"~{key}: it is null, which is as good as dropped. Leave it out."
+    assert isinstance(level, Mapping)
+    elsewhere = [path for path in _leaves(tree) if path.split(".")[-1] == parts[-1]]
+    if elsewhere:
+        return f"{key}: no such key. Did you mean {elsewhere[0]!r}?"
+    prefix = ".".join(parts[:depth])
+    options = [f"{prefix}.{name}" if prefix else str(name) for name in level]
+    if not options:
+        return f"{key}: no such key. {prefix} has no keys."
+    return f"{key}: no such key. {nearest('.'.join(parts[: depth + 1]), options)}"
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        path = f"{prefix}.{name}" if prefix else str(name)
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, path)
+        else:
+            yield path
+
+
+def _is_users(error: BaseException | None) -> bool:
+    modules = [cls.__module__.partition(".")[0] for cls in type(error).__mro__]
+    return any(module in ("hydra", "omegaconf", "yaml", "antlr4") for module in modules)
+
+
+def _missing_option(error: BaseException, text: str) -> str:
+    missing: str = getattr(error, "missing_cfg_file", None) or ""
+    options: list[str] = list(getattr(error, "options", None) or [])
+    group, slash, name = missing.rpartition("/")
+    if not slash or not options:
+        return _plain_words(text)
+    return f"{group}={name}: no such option. {nearest(name, options)}"
+
+
+def _unreadable(override: str, text: str) -> str:
+    reason = text.partition("\n")[0]
+    reason = re.sub(r"^.*?Error parsing override '.*?'\s*", "", reason).strip()
+    because = f" ({reason})" if reason and "Error parsing" not in reason else ""
+    return (
+        f"{override}: cannot be read as KEY=VALUE{because}. Quote values that hold any of "
+        "= , : { } [ ] or blanks, for the shell and for the value: "
+        "'KEY=\"a=b\"'."
+    )
+
+
+def _plain_words(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if not _NOISE.search(line)]
+    return " ".join(line for line in lines if line) or text.strip()

@@ -1,0 +1,70 @@
+"""How a command ends: exit codes, and the two ways in which a person ends it early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from types import FrameType
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the commands; the larger of two is the worse."""
+
+    DONE = 0
+    NO_TRIAL_SUCCEEDED = 1
+    BAD_INPUT = 2
+    CIRCUIT_BREAKER = 3
+    SIGINT = 130
+    SIGTERM = 143
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM reached the command; raised once, in the main thread.
+
+    It is no ``Exception``, so that nothing that catches a failing trial catches it.
+
+    Attributes:
+        exit_code: 130 or 143.
+
+    """
+
+    def __init__(self, exit_code: ExitCode) -> None:
+        super().__init__(exit_code.name)
+        self.exit_code = exit_code
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into ``Interrupted`` while the block runs.
+
+    The first signal raises, so that the record is finished and processes are ended. The second
+    is only answered, as that is still under way. The third ends the process at once; its
+    workers see their control channel close.
+    """
+    received = 0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received += 1
+        code = ExitCode.SIGINT if number == signal.SIGINT else ExitCode.SIGTERM
+        if received == 1:
+            raise Interrupted(code)
+        if received == 2:
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _STILL_ENDING)
+            return
+        os._exit(code)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_STILL_ENDING = b"\nEnding: the record is being finished. Once more to end at once.\n"

@@ -1,0 +1,164 @@
+"""The text of ``perfsearch --help``: static, from the option files and the typed settings.
+
+Nothing is composed or imported for it, so that it answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+from perfsearch import config
+from perfsearch.config_options import describe_type, show
+from perfsearch.docstrings import attribute_help, summary
+
+_USAGE = """\
+Find the fastest configuration of a PyTorch training job that does the same computation.
+
+Usage: perfsearch [GROUP=OPTION ...] [KEY=VALUE ...]     search
+       perfsearch -m strategy=bayes,random seed=1,2      one search for each combination
+       perfsearch --cfg job [KEY=VALUE ...]              show the configuration, run nothing
+       perfsearch --config-dir DIRECTORY ...             take option files of your own as well
+       perfsearch --version | --help | --hydra-help
+"""
+
+_KNOBS = """\
+Knobs (runner.knobs.NAME=...; quote braces and brackets for the shell)
+  25                    pins it             search    its built-in values
+  [8,25,64]             names its choices   null      the library's own default
+  {min: 2, max: 64}     bounds it           ~runner.knobs.NAME drops it
+"""
+
+_EXITS = """\
+Exit: 0 done, also with "no gain"; 1 no trial succeeded; 2 bad input, nothing started;
+      3 a circuit breaker stopped it; 130 and 143 for SIGINT and SIGTERM.
+"""
+
+_NAME_WIDTH = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionFile:
+    """One YAML option of a group.
+
+    Attributes:
+        group: its folder.
+        name: its file name without ``.yaml``.
+        help: its first comment line.
+        keys: dotted key and comment of each of its keys, in order.
+
+    """
+
+    group: str
+    name: str
+    help: str
+    keys: tuple[tuple[str, str], ...]
+
+
+def help_text() -> str:
+    """What ``perfsearch --help`` prints."""
+    options = list(option_files())
+    return "\n".join([_USAGE, _groups(options), _KNOBS, _knobs(options), _keys(), _EXITS])
+
+
+def option_files() -> Iterator[OptionFile]:
+    """Every option of every group of the packaged configuration, by group and name."""
+    folders = [f for f in resources.files("perfsearch.conf").iterdir() if f.is_dir()]
+    for folder in sorted(folders, key=lambda f: (f.name not in config.GROUPS, f.name)):
+        files = [f for f in folder.iterdir() if f.name.endswith(".yaml")]
+        for file in sorted(files, key=lambda f: f.name):
+            yield read_option(folder.name, file)
+
+
+def read_option(group: str, file: Traversable) -> OptionFile:
+    """Read names and comments of an option file; a comment stands above its key or beside it."""
+    keys: list[tuple[str, str]] = []
+    parents: list[tuple[int, str]] = []
+    about, above = "", ""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        text = line.strip()
+        if text.startswith("#"):
+            comment = text.lstrip("# ").strip()
+            if not comment.startswith("@package"):
+                above = f"{above} {comment}".strip()
+                about = about or comment
+            continue
+        match = re.match(r"^( *)([A-Za-z_]\w*):(.*)$", line)
+        if match:
+            indent, name, rest = len(match.group(1)), match.group(2), match.group(3)
+            parents = [p for p in parents if p[0] < indent]
+            key = ".".join([p[1] for p in parents] + [name])
+            parents.append((indent, name))
+            _, _, beside = rest.partition(" #")
+            keys.append((key, beside.strip() or above))
+        above = ""
+    return OptionFile(group, file.name.removesuffix(".yaml"), about, tuple(keys))
+
+
+def _groups(options: list[OptionFile]) -> str:
+    lines = ["Groups (GROUP=OPTION)"]
+    group = ""
+    for option in options:
+        shown = "" if option.group == group else f"{option.group}="
+        group = option.group
+        lines += _entry(f"{shown:12}{option.name}", option.help)
+    return "\n".join(lines) + "\n"
+
+
+def _knobs(options: list[OptionFile]) -> str:
+    lines = []
+    for option in options:
+        if option.group != "runner":
+            continue
+        knobs = [(k.removeprefix("knobs."), h) for k, h in option.keys if k.startswith("knobs.")]
+        own = [(k, h) for k, h in option.keys if not k.startswith("knobs") and k != "name"]
+        if knobs:
+            lines.append(f"Knobs of runner={option.name}")
+            lines += [line for name, text in knobs for line in _entry(name, text)]
+            lines.append("")
+        if own:
+            lines.append(f"Keys of runner={option.name}")
+            lines += [line for name, text in own for line in _entry(f"runner.{name}", text)]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _keys() -> str:
+    lines = ["Keys (KEY=VALUE), with their defaults"]
+    for key, allowed, default, text in settings_keys():
+        if key not in config.GROUPS:
+            words = text.rstrip(".").replace("``None``", "null").replace("``", "")
+            lines += _entry(f"{key}={default}", f"{words} ({allowed})")
+    return "\n".join(lines) + "\n"
+
+
+def settings_keys(
+    cls: type[object] = config.Settings, prefix: str = ""
+) -> Iterator[tuple[str, str, str, str]]:
+    """Dotted key, what is allowed, default and meaning of every setting of ``cls``."""
+    hints, texts = typing.get_type_hints(cls), attribute_help(cls)
+    for spec in dataclasses.fields(cls):  # type: ignore[arg-type]
+        key = f"{prefix}{spec.name}"
+        annotation = hints[spec.name]
+        if dataclasses.is_dataclass(annotation) and annotation is not config.Selected:
+            assert isinstance(annotation, type)
+            yield from settings_keys(annotation, f"{key}.")
+            continue
+        default = "" if spec.default is dataclasses.MISSING else show(spec.default)
+        allowed = describe_type(annotation, spec.metadata)
+        yield key, allowed, default, texts.get(spec.name, summary(annotation))
+
+
+def _entry(name: str, text: str) -> list[str]:
+    import textwrap
+
+    indent = " " * (_NAME_WIDTH + 4)
+    wrapped = textwrap.wrap(text, 100 - len(indent)) or [""]
+    head = f"  {name:{_NAME_WIDTH}}  "
+    if len(head) > len(indent):
+        return [head.rstrip(), *(indent + line for line in wrapped)]
+    return [(head + wrapped[0]).rstrip(), *(indent + line for line in wrapped[1:])]

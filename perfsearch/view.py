@@ -1,0 +1,218 @@
+"""What a person sees of a search while it runs: a line for each event, and a closing table.
+
+Where the output is a terminal, ``perfsearch.view_live`` adds a block that is redrawn.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from perfsearch.search.knob import Configuration, same_value
+from perfsearch.search.objective import Objective
+from perfsearch.search.trial import Purpose, Status, Trial
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+
+
+class View:
+    """A plain log, a line for each event, for where there is no terminal.
+
+    Args:
+        objective: what is optimised.
+        trials: the budget's number of search trials, where it has one.
+        stream: where lines go; standard output when left out.
+
+    """
+
+    def __init__(
+        self,
+        objective: Objective | None = None,
+        trials: int | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.objective = objective or Objective()
+        self.trials = trials
+        self.stream = stream
+        self.searched = 0
+        self.baseline: Trial | None = None
+        self.running: tuple[int, Purpose, Configuration] | None = None
+        self.began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.running = None
+
+    def stage(self, name: str, detail: str = "") -> None:
+        """Say that a stage of the pipeline begins."""
+        self.line(f"-- {name}: {detail}" if detail else f"-- {name}")
+
+    def trial_started(self, number: int, purpose: Purpose, configuration: Configuration) -> None:
+        """Take note that a trial runs; a plain log tells of it when it ends."""
+        self.running = (number, purpose, configuration)
+
+    def trial_finished(
+        self,
+        trial: Trial,
+        best_so_far: Trial | None,
+        baseline: Trial | None,
+        seconds_left: float | None,
+        message: str = "",
+    ) -> None:
+        """Say how a trial ended, and how it compares.
+
+        Args:
+            trial: the trial.
+            best_so_far: the best of those that count, this one included.
+            baseline: trial 0, once it is measured.
+            seconds_left: what is left of ``budget.seconds``; ``None`` without that limit.
+            message: a remark, such as that a record was served.
+
+        """
+        self.running = None
+        self.baseline = baseline or self.baseline
+        self.searched += trial.purpose is Purpose.SEARCH
+        best = " best" if best_so_far is not None and best_so_far.number == trial.number else ""
+        remark = f"  ({message})" if message else ""
+        self.line(f"{self.describe(trial)}{best}{remark}")
+
+    def note(self, text: str) -> None:
+        """Say something."""
+        if text:
+            self.line(text)
+
+    def warning(self, text: str) -> None:
+        """Say something that should not be missed."""
+        self.line(f"warning: {text}")
+
+    def result(
+        self, rows: Sequence[Mapping[str, Any]], verdict_line: str, files: Sequence[str]
+    ) -> None:
+        """Show the closing table, the verdict and where the files are.
+
+        Args:
+            rows: ``label``, ``trial``, ``objective``, ``unit``, ``interval`` (``ratio``, ``low``,
+                ``high``, or ``None``) and ``confirmed``; the baseline first.
+            verdict_line: the verdict in one line.
+            files: paths that were written.
+
+        """
+        cells = result_cells(rows)
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        for row in cells:
+            line = "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
+            self.line(line.rstrip())
+        self.line(verdict_line)
+        for file in files:
+            self.line(f"  {file}")
+
+    def line(self, text: str) -> None:
+        """Print one line."""
+        print(text, file=self.stream or sys.stdout, flush=True)
+
+    def describe(self, trial: Trial) -> str:
+        """A trial on one line: number, purpose, how it ended, what differs from the baseline."""
+        head = f"trial {trial.number:>3} {trial.purpose:<8}"
+        knobs = differing_knobs(trial, self.baseline)
+        if trial.status is Status.OK and trial.measurement is not None:
+            value = show_objective(trial.objective, self.objective.unit)
+            outcome = f"{value}  {trial.measurement.step_time_s * 1e3:.4g} ms/step"
+            outcome += f"  {self.against_baseline(trial)}"
+        else:
+            reason = f": {trial.reason}" if trial.reason else ""
+            outcome = f"{trial.status}{reason}"
+        return f"{head} {outcome}  {knobs}".rstrip()
+
+    def against_baseline(self, trial: Trial) -> str:
+        """Speed-up over the baseline's single reading, as a signed percentage."""
+        base = self.baseline
+        if trial.cost is None or base is None or base.cost is None or trial.number == base.number:
+            return ""
+        return f"{(base.cost / trial.cost - 1) * 100:+.1f}%"
+
+
+def open_view(settings: Settings) -> View:
+    """The view that suits standard output: live in a terminal, plain lines elsewhere."""
+    objective = Objective(settings.objective.metric)
+    if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        from perfsearch.view_live import LiveView
+
+        return LiveView(objective, settings.budget.trials)
+    return View(objective, settings.budget.trials)
+
+
+def result_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The closing table as text, its header first."""
+    unit = str(rows[0]["unit"]) if rows else ""
+    cells = [["", "trial", unit, "ms/step", "speed-up (95% interval)", "differs from the baseline"]]
+    baseline: Trial | None = None
+    for row in rows:
+        trial: Trial = row["trial"]
+        baseline = baseline or trial
+        interval = row["interval"]
+        if interval is not None:
+            speed_up = f"{interval.ratio:.3f}x ({interval.low:.3f} to {interval.high:.3f})"
+        elif trial is baseline:
+            speed_up = "1"
+        elif trial.cost and baseline.cost:
+            speed_up = f"{baseline.cost / trial.cost:.3f}x (one reading, not confirmed)"
+        else:
+            speed_up = ""
+        step = trial.measurement.step_time_s * 1e3 if trial.measurement else None
+        cells.append(
+            [
+                str(row["label"]),
+                str(trial.number),
+                "" if row["objective"] is None else f"{row['objective']:.4g}",
+                "" if step is None else f"{step:.4g}",
+                speed_up,
+                "" if trial is baseline else differing_knobs(trial, baseline) or "nothing",
+            ]
+        )
+    return cells
+
+
+def differing_knobs(trial: Trial, baseline: Trial | None) -> str:
+    """``name=value`` of each knob that is not as in the baseline."""
+    if baseline is None:
+        return ""
+    before = baseline.configuration
+    return " ".join(
+        f"{name}={show_value(value)}"
+        for name, value in trial.configuration.items()
+        if name not in before or not same_value(before[name], value)
+    )
+
+
+def show_value(value: object) -> str:
+    """A knob's value as on the command line, real numbers to four digits."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def show_objective(value: float | None, unit: str) -> str:
+    """The objective with its unit."""
+    return "" if value is None else f"{value:.4g} {unit}"
+
+
+def show_seconds(seconds: float) -> str:
+    """A duration as ``1:02:03`` or ``2:03``."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    clock = f"{minutes}:{whole % 60:02d}"
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else clock
