@@ -35,7 +35,7 @@ class Strategy(ABC):
         self.space = space
         self.hints = hints
         self.seed = seed
-        self.options = options if options is not None else type(self).Options()
+        self.options: Any = options if options is not None else type(self).Options()
         self.stop_reason = ""
 
     @abstractmethod

@@ -1,0 +1,228 @@
+"""Surfaces with a known truth: recorded tables, and three synthetic ones."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from perfsearch.runners.base import Plan
+from perfsearch.runners.replay import Replay, ReplayOptions
+from perfsearch.search.hints import Hints
+from perfsearch.search.knob import Configuration, Kind, Knob, Value
+from perfsearch.search.objective import Objective, log_cost_error
+from perfsearch.search.space import Space, key_of
+from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+
+DATA = Path(__file__).parents[1] / "tests" / "data"
+
+
+@dataclass
+class Surface:
+    """A space whose true costs are known.
+
+    Attributes:
+        name: for tables and the store.
+        space: the searched space.
+        baseline: trial 0.
+        hints: what a runner would tell.
+        tolerance: a configuration is good enough within this share of the best throughput.
+        measure: number and configuration to an observed trial, given a seed.
+        truth: true cost of a configuration, ``None`` for a failure.
+        best: the least true cost.
+
+    """
+
+    name: str
+    space: Space
+    baseline: dict[str, Value]
+    hints: Hints
+    tolerance: float
+    measure: Callable[[Configuration, int, int], Trial]
+    truth: Callable[[Configuration], float | None]
+    best: float
+
+    def quality(self, configuration: Configuration) -> float:
+        """Share of the best throughput, 0 for a failure."""
+        cost = self.truth(configuration)
+        return 0.0 if cost is None else self.best / cost
+
+
+def recorded(path: Path, tolerance: float = 0.02) -> Surface:
+    """The surface of a table, served with the noise of its raw step times."""
+    objective = Objective()
+    runners: dict[int, Replay] = {}
+
+    def runner(seed: int) -> Replay:
+        if seed not in runners:
+            runners.clear()
+            runners[seed] = Replay(ReplayOptions(table=str(path)), seed)
+        return runners[seed]
+
+    first = runner(0)
+    points = first.space.listed() or []
+
+    def measure(configuration: Configuration, number: int, seed: int) -> Trial:
+        outcome = runner(seed).measure(configuration, Plan(number=number))
+        trial = Trial(number, dict(configuration), Purpose.SEARCH, outcome.status)
+        trial.measurement, trial.reason = outcome.measurement, outcome.reason
+        trial.seconds = float(outcome.extra.get("trial_seconds", 0.0))
+        if outcome.measurement is not None:
+            trial.cost = objective.cost(outcome.measurement)
+            trial.cost_error = log_cost_error(outcome.measurement)
+            trial.seconds = trial.seconds or sum(outcome.measurement.step_seconds)
+        return trial
+
+    batches = {
+        key_of(p): m.samples_per_step
+        for p in points
+        if (m := first.measure(p, Plan(number=0)).measurement) is not None
+    }
+    costs: dict[str, float | None] = {}
+    for point in points:
+        seconds = first.true_step_seconds(point)
+        costs[key_of(point)] = None if seconds is None else seconds / batches[key_of(point)]
+    best = min(cost for cost in costs.values() if cost is not None)
+    return Surface(
+        path.stem,
+        first.space,
+        first.baseline,
+        first.hints([]),
+        tolerance,
+        measure,
+        lambda configuration: costs[key_of(configuration)],
+        best,
+    )
+
+
+def _synthetic(
+    name: str,
+    knobs: list[Knob],
+    seconds: Callable[[Mapping[str, float], Configuration], float | None],
+    noise: float,
+    drift: float,
+) -> Surface:
+    """A surface from a formula: ``seconds`` gets unit positions and the configuration itself."""
+    space = Space(knobs)
+    baseline: dict[str, Value] = {k.name: k.default for k in knobs}
+
+    def truth(configuration: Configuration) -> float | None:
+        places = {k.name: k.unit_position(configuration[k.name]) for k in knobs if k.is_ordered}
+        return seconds(places, configuration)
+
+    def measure(configuration: Configuration, number: int, seed: int) -> Trial:
+        true = truth(configuration)
+        if true is None:
+            return Trial(
+                number,
+                dict(configuration),
+                Purpose.SEARCH,
+                Status.CRASH,
+                reason="forbidden",
+                seconds=3.0,
+            )
+        words = f"{seed}|{number}|{key_of(configuration)}".encode()
+        generator = np.random.default_rng(
+            int.from_bytes(hashlib.blake2b(words).digest()[:16], "big")
+        )
+        shared = math.exp(drift * generator.standard_normal())
+        steps = [true * shared * math.exp(noise * z) for z in generator.standard_normal(10)]
+        measurement = Measurement(step_seconds=steps, samples_per_step=1)
+        trial = Trial(number, dict(configuration), Purpose.SEARCH, Status.OK, measurement)
+        trial.cost = Objective().cost(measurement)
+        trial.cost_error = log_cost_error(measurement)
+        trial.seconds = sum(steps)
+        return trial
+
+    costs = [truth(point) for point in space.listed() or []]
+    best = min(cost for cost in costs if cost is not None)
+    return Surface(name, space, baseline, Hints(baseline), 0.02, measure, truth, best)
+
+
+def _ordinal(name: str, values: list[float], default: float) -> Knob:
+    return Knob(name, Kind.ORDINAL, default=default, values=tuple(values))
+
+
+def interactions() -> Surface:
+    """Seven knobs; what is best for one depends on two others. 3% noise between steps."""
+    knobs = [
+        _ordinal("bucket", [2.0**i for i in range(10)], 32.0),
+        _ordinal("threads", [1, 2, 4, 8], 1),
+        _ordinal("prefetch", [1, 2, 4, 8], 2),
+        Knob("algorithm", Kind.CATEGORICAL, "ring", ("ring", "tree", "split")),
+        Knob("protocol", Kind.CATEGORICAL, "simple", ("simple", "ll", "ll128")),
+        Knob("fused", Kind.BOOLEAN, False),
+        Knob("static", Kind.BOOLEAN, False),
+    ]
+
+    def seconds(u: Mapping[str, float], c: Configuration) -> float:
+        center = {"ring": 0.75, "tree": 0.35, "split": 0.55}[str(c["algorithm"])]
+        cost = 0.30 * (u["bucket"] - center) ** 2 * 4
+        cost += {"ring": 0.10, "tree": 0.06, "split": 0.0}[str(c["algorithm"])]
+        cost += {"simple": 0.05, "ll": 0.12, "ll128": 0.0}[str(c["protocol"])]
+        if c["algorithm"] == "split" and c["protocol"] == "ll128":
+            cost += 0.12
+        cost += 0.15 * (u["threads"] - (0.67 if c["fused"] else 0.33)) ** 2
+        cost += 0.0 if c["fused"] else 0.04
+        cost += 0.05 * (1 - u["prefetch"]) ** 2
+        cost += -0.03 if c["static"] and not c["fused"] else 0.0
+        return 0.1 * math.exp(cost)
+
+    return _synthetic("interactions", knobs, seconds, noise=0.03, drift=0.01)
+
+
+def half_space() -> Surface:
+    """Five knobs; more than half of the space fails, and the best point lies at the border."""
+    levels = [2.0**i for i in range(8)]
+    knobs = [
+        _ordinal("width", levels, 1.0),
+        _ordinal("depth", levels, 1.0),
+        _ordinal("workers", [0, 1, 2, 4, 8], 0),
+        Knob("mode", Kind.CATEGORICAL, "a", ("a", "b", "c")),
+        Knob("pinned", Kind.BOOLEAN, False),
+    ]
+
+    def seconds(u: Mapping[str, float], c: Configuration) -> float | None:
+        load = u["width"] + 0.8 * u["depth"] + (0.15 if c["mode"] == "c" else 0.0)
+        if load > 0.95:
+            return None
+        cost = -0.9 * u["width"] - 0.6 * u["depth"] - 0.10 * u["workers"]
+        cost += {"a": 0.08, "b": 0.0, "c": -0.05}[str(c["mode"])]
+        cost += 0.0 if c["pinned"] else 0.03
+        return 0.3 * math.exp(cost)
+
+    return _synthetic("half_space", knobs, seconds, noise=0.02, drift=0.01)
+
+
+def ridge() -> Surface:
+    """Three knobs whose good values lie on a narrow diagonal ridge. 2% noise between steps."""
+    levels = [float(round(1.25**i, 3)) for i in range(24)]
+    knobs = [
+        _ordinal("chunk", levels, 1.0),
+        _ordinal("window", levels, 1.0),
+        Knob("mode", Kind.CATEGORICAL, "a", ("a", "b")),
+    ]
+
+    def seconds(u: Mapping[str, float], c: Configuration) -> float:
+        across = u["chunk"] - u["window"] + (0.15 if c["mode"] == "b" else -0.1)
+        along = u["chunk"] + u["window"] - 1.2
+        return 0.1 * math.exp(0.5 * (1 - math.exp(-((across / 0.08) ** 2))) + 0.15 * along**2)
+
+    return _synthetic("ridge", knobs, seconds, noise=0.02, drift=0.01)
+
+
+def surfaces() -> dict[str, Callable[[], Surface]]:
+    """Makers of every surface by name: each table under ``tests/data``, then the synthetic ones.
+
+    Tables over TCP are judged by 5%: their configurations were visited once, and visits differ.
+    """
+    makers: dict[str, Callable[[], Surface]] = {}
+    for path in sorted(DATA.glob("*.csv")):
+        tolerance = 0.05 if "tcp" in path.stem else 0.02
+        makers[path.stem] = lambda path=path, tolerance=tolerance: recorded(path, tolerance)
+    makers.update(interactions=interactions, half_space=half_space, ridge=ridge)
+    return makers

@@ -1,0 +1,204 @@
+"""A small Gaussian process for mixed spaces and few, noisy, costly observations."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import Hyperparameter, Kernel, WhiteKernel
+from threadpoolctl import threadpool_limits
+
+_SQRT5 = math.sqrt(5.0)
+
+
+class MixedKernel(Kernel):  # type: ignore[misc]
+    """One term a knob plus one product over all: main effects are learned fast, interactions too.
+
+    ``k(x, y) = sum_d a_d k_d(x_d, y_d) + b prod_d k_d(x_d, y_d)``, where ``k_d`` is a Matern
+    kernel of smoothness 5/2 for an ordered column and ``exp(-[x_d != y_d] / l_d)`` (a Hamming
+    kernel) for an unordered one.
+
+    Args:
+        length_scale: ``l_d``, shape (columns,).
+        variance: ``a_1 .. a_D, b``, shape (columns + 1,).
+        ordered: which columns may be compared by distance, shape (columns,).
+
+    """
+
+    def __init__(self, length_scale: np.ndarray, variance: np.ndarray, ordered: np.ndarray) -> None:
+        self.length_scale = length_scale
+        self.variance = variance
+        self.ordered = ordered
+
+    @property
+    def hyperparameter_length_scale(self) -> Hyperparameter:
+        """Length scales, in units of the encoded columns."""
+        return Hyperparameter("length_scale", "numeric", (1e-2, 1e2), len(self.length_scale))
+
+    @property
+    def hyperparameter_variance(self) -> Hyperparameter:
+        """Variances of the main effects and of the product."""
+        return Hyperparameter("variance", "numeric", (1e-6, 1e3), len(self.variance))
+
+    def __call__(
+        self, X: np.ndarray, Y: np.ndarray | None = None, eval_gradient: bool = False
+    ) -> Any:
+        """Covariance of the rows of ``X`` with those of ``Y``; its gradient by log-parameters."""
+        length = np.atleast_1d(self.length_scale)
+        variance = np.atleast_1d(self.variance)
+        other = X if Y is None else Y
+        gap = np.abs(X[:, None, :] - other[None, :, :])
+        each = np.empty_like(gap)
+        slope = np.empty_like(gap) if eval_gradient else None
+        ordered, unordered = self.ordered, ~self.ordered
+        t = _SQRT5 * gap[..., ordered] / length[ordered]
+        decay = np.exp(-t)
+        each[..., ordered] = (1.0 + t + t**2 / 3.0) * decay
+        differs = (gap[..., unordered] > 1e-9) / length[unordered]
+        each[..., unordered] = np.exp(-differs)
+        if slope is not None:
+            slope[..., ordered] = t**2 * (1.0 + t) / 3.0 * decay
+            slope[..., unordered] = each[..., unordered] * differs
+        product = np.prod(each, axis=-1)
+        covariance = each @ variance[:-1] + variance[-1] * product
+        if slope is None:
+            return covariance
+        through_product = variance[-1] * product[..., None] / np.maximum(each, 1e-300)
+        by_length = slope * (variance[:-1] + through_product)
+        by_variance = np.concatenate([each, product[..., None]], axis=-1) * variance
+        return covariance, np.concatenate([by_length, by_variance], axis=-1)
+
+    def diag(self, X: np.ndarray) -> np.ndarray:
+        """Prior variance of each row."""
+        return np.full(len(X), float(np.sum(self.variance)))
+
+    def is_stationary(self) -> bool:
+        """Whether it depends on differences only."""
+        return True
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Log-normal priors of the hyperparameters: median and standard deviation of the logarithm.
+
+    Attributes:
+        length_scale: of every column.
+        main: variance of each column's own term, times the number of columns.
+        product: variance of the product term.
+        noise: variance of the noise.
+
+    """
+
+    length_scale: tuple[float, float] = (0.7, 0.8)
+    main: tuple[float, float] = (1.0, 1.5)
+    product: tuple[float, float] = (0.5, 1.5)
+    noise: tuple[float, float] = (0.01, 1.0)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A fitted process; predictions are of the noise-free function."""
+
+    regressor: Any
+    noise_variance: float
+
+    def predict(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation at encoded ``rows``."""
+        with threadpool_limits(1):
+            mean, deviation = self.regressor.predict(rows, return_std=True)
+        variance = np.maximum(deviation**2 - self.noise_variance, 1e-12)
+        return np.asarray(mean), np.sqrt(variance)
+
+
+def fit(
+    rows: np.ndarray,
+    target: np.ndarray,
+    ordered: np.ndarray,
+    *,
+    error: np.ndarray | None = None,
+    noise: float | None = None,
+    prior: Prior | None = None,
+    believe: tuple[np.ndarray, float] | None = None,
+) -> Model:
+    """Fit the hyperparameters at their most probable values given the data and ``prior``.
+
+    Args:
+        rows: encoded configurations, shape (n, columns).
+        target: values, of about unit scale and zero mean, shape (n,).
+        ordered: which columns may be compared by distance.
+        error: known standard error of each value, added to the learned noise.
+        noise: fixed standard deviation of the noise; ``None`` learns it.
+        prior: priors of the hyperparameters.
+        believe: rows without a value, and how many posterior standard deviations above the mean
+            they are assumed to lie; conditioned on after the fit (pending trials).
+
+    """
+    prior = prior or Prior()
+    columns = rows.shape[1]
+    medians = np.concatenate(
+        [
+            np.full(columns, prior.length_scale[0]),
+            np.full(columns, prior.main[0] / columns),
+            [prior.product[0], prior.noise[0] if noise is None else noise**2],
+        ]
+    )
+    widths = np.concatenate(
+        [
+            np.full(columns, prior.length_scale[1]),
+            np.full(columns, prior.main[1]),
+            [prior.product[1], prior.noise[1]],
+        ]
+    )
+    free = len(medians) - (noise is not None)
+    kernel = MixedKernel(medians[:columns], medians[columns:-1], ordered) + WhiteKernel(
+        medians[-1], "fixed" if noise is not None else (1e-8, 1e2)
+    )
+    known = np.full(len(rows), 1e-8) if error is None else 1e-8 + error**2
+    regressor = GaussianProcessRegressor(
+        kernel,
+        alpha=known,
+        optimizer=_most_probable(np.log(medians[:free]), widths[:free]),
+    )
+    with threadpool_limits(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        regressor.fit(rows, target)
+        noise_variance = float(regressor.kernel_.k2.noise_level)
+        if believe is not None and len(believe[0]):
+            mean, deviation = Model(regressor, noise_variance).predict(believe[0])
+            joint = GaussianProcessRegressor(
+                regressor.kernel_,
+                alpha=np.concatenate([known, np.full(len(believe[0]), 1e-8)]),
+                optimizer=None,
+            )
+            joint.fit(
+                np.vstack([rows, believe[0]]),
+                np.concatenate([target, mean + believe[1] * deviation]),
+            )
+            regressor = joint
+    return Model(regressor, noise_variance)
+
+
+def _most_probable(center: np.ndarray, width: np.ndarray) -> Callable[..., Any]:
+    """An optimizer for scikit-learn that adds a Gaussian prior on the log-parameters."""
+
+    def optimize(
+        objective: Callable[..., Any], initial: np.ndarray, bounds: np.ndarray
+    ) -> tuple[np.ndarray, float]:
+        def penalised(theta: np.ndarray) -> tuple[float, np.ndarray]:
+            value, gradient = objective(theta, eval_gradient=True)
+            away = (theta - center) / width
+            return float(value) + 0.5 * float(away @ away), gradient + away / width
+
+        best = minimize(
+            penalised, initial, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60}
+        )
+        return best.x, float(best.fun)
+
+    return optimize

@@ -1,0 +1,124 @@
+"""What a strategy has been told and what it still waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from perfsearch.search.knob import Configuration, Value, same_value
+from perfsearch.search.space import Space, key_of
+from perfsearch.search.trial import Status, Trial
+
+EXHAUSTED = "space exhausted"
+"""``stop_reason`` when every configuration was tried."""
+
+_TRIES = 200
+
+
+class Record:
+    """Trials told, in order, and proposals whose trials have not ended.
+
+    Args:
+        space: where the proposals come from.
+        seed: seed of ``generator``.
+
+    """
+
+    def __init__(self, space: Space, seed: int) -> None:
+        self.space = space
+        self.seed = seed
+        self.trials: list[Trial] = []
+        self.outstanding: dict[str, dict[str, Value]] = {}
+        self._told: set[str] = set()
+
+    def propose(self, configuration: Configuration) -> dict[str, Value]:
+        """Note ``configuration`` as outstanding and return a copy of it."""
+        values = self.space.canonical(configuration)
+        self.outstanding[key_of(values)] = values
+        return dict(values)
+
+    def tell(self, trial: Trial) -> None:
+        """Note a trial that ended."""
+        self.trials.append(trial)
+        key = self.key(trial.configuration)
+        if key is not None:
+            self.outstanding.pop(key, None)
+            self._told.add(key)
+
+    def key(self, configuration: Configuration) -> str | None:
+        """Key of a configuration of this space; ``None`` where a knob is missing or out of it."""
+        for knob in self.space.knobs:
+            if knob.name not in configuration:
+                return None
+        values = self.space.canonical(configuration)
+        for knob in self.space.knobs:
+            value = values[knob.name]
+            if not knob.contains(value) and not (knob.when and same_value(value, knob.default)):
+                return None
+        return key_of(values)
+
+    def taken(self, configuration: Configuration) -> bool:
+        """Whether it was told or is outstanding; ``configuration`` is canonical."""
+        key = key_of(configuration)
+        return key in self._told or key in self.outstanding
+
+    def generator(self, salt: int = 0) -> np.random.Generator:
+        """A generator that depends on the seed, the numbers told and outstanding, and ``salt``."""
+        return np.random.default_rng(
+            [self.seed % 2**63, len(self.trials), len(self.outstanding), salt]
+        )
+
+    def measured(self) -> list[Trial]:
+        """Trials of this space with a cost, bounds left out; repeats stay apart."""
+        return [t for t in self._of_space() if t.status is Status.OK and _has_cost(t)]
+
+    def bounded(self) -> list[Trial]:
+        """Trials of this space that were stopped early: their cost is a lower bound."""
+        return [t for t in self._of_space() if t.status is Status.PRUNED and _has_cost(t)]
+
+    def failed(self) -> list[Trial]:
+        """Trials of this space whose configuration is to blame for the failure."""
+        return [t for t in self._of_space() if t.status.is_failure and t.status is not Status.OK]
+
+    def best(self) -> Trial | None:
+        """The measured trial of least cost, the earliest of equals."""
+        return min(self.measured(), key=lambda t: t.cost or 0.0, default=None)
+
+    def _of_space(self) -> list[Trial]:
+        return [t for t in self.trials if self.key(t.configuration) is not None]
+
+    def untaken(self, points: Sequence[Configuration]) -> list[dict[str, Value]]:
+        """The points that were neither told nor are outstanding."""
+        return [dict(point) for point in points if not self.taken(point)]
+
+    def draw(self, generator: np.random.Generator) -> dict[str, Value] | None:
+        """A random feasible configuration that is not taken.
+
+        ``None`` when none is left, or, in a space that cannot be listed, when a bounded search
+        found none.
+        """
+        listed = self.space.listed()
+        if listed is not None and len(listed) <= 4 * len(self._told | set(self.outstanding)):
+            free = self.untaken(listed)
+            return free[int(generator.integers(len(free)))] if free else None
+        for _ in range(_TRIES):
+            try:
+                point = self.space.sample(generator)
+            except LookupError:
+                return None
+            if not self.taken(point):
+                return point
+        if listed is not None and (free := self.untaken(listed)):
+            return free[int(generator.integers(len(free)))]
+        return None
+
+    def why_none(self) -> str:
+        """``stop_reason`` after ``draw`` found nothing."""
+        if self.space.listed() is not None:
+            return EXHAUSTED
+        return "no untried configuration satisfies the constraints in a bounded search"
+
+
+def _has_cost(trial: Trial) -> bool:
+    return trial.cost is not None and 0 < trial.cost < float("inf")

@@ -1,0 +1,159 @@
+"""Bayesian optimisation with a Gaussian process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from perfsearch.search.hints import Hints
+from perfsearch.search.knob import Value
+from perfsearch.search.space import Space
+from perfsearch.search.trial import Trial
+from perfsearch.strategies._candidates import Candidates, spread_out
+from perfsearch.strategies._record import Record
+from perfsearch.strategies.base import Strategy
+
+
+class Bayes(Strategy):
+    """Expected improvement on the logarithm of the cost, times the probability of running.
+
+    A Gaussian process over the encoded knobs (one term a knob and their product; Matern 5/2 on
+    ordered knobs, Hamming on the others) predicts the cost; its noise is each trial's own
+    standard error plus a learned part. Failures train a model of their own
+    (``_feasibility.Feasibility``), so that a good configuration beside a memory cliff is not
+    shunned. The first proposals are spread out by a Sobol sequence that leans to the promising
+    end of knobs known to be monotonic. Proposals whose trials have not ended are believed to lie
+    at the predicted mean (Ginsbourger et al., 2010, call it the kriging believer).
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of ``strategy=bayes``.
+
+        Attributes:
+            alpha: standard deviation of the noise on unit-variance scores, as Horovod's
+                ``autotune-gaussian-process-noise``; ``None`` learns it.
+            initial_points: trials spread over the space before the model decides, the baseline
+                and other trials told from outside included.
+            max_samples: proposals after which it ends; ``None`` leaves that to the budget.
+            xi: improvement, relative, that a proposal must promise beyond the best so far.
+            min_gain: it ends when no configuration promises a larger relative gain than this;
+                0 never ends for that reason.
+
+        """
+
+        alpha: float | None = None
+        initial_points: int = 4
+        max_samples: int | None = None
+        xi: float = 0.0
+        min_gain: float = 0.0005
+
+        def __post_init__(self) -> None:
+            if self.alpha is not None and not 0 < self.alpha <= 1:
+                raise ValueError(f"strategy.alpha={self.alpha}: allowed is above 0 to 1, or null.")
+            if self.initial_points < 1:
+                raise ValueError(
+                    f"strategy.initial_points={self.initial_points}: allowed is 1 or more."
+                )
+            if self.max_samples is not None and self.max_samples < 1:
+                raise ValueError(
+                    f"strategy.max_samples={self.max_samples}: allowed is 1 or more, or null."
+                )
+            for key in ("xi", "min_gain"):
+                value = getattr(self, key)
+                if not 0 <= value < 1:
+                    raise ValueError(f"strategy.{key}={value}: allowed is 0 to below 1.")
+
+    def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
+        super().__init__(space, hints, seed, options)
+        self._record = Record(space, seed)
+        self._candidates: Candidates | None = None
+        self._asked = 0
+
+    def ask(self) -> dict[str, Value] | None:
+        """Return the configuration of largest expected gain, ``None`` when it is done."""
+        limit = self.options.max_samples
+        if limit is not None and self._asked >= limit:
+            self.stop_reason = f"strategy.max_samples={limit} spent"
+            return None
+        if self._candidates is None:
+            self._candidates = Candidates(self.space, self._record)
+        near = [t.configuration for t in sorted(self._record.measured(), key=_cost)[:5]]
+        near = [c for c in near if self.space.feasible(c)]
+        points, rows = self._candidates.list(self._record.generator(), near)
+        if not points:
+            self.stop_reason = self._record.why_none()
+            return None
+        known = len(self._record.trials) + len(self._record.outstanding)
+        if known < self.options.initial_points or len(self._record.measured()) < 2:
+            lean = np.array([self.hints.monotonic.get(k.name, 0) for k in self.space.knobs])
+            place = spread_out(rows, self.space.ordered_columns, lean, known, self.seed)
+        else:
+            gain = self._gain(points, rows)
+            place = int(np.argmax(gain))
+            if gain[place] < self.options.min_gain and self._settled():
+                self.stop_reason = (
+                    f"converged: no configuration promises more than "
+                    f"{self.options.min_gain:.2%} (strategy.min_gain)"
+                )
+                return None
+        self._asked += 1
+        return self._record.propose(points[place])
+
+    def tell(self, trial: Trial) -> None:
+        """Note a trial that ended."""
+        self._record.tell(trial)
+
+    def describe(self) -> str:
+        """One line for people."""
+        return (
+            f"Gaussian process, expected improvement times probability of running; "
+            f"{len(self._record.measured())} trials measured, {len(self._record.failed())} failed"
+        )
+
+    def _settled(self) -> bool:
+        """Whether enough was seen to trust the model when it promises nothing."""
+        needed = self.options.initial_points + 2 * len(self.space.knobs)
+        return len(self._record.measured()) >= needed and not self._record.outstanding
+
+    def _gain(self, points: Sequence[dict[str, Value]], rows: np.ndarray) -> np.ndarray:
+        """Expected relative gain over the best so far, times the probability of running."""
+        from scipy.special import ndtr
+
+        from perfsearch.strategies._feasibility import Feasibility
+        from perfsearch.strategies._gp import Prior, fit
+
+        measured = self._record.measured()
+        seen = self.space.encode([t.configuration for t in measured])
+        logs = np.array([math.log(_cost(t)) for t in measured])
+        center, scale = float(np.mean(logs)), max(float(np.std(logs)), 0.02)
+        errors = np.array([t.cost_error or 0.0 for t in measured]) / scale
+        ordered = self.space.ordered_columns
+        prior = Prior(noise=((0.02 / scale) ** 2, 1.5))
+        model = fit(
+            seen,
+            (logs - center) / scale,
+            ordered,
+            error=errors,
+            noise=self.options.alpha,
+            prior=prior,
+            believe=(self.space.encode(list(self._record.outstanding.values())), 0.0),
+        )
+        best = float(np.min(model.predict(seen)[0]))
+        mean, deviation = model.predict(rows)
+        better = best - mean - self.options.xi / scale
+        ratio = better / deviation
+        expected = better * ndtr(ratio) + deviation * np.exp(-0.5 * ratio**2) / math.sqrt(
+            2 * math.pi
+        )
+        feasibility = Feasibility(self.space, self.hints, [*measured], self._record.failed())
+        return np.asarray(scale * expected * feasibility.probability(points, rows))
+
+
+def _cost(trial: Trial) -> float:
+    assert trial.cost is not None
+    return trial.cost

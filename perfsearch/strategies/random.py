@@ -1,0 +1,37 @@
+"""Uniform random search without repeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from perfsearch.search.hints import Hints
+from perfsearch.search.knob import Value
+from perfsearch.search.space import Space
+from perfsearch.search.trial import Trial
+from perfsearch.strategies._record import Record
+from perfsearch.strategies.base import Strategy
+
+
+class Random(Strategy):
+    """Proposes feasible configurations uniformly, each at most once."""
+
+    def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
+        super().__init__(space, hints, seed, options)
+        self._record = Record(space, seed)
+
+    def ask(self) -> dict[str, Value] | None:
+        """Return an untried configuration, ``None`` when there is none."""
+        point = self._record.draw(self._record.generator())
+        if point is None:
+            self.stop_reason = self._record.why_none()
+            return None
+        return self._record.propose(point)
+
+    def tell(self, trial: Trial) -> None:
+        """Note that the configuration was tried."""
+        self._record.tell(trial)
+
+    def describe(self) -> str:
+        """One line for people."""
+        size = self.space.size
+        return f"random search over {'too many to list' if size is None else size} configurations"

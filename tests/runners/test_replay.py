@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from perfsearch.runners import load
+from perfsearch.runners.base import Plan
+from perfsearch.runners.replay import Replay, ReplayOptions
+from perfsearch.search.knob import Kind
+from perfsearch.search.trial import Status
+
+DATA = Path(__file__).parents[1] / "data"
+ZERO = str(DATA / "zero_gpt2large_4xh100.csv")
+TCP = str(DATA / "ddp_gpt2small_4xh100_tcp.csv")
+
+
+def replay(table: str = ZERO, seed: int = 0, **options: object) -> Replay:
+    return Replay(ReplayOptions(table=table, **options), seed)  # type: ignore[arg-type]
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    return str(path)
+
+
+def test_is_registered() -> None:
+    assert load("replay") is Replay
+
+
+def test_zero_table_becomes_knobs_and_points() -> None:
+    runner = replay()
+    kinds = {k.name: k.kind for k in runner.space.knobs}
+    assert kinds == {
+        "zero_stage": Kind.ORDINAL,
+        "micro_batch": Kind.ORDINAL,
+        "activation_checkpointing": Kind.BOOLEAN,
+        "gradient_accumulation": Kind.CATEGORICAL,
+    }
+    assert runner.space.size == 94
+    assert runner.devices == 4
+    assert runner.baseline == {
+        "zero_stage": 0,
+        "micro_batch": 1,
+        "activation_checkpointing": False,
+        "gradient_accumulation": 1,
+    }
+    assert all(k.default == runner.baseline[k.name] for k in runner.space.knobs)
+
+
+def test_tcp_baseline_is_torch_default_bucket_and_smallest_nccl_settings() -> None:
+    assert replay(TCP).baseline == {
+        "bucket_cap_mb": 25,
+        "hierarchical_allreduce": False,
+        "nccl_nsocks_perthread": 1,
+        "nccl_socket_nthreads": 1,
+    }
+
+
+def test_hints_know_names_only() -> None:
+    hints = replay().hints([])
+    assert hints.monotonic == {"micro_batch": 1}
+    assert hints.stage_knob == "zero_stage"
+    assert hints.memory_limit_gib is None
+    assert hints.predict(hints.baseline).peak_gib is None
+    assert replay(TCP).hints([]).monotonic == {}
+
+
+def test_noise_depends_on_seed_number_attempt_and_configuration_only() -> None:
+    first, second = replay(), replay()
+    point = first.space.listed()[5]  # type: ignore[index]
+    second.measure(first.baseline, Plan(number=1))  # an unrelated draw changes nothing
+
+    def steps(runner: Replay, **plan: int) -> list[float]:
+        outcome = runner.measure(point, Plan(**plan))  # type: ignore[arg-type]
+        assert outcome.measurement is not None
+        return outcome.measurement.step_seconds
+
+    assert steps(first, number=3) == steps(second, number=3)
+    others = [
+        steps(first, number=4),
+        steps(first, number=3, attempt=1),
+        steps(replay(seed=1), number=3),
+    ]
+    assert all(other != steps(first, number=3) for other in others)
+
+
+def test_steps_are_drawn_from_the_row_and_cover_the_plan() -> None:
+    runner = replay(TCP)
+    recorded = {0.2744209, 0.2546555, 0.2653978, 0.2627068}
+    point = {
+        "bucket_cap_mb": 64,
+        "hierarchical_allreduce": True,
+        "nccl_nsocks_perthread": 1,
+        "nccl_socket_nthreads": 1,
+    }
+    outcome = runner.measure(point, Plan(number=1, scored_steps=(3, 60), scored_seconds=2.0))
+    assert outcome.status is Status.OK
+    assert outcome.measurement is not None
+    assert {round(s, 7) for s in outcome.measurement.step_seconds} <= recorded
+    assert 2.0 <= sum(outcome.measurement.step_seconds) < 2.3
+    assert outcome.measurement.samples_per_step == 32
+    assert outcome.measurement.rewrap_seconds == pytest.approx(5.51232)
+
+
+def test_noise_zero_serves_the_median_and_process_noise_moves_whole_trials() -> None:
+    runner = replay(TCP, noise=0)
+    outcome = runner.measure(runner.baseline, Plan(number=1))
+    truth = runner.true_step_seconds(runner.baseline)
+    assert outcome.measurement is not None
+    assert set(outcome.measurement.step_seconds) == {truth}
+    shaky = replay(TCP, noise=0, process_noise=0.1)
+    medians = []
+    for number in range(40):
+        measured = shaky.measure(shaky.baseline, Plan(number=number)).measurement
+        assert measured is not None
+        assert len(set(measured.step_seconds)) == 1
+        medians.append(measured.step_time_s / (truth or 0))
+    assert 0.05 < statistics.stdev(medians) < 0.2
+
+
+def test_failures_are_served_as_recorded() -> None:
+    runner = replay()
+    outcome = runner.measure({**runner.baseline, "micro_batch": 48}, Plan(number=2))
+    assert outcome.status is Status.OOM
+    assert outcome.measurement is None
+    assert "oom" in outcome.reason
+    assert runner.true_step_seconds({**runner.baseline, "micro_batch": 48}) is None
+
+
+def test_a_losing_trial_is_cut_short() -> None:
+    runner = replay(noise=0)
+    truth = runner.true_step_seconds(runner.baseline)
+    outcome = runner.measure(runner.baseline, Plan(number=1, stop_above_cost_s=0.5 * (truth or 0)))
+    assert outcome.status is Status.PRUNED
+    assert outcome.measurement is not None
+    assert len(outcome.measurement.step_seconds) == 4
+
+
+def test_fixed_batch_keeps_the_global_batch_failures_included() -> None:
+    start = {
+        "zero_stage": 2,
+        "micro_batch": 16,
+        "activation_checkpointing": False,
+        "gradient_accumulation": 1,
+    }
+    runner = replay(batch="fixed", baseline=start)
+    points = runner.space.listed()
+    assert points
+    assert {int(p["micro_batch"]) * int(p["gradient_accumulation"]) for p in points} == {16}  # type: ignore[arg-type]
+    assert 4 < len(points) < 94
+
+
+def test_reads_trials_of_a_search(tmp_path: Path) -> None:
+    table = write(
+        tmp_path,
+        "trial,purpose,status,lr,mode,workers,objective,samples_per_s,step_ms,reason\n"
+        "0,baseline,ok,1,fast,2,4,4,1000 1000,\n"
+        "1,search,ok,1,none,0,8,8,500 500,\n"
+        "2,search,crash,1,slow,2,,,,exit code 1\n"
+        "3,confirm,ok,1,fast,2,4,4,990 1010,\n"
+        "4,search,infrastructure,1,other,9,,,,node lost\n",
+    )
+    runner = replay(table)
+    assert {k.name: k.values for k in runner.space.knobs} == {
+        "mode": ("fast", None, "slow"),
+        "workers": (0, 2),
+    }
+    assert runner.space.size == 3
+    assert runner.baseline == {"mode": "fast", "workers": 2}
+    assert runner.true_step_seconds(runner.baseline) == 1.0
+    failed = runner.measure({"mode": "slow", "workers": 2}, Plan(number=1))
+    assert (failed.status, failed.reason) == (Status.CRASH, "exit code 1")
+    gone = runner.measure({"mode": "slow", "workers": 0}, Plan(number=1))
+    assert gone.status is Status.INVALID
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"table": "missing.csv"}, ["runner.table", "missing.csv"]),
+        ({"table": ""}, ["runner.table"]),
+        ({"noise": -1.0}, ["runner.noise", "-1"]),
+        ({"process_noise": float("nan")}, ["runner.process_noise", "nan"]),
+        ({"batch": "other"}, ["runner.batch", "other", "fixed"]),
+        ({"baseline": {"zero_stag": 1}}, ["runner.baseline.zero_stag", "zero_stage"]),
+        ({"baseline": {"zero_stage": 1}}, ["runner.baseline", "micro_batch"]),
+    ],
+)
+def test_bad_options_name_the_key(options: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        Replay(ReplayOptions(**{"table": ZERO, **options}), 0)  # type: ignore[arg-type]
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_failed_row_cannot_be_the_baseline() -> None:
+    with pytest.raises(ValueError, match="status oom"):
+        replay(baseline={**replay().baseline, "micro_batch": 48})
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("a,b\n1,2\n", "step_ms"),
+        ("a,step_ms,status\n1,5,okay\n2,5,ok\n", "okay"),
+        ("a,step_ms\n1,5\n1,6\n", "nothing to search"),
+        ("a,step_ms\n1,5\n2,-6\n", "not positive"),
+        ("a,step_ms,status\n1,,oom\n2,,oom\n", "no row has status ok"),
+    ],
+)
+def test_bad_tables_say_what_is_wrong(tmp_path: Path, text: str, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        replay(write(tmp_path, text))
