@@ -1,0 +1,118 @@
+"""The contract between the loop that measures and a recipe that builds a training step."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from perfsearch.search.knob import Value
+from perfsearch.workers.bootstrap import Groups
+from perfsearch.workloads.base import Job
+
+Mark = Callable[[str], None]
+"""Called at the end of each phase of a step; repeated phases of one step add up."""
+
+NextBatch = Callable[[], Any]
+"""Gives the next micro-batch, on the device; marks its own phases."""
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How a rank loads its share of the data.
+
+    Attributes:
+        micro_batch: samples a rank takes at once; the share of a step is a multiple of it.
+        workers: loader processes; 0 loads in the training process.
+        prefetch_factor: batches that each of them keeps ready.
+        pin_memory: whether batches are copied to page-locked memory.
+        channels_last: whether image batches are laid out with channels innermost.
+
+    """
+
+    micro_batch: int
+    workers: int = 0
+    prefetch_factor: int | None = None
+    pin_memory: bool = False
+    channels_last: bool = False
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a recipe builds from.
+
+    Attributes:
+        configuration: every knob, pinned ones included; ``None`` is the library's own default.
+        groups: the present process groups.
+        local_batch: samples that one rank trains in one step.
+        job: gives model, data, loss and optimizer in the state that every trial starts from;
+            with ``reuse=False`` the model is a new object that the recipe may take apart.
+        options: further plain values from the runner.
+
+    """
+
+    configuration: Mapping[str, Value]
+    groups: Groups
+    local_batch: int
+    job: Callable[[bool], Job]
+    options: Mapping[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.groups.device
+
+
+class TrainStep(ABC):
+    """One configuration, built and ready to train."""
+
+    job: Job
+    loader: LoaderOptions
+
+    @abstractmethod
+    def run(self, next_batch: NextBatch, mark: Mark) -> torch.Tensor:
+        """Train one global batch.
+
+        Marks ``forward``, ``backward`` and ``optimizer``, in that order, without waiting for the
+        device.
+
+        Returns:
+            This rank's mean loss, detached.
+
+        """
+
+    @abstractmethod
+    def in_force(self) -> dict[str, Value]:
+        """What the libraries say is in effect, by knob name where it can be read back."""
+
+    def evidence(self) -> dict[str, float]:
+        """Numbers for the diagnosis, in the unit that the name ends with."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 - a recipe may have nothing to undo
+        """Give back what was built; torch's global switches are restored by the loop."""
+
+
+class Recipe(Protocol):
+    """A module of ``perfsearch.parallel`` that ranks can build from."""
+
+    def build(self, context: BuildContext) -> TrainStep:
+        """Put the configuration into force."""
+        ...
+
+
+def load(name: str) -> Recipe:
+    """Import the recipe ``name``.
+
+    Raises:
+        ValueError: the name is not that of a module here.
+
+    """
+    if not name.isidentifier():
+        raise ValueError(f"recipe {name!r} is not a module name")
+    recipe: Recipe = importlib.import_module(f"perfsearch.parallel.{name}")  # type: ignore[assignment]
+    return recipe

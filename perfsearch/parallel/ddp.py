@@ -1,0 +1,204 @@
+"""DistributedDataParallel from knobs."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from perfsearch.parallel import nccl
+from perfsearch.parallel.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
+from perfsearch.parallel.hierarchy import HierarchicalAllReduce
+from perfsearch.parallel.optimizers import DEFAULT, apply_implementation, implementation_of
+from perfsearch.search.knob import Value
+
+MIB = 2**20
+DEFAULT_BUCKET_MB = 25.0
+DEFAULT_FIRST_BUCKET_MB = 1.0
+
+_ACCEPTED = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters)
+
+
+def wrapper_arguments(configuration: Mapping[str, Value]) -> dict[str, Any]:
+    """Arguments of the wrapper that the knobs stand for; what is torch's default is left out.
+
+    torch keeps the first bucket at 1 MiB only while the cap is its default, so the baseline names
+    neither. Elsewhere the first bucket is as large as the others, unless ``first_bucket_mb`` says
+    otherwise and the installed torch takes a list.
+
+    Raises:
+        ValueError: the installed torch cannot do what is asked.
+
+    """
+    arguments: dict[str, Any] = {}
+    cap = float(configuration.get("bucket_cap_mb") or DEFAULT_BUCKET_MB)
+    first = configuration.get("first_bucket_mb")
+    if first is not None and float(first) != (
+        DEFAULT_FIRST_BUCKET_MB if cap == DEFAULT_BUCKET_MB else cap
+    ):
+        if "bucket_cap_mb_list" not in _ACCEPTED:
+            raise ValueError(
+                f"first_bucket_mb={first}: torch {torch.__version__} takes no list of buckets"
+            )
+        arguments["bucket_cap_mb_list"] = [float(first), cap]
+    elif cap != DEFAULT_BUCKET_MB:
+        arguments["bucket_cap_mb"] = cap
+    for name in ("gradient_as_bucket_view", "static_graph"):
+        if configuration.get(name):
+            arguments[name] = True
+    return arguments
+
+
+class DdpStep(TrainStep):
+    """Forward, backward with overlapped all-reduce, optimizer."""
+
+    def __init__(self, context: BuildContext) -> None:
+        configuration = context.configuration
+        self._configuration = configuration
+        self._hook: HierarchicalAllReduce | None = None
+        self._nccl_log = NcclLog(context.options.get("nccl_log"))
+        self.job = context.job(True)
+        self.loader = _loader_options(configuration, context.local_batch)
+        device = context.device
+        threads = configuration.get("omp_num_threads")
+        if threads is not None:
+            torch.set_num_threads(int(threads))
+        if configuration.get("cudnn_benchmark") is not None:
+            torch.backends.cudnn.benchmark = bool(configuration["cudnn_benchmark"])
+        model = self.job.model
+        if self.loader.channels_last:
+            model.to(memory_format=torch.channels_last)
+        mode = configuration.get("compile_mode")
+        self.compiles = mode not in (None, "none")
+        if self.compiles:
+            model = torch.compile(model, mode=None if mode == "default" else str(mode))
+        self.net = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            **wrapper_arguments(configuration),
+        )
+        size = int(configuration.get("hierarchical_group_size") or 0)
+        if size:
+            self._hook = HierarchicalAllReduce(context.groups, size)
+            self.net.register_comm_hook(None, self._hook)
+        self.optimizer = self.job.optimizer(self.job.model.parameters())
+        apply_implementation(self.optimizer, configuration.get("optimizer_implementation"))
+        dtype = self.job.autocast_dtype.get(device.type)
+        self._autocast: dict[str, Any] = {
+            "device_type": device.type,
+            "dtype": dtype,
+            "enabled": dtype is not None,
+        }
+
+    def run(self, next_batch: NextBatch, mark: Mark) -> torch.Tensor:
+        """One step of plain data-parallel training."""
+        batch = next_batch()
+        with torch.autocast(**self._autocast):
+            loss = self.job.loss(self.net, batch)
+        mark("forward")
+        loss.backward()
+        mark("backward")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        mark("optimizer")
+        return loss.detach()
+
+    def in_force(self) -> dict[str, Value]:
+        """From DDP's logging data, the optimizer's groups, torch's switches and the environment."""
+        data = self.net._get_ddp_logging_data()
+        listed = getattr(self.net, "bucket_bytes_cap_list", None)
+        cap = listed[-1] if listed else self.net.bucket_bytes_cap
+        found: dict[str, Value] = {
+            "bucket_cap_mb": cap / MIB,
+            "gradient_as_bucket_view": bool(self.net.gradient_as_bucket_view),
+            "static_graph": bool(self.net.static_graph),
+            "optimizer_implementation": self._optimizer_in_force(),
+            "optimizer_used": implementation_of(self.optimizer),
+            "omp_num_threads": torch.get_num_threads(),
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "hierarchical_group_size": self._hook._size if self._hook else 0,
+            "channels_last": _is_channels_last(self.job.model),
+            "bucket_bytes": data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes"),
+        }
+        if "first_bucket_mb" in self._configuration and listed:
+            found["first_bucket_mb"] = listed[0] / MIB
+        found.update(nccl.read_back(os.environ, self._configuration))
+        used = self._nccl_log.effective()
+        found.update({f"{knob}_used": name for knob, name in used.items()})
+        for knob, name in used.items():
+            if self._configuration.get(knob) is not None:
+                found[knob] = name
+        return found
+
+    def _optimizer_in_force(self) -> Value:
+        # "default" leaves the optimizer as the user made it, whatever that is
+        asked = self._configuration.get("optimizer_implementation")
+        return DEFAULT if asked in (None, DEFAULT) else implementation_of(self.optimizer)
+
+    def evidence(self) -> dict[str, float]:
+        """DDP's own account of its communication, in ms a step, over the steps that it sampled."""
+        data = self.net._get_ddp_logging_data()
+        communication = float(data.get("avg_backward_comm_time", 0)) / 1e6
+        overlap = float(data.get("avg_backward_compute_comm_overlap_time", 0)) / 1e6
+        return {
+            "comm_ms": communication,
+            "comm_overlapped_ms": overlap,
+            "comm_exposed_ms": max(0.0, communication - overlap),
+        }
+
+    def close(self) -> None:
+        """Take the wrapper's hooks off the parameters, so that the model can be wrapped again."""
+        if self._hook is not None:
+            self._hook.close()
+        if self.compiles:
+            torch._dynamo.reset()
+
+
+class NcclLog:
+    """The part of NCCL's log that was written since this was made."""
+
+    def __init__(self, pattern: Any) -> None:
+        self._path = str(pattern).replace("%p", str(os.getpid())) if pattern else None
+        self._start = self._size()
+
+    def _size(self) -> int:
+        return os.path.getsize(self._path) if self._path and os.path.exists(self._path) else 0
+
+    def effective(self) -> dict[str, str]:
+        """Algorithm and protocol in use, where the log says."""
+        if self._path is None or not os.path.exists(self._path):
+            return {}
+        with open(self._path, errors="replace") as log:
+            log.seek(self._start)
+            return nccl.effective(log)
+
+
+def _loader_options(configuration: Mapping[str, Value], local_batch: int) -> LoaderOptions:
+    workers = int(configuration.get("dataloader_workers") or 0)
+    prefetch = configuration.get("prefetch_factor")
+    return LoaderOptions(
+        micro_batch=local_batch,
+        workers=workers,
+        prefetch_factor=int(prefetch) if prefetch is not None and workers else None,
+        pin_memory=bool(configuration.get("pin_memory")),
+        channels_last=bool(configuration.get("channels_last")),
+    )
+
+
+def _is_channels_last(model: torch.nn.Module) -> bool:
+    images = [p for p in model.parameters() if p.dim() == 4 and p.shape[1] > 1 and p.shape[2] > 1]
+    return bool(images) and all(
+        p.is_contiguous(memory_format=torch.channels_last) for p in images
+    )
+
+
+def build(context: BuildContext) -> DdpStep:
+    """Put the configuration into force."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, message=".*broadcast_buffers.*")
+        return DdpStep(context)

@@ -1,0 +1,256 @@
+"""From what is left of a failed trial to its status and a one-line cause. Pure functions."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from perfsearch.search.trial import Status
+from perfsearch.workers.messages import AFTER_PEER, RankError
+
+SHARED_MEMORY = "shared memory of dataloader workers is used up"
+
+_OOM = (
+    r"OutOfMemoryError",
+    r"(?:CUDA|HIP|XPU|MPS)(?: error)?:? out of memory",
+    r"out of memory\b.*\b(?:cuda|hip|gpu)",
+    r"CUBLAS_STATUS_ALLOC_FAILED",
+    r"CUDNN_STATUS_ALLOC_FAILED",
+    r"CUSPARSE_STATUS_ALLOC_FAILED|CUSOLVER_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED",
+    r"hipErrorOutOfMemory|cudaErrorMemoryAllocation",
+    r"(?:CUDACachingAllocator|HIPCachingAllocator).{0,200}INTERNAL ASSERT",
+    r"INTERNAL ASSERT.{0,200}(?:CUDACachingAllocator|HIPCachingAllocator)",
+    r"DefaultCPUAllocator: (?:can't|not enough) (?:allocate )?memory",
+    r"Cuda failure.{0,8}'?out of memory",
+    r"\bMemoryError\b",
+    r"Cannot allocate memory|std::bad_alloc",
+    r"torchinductor.*out of resource: shared memory",
+)
+_HANDLE = (
+    r"Create cublas handle failed|CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_INITIALIZED",
+    r"CUDA driver error: device not ready",
+)
+_SHARED_MEMORY = (
+    r"killed by signal: Bus error",
+    r"insufficient shared memory",
+    r"unable to (?:open|resize|allocate|mmap) .*shared memory|unable to write to file </torch_",
+)
+_INFRASTRUCTURE = (
+    r"EADDRINUSE|[Aa]ddress already in use",
+    r"Rendezvous\w*(?:Error|Exception)",
+    r"DistNetworkError|DistStoreError",
+    r"The server socket has failed to (?:listen|bind)",
+    r"TCPStore.{0,80}(?:timed out|Connection refused|failed)",
+    r"No space left on device|\[Errno 28\]",
+    r"Read-only file system|\[Errno 30\]",
+)
+_PEER_LOST = (
+    r"Connection closed by peer|Connection reset by peer|Connection refused",
+    r"NCCL communicator was aborted|remote process exited|ncclRemoteError",
+    r"Broken pipe|Socket closed|recvValue failed",
+)
+_REFUSAL_TYPES = frozenset(
+    {"ValueError", "TypeError", "NotImplementedError", "AssertionError", "KeyError"}
+)
+_REFUSAL_TEXT = (
+    r"Expected to have finished reduction",
+    r"Expected to mark a variable ready only once",
+    r"static[_ ]graph",
+    r"is not supported|not implemented|unsupported|does not support|doesn't support",
+    r"requires all the params|fused=True|foreach=True|`?fused`? (?:requires|and)",
+    r"invalid (?:usage|argument)",
+)
+
+
+@dataclass(frozen=True)
+class ProcessEnd:
+    """How the launcher saw one rank end.
+
+    Attributes:
+        rank: which.
+        exit_code: negative for a signal.
+        time: seconds since the epoch.
+
+    """
+
+    rank: int
+    exit_code: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that is known of a failed trial.
+
+    Attributes:
+        errors: exceptions that ranks wrote down.
+        ends: ranks that ended by themselves or by a signal.
+        launcher_error: why the launcher failed, when not for a rank.
+        log_tails: end of each rank's log, by rank.
+        oom_kills: processes that the host's OOM killer ended meanwhile.
+        timed_out: seconds of the limit that was exceeded.
+        starting: whether it was still starting up.
+
+    """
+
+    errors: Sequence[RankError] = ()
+    ends: Sequence[ProcessEnd] = ()
+    launcher_error: str = ""
+    log_tails: dict[int, str] = field(default_factory=dict)
+    oom_kills: int = 0
+    timed_out: float | None = None
+    starting: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a failed trial is recorded as.
+
+    Attributes:
+        status: the kind.
+        reason: the cause in one line, with the rank.
+        rank: the first rank that failed, if one did.
+
+    """
+
+    status: Status
+    reason: str
+    rank: int | None = None
+
+
+def classify(evidence: Evidence) -> Failure:
+    """Name the kind and the cause, from the first failing rank."""
+    first = first_error(evidence.errors)
+    if first is not None and not is_echo(first):
+        return _of_error(first, evidence)
+    if evidence.timed_out is not None:
+        what = "start-up" if evidence.starting else "the trial"
+        status = Status.INFRASTRUCTURE if evidence.starting else Status.TIMEOUT
+        return Failure(status, f"{what} took longer than {evidence.timed_out:g} s")
+    end = min(evidence.ends, key=lambda e: (e.time, e.exit_code == -signal.SIGTERM), default=None)
+    if end is not None:
+        return _of_end(end, evidence)
+    if evidence.launcher_error:
+        return _of_launcher(evidence)
+    if first is not None:
+        return _of_error(first, evidence)
+    return _of_logs(evidence)
+
+
+def is_echo(error: RankError) -> bool:
+    """Whether a rank only says that another one is gone."""
+    return error.phase == AFTER_PEER or _matches(_PEER_LOST, error.message)
+
+
+def first_error(errors: Sequence[RankError]) -> RankError | None:
+    """The earliest exception that is not the echo of another rank's; failing that, the earliest."""
+    own = [e for e in errors if not is_echo(e)]
+    return min(own or list(errors), key=lambda e: e.time, default=None)
+
+
+def is_oom(text: str, nearly_full: bool | None = None) -> bool:
+    """Whether a message tells of memory running out.
+
+    Failing to create a library's handle counts only when the device was almost full.
+    """
+    return _matches(_OOM, text) or (bool(nearly_full) and _matches(_HANDLE, text))
+
+
+def _of_error(error: RankError, evidence: Evidence) -> Failure:
+    text = f"{error.type}: {error.message}"
+    reason = f"rank {error.rank}: {one_line(text)}"
+    tail = evidence.log_tails.get(error.rank, "")
+    if _matches(_SHARED_MEMORY, text):
+        return Failure(Status.OOM, f"rank {error.rank}: {SHARED_MEMORY}", error.rank)
+    if is_oom(text, error.nearly_full):
+        return Failure(Status.OOM, reason, error.rank)
+    if "DataLoader worker" in text and ("Killed" in text or "signal" in text):
+        if evidence.oom_kills:
+            return Failure(Status.OOM, reason, error.rank)
+        return Failure(Status.KILLED, reason, error.rank)
+    if "DataLoader worker" in text and is_oom(tail[-4000:]):
+        return Failure(Status.OOM, reason, error.rank)
+    if _matches(_INFRASTRUCTURE, text):
+        return Failure(Status.INFRASTRUCTURE, reason, error.rank)
+    if _matches(_PEER_LOST, error.message):
+        kind = Status.INFRASTRUCTURE if evidence.starting else Status.CRASH
+        return Failure(kind, reason, error.rank)
+    if error.phase in ("build", "train") and (
+        (error.phase == "build" and error.type in _REFUSAL_TYPES)
+        or (error.type in ("RuntimeError", *_REFUSAL_TYPES) and _refused(error))
+    ):
+        return Failure(Status.INVALID, reason, error.rank)
+    return Failure(Status.CRASH, reason, error.rank)
+
+
+def _refused(error: RankError) -> bool:
+    return _matches(_REFUSAL_TEXT, error.message) and not re.search(
+        r"CUDA error|NCCL error|INTERNAL ASSERT", error.message
+    )
+
+
+def _of_end(end: ProcessEnd, evidence: Evidence) -> Failure:
+    tail = evidence.log_tails.get(end.rank, "")
+    if end.exit_code >= 0:
+        if is_oom(tail):
+            line = one_line(_line_of(tail, _OOM))
+            return Failure(Status.OOM, f"rank {end.rank}: {line}", end.rank)
+        reason = f"rank {end.rank} ended with exit code {end.exit_code}"
+        return Failure(Status.CRASH, reason, end.rank)
+    name = signal_name(-end.exit_code)
+    if evidence.oom_kills and end.exit_code == -signal.SIGKILL:
+        reason = f"rank {end.rank} was ended by the host's OOM killer"
+        return Failure(Status.OOM, reason, end.rank)
+    if end.exit_code == -signal.SIGBUS and _matches(_SHARED_MEMORY, tail):
+        return Failure(Status.OOM, f"rank {end.rank}: {SHARED_MEMORY}", end.rank)
+    if end.exit_code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP):
+        return Failure(Status.KILLED, f"rank {end.rank} was ended by {name}", end.rank)
+    if is_oom(tail[-4000:]):
+        line = one_line(_line_of(tail, _OOM))
+        return Failure(Status.OOM, f"rank {end.rank}: {line}", end.rank)
+    return Failure(Status.CRASH, f"rank {end.rank} died of {name}", end.rank)
+
+
+def _of_launcher(evidence: Evidence) -> Failure:
+    text = one_line(evidence.launcher_error)
+    if _matches(_INFRASTRUCTURE, text) or evidence.starting:
+        return Failure(Status.INFRASTRUCTURE, f"launcher: {text}")
+    return Failure(Status.KILLED, f"launcher: {text}")
+
+
+def _of_logs(evidence: Evidence) -> Failure:
+    for rank, tail in sorted(evidence.log_tails.items()):
+        if is_oom(tail):
+            return Failure(Status.OOM, f"rank {rank}: {one_line(_line_of(tail, _OOM))}", rank)
+    kind = Status.INFRASTRUCTURE if evidence.starting else Status.CRASH
+    return Failure(kind, "the ranks ended without a word")
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, as in ``SIGKILL``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """The first telling line of a message, cut to ``limit`` characters."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = lines[0] if lines else ""
+    if line.endswith(":") and len(lines) > 1:
+        line = f"{line} {lines[1]}"
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _line_of(text: str, patterns: Sequence[str]) -> str:
+    for line in text.splitlines():
+        if _matches(patterns, line):
+            return line
+    return text
+
+
+def _matches(patterns: Sequence[str], text: str) -> bool:
+    return any(re.search(pattern, text, re.IGNORECASE | re.DOTALL) for pattern in patterns)

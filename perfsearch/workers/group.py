@@ -1,0 +1,307 @@
+"""One group of ranks, as the controller holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from perfsearch.workers import devices, processes, registry
+from perfsearch.workers.channel import Channel, ChannelClosed, Listener
+from perfsearch.workers.devices import Gpu
+from perfsearch.workers.environment import Limits
+from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify, signal_name
+from perfsearch.workers.hostmemory import oom_kills
+from perfsearch.workers.messages import (
+    LAUNCHER_REPORT,
+    NCCL_LOG_FILE,
+    SOCKET_FILE,
+    TOKEN_VARIABLE,
+    GroupSpec,
+    RankError,
+    Startup,
+    TrialRequest,
+    rank_error_file,
+    rank_log,
+)
+
+_POLL_S = 0.25
+_TAIL_BYTES = 16_384
+_MAX_SOCKET_DIRECTORY = 70  # a Unix socket's path holds about 100 characters
+
+
+@dataclass
+class Reply:
+    """What came of a request.
+
+    Attributes:
+        message: the ranks' outcome, when they got through.
+        failure: otherwise, what happened.
+        alive: whether the group can take another request.
+
+    """
+
+    message: dict[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+    alive: bool = True
+
+
+class WorkerGroup:
+    """Ranks that were started together and serve one request after another.
+
+    ``end`` must be called however it went; it leaves no process, and no file but logs.
+
+    Args:
+        spec: what to start.
+        limits: time limits.
+        run_dir: where the group is put on record.
+        gpus: GPUs that it uses.
+
+    """
+
+    def __init__(
+        self, spec: GroupSpec, limits: Limits, run_dir: Path, gpus: tuple[Gpu, ...] = ()
+    ) -> None:
+        self.spec = spec
+        self.info: dict[str, Any] = {}
+        self.requests = 0
+        self._limits = limits
+        self._run_dir = run_dir
+        self._gpus = gpus
+        self._token = uuid.uuid4().hex
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._directory: Path | None = None
+        self._log_directory = Path()
+        self._used_before: list[float] = []
+        self._oom_kills_before = oom_kills()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the launcher and the channel are still there."""
+        launcher = self._launcher
+        return self._channel is not None and launcher is not None and launcher.poll() is None
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Processes of the group now."""
+        return frozenset(p.pid for p in processes.members(self._token))
+
+    def start(self, log_directory: Path) -> Failure | None:
+        """Start the ranks and wait until each is ready; on failure say why, nothing left."""
+        self._log_directory = log_directory.absolute()
+        self._log_directory.mkdir(parents=True, exist_ok=True)
+        self._clear_errors(self._log_directory)
+        self._used_before = devices.used_gib(self._gpus)
+        base = tempfile.gettempdir()
+        self._directory = Path(
+            tempfile.mkdtemp(
+                prefix="perfsearch-", dir=base if len(base) < _MAX_SOCKET_DIRECTORY else "/tmp"
+            )
+        )
+        listener = Listener(self._directory / SOCKET_FILE)
+        try:
+            self._spawn()
+            deadline = time.monotonic() + self._limits.startup_s
+            self._channel = listener.accept(self._limits.startup_s, self._launcher_runs)
+            while True:
+                message = self._receive(deadline)
+                if message["event"] == "ready":
+                    break
+        except (ChannelClosed, TimeoutError) as error:
+            timed_out = self._limits.startup_s if isinstance(error, TimeoutError) else None
+            return self._fail(timed_out, starting=True)
+        except BaseException:
+            self.end(kill=True)
+            raise
+        finally:
+            listener.close()
+        self.info = message["info"]
+        return self._shared_device(message["ranks"])
+
+    def _spawn(self) -> None:
+        assert self._directory is not None
+        startup = Startup(
+            spec=self.spec,
+            token=self._token,
+            controller_pid=os.getpid(),
+            controller_started=processes.started_at(os.getpid()),
+            log_directory=str(self._log_directory),
+        )
+        startup.write(self._directory)
+        environment = {**os.environ, **self.spec.env, TOKEN_VARIABLE: self._token}
+        if self.spec.capture_nccl:
+            environment["NCCL_DEBUG"] = "INFO"
+            environment["NCCL_DEBUG_SUBSYS"] = "TUNING"
+            environment["NCCL_DEBUG_FILE"] = str(self._directory / NCCL_LOG_FILE)
+        with open(self._log_directory / "launcher.log", "ab") as log:
+            self._launcher = subprocess.Popen(
+                [sys.executable, "-m", "perfsearch.workers.launch", str(self._directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        registry.record(self._run_dir, self._token, self._launcher.pid, self._directory)
+
+    def _launcher_runs(self) -> bool:
+        return self._launcher is not None and self._launcher.poll() is None
+
+    def _shared_device(self, ranks: list[dict[str, str]]) -> Failure | None:
+        if self.spec.device == "cpu":
+            return None
+        places = [(r["host"], r["device"]) for r in ranks]
+        for rank, place in enumerate(places):
+            if place in places[:rank]:
+                from perfsearch.search.trial import Status
+
+                self.end(kill=True)
+                reason = f"ranks {places.index(place)} and {rank} are on the same device {place[1]}"
+                return Failure(Status.INFRASTRUCTURE, reason, rank)
+        return None
+
+    def run(self, request: TrialRequest, timeout_s: float) -> Reply:
+        """Have one configuration measured, within ``timeout_s``.
+
+        A failed trial leaves the group usable when its ranks recovered within the grace time;
+        otherwise the group is ended here.
+        """
+        assert self._channel is not None and self._directory is not None
+        self._log_directory = Path(request.log_directory).absolute()
+        self._clear_errors(self._log_directory)
+        options = dict(request.recipe_options)
+        if self.spec.capture_nccl:
+            options["nccl_log"] = str(self._directory / NCCL_LOG_FILE)
+        request = replace(
+            request,
+            serial=self.requests,
+            log_directory=str(self._log_directory),
+            recipe_options=options,
+        )
+        self.requests += 1
+        self._oom_kills_before = oom_kills()
+        deadline = time.monotonic() + timeout_s
+        failing_since: float | None = None
+        try:
+            self._channel.send({"op": "trial", "request": request.to_json()})
+            while True:
+                message = self._receive(deadline)
+                if message["event"] == "outcome":
+                    break
+                failing_since = time.monotonic()
+                deadline = min(deadline, failing_since + self._limits.grace_s)
+        except (ChannelClosed, TimeoutError) as error:
+            timed_out = timeout_s if isinstance(error, TimeoutError) else None
+            return Reply(failure=self._fail(timed_out), alive=False)
+        except BaseException:
+            self.end(kill=True)
+            raise
+        if message["errors"]:
+            errors = [RankError(**e) for e in message["errors"]]
+            evidence = Evidence(errors=errors, log_tails=self._tails(), oom_kills=self._new_kills())
+            return Reply(failure=classify(evidence))
+        return Reply(message=message)
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        assert self._channel is not None
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            try:
+                return self._channel.receive(min(left, _POLL_S))
+            except TimeoutError:
+                if not self._launcher_runs():
+                    raise ChannelClosed("the launcher is gone") from None
+
+    def _fail(self, timed_out: float | None, starting: bool = False) -> Failure:
+        """Gather what can be known of the failure, and end what is left."""
+        assert self._launcher is not None and self._directory is not None
+        if timed_out is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(self._limits.grace_s)
+        code = self._launcher.poll()
+        report: dict[str, Any] = {"failures": [], "error": None}
+        path = self._directory / LAUNCHER_REPORT
+        if path.exists():
+            report = json.loads(path.read_text())
+        launcher_error = ""
+        if report["error"]:
+            launcher_error = f"{report['error']['type']}: {report['error']['message']}"
+        elif code is not None and code < 0 and timed_out is None:
+            launcher_error = f"it was ended by {signal_name(-code)}"
+        evidence = Evidence(
+            errors=self._written_errors(),
+            ends=[ProcessEnd(**end) for end in report["failures"]],
+            launcher_error=launcher_error,
+            log_tails=self._tails(),
+            oom_kills=self._new_kills(),
+            timed_out=timed_out,
+            starting=starting,
+        )
+        self.end(kill=True)
+        return classify(evidence)
+
+    def _ranks(self) -> range:
+        return range(self.spec.world_size)
+
+    def _clear_errors(self, directory: Path) -> None:
+        for rank in self._ranks():
+            rank_error_file(directory, rank).unlink(missing_ok=True)
+
+    def _written_errors(self) -> list[RankError]:
+        found = []
+        for rank in self._ranks():
+            path = rank_error_file(self._log_directory, rank)
+            if path.exists():
+                with contextlib.suppress(ValueError):  # its rank died while writing
+                    found.append(RankError(**json.loads(path.read_text())))
+        return found
+
+    def _tails(self) -> dict[int, str]:
+        tails = {}
+        for rank in self._ranks():
+            path = rank_log(self._log_directory, rank)
+            if path.exists():
+                with path.open("rb") as log:
+                    log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+                    tails[rank] = log.read().decode(errors="replace")
+        return tails
+
+    def _new_kills(self) -> int:
+        return max(0, oom_kills() - self._oom_kills_before)
+
+    def end(self, kill: bool = False) -> None:
+        """End every process of the group and wait until its devices are free.
+
+        Args:
+            kill: whether to skip asking the ranks to end by themselves.
+
+        """
+        if self._launcher is None:
+            return
+        if not kill and self.alive and self._channel is not None:
+            with contextlib.suppress(ChannelClosed, subprocess.TimeoutExpired):
+                self._channel.send({"op": "close"})
+                self._launcher.wait(self._limits.grace_s)
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        processes.end_all(self._token, grace_s=self._limits.grace_s if not kill else 1.0)
+        self._launcher.wait()
+        self._launcher = None
+        if self._gpus:
+            devices.wait_until_free(self._gpus, self._used_before, self._limits.grace_s)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        registry.forget(self._run_dir, self._token)

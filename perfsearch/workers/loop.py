@@ -1,0 +1,150 @@
+"""The life of a rank: take a request, run it, say what came of it, be ready for the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from perfsearch.workers.bootstrap import AbortWatch
+from perfsearch.workers.channel import Channel
+from perfsearch.workers.measure import slowest
+from perfsearch.workers.messages import AFTER_PEER, RankError, Startup, TrialRequest
+from perfsearch.workers.rank import report_error, switch_log
+from perfsearch.workers.results import combine
+from perfsearch.workers.trainer import Trainer
+from perfsearch.workers.trial import RankResult, run_trial
+
+_RECOVERY = timedelta(seconds=120)
+"""How long rank 0 waits for its peers after a failure; the controller's patience ends sooner."""
+
+
+class Loop:
+    """Serves requests; rank 0 has the channel and passes requests on through the store.
+
+    Args:
+        trainer: the warm part of the rank.
+        channel: to the controller, on rank 0.
+        startup: how the group was started.
+
+    """
+
+    def __init__(self, trainer: Trainer, channel: Channel | None, startup: Startup) -> None:
+        self._trainer = trainer
+        self._groups = trainer.groups
+        self._channel = channel
+        self._log_directory = startup.log_directory
+        self._store = self._groups.connect()
+        self._watch_store = self._groups.connect()
+        self._send_lock = threading.Lock()
+
+    def serve(self) -> int:
+        """Run until the controller says ``close`` or is gone; return the exit code."""
+        self._introduce()
+        serial = 0
+        while True:
+            message = self._next(serial)
+            if message["op"] == "close":
+                self._groups.destroy()
+                return 0
+            request = TrialRequest.from_json(message["request"])
+            self._log_directory = request.log_directory
+            switch_log(request.log_directory, self._groups.rank)
+            self._serve_trial(request)
+            serial += 1
+
+    def _introduce(self) -> None:
+        """Tell the controller that every rank is there, each on a device of its own."""
+        mine = {"host": os.uname().nodename, "device": _device_name(self._groups.device)}
+        self._store.set(f"hello/{self._groups.rank}", json.dumps(mine))
+        if self._channel is None:
+            return
+        ranks = [json.loads(self._store.get(f"hello/{r}")) for r in self._all_ranks()]
+        self._send({"event": "ready", "ranks": ranks, "info": self._trainer.info()})
+
+    def _all_ranks(self) -> range:
+        return range(self._groups.world_size)
+
+    def _next(self, serial: int) -> dict[str, Any]:
+        key = f"command/{serial}"
+        if self._channel is not None:
+            message = self._channel.receive()
+            self._store.set(key, json.dumps(message))
+            return message
+        received: dict[str, Any] = json.loads(self._store.get(key))
+        return received
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._channel is not None
+        with self._send_lock:
+            self._channel.send(message)
+
+    def _serve_trial(self, request: TrialRequest) -> None:
+        abort_key = f"abort/{request.serial}"
+        outcome = self._attempt(request, abort_key)
+        failed = isinstance(outcome, RankError)
+        if failed:
+            self._trainer.release()
+        self._store.set(
+            f"result/{request.serial}/{self._groups.rank}",
+            json.dumps({"failed": failed, **asdict(outcome)}),
+        )
+        if self._groups.rank == 0:
+            self._conclude(request)
+        elif failed or self._store.check([abort_key]):
+            self._recover(request)
+
+    def _attempt(self, request: TrialRequest, abort_key: str) -> RankResult | RankError:
+        def on_abort() -> None:
+            if self._channel is not None:
+                self._send({"event": "failing"})
+            self._groups.abort()
+
+        rank = self._groups.rank
+        with AbortWatch(self._watch_store, abort_key, on_abort):
+            try:
+                return run_trial(self._trainer, request)
+            except Exception as error:
+                peer = self._store.check([abort_key])
+                if not peer:
+                    self._store.set(abort_key, str(rank))
+                record = report_error(
+                    request.log_directory, rank, error, AFTER_PEER if peer else self._trainer.phase
+                )
+                error.__traceback__ = None  # its frames hold the tensors that must be freed
+                self._groups.abort()
+        self._groups.destroy()
+        return record
+
+    def _conclude(self, request: TrialRequest) -> None:
+        """Rank 0: gather what each rank has to say, and tell the controller."""
+        self._store.set_timeout(_RECOVERY)
+        results = [
+            json.loads(self._store.get(f"result/{request.serial}/{rank}"))
+            for rank in self._all_ranks()
+        ]
+        if any(r["failed"] for r in results):
+            self._recover(request)
+            errors = [{k: v for k, v in r.items() if k != "failed"} for r in results if r["failed"]]
+            self._send({"event": "outcome", "errors": errors})
+        else:
+            self._send({"event": "outcome", "errors": [], **combine(results)})
+        self._store.set_timeout(timedelta(days=30))
+
+    def _recover(self, request: TrialRequest) -> None:
+        """Join the others in a new process group, and see that it works."""
+        self._groups.destroy()
+        self._trainer.release()
+        self._groups.ensure(request.group_values, request.group_env, request.timeout_s)
+        slowest([0.0], self._groups.device)
+
+
+def _device_name(device: Any) -> str:
+    if device.type != "cuda":
+        return str(device)
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,0 +1,170 @@
+"""What the controller and the ranks say to each other: plain JSON, never pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+TOKEN_VARIABLE = "PERFSEARCH_GROUP"
+"""Environment variable that marks every process of a group, and their descendants."""
+
+SPEC_FILE = "spec.json"
+SOCKET_FILE = "control.sock"
+STORE_FILE = "store"
+LAUNCHER_REPORT = "launcher.json"
+NCCL_LOG_FILE = "nccl.%p"
+AFTER_PEER = "after a peer"
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What a group of ranks is: two groups with equal specs are interchangeable.
+
+    Attributes:
+        workload: ``WorkloadSpec`` as plain values, nothing left to be resolved.
+        device: ``cpu`` or ``cuda``.
+        nproc: ranks on this node.
+        nnodes: number of nodes.
+        rdzv_endpoint: rendezvous ``host:port`` for several nodes; empty on one.
+        interface: network interface of stores and gloo on several nodes.
+        seed: where weights, data and RNG states start.
+        env: process-scope environment, set when the processes are started and never later.
+        capture_nccl: whether NCCL logs which algorithm and protocol it uses.
+
+    """
+
+    workload: dict[str, Any]
+    device: str
+    nproc: int
+    nnodes: int = 1
+    rdzv_endpoint: str = ""
+    interface: str = ""
+    seed: int = 0
+    env: dict[str, str] = field(default_factory=dict)
+    capture_nccl: bool = False
+
+    @property
+    def key(self) -> str:
+        """A string that interchangeable groups share."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all nodes."""
+        return self.nproc * self.nnodes
+
+
+@dataclass(frozen=True)
+class Startup:
+    """What one start of a group needs beyond its spec.
+
+    Attributes:
+        spec: the group.
+        token: the mark in the environment of each of its processes.
+        controller_pid: the process whose death ends the group.
+        controller_started: when that process was started, so that a reused pid is told apart.
+        log_directory: where ranks log until the first trial names its own.
+
+    """
+
+    spec: GroupSpec
+    token: str
+    controller_pid: int
+    controller_started: float
+    log_directory: str
+
+    def write(self, directory: Path) -> None:
+        """Leave it for the launcher and the ranks."""
+        (directory / SPEC_FILE).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, directory: Path) -> Startup:
+        """What ``write`` left."""
+        record = json.loads((directory / SPEC_FILE).read_text())
+        return cls(**{**record, "spec": GroupSpec(**record["spec"])})
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """One configuration to measure, as sent to the ranks.
+
+    Attributes:
+        serial: number of the request within the group.
+        recipe: module of ``perfsearch.parallel`` that builds it.
+        configuration: every knob of the runner, pinned ones included.
+        group_values: values of group-scope knobs; a change makes a new process group.
+        group_env: environment that communicators of that process group are created under.
+        scored_steps: smallest and largest number of scored steps.
+        scored_seconds: wall time that the scored steps should cover.
+        stop_above_s: a step that is surely slower than this ends the trial early.
+        samples_per_step: the global batch.
+        timeout_s: how long a collective may take.
+        log_directory: where each rank's log goes.
+        detail: ``light`` or ``full`` timings.
+        recipe_options: further plain values for the recipe.
+
+    """
+
+    serial: int
+    recipe: str
+    configuration: dict[str, Any]
+    group_values: dict[str, Any] = field(default_factory=dict)
+    group_env: dict[str, str] = field(default_factory=dict)
+    scored_steps: tuple[int, int] = (8, 60)
+    scored_seconds: float = 1.0
+    stop_above_s: float | None = None
+    samples_per_step: int = 1
+    timeout_s: float = 300.0
+    log_directory: str = "logs"
+    detail: str = "light"
+    recipe_options: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> TrialRequest:
+        """Rebuild it on a rank."""
+        low, high = record["scored_steps"]
+        return cls(**{**record, "scored_steps": (low, high)})
+
+
+@dataclass
+class RankError:
+    """How one rank failed, written by that rank.
+
+    Attributes:
+        rank: which.
+        time: seconds since the epoch.
+        type: name of the exception.
+        message: its text.
+        traceback: the whole of it.
+        phase: what the rank was doing: ``start``, ``build``, ``train``, or ``after a peer`` that
+            had failed before.
+        nearly_full: whether the device had almost no memory left, where it could be read.
+        log: path of the rank's log.
+
+    """
+
+    rank: int
+    time: float
+    type: str
+    message: str
+    traceback: str = ""
+    phase: str = "train"
+    nearly_full: bool | None = None
+    log: str = ""
+
+
+def rank_log(directory: str | Path, rank: int) -> Path:
+    """Where rank ``rank`` logs under a trial's log directory."""
+    return Path(directory) / f"rank{rank}.log"
+
+
+def rank_error_file(directory: str | Path, rank: int) -> Path:
+    """Where rank ``rank`` leaves its exception."""
+    return Path(directory) / f"rank{rank}.error.json"

@@ -1,0 +1,106 @@
+"""Find and end every process of a group, however far it has wandered."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from perfsearch.workers.messages import TOKEN_VARIABLE
+
+_KILL_ROUNDS = 50
+_START_TIME_FIELD = 19  # of /proc/PID/stat, counted from the state that follows the name
+
+
+def started_at(pid: int) -> float:
+    """When the process ``pid`` was started: a number that tells it from a later one of that pid.
+
+    On Linux in clock ticks since boot, which no change of the system's clock can move.
+
+    Raises:
+        psutil.NoSuchProcess: there is none.
+
+    """
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+        return float(after_name.split()[_START_TIME_FIELD])
+    except (OSError, IndexError):
+        return float(psutil.Process(pid).create_time())
+
+
+def is_alive(pid: int, started: float) -> bool:
+    """Whether the process that had ``pid`` when it was started at ``started`` still runs."""
+    try:
+        return started_at(pid) == started and not _is_zombie(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def members(token: str, exclude: Iterable[int] = ()) -> list[psutil.Process]:
+    """Processes marked with ``token``, and their descendants, which may have lost the mark.
+
+    Looking at environments finds those that were re-parented or opened their own session. The
+    calling process is never among them.
+    """
+    left_out = {os.getpid(), *exclude}
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        if process.pid not in found and _marked(process, token):
+            found[process.pid] = process
+            for child in _children(process):
+                found.setdefault(child.pid, child)
+    return [p for pid, p in found.items() if pid not in left_out and not _is_zombie(p)]
+
+
+def end_all(token: str, grace_s: float, exclude: Iterable[int] = ()) -> int:
+    """End every member: SIGTERM, ``grace_s`` to comply, then SIGKILL until none is left.
+
+    Returns:
+        How many were found at first.
+
+    """
+    first = members(token, exclude)
+    if grace_s > 0:
+        for process in first:
+            _send(process, "terminate")
+        psutil.wait_procs(first, timeout=grace_s)
+    for _ in range(_KILL_ROUNDS):
+        left = members(token, exclude)
+        if not left:
+            break
+        for process in left:
+            _send(process, "kill")
+        psutil.wait_procs(left, timeout=0.2)
+        time.sleep(0.01)
+    return len(first)
+
+
+def _marked(process: psutil.Process, token: str) -> bool:
+    try:
+        return bool(process.environ().get(TOKEN_VARIABLE) == token)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return list(process.children(recursive=True))
+    except psutil.Error:
+        return []
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return True
+
+
+def _send(process: psutil.Process, signal_name: str) -> None:
+    try:
+        getattr(process, signal_name)()
+    except psutil.NoSuchProcess:
+        return

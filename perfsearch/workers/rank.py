@@ -1,0 +1,105 @@
+"""A rank: ``python -m perfsearch.workers.rank DIRECTORY``, started by torch's launcher.
+
+It imports torch and perfsearch's own rank side, nothing of what the controller needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perfsearch.workers.channel import Channel
+from perfsearch.workers.messages import (
+    SOCKET_FILE,
+    RankError,
+    Startup,
+    rank_error_file,
+    rank_log,
+)
+from perfsearch.workers.watch import watch_controller
+
+if TYPE_CHECKING:
+    from perfsearch.workers.loop import Loop
+
+
+def switch_log(directory: str, rank: int) -> None:
+    """Send everything that this process and its children write to the rank's log there."""
+    path = rank_log(directory, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+
+
+def report_error(directory: str, rank: int, error: BaseException, phase: str) -> RankError:
+    """Leave the exception beside the rank's log, and in the log."""
+    text = "".join(traceback.format_exception(error))
+    record = RankError(
+        rank=rank,
+        time=time.time(),
+        type=type(error).__name__,
+        message=str(error),
+        traceback=text,
+        phase=phase,
+        nearly_full=_nearly_full(),
+        log=str(rank_log(directory, rank)),
+    )
+    print(text, file=sys.stderr, flush=True)
+    rank_error_file(directory, rank).write_text(json.dumps(asdict(record)))
+    return record
+
+
+def _nearly_full() -> bool | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:  # the device is past answering, which says nothing of its memory
+        return None
+    return bool(free < 0.02 * total)
+
+
+def main(directory: Path) -> int:
+    """Serve trials until told to stop."""
+    rank = int(os.environ["RANK"])
+    startup = Startup.read(directory)
+    switch_log(startup.log_directory, rank)
+    watch_controller(startup)
+    channel = Channel.connect(directory / SOCKET_FILE) if rank == 0 else None
+    try:
+        loop = _make_loop(directory, startup, rank, channel)
+    except Exception as error:
+        report_error(startup.log_directory, rank, error, "start")
+        return 1
+    return loop.serve()
+
+
+def _make_loop(directory: Path, startup: Startup, rank: int, channel: Channel | None) -> Loop:
+    import torch
+
+    from perfsearch.workers.bootstrap import Groups
+    from perfsearch.workers.loop import Loop
+    from perfsearch.workers.trainer import Trainer
+
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cpu")
+    if startup.spec.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    world_size = int(os.environ["WORLD_SIZE"])
+    groups = Groups(startup.spec, directory, rank, local_rank, world_size, device)
+    return Loop(Trainer(groups), channel, startup)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

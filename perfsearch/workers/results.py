@@ -1,0 +1,58 @@
+"""From what each rank measured to one measurement. Plain values only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One measurement of all ranks: the slowest phase, the largest peak, rank 0's settings.
+
+    Args:
+        results: ``RankResult`` of each rank as plain values, rank 0 first.
+
+    Returns:
+        ``status``, ``reason`` and ``measurement``, whose fields are those of ``Measurement``.
+
+    """
+    first = results[0]
+    phases = _largest([r["phases_ms"] for r in results])
+    evidence = _largest([r["evidence"] for r in results])
+    peaks = _largest([r["peaks"] for r in results])
+    means = _mean([r["phases_ms"] for r in results])
+    for phase, slowest in phases.items():
+        if means[phase] > 0:
+            evidence[f"straggler_{phase}_ratio"] = slowest / means[phase]
+    if "allocator_retries" in peaks:
+        evidence["allocator_retries"] = peaks.pop("allocator_retries")
+    exposed = evidence.get("comm_exposed_ms")
+    if exposed is not None:
+        phases["comm_exposed"] = exposed
+    in_force = dict(first["in_force"])
+    for name in in_force:
+        seen = {repr(r["in_force"].get(name)) for r in results}
+        if len(seen) > 1:
+            in_force[name] = "differs between ranks: " + ", ".join(sorted(seen))
+    measurement = {
+        **first["agreed"],
+        **peaks,
+        "world_size": len(results),
+        "phases_ms": phases,
+        "in_force": in_force,
+        "bottleneck_evidence": evidence,
+    }
+    return {"status": first["status"], "reason": first["reason"], "measurement": measurement}
+
+
+def _largest(tables: Sequence[dict[str, float | None]]) -> dict[str, Any]:
+    names = {name for table in tables for name in table}
+    largest: dict[str, Any] = {}
+    for name in sorted(names):
+        values = [v for t in tables if (v := t.get(name)) is not None]
+        largest[name] = max(values) if values else None
+    return largest
+
+
+def _mean(tables: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(t.get(name, 0.0) for t in tables) / len(tables) for name in tables[0]}

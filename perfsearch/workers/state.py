@@ -1,0 +1,91 @@
+"""Put a rank back to the state that every trial starts from."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class Snapshot:
+    """Weights, buffers and flags of a model, copied to the host once.
+
+    Memory formats are kept, so that ``channels_last`` of one trial does not reach the next.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tensors = {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model).items()
+        }
+        self._requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._training = {name: module.training for name, module in model.named_modules()}
+
+    def restore(self, model: torch.nn.Module) -> None:
+        """Give ``model`` back what it had, gradients gone."""
+        with torch.no_grad():
+            for name, tensor in _tensors(model).items():
+                kept = self._tensors[name]
+                if tensor.stride() != kept.stride():
+                    tensor.data = torch.empty_strided(
+                        kept.size(), kept.stride(), dtype=kept.dtype, device=tensor.device
+                    )
+                tensor.copy_(kept)
+        for name, parameter in model.named_parameters():
+            parameter.grad = None
+            parameter.requires_grad_(self._requires_grad[name])
+        for name, module in model.named_modules():
+            module.training = self._training[name]
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@dataclass(frozen=True)
+class GlobalSwitches:
+    """torch's settings that hold for the whole process, as the user's own code left them."""
+
+    matmul_precision: str
+    cudnn_benchmark: bool
+    cudnn_deterministic: bool
+    deterministic: bool
+    deterministic_warn_only: bool
+    threads: int
+    default_dtype: Any
+
+    @classmethod
+    def read(cls) -> GlobalSwitches:
+        """What holds now."""
+        return cls(
+            matmul_precision=torch.get_float32_matmul_precision(),
+            cudnn_benchmark=torch.backends.cudnn.benchmark,
+            cudnn_deterministic=torch.backends.cudnn.deterministic,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            threads=torch.get_num_threads(),
+            default_dtype=torch.get_default_dtype(),
+        )
+
+    def restore(self) -> None:
+        """Make them hold again."""
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        torch.use_deterministic_algorithms(
+            self.deterministic, warn_only=self.deterministic_warn_only
+        )
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        torch.set_default_dtype(self.default_dtype)
+
+
+def seed_everything(seed: int) -> None:
+    """Reset each random number generator that is loaded."""
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,104 @@
+"""What a rank keeps between trials: the job, its starting state, and its process groups."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from typing import Any
+
+import torch
+
+from perfsearch.parallel.base import BuildContext, TrainStep, load
+from perfsearch.workers.bootstrap import Groups
+from perfsearch.workers.messages import TrialRequest
+from perfsearch.workers.state import GlobalSwitches, Snapshot, seed_everything
+from perfsearch.workloads.base import Job
+from perfsearch.workloads.spec import WorkloadSpec
+
+
+class Trainer:
+    """The warm part of a rank.
+
+    Args:
+        groups: the rank's process groups.
+
+    Attributes:
+        phase: what it is doing: ``start``, ``build`` or ``train``.
+
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.phase = "start"
+        self._workload = WorkloadSpec(**groups.spec.workload)
+        self._switches = GlobalSwitches.read()
+        job = self._make_job()
+        self._snapshot = Snapshot(job.model)
+        self._warm: Job | None = self._placed(job)
+
+    def _make_job(self) -> Job:
+        seed_everything(self.groups.spec.seed)
+        module = importlib.import_module(f"perfsearch.workloads.{self._workload.name}")
+        job: Job = module.build(self._workload, self.groups.spec.seed)
+        return job
+
+    def _placed(self, job: Job) -> Job:
+        job.model.to(self.groups.device)
+        return job
+
+    def job(self, reuse: bool) -> Job:
+        """The job in its starting state, on the device.
+
+        Args:
+            reuse: whether the model may be the object of earlier trials, its values restored;
+                otherwise it is a new one, and the old one is dropped.
+
+        """
+        if self._warm is None or not reuse:
+            self._warm = None
+            job = self._make_job()
+            job = self._placed(job)
+            self._warm = job if reuse else None
+        else:
+            job = self._warm
+        self._snapshot.restore(job.model)
+        return job
+
+    def reset(self) -> None:
+        """Put torch's switches and the random generators back to where trials start."""
+        self.phase = "build"
+        self._switches.restore()
+        seed_everything(self.groups.spec.seed + self.groups.rank)
+
+    def build(self, request: TrialRequest) -> TrainStep:
+        """Put the requested configuration into force."""
+        context = BuildContext(
+            configuration=request.configuration,
+            groups=self.groups,
+            local_batch=request.samples_per_step // self.groups.world_size,
+            job=self.job,
+            options=request.recipe_options,
+        )
+        step = load(request.recipe).build(context)
+        self.phase = "train"
+        return step
+
+    def release(self) -> None:
+        """Free what a trial left, after its objects have been let go."""
+        if self._warm is not None:
+            for parameter in self._warm.model.parameters():
+                parameter.grad = None
+        gc.collect()
+        if self.groups.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def info(self) -> dict[str, Any]:
+        """What the controller wants to know once."""
+        job = self.job(reuse=True)
+        return {
+            "tokens_per_sample": job.tokens_per_sample,
+            "flops_per_sample": job.flops_per_sample,
+            "parameters": sum(p.numel() for p in job.model.parameters()),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }

@@ -1,0 +1,170 @@
+"""One trial on one rank: from the common start to numbers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from perfsearch.parallel.base import TrainStep
+from perfsearch.workers import measure
+from perfsearch.workers.loader import make_loader, to_device
+from perfsearch.workers.messages import TrialRequest
+from perfsearch.workers.trainer import Trainer
+
+FIRST_LOSSES = 5
+"""Steps from the common start whose losses are compared between configurations."""
+
+MAX_DISCARDED = 12
+
+
+@dataclass
+class RankResult:
+    """What one rank has to say of a trial that ran to its end.
+
+    Attributes:
+        status: ``ok``, ``pruned`` or ``diverged``.
+        reason: why it is not ``ok``.
+        agreed: fields of the measurement that are the same on every rank.
+        phases_ms: this rank's phases.
+        peaks: this rank's memory.
+        in_force: read back from the libraries.
+        evidence: numbers for the diagnosis.
+
+    """
+
+    status: str
+    reason: str = ""
+    agreed: dict[str, Any] = field(default_factory=dict)
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, float | None] = field(default_factory=dict)
+    in_force: dict[str, Any] = field(default_factory=dict)
+    evidence: dict[str, float] = field(default_factory=dict)
+
+
+class _Feed:
+    """Micro-batches on the device, their phases marked on the present clock."""
+
+    def __init__(self, trainer: Trainer, step: TrainStep, global_batch: int) -> None:
+        groups = trainer.groups
+        loader = make_loader(
+            step.job,
+            step.loader,
+            global_batch,
+            groups.rank,
+            groups.world_size,
+            groups.spec.seed,
+        )
+        self._batches: Iterator[Any] = iter(loader)
+        self.in_force = {
+            "dataloader_workers": loader.num_workers,
+            "prefetch_factor": loader.prefetch_factor,
+            "pin_memory": loader.pin_memory,
+        }
+        self.device = groups.device
+        self._options = step.loader
+        self.clock: measure.Clock = measure.make_clock(groups.device)
+
+    def __call__(self) -> Any:
+        batch = next(self._batches)
+        self.clock.mark("dataloader_next")
+        moved = to_device(
+            batch, self.device, self._options.pin_memory, self._options.channels_last
+        )
+        self.clock.mark("to_device")
+        return moved
+
+
+def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
+    """Build the configuration, let its timing settle, and score it.
+
+    Every exception of the library or of the user's code leaves it, to be reported by the caller.
+    """
+    started = time.perf_counter()
+    groups = trainer.groups
+    trainer.reset()
+    measure.reset_peaks(groups.device)
+    groups.ensure(request.group_values, request.group_env, request.timeout_s)
+    step = trainer.build(request)
+    try:
+        feed = _Feed(trainer, step, request.samples_per_step)
+        measure.synchronize(groups.device)
+        rewrap_s = measure.slowest([time.perf_counter() - started], groups.device)[0]
+        return _measured(step, feed, request, rewrap_s)
+    finally:
+        step.close()
+
+
+def _measured(
+    step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: float
+) -> RankResult:
+    device = feed.device
+    losses: list[torch.Tensor] = []
+    discarded = _settle(step, feed, request, losses)
+    agreed: dict[str, Any] = {
+        "rewrap_seconds": rewrap_s,
+        "discarded_steps": len(discarded),
+        "discarded_seconds": sum(discarded),
+        "samples_per_step": request.samples_per_step,
+    }
+    typical = min(discarded[1:])
+    if request.stop_above_s is not None and typical > request.stop_above_s:
+        agreed["step_seconds"] = discarded[2:]
+        reason = f"steps take {typical:.4g} s, more than {request.stop_above_s:.4g} s"
+        return RankResult("pruned", reason, agreed, peaks=measure.read_peaks(device))
+    count = measure.steps_to_fill(request.scored_seconds, discarded[-1], request.scored_steps)
+    clock = feed.clock = measure.make_clock(device)
+    measure.slowest([0.0], device)
+    measure.synchronize(device)
+    clock.mark("start")
+    for _ in range(count):
+        loss = step.run(feed, clock.mark)
+        clock.mark("step")
+        if len(losses) < FIRST_LOSSES:
+            losses.append(loss)
+    measure.synchronize(device)
+    peaks = measure.read_peaks(device)
+    seconds, phases = clock.read()
+    agreed["step_seconds"] = measure.slowest(seconds, device)
+    values = measure.mean_over_ranks(torch.stack([*losses, loss]))
+    agreed["first_losses"] = values[:-1]
+    if getattr(step, "compiles", False):
+        agreed["compile_seconds"] = max(0.0, discarded[0] - typical)
+    result = RankResult(
+        "ok",
+        agreed=agreed,
+        phases_ms={phase: s * 1e3 for phase, s in phases.items()},
+        peaks=peaks,
+        in_force={**feed.in_force, **step.in_force()},
+        evidence=step.evidence(),
+    )
+    bad = next((i for i, v in enumerate(values) if not math.isfinite(v)), None)
+    if bad is not None:
+        where = f"step {bad + 1}" if bad < len(values) - 1 else "the last scored step"
+        result.status, result.reason = "diverged", f"the loss is {values[bad]} at {where}"
+        agreed["first_losses"] = [v for v in values[:-1] if math.isfinite(v)]
+    return result
+
+
+def _settle(
+    step: TrainStep, feed: _Feed, request: TrialRequest, losses: list[torch.Tensor]
+) -> list[float]:
+    """Run steps until their times look alike on the slowest rank; return the times."""
+    device = feed.device
+    seconds: list[float] = []
+    while True:
+        begin = time.perf_counter()
+        loss = step.run(feed, feed.clock.mark)
+        measure.synchronize(device)
+        if len(losses) < FIRST_LOSSES:
+            losses.append(loss)
+        seconds += measure.slowest([time.perf_counter() - begin], device)
+        spent = sum(seconds[1:])
+        enough = len(seconds) >= MAX_DISCARDED or spent > 2 * request.scored_seconds
+        if measure.is_steady(seconds) or (len(seconds) >= 3 and enough):
+            return seconds
+
