@@ -1,0 +1,243 @@
+"""Readings of the host: processor, memory, disks, networks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perfsearch.metrics.guard import Guard
+
+MEGA = 1e6
+
+_NOT_A_DISK = re.compile(r"^(dm-|md\d|loop|ram|zram|sr\d|fd\d|nbd|drbd|bcache)")
+_BEHIND_ANOTHER = re.compile(
+    r"^(bond|team|br-|docker|virbr|veth|vlan|ifb|tun|tap|cni|flannel|cali)"
+)
+_CHILDREN_EVERY = 10
+
+
+class HostReader:
+    """Reads the host, in values of the moment and in totals that grow.
+
+    Args:
+        guard: keeps what could not be read.
+        process_ids: processes whose trees are summed apart.
+        sys_root: where ``sysfs`` is mounted.
+        proc_root: where ``procfs`` is mounted.
+
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        process_ids: Sequence[int] = (),
+        sys_root: Path = Path("/sys"),
+        proc_root: Path = Path("/proc"),
+    ) -> None:
+        self.guard = guard
+        self.process_ids = tuple(process_ids)
+        self._sys = sys_root
+        self._proc = proc_root
+        self._trees: list[Any] = []
+        self._calls = 0
+
+    def instant(self) -> dict[str, float]:
+        """Values of this moment."""
+        values: dict[str, float] = {}
+        available = self.guard.read("system_memory_available_megabytes", self._available_bytes)
+        if available is not None:
+            values["system_memory_available_megabytes"] = available / MEGA
+        if self.process_ids:
+            resident = self.guard.read("process_memory_megabytes", self._resident_bytes)
+            if resident is not None:
+                values["process_memory_megabytes"] = resident / MEGA
+        return values
+
+    def counters(self) -> dict[str, float]:
+        """Totals that grow, each under the name of the rate that it becomes."""
+        values: dict[str, float] = {}
+        for name, reading in (
+            ("cpu_utilization_percentage", self._cpu),
+            ("disk", self._disk),
+            ("network", self._network),
+            ("infiniband", self._infiniband),
+        ):
+            values.update(self.guard.read(name, reading) or {})
+        if self.process_ids:
+            values.update(self.guard.read("process_cpu_percentage", self._process_cpu) or {})
+        return values
+
+    def watch(self, process_ids: Sequence[int]) -> None:
+        """Sum the trees of these processes from now on."""
+        self.process_ids, self._trees, self._calls = tuple(process_ids), [], 0
+
+    def _cpu(self) -> dict[str, float]:
+        import psutil
+
+        times = psutil.cpu_times()
+        fields = times._asdict()
+        # guest time is contained in user time, guest_nice in nice
+        total = sum(v for k, v in fields.items() if k not in ("guest", "guest_nice"))
+        waiting = fields.get("iowait", 0.0)
+        idle = fields["idle"] + waiting
+        totals = {"_cpu_total_s": total, "_cpu_busy_s": total - idle}
+        if "iowait" in fields:
+            totals["_cpu_iowait_s"] = waiting
+        return totals
+
+    def _disk(self) -> dict[str, float]:
+        import psutil
+
+        disks = psutil.disk_io_counters(perdisk=True)
+        if not disks:
+            raise OSError("the system shows no disk counters")
+        block = self._sys / "block"
+        listed = {p.name for p in block.iterdir()} if block.is_dir() else set()
+        # Partitions, device mapper and RAID repeat the bytes of the disks that they lie on.
+        whole = {n: c for n, c in disks.items() if n in listed and not _NOT_A_DISK.match(n)}
+        if not whole:
+            whole = {n: c for n, c in disks.items() if not _NOT_A_DISK.match(n)}
+            whole = {n: c for n, c in whole.items() if not _is_partition(n, whole)}
+        if not whole:
+            raise OSError(f"no whole disk among {', '.join(sorted(disks))}")
+        return {
+            "disk_iops": float(sum(c.read_count + c.write_count for c in whole.values())),
+            "disk_read_megabytes_per_s": sum(c.read_bytes for c in whole.values()) / MEGA,
+            "disk_write_megabytes_per_s": sum(c.write_bytes for c in whole.values()) / MEGA,
+        }
+
+    def _network(self) -> dict[str, float]:
+        import psutil
+
+        links = psutil.net_io_counters(pernic=True) or {}
+        loopback = {n: c for n, c in links.items() if n == "lo" or n.startswith("lo0")}
+        rest = {n: c for n, c in links.items() if n not in loopback}
+        # Bonds, bridges and virtual pairs repeat the bytes of the cards behind them.
+        cards = {n: c for n, c in rest.items() if (self._sys / "class/net" / n / "device").exists()}
+        chosen = cards or {n: c for n, c in rest.items() if not _BEHIND_ANOTHER.match(n)}
+        values: dict[str, float] = {}
+        for name, link in chosen.items():
+            values[f"interface/{name}/receive_megabytes_per_s"] = link.bytes_recv / MEGA
+            values[f"interface/{name}/transmit_megabytes_per_s"] = link.bytes_sent / MEGA
+        if chosen:
+            received = sum(c.bytes_recv for c in chosen.values())
+            values["network_receive_megabytes_per_s"] = received / MEGA
+            values["network_transmit_megabytes_per_s"] = (
+                sum(c.bytes_sent for c in chosen.values()) / MEGA
+            )
+        else:
+            self.guard.missing("network", "the system shows no interface but loopback")
+        if loopback:
+            sent = sum(c.bytes_sent for c in loopback.values())
+            values["network_loopback_megabytes_per_s"] = sent / MEGA
+        return values
+
+    def _infiniband(self) -> dict[str, float]:
+        ports = sorted((self._sys / "class/infiniband").glob("*/ports/*/counters"))
+        totals: dict[str, float] = {}
+        for port in ports:
+            for word, file in (("receive", "port_rcv_data"), ("transmit", "port_xmit_data")):
+                name = f"infiniband_{word}_megabytes_per_s"
+                lanes = int((port / file).read_text())  # counted in words of four bytes
+                totals[name] = totals.get(name, 0.0) + lanes * 4 / MEGA
+        return totals
+
+    def _available_bytes(self) -> float:
+        import psutil
+
+        available = float(psutil.virtual_memory().available)
+        headroom = cgroup_headroom_bytes(self._sys / "fs/cgroup", self._proc / "self/cgroup")
+        return available if headroom is None else min(available, headroom)
+
+    def _processes(self) -> list[Any]:
+        import psutil
+
+        # Listing descendants reads all of /proc, so it is done only now and then.
+        if self._calls % _CHILDREN_EVERY == 0:
+            trees = {}
+            for process_id in self.process_ids:
+                try:
+                    root = psutil.Process(process_id)
+                    trees.update({p.pid: p for p in [root, *root.children(recursive=True)]})
+                except psutil.NoSuchProcess:
+                    continue
+            known = {p.pid: p for p in self._trees}
+            self._trees = [known.get(pid, process) for pid, process in trees.items()]
+        self._calls += 1
+        return self._trees
+
+    def _resident_bytes(self) -> float:
+        import psutil
+
+        total = 0.0
+        for process in self._processes():
+            try:
+                total += process.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+        return total
+
+    def _process_cpu(self) -> dict[str, float]:
+        import psutil
+
+        values = {}
+        for process in self._trees:
+            try:
+                times = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            values[f"_process_{process.pid}_cpu_s"] = times.user + times.system
+        return values
+
+
+def cgroup_headroom_bytes(cgroup_root: Path, membership: Path) -> float | None:
+    """Bytes left under the tightest memory limit above this process; ``None`` without a limit.
+
+    Reads version 2 (``memory.max``) and version 1 (``memory.limit_in_bytes``). Inactive page cache
+    counts as free, as the kernel gives it back.
+    """
+    if not membership.exists():
+        return None
+    headroom: list[float] = []
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+            roots = [cgroup_root, cgroup_root / "unified"]
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            roots = [cgroup_root / "memory"]
+        else:
+            continue
+        for root in roots:
+            headroom += _along(root, path, *names)
+    return min(headroom) if headroom else None
+
+
+def _along(root: Path, path: str, limit: str, usage: str, inactive: str) -> list[float]:
+    """Headroom at each level from ``path`` up to ``root``; inside a container often the root."""
+    found = []
+    level = root / path.lstrip("/")
+    for directory in [level, *level.parents]:
+        if directory != root and root not in directory.parents:
+            break
+        if not ((directory / limit).exists() and (directory / usage).exists()):
+            continue
+        bound = (directory / limit).read_text().strip()
+        if bound == "max" or int(bound) >= 1 << 60:
+            continue
+        used = int((directory / usage).read_text())
+        statistics = directory / "memory.stat"
+        pairs = statistics.read_text().split("\n") if statistics.exists() else []
+        cache = next((int(p.split()[1]) for p in pairs if p.startswith(f"{inactive} ")), 0)
+        found.append(float(max(0, int(bound) - max(0, used - cache))))
+    return found
+
+
+def _is_partition(name: str, disks: dict[str, Any]) -> bool:
+    return any(
+        other != name and name.startswith(other) and re.fullmatch(r"p?\d+", name[len(other) :])
+        for other in disks
+    )

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from perfsearch.metrics.guard import Guard
+from perfsearch.metrics.host import HostReader, cgroup_headroom_bytes
+
+MIB = 1024**2
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def disk(ios: int, size: int) -> SimpleNamespace:
+    return SimpleNamespace(read_count=ios, write_count=ios, read_bytes=size, write_bytes=2 * size)
+
+
+def net(received: int, sent: int) -> SimpleNamespace:
+    return SimpleNamespace(bytes_recv=received, bytes_sent=sent)
+
+
+def test_disks_are_counted_once_though_raid_and_partitions_repeat_them(tmp_path, monkeypatch):
+    names = ["nvme0n1", "nvme1n1", "nvme0n1p1", "md0", "dm-0", "loop1"]
+    monkeypatch.setattr(
+        psutil, "disk_io_counters", lambda perdisk: {n: disk(10, 1_000_000) for n in names}
+    )
+    for name in ("nvme0n1", "nvme1n1", "md0", "dm-0", "loop1"):
+        (tmp_path / "block" / name).mkdir(parents=True)
+    values = HostReader(Guard(), sys_root=tmp_path).counters()
+    assert values["disk_iops"] == 40
+    assert values["disk_read_megabytes_per_s"] == 2.0
+    assert values["disk_write_megabytes_per_s"] == 4.0
+
+
+def test_without_sysfs_partitions_are_left_out_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        psutil, "disk_io_counters", lambda perdisk: {n: disk(1, 0) for n in ("sda", "sda1", "sdb")}
+    )
+    assert HostReader(Guard(), sys_root=tmp_path).counters()["disk_iops"] == 4
+
+
+def test_no_disk_counters_is_named_and_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda perdisk: None)
+    guard = Guard()
+    values = HostReader(guard, sys_root=tmp_path).counters()
+    assert "disk" in guard.unsupported
+    assert not any(name.startswith("disk") for name in values)
+    assert "_cpu_total_s" in values
+
+
+def test_loopback_and_bonds_are_kept_out_of_the_network(tmp_path, monkeypatch):
+    links = {"lo": net(9, 7_000_000), "eth0": net(3_000_000, 1_000_000), "bond0": net(3, 1)}
+    monkeypatch.setattr(psutil, "net_io_counters", lambda pernic: links)
+    (tmp_path / "class/net/eth0/device").mkdir(parents=True)
+    values = HostReader(Guard(), sys_root=tmp_path).counters()
+    assert values["network_receive_megabytes_per_s"] == 3.0
+    assert values["network_transmit_megabytes_per_s"] == 1.0
+    assert values["network_loopback_megabytes_per_s"] == 7.0
+    assert values["interface/eth0/receive_megabytes_per_s"] == 3.0
+    assert "interface/bond0/receive_megabytes_per_s" not in values
+
+
+def test_infiniband_counts_words_of_four_bytes(tmp_path):
+    for device in ("mlx5_0", "mlx5_1"):
+        counters = tmp_path / "class/infiniband" / device / "ports/1/counters"
+        write(counters / "port_rcv_data", "1000000\n")
+        write(counters / "port_xmit_data", "500000\n")
+    values = HostReader(Guard(), sys_root=tmp_path).counters()
+    assert values["infiniband_receive_megabytes_per_s"] == 8.0
+    assert values["infiniband_transmit_megabytes_per_s"] == 4.0
+
+
+def test_version_2_limit_of_a_parent_group_counts(tmp_path):
+    """giampaolo/psutil#2100: in a container the group's limit bounds what is available."""
+    write(tmp_path / "self", "0::/job/step\n")
+    for level, limit in (("job", 100 * MIB), ("job/step", "max")):
+        write(tmp_path / "fs" / level / "memory.max", f"{limit}\n")
+        write(tmp_path / "fs" / level / "memory.current", f"{70 * MIB}\n")
+        write(tmp_path / "fs" / level / "memory.stat", f"anon 1\ninactive_file {20 * MIB}\n")
+    assert cgroup_headroom_bytes(tmp_path / "fs", tmp_path / "self") == 50 * MIB
+
+
+def test_version_1_limit_counts_and_the_huge_number_means_none(tmp_path):
+    write(tmp_path / "self", "4:memory:/box\n0::/\n")
+    write(tmp_path / "fs/memory/box/memory.limit_in_bytes", str(64 * MIB))
+    write(tmp_path / "fs/memory/box/memory.usage_in_bytes", str(16 * MIB))
+    assert cgroup_headroom_bytes(tmp_path / "fs", tmp_path / "self") == 48 * MIB
+    write(tmp_path / "fs/memory/box/memory.limit_in_bytes", str(2**63 - 4096))
+    assert cgroup_headroom_bytes(tmp_path / "fs", tmp_path / "self") is None
+
+
+def test_available_memory_is_the_smaller_of_host_and_group(tmp_path):
+    write(tmp_path / "proc/self/cgroup", "0::/\n")
+    write(tmp_path / "sys/fs/cgroup/memory.max", str(10 * MIB))
+    write(tmp_path / "sys/fs/cgroup/memory.current", str(4 * MIB))
+    reader = HostReader(Guard(), sys_root=tmp_path / "sys", proc_root=tmp_path / "proc")
+    assert reader.instant()["system_memory_available_megabytes"] == pytest.approx(6 * MIB / 1e6)
+
+
+def test_processes_are_summed_and_one_that_is_gone_is_no_error():
+    guard = Guard()
+    reader = HostReader(guard, process_ids=[os.getpid(), 2**22 + 1])
+    assert reader.instant()["process_memory_megabytes"] > 1
+    assert f"_process_{os.getpid()}_cpu_s" in reader.counters()
+    assert guard.unsupported == {}
