@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from perfsearch.search.errors import BadInputError
 
-class LockError(RuntimeError):
+
+class LockError(BadInputError):
     """A lock that cannot be had; the message names its holder."""
 
 
@@ -43,9 +45,12 @@ def device_lock(device_set: str, on_wait: Callable[[str], None]) -> Iterator[Non
         yield
         return
     # Sorted order, so that two searches over overlapping sets cannot wait for each other.
-    with _locked(_lock_file(devices[0]), lambda pid: on_wait(_waiting(devices[0], pid))):
-        with device_lock(",".join(devices[1:]), on_wait):
-            yield
+    first, rest = devices[0], ",".join(devices[1:])
+    with (
+        _locked(_lock_file(first), lambda pid: on_wait(_waiting(first, pid))),
+        device_lock(rest, on_wait),
+    ):
+        yield
 
 
 def _waiting(device: str, pid: str) -> str:

@@ -10,25 +10,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perfsearch.config import default_run_dir
+from perfsearch.exits import ExitCode
 from perfsearch.lock import device_lock, run_directory_lock
 from perfsearch.runners.base import Runner
 from perfsearch.search.hints import Hints
-from perfsearch.search.journal import Journal
+from perfsearch.search.journal import Journal, JournalWriteError
 from perfsearch.search.objective import Objective
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Status, Trial
-from perfsearch.stages import baseline, confirm, opening, record, search
+from perfsearch.stages import baseline, confirm, opening, record
+from perfsearch.stages import search as searching
 from perfsearch.stages.confirm import Verdict
 from perfsearch.stages.search import BreakerError
 from perfsearch.stages.session import Session
 from perfsearch.strategies.base import Strategy
+from perfsearch.tracking import open_tracker
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
     from perfsearch.tracking.mlflow import Tracker
     from perfsearch.view import View
-
-EXIT_DONE, EXIT_NOTHING_SUCCEEDED, EXIT_BREAKER = 0, 1, 3
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Result:
 
     """
 
-    exit_code: int
+    exit_code: ExitCode
     run_dir: Path
     trials: list[Trial]
     verdict: Verdict = field(default_factory=Verdict)
@@ -56,33 +58,33 @@ class Result:
     seconds: float = 0.0
 
 
-def search_pipeline(
+def search(
     settings: Settings,
     runner: Runner,
     strategy_factory: Callable[[Space, Hints], Strategy],
     view: View,
-    run_dir: Path,
-    tracker_factory: Callable[[Path, str], Tracker],
+    tracker_factory: Callable[[Settings, Path, str], Tracker] = open_tracker,
 ) -> Result:
     """Run a search from its start, or from where an earlier run of it ended, to its record.
 
     Args:
-        settings: the checked configuration.
+        settings: the checked configuration; after a finished search in its ``run_dir`` a
+            numbered neighbour is used.
         runner: what measures; closed when this returns or raises.
         strategy_factory: builds the strategy from space and hints.
         view: what shows progress.
-        run_dir: the directory asked for; a numbered neighbour is used after a finished search.
-        tracker_factory: builds the MLflow view from the directory and the search's identifier.
+        tracker_factory: builds the MLflow view from the settings, the directory and the
+            search's identifier.
 
     Raises:
-        opening.RefusedError, JournalError, LockError: it may not start; nothing was started.
-        KeyboardInterrupt, SystemExit: a signal came; finished trials are recorded first.
-
+        BadInputError: it may not start; nothing was started.
+        Interrupted: a signal came; finished trials are recorded first.
     """
     begin = time.monotonic()
     with ExitStack() as stack:
         stack.callback(runner.close)
-        directory, resuming = opening.choose_run_dir(run_dir, settings.resume)
+        asked = settings.run_dir or default_run_dir(settings)
+        directory, resuming = opening.choose_run_dir(asked.absolute(), settings.resume)
         directory.mkdir(parents=True, exist_ok=True)
         stack.enter_context(run_directory_lock(directory))
         stack.enter_context(device_lock(runner.device_set(), view.note))
@@ -90,17 +92,21 @@ def search_pipeline(
         stack.callback(journal.close)
         if journal.dropped_line:
             view.warning(f"{journal.path}: dropped a line that was torn: {journal.dropped_line!r}")
-        tracker = tracker_factory(directory, str(journal.header["search_id"]))
+        tracker = tracker_factory(settings, directory, str(journal.header["search_id"]))
         session = _session(settings, runner, strategy_factory, view, directory, journal, tracker)
         record.open_record(session)
         try:
             result = _stages(session)
+            result.seconds = time.monotonic() - begin
+            record.close_record(session, result)
+            journal.append("ended", exit_code=result.exit_code, reason=result.reason)
+        except JournalWriteError as error:
+            view.warning(f"{error}. Free some space, then give the same command to go on.")
+            record.interrupted(session)
+            result = Result(ExitCode.CIRCUIT_BREAKER, directory, session.trials, reason=str(error))
         except BaseException:
             record.interrupted(session)
             raise
-        result.seconds = time.monotonic() - begin
-        record.close_record(session, result)
-        journal.append("ended", exit_code=result.exit_code, reason=result.reason)
         return result
 
 
@@ -123,19 +129,19 @@ def _stages(session: Session) -> Result:
     line = opening.adopt(session)
     if line:
         session.view.note(line)
-    exit_code, verdict = EXIT_DONE, Verdict()
+    exit_code, verdict = ExitCode.DONE, Verdict()
     try:
         if not session.only_rerun:
             baseline.run(session)
-        reason = search.run(session)
+        reason = searching.run(session)
     except BreakerError as error:
-        exit_code, reason = EXIT_BREAKER, str(error)
+        exit_code, reason = ExitCode.CIRCUIT_BREAKER, str(error)
         session.view.warning(reason)
     session.view.note(f"search ended: {reason}")
     if any(t.status is Status.OK for t in session.trials):
         verdict = confirm.run(session)
     else:
-        exit_code = EXIT_NOTHING_SUCCEEDED
+        exit_code = ExitCode.NO_TRIAL_SUCCEEDED
         verdict.reason = _nothing_succeeded(session.trials)
     best = session.runner.baseline
     if verdict.winner is not None:

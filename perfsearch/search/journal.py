@@ -9,14 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from perfsearch.search.errors import BadInputError
+
 SCHEMA = 1
 """Version of the line format, stated in a journal's first line."""
 
 EVENTS = ("opened", "asked", "screened", "started", "finished", "told", "confirmed", "ended")
 
 
-class JournalError(RuntimeError):
-    """A journal that cannot be read or written; the message says why and what to do."""
+class JournalError(BadInputError):
+    """A journal that cannot be opened; the message says why and what to do."""
+
+
+class JournalWriteError(OSError):
+    """The disk is full or gone in the middle of a search; everything before is safe."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Journal:
         """Write an event and wait until it is on disk.
 
         Raises:
-            JournalError: the disk is full or gone; what was written before stays valid.
+            JournalWriteError: the disk is full or gone; what was written before stays valid.
 
         """
         if name not in EVENTS:
@@ -94,7 +100,7 @@ class Journal:
             self._write({"n": event.number, "event": name, **data})
         except OSError as error:
             os.ftruncate(self._file, size)
-            raise JournalError(f"{self.path}: cannot be written: {error.strerror}") from error
+            raise JournalWriteError(f"{self.path}: cannot be written: {error.strerror}") from error
         self.events.append(event)
         return event
 

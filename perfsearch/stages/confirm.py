@@ -104,7 +104,7 @@ def choose_finalists(session: Session) -> list[Trial]:
 def _run_block(
     session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]], block: int
 ) -> None:
-    """One process for each arm, in an order that is drawn once and reversed in every other block."""
+    """One process for each arm; the order is drawn, and reversed in every other block."""
     generator = np.random.default_rng([session.settings.seed, 7, block // 2])
     order = [list(arms)[i] for i in generator.permutation(len(arms))]
     if block % 2:

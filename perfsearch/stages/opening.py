@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.runners.base import Runner
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.journal import Journal, JournalError, read
 from perfsearch.search.knob import Value, same_value
 from perfsearch.search.space import Space, key_of
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 JOURNAL = "journal.jsonl"
 
 
-class RefusedError(ValueError):
+class RefusedError(BadInputError):
     """A search that must not start as asked; the message names the key and the remedy."""
 
 

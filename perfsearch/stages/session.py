@@ -105,9 +105,9 @@ class Session:
         key = key_of(configuration)
         for trial in self.trials:
             unfit = trial.status in (Status.INFRASTRUCTURE, Status.INTERRUPTED)
-            if trial.purpose is not Purpose.CONFIRM and not unfit:
-                if key_of(trial.configuration) == key:
-                    return trial
+            same = key_of(trial.configuration) == key
+            if same and trial.purpose is not Purpose.CONFIRM and not unfit:
+                return trial
         return None
 
     def run(

@@ -1,1 +1,26 @@
 """Views of the journal: MLflow, exports, reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perfsearch.tracking.base import Tracker
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+
+__all__ = ["Tracker", "open_tracker"]
+
+
+def open_tracker(settings: Settings, run_dir: Path, search_id: str) -> Tracker:
+    """The tracker that ``settings.tracking`` asks for.
+
+    Raises:
+        BadInputError: the tracking URI cannot be used.
+    """
+    if not settings.tracking.enabled:
+        return Tracker()
+    from perfsearch.tracking.mlflow import MlflowTracker
+
+    raise NotImplementedError

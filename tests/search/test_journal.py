@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perfsearch.search.journal import SCHEMA, Journal, JournalError, read
+from perfsearch.search.journal import SCHEMA, Journal, JournalError, JournalWriteError, read
 
 
 def make(path: Path) -> Journal:
@@ -83,7 +83,7 @@ def test_a_full_disk_leaves_a_valid_journal(tmp_path: Path, monkeypatch) -> None
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", half_then_full)
-    with pytest.raises(JournalError, match="No space left"):
+    with pytest.raises(JournalWriteError, match="No space left"):
         journal.append("told", trial=0, padding="x" * 7)
     monkeypatch.undo()
     assert [e.name for e in read(journal.path)[1]] == ["opened", "asked"]

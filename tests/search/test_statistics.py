@@ -39,7 +39,7 @@ def test_the_schedule_of_looks(repeats: int, expected: tuple[int, ...]) -> None:
 
 
 def test_stopping_at_looks_keeps_the_coverage() -> None:
-    """The interval read at whichever look ends it covers the truth in at least 95% of 2,000 runs."""
+    """The interval of whichever look ends it covers the truth in 95% of 2,000 runs."""
     generator = np.random.default_rng(5)
     truth, planned, covered = 1.03, looks(6), 0
     for _ in range(2000):

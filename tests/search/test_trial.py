@@ -46,7 +46,7 @@ def test_a_faster_step_has_a_lower_cost(metric: Metric) -> None:
 
 
 def test_an_objective_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="inf, not a positive number|positive"):
+    with pytest.raises(ValueError, match="not a positive number"):
         Objective().value(Measurement([float("inf")] * 3, samples_per_step=0))
     with pytest.raises(ValueError, match=r"objective\.metric=flops"):
         Objective(Metric.FLOPS).value(measured())

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from perfsearch.config import Settings, validate
 from stages.synthetic import KeptTracker, KeptView, SyntheticRunner
 
-from perfsearch.pipeline import Result, search_pipeline
+from perfsearch.config import Settings, validate
+from perfsearch.pipeline import Result
+from perfsearch.pipeline import search as run_search
 from perfsearch.strategies import load
 
 
@@ -36,17 +37,16 @@ class Search:
         self.runner = SyntheticRunner()
 
     def __call__(self, runner: SyntheticRunner | None = None, **changes: Any) -> Result:
-        settings = make_settings(**changes)
+        settings = make_settings(run_dir=str(self.run_dir), **changes)
         self.runner = runner or SyntheticRunner()
         self.view, self.tracker = KeptView(), KeptTracker()
         strategy = load(settings.strategy.name)
-        return search_pipeline(
+        return run_search(
             settings,
             self.runner,
             lambda space, hints: strategy(space, hints, settings.seed),
             self.view,
-            self.run_dir,
-            lambda run_dir, search_id: self.tracker,
+            lambda settings, run_dir, search_id: self.tracker,
         )
 
 
