@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections.abc import Mapping
@@ -15,43 +14,11 @@ from perfsearch.parallel import nccl
 from perfsearch.parallel.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
 from perfsearch.parallel.hierarchy import HierarchicalAllReduce
 from perfsearch.parallel.optimizers import DEFAULT, apply_implementation, implementation_of
+from perfsearch.parallel.wrapper import wrapper_arguments
 from perfsearch.search.knob import Value
 
+
 MIB = 2**20
-DEFAULT_BUCKET_MB = 25.0
-DEFAULT_FIRST_BUCKET_MB = 1.0
-
-_ACCEPTED = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters)
-
-
-def wrapper_arguments(configuration: Mapping[str, Value]) -> dict[str, Any]:
-    """Arguments of the wrapper that the knobs stand for; what is torch's default is left out.
-
-    torch keeps the first bucket at 1 MiB only while the cap is its default, so the baseline names
-    neither. Elsewhere the first bucket is as large as the others, unless ``first_bucket_mb`` says
-    otherwise and the installed torch takes a list.
-
-    Raises:
-        ValueError: the installed torch cannot do what is asked.
-
-    """
-    arguments: dict[str, Any] = {}
-    cap = float(configuration.get("bucket_cap_mb") or DEFAULT_BUCKET_MB)
-    first = configuration.get("first_bucket_mb")
-    if first is not None and float(first) != (
-        DEFAULT_FIRST_BUCKET_MB if cap == DEFAULT_BUCKET_MB else cap
-    ):
-        if "bucket_cap_mb_list" not in _ACCEPTED:
-            raise ValueError(
-                f"first_bucket_mb={first}: torch {torch.__version__} takes no list of buckets"
-            )
-        arguments["bucket_cap_mb_list"] = [float(first), cap]
-    elif cap != DEFAULT_BUCKET_MB:
-        arguments["bucket_cap_mb"] = cap
-    for name in ("gradient_as_bucket_view", "static_graph"):
-        if configuration.get(name):
-            arguments[name] = True
-    return arguments
 
 
 class DdpStep(TrainStep):

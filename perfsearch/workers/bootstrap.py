@@ -82,7 +82,7 @@ class Groups:
     @property
     def alive(self) -> bool:
         """Whether there is a process group now."""
-        return dist.is_initialized()
+        return bool(dist.is_initialized())
 
     def ensure(self, values: dict[str, Any], env: dict[str, str], timeout_s: float) -> bool:
         """Make a new generation unless the present one was made for the same ``values``.

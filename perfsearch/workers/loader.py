@@ -12,7 +12,7 @@ from perfsearch.parallel.base import LoaderOptions
 from perfsearch.workloads.base import Job
 
 
-class RankBatches(Sampler[list[int]]):
+class RankBatches(Sampler[list[int]]):  # type: ignore[misc]
     """Indices of one rank's micro-batches, without end.
 
     Step ``s`` trains entries ``[s * global_batch, (s + 1) * global_batch)`` of an endless sequence

@@ -30,6 +30,8 @@ class Trainer:
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
         self.phase = "start"
+        # the first wrapper and the first optimizer would import it, within a trial
+        importlib.import_module("torch._dynamo")
         self._workload = WorkloadSpec(**groups.spec.workload)
         self._switches = GlobalSwitches.read()
         job = self._make_job()

@@ -19,7 +19,8 @@ from perfsearch.workers.trainer import Trainer
 FIRST_LOSSES = 5
 """Steps from the common start whose losses are compared between configurations."""
 
-MAX_DISCARDED = 12
+MAX_DISCARDED = 8
+"""Steps after which scoring begins although their times still differ."""
 
 
 @dataclass
@@ -60,11 +61,12 @@ class _Feed:
             groups.spec.seed,
         )
         self._batches: Iterator[Any] = iter(loader)
-        self.in_force = {
+        self.in_force: dict[str, Any] = {
             "dataloader_workers": loader.num_workers,
-            "prefetch_factor": loader.prefetch_factor,
             "pin_memory": loader.pin_memory,
         }
+        if loader.num_workers:
+            self.in_force["prefetch_factor"] = loader.prefetch_factor
         self.device = groups.device
         self._options = step.loader
         self.clock: measure.Clock = measure.make_clock(groups.device)

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 SAMPLES = 4096
 
 
-class TokenDataset(Dataset[torch.Tensor]):
+class TokenDataset(Dataset[torch.Tensor]):  # type: ignore[misc]
     """Sequences of random tokens, one longer than the model reads, so that targets are inside.
 
     Args:
@@ -39,7 +39,7 @@ class TokenDataset(Dataset[torch.Tensor]):
         return self._tokens[start : start + self._length + 1].long()
 
 
-class ImageDataset(Dataset[tuple[torch.Tensor, int]]):
+class ImageDataset(Dataset[tuple[torch.Tensor, int]]):  # type: ignore[misc]
     """Random images of three channels with a class each; a sample depends on its index alone."""
 
     def __init__(self, image_size: int, classes: int, seed: int, samples: int = SAMPLES) -> None:
@@ -56,7 +56,7 @@ class ImageDataset(Dataset[tuple[torch.Tensor, int]]):
         return torch.randn(self._shape, generator=generator), index % self._classes
 
 
-class VectorDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+class VectorDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):  # type: ignore[misc]
     """Random vectors and a number each that a random linear map gives them."""
 
     def __init__(self, inputs: int, seed: int, samples: int = SAMPLES) -> None:
@@ -72,7 +72,7 @@ class VectorDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self._vectors[index], self._targets[index]
 
 
-class ClickDataset(Dataset[Any]):
+class ClickDataset(Dataset[Any]):  # type: ignore[misc]
     """Dense features, one row number for each table, and whether it was clicked."""
 
     def __init__(

@@ -33,7 +33,7 @@ SIZES = {
 }
 
 
-class Block(nn.Module):
+class Block(nn.Module):  # type: ignore[misc]
     """Attention and feed-forward, each behind a layer norm and beside a residual."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -58,7 +58,7 @@ class Block(nn.Module):
         return x + self.contract(hidden)
 
 
-class GPT(nn.Module):
+class GPT(nn.Module):  # type: ignore[misc]
     """Token and position embeddings, blocks, and a head tied to the token embedding."""
 
     def __init__(self, shape: Shape) -> None:

@@ -1,0 +1,193 @@
+"""DistributedDataParallel's knobs, measured on real ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perfsearch.parallel import nccl
+from perfsearch.runners import _ddp_export, _ddp_knobs, _torch_features
+from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.search.hints import Hints
+from perfsearch.search.knob import Configuration, Knob, Scope, Value
+from perfsearch.search.narrow import SEARCH, KnobError, narrow
+from perfsearch.search.space import Space
+from perfsearch.search.suggest import nearest
+from perfsearch.search.trial import Trial
+from perfsearch.workers import devices
+from perfsearch.workers.environment import Environment, detect
+from perfsearch.workers.messages import GroupSpec, TrialRequest
+from perfsearch.workers.pool import Pool
+from perfsearch.workloads.spec import WorkloadSpec
+
+
+@dataclass(frozen=True)
+class DdpOptions:
+    """The ``runner.*`` keys of this runner.
+
+    Attributes:
+        device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
+        knobs: ``runner.knobs``, as ``perfsearch.search.narrow`` reads it.
+
+    """
+
+    device: str = "auto"
+    knobs: Mapping[str, Any] = field(
+        default_factory=lambda: {
+            name: "none" if name == "compile_mode" else SEARCH for name in _ddp_knobs.EFFECT_ORDER
+        }
+    )
+
+
+class DDP(Runner):
+    """Searches what DistributedDataParallel, its optimizer, loader and NCCL can be told.
+
+    Nothing is started before the first ``measure``. Groups of ranks stay warm between trials as
+    long as their process-scope values allow; ``close`` ends them.
+
+    Args:
+        options: the ``runner.*`` keys.
+        workload: the ``workload.*`` keys.
+        environment: where and within which limits to run.
+
+    Attributes:
+        pinned: knobs that every configuration shares, the baseline too.
+        left_out: knobs that are not searched although they were asked for by default, and why.
+
+    Raises:
+        ValueError: a key has a value that cannot work here; nothing was started.
+
+    """
+
+    def __init__(
+        self, options: DdpOptions, workload: WorkloadSpec, environment: Environment
+    ) -> None:
+        self._environment = environment
+        self.hardware = detect(options.device, environment)
+        self.devices = self.hardware.world_size
+        self.workload = workload.resolve(
+            self.hardware.device, self.hardware.memory_gib, self.hardware.world_size
+        )
+        self._surroundings = _ddp_knobs.Surroundings(
+            self.hardware,
+            self.workload.traits,
+            {**os.environ, **environment.variables},
+            _torch_features.wrapper_parameters(),
+        )
+        declared, absent = _ddp_knobs.declare(self._surroundings)
+        settings, self.left_out = _applicable(options.knobs, declared, absent, environment)
+        searched, self.pinned = narrow(declared, settings, environment.numerics)
+        rules = _ddp_knobs.constraints([knob.name for knob in searched], self.pinned)
+        self.space = Space(searched, rules)
+        self.baseline = {knob.name: knob.default for knob in searched}
+        self._scopes = {knob.name: knob.scope for knob in declared}
+        self._pool = Pool(environment, self.hardware.gpus)
+
+    def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
+        """Train the configuration in a group of ranks that fits it."""
+        whole = {**self.pinned, **configuration}
+        group_scope = {n: v for n, v in whole.items() if self._scopes[n] is Scope.GROUP}
+        assert self.workload.global_batch is not None
+        request = TrialRequest(
+            serial=0,
+            recipe="ddp",
+            configuration=whole,
+            group_values=group_scope,
+            group_env=nccl.environment(whole, nccl.GROUP_VARIABLES),
+            samples_per_step=self.workload.global_batch,
+        )
+        outcome = self._pool.measure(self._group_spec(whole), request, plan)
+        if outcome.measurement is not None and self.workload.samples_per_step is not None:
+            outcome.measurement.samples_per_step = self.workload.samples_per_step
+        return outcome
+
+    def _group_spec(self, whole: Mapping[str, Value]) -> GroupSpec:
+        variables = dict(self._environment.variables)
+        variables["OMP_NUM_THREADS"] = str(self._surroundings.threads)
+        if self.hardware.device == "cuda":
+            # a failed collective is broken off by the ranks themselves, not by ending the process
+            variables.setdefault(
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+                os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+            )
+        if self._environment.interface:
+            variables["GLOO_SOCKET_IFNAME"] = self._environment.interface
+            variables["NCCL_SOCKET_IFNAME"] = self._environment.interface
+        variables.update(nccl.environment(whole, nccl.PROCESS_VARIABLES))
+        watched = any(
+            name in self.space.by_name or self.pinned.get(name) for name in nccl.GROUP_VARIABLES
+        )
+        return GroupSpec(
+            workload=asdict(self.workload),
+            device=self.hardware.device,
+            nproc=self.hardware.nproc,
+            nnodes=self.hardware.nnodes,
+            rdzv_endpoint=self._environment.rdzv_endpoint,
+            interface=self._environment.interface,
+            seed=self._environment.seed,
+            env=variables,
+            capture_nccl=watched,
+        )
+
+    def identity(self) -> dict[str, str]:
+        """Model, ranks, devices and versions: what a result holds for."""
+        return {
+            "workload": f"{self.workload.name}/{self.workload.size}/{self.workload.factory or ''}",
+            "global_batch": str(self.workload.global_batch),
+            "world_size": str(self.hardware.world_size),
+            "gpu": self.hardware.device_name,
+            "torch": _torch_features.torch_version(),
+            "nccl": _torch_features.nccl_version() if self.hardware.gpus else "",
+            "driver": devices.driver_version() if self.hardware.gpus else "",
+        }
+
+    def device_set(self) -> str:
+        """``cpu``, or the UUIDs of the GPUs used."""
+        return ",".join(sorted(gpu.uuid for gpu in self.hardware.gpus)) or "cpu"
+
+    def hints(self, trials: Sequence[Trial]) -> Hints:
+        """The order of expected effects; the memory of a device."""
+        order = tuple(n for n in _ddp_knobs.EFFECT_ORDER if n in self.space.by_name)
+        return Hints(
+            baseline=dict(self.baseline),
+            effect_order=order,
+            memory_limit_gib=self.hardware.memory_gib,
+        )
+
+    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
+        """Write ``env.sh`` and ``ddp.py``: the same without perfsearch."""
+        whole = {**self.pinned, **configuration}
+        return _ddp_export.write(whole, self.hardware, self._surroundings.threads, directory)
+
+    def close(self) -> None:
+        """End the warm group."""
+        self._pool.close()
+
+
+def _applicable(
+    knobs: Mapping[str, Any],
+    declared: Sequence[Knob],
+    absent: Mapping[str, str],
+    environment: Environment,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Drop what is searched by default but cannot be here; refuse what was asked for expressly."""
+    by_name = {knob.name: knob for knob in declared}
+    settings: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name, setting in knobs.items():
+        searched = isinstance(setting, str) and setting == SEARCH
+        if name in absent:
+            if not searched and setting is not None and setting is not False and setting != 0:
+                raise KnobError(f"runner.knobs.{name}={setting}: {absent[name]}")
+            left_out[name] = absent[name]
+        elif name not in by_name:
+            everything = {*by_name, *absent}
+            raise KnobError(f"runner.knobs.{name}: no such knob. {nearest(name, everything)}")
+        elif searched and by_name[name].numerics.rank > environment.numerics.rank:
+            left_out[name] = f"it is {by_name[name].numerics} and numerics={environment.numerics}"
+        else:
+            settings[name] = setting
+    return settings, left_out
