@@ -6,11 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from perfsearch.config import default_run_dir
+from perfsearch.config_options import build_options
 from perfsearch.parallel import nccl
 from perfsearch.runners import _ddp_export, _ddp_knobs, _torch_features
 from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
 from perfsearch.search.knob import Configuration, Knob, Scope, Value
 from perfsearch.search.narrow import SEARCH, KnobError, narrow
@@ -18,10 +21,13 @@ from perfsearch.search.space import Space
 from perfsearch.search.suggest import nearest
 from perfsearch.search.trial import Trial
 from perfsearch.workers import devices
-from perfsearch.workers.environment import Environment, detect
+from perfsearch.workers.environment import Environment, Limits, detect
 from perfsearch.workers.messages import GroupSpec, TrialRequest
 from perfsearch.workers.pool import Pool
 from perfsearch.workloads.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,18 @@ class DDP(Runner):
         ValueError: a key has a value that cannot work here; nothing was started.
 
     """
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> DDP:
+        """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
+        options = build_options(DdpOptions, settings.runner.options, "runner")
+        try:
+            workload = WorkloadSpec.from_mapping(
+                {"name": settings.workload.name, **settings.workload.options}
+            )
+            return cls(options, workload, environment_of(settings))
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
 
     def __init__(
         self, options: DdpOptions, workload: WorkloadSpec, environment: Environment
@@ -191,3 +209,16 @@ def _applicable(
         else:
             settings[name] = setting
     return settings, left_out
+
+
+def environment_of(settings: Settings) -> Environment:
+    """Where and within which limits the settings let processes run."""
+    limits = settings.limits
+    return Environment(
+        run_dir=(settings.run_dir or default_run_dir(settings)).absolute(),
+        nproc=None if settings.nproc == "auto" else settings.nproc,
+        nnodes=settings.nnodes,
+        seed=settings.seed,
+        numerics=settings.numerics,
+        limits=Limits(limits.startup_s, limits.trial_s, limits.grace_s),
+    )

@@ -8,15 +8,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from perfsearch.config_options import build_options
 from perfsearch.runners._table import Entry, default_baseline, find_entry, read_table
 from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
 from perfsearch.search.knob import Configuration, Value
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.trial import Measurement, Status, Trial
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
 
 _LEAST_STEP_SHARE = 0.05
 """A step drawn with inflated noise takes at least this share of the median."""
@@ -69,6 +75,15 @@ class Replay(Runner):
         ValueError: the table or the baseline cannot be used; the message names the key.
 
     """
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Replay:
+        """Build it from ``runner.*`` and ``seed``."""
+        options = build_options(ReplayOptions, settings.runner.options, "runner")
+        try:
+            return cls(options, settings.seed)
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
 
     def __init__(self, options: ReplayOptions, seed: int) -> None:
         self.options = options

@@ -153,7 +153,9 @@ class Session:
         steps_s = 0.0
         if trial.measurement is not None:
             steps_s = sum(trial.measurement.step_seconds) + trial.measurement.discarded_seconds
-        trial.overhead_seconds = max(0.0, now - self._last_told - steps_s)
+        # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
+        since = self._last_told if purpose is Purpose.SEARCH else begin
+        trial.overhead_seconds = max(0.0, now - since - steps_s)
         self._finish(trial)
         return trial
 
