@@ -54,10 +54,10 @@ def test_a_plain_log_has_a_line_for_each_event():
         play(view)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "-- baseline: as it is today"
-    assert lines[1] == "trial   0 baseline 320 samples/s  100 ms/step best"
+    assert lines[1] == "trial   0 baseline 320 samples/s  100 ms/step"
     assert lines[3] == (
         "trial   3 search   400 samples/s  80 ms/step  +25.0%"
-        "  bucket_cap_mb=64.12 static_graph=true best"
+        "  bucket_cap_mb=64.12 static_graph=true  best so far"
     )
     assert lines[4].startswith("trial   4 search   oom: CUDA out of memory on rank 1")
     assert lines[4].endswith("static_graph=true  (told as bad)")
@@ -80,6 +80,27 @@ def test_a_latency_is_better_when_smaller():
     view.trial_finished(slow, slow, slow, None)
     view.trial_finished(fast, fast, slow, None)
     assert "50 ms/step  50 ms/step  +100.0%" in stream.getvalue()
+
+
+def test_step_times_in_the_closing_table_go_with_the_objective_shown():
+    flops = trial(3, 0.08)
+    flops.measurement.flops_per_step = 5e9
+    rows = [
+        {**ROWS[1], "objective": 640.0},
+        {**ROWS[1], "objective": 70.0, "unit": "ms/step"},
+        {**ROWS[1], "objective": 1e11, "unit": "FLOP/s", "trial": flops},
+    ]
+    assert [row[3] for row in result_cells(rows)[1:]] == ["50", "70", "50"]
+
+
+def test_a_best_that_is_worse_than_the_baseline_is_not_called_best(console):
+    worse = trial(1, 0.2, static_graph=True)
+    view = LiveView(console=console)
+    view.stage("search")
+    view.trial_finished(BASELINE, None, BASELINE, None)
+    view.trial_finished(worse, worse, BASELINE, None)
+    assert "best so far" not in console.file.getvalue()
+    assert "best     the baseline, 320 samples/s" in block(view)
 
 
 def test_the_closing_table_of_a_search_without_confirmation():
