@@ -1,13 +1,15 @@
-"""From checked settings to the objects that a search is made of."""
+"""From checked settings to the objects that a search is made of, and to the search itself."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from perfsearch import runners, strategies
-from perfsearch.config import Settings
+from perfsearch.config import Settings, default_run_dir
 from perfsearch.config_options import ConfigError, build_options
 from perfsearch.runners import Runner
 from perfsearch.search.hints import Hints
@@ -56,6 +58,45 @@ def build_runner(settings: Settings) -> Runner:
     if settings.mode != "search" and not callable(getattr(runner, settings.mode, None)):
         raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode=search.")
     return runner.from_settings(settings)
+
+
+def run(settings: Settings) -> int:
+    """Do what ``settings.mode`` asks for, with a view in this terminal; return the exit code.
+
+    Raises:
+        BadInputError: something asked for cannot be done; nothing was started.
+
+    """
+    from perfsearch.view import open_view
+
+    strategy = strategy_factory(settings)
+    _require_writable(settings.run_dir or default_run_dir(settings))
+    runner = build_runner(settings)
+    with open_view(settings) as view:
+        if settings.mode == "search":
+            from perfsearch.pipeline import search
+
+            return int(search(settings, runner, strategy, view).exit_code)
+        try:
+            return int(getattr(runner, settings.mode)(settings, view))
+        finally:
+            runner.close()
+
+
+def _require_writable(directory: Path) -> None:
+    """Refuse a run directory that cannot be made or written, without making it."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            "run_dir",
+            f"run_dir={directory}: {existing} cannot be written ({error.strerror}). "
+            "Set run_dir=DIRECTORY to one that can.",
+        ) from error
 
 
 def _load(load: Callable[[str], type[Any]], group: str, name: str) -> Any:

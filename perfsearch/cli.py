@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfsearch import __version__
 from perfsearch.cli_errors import explain
-from perfsearch.config import Settings, default_run_dir, validate
+from perfsearch.config import GROUPS, validate
 from perfsearch.config_options import ConfigError
 from perfsearch.exits import ExitCode, Interrupted, interruptible
 from perfsearch.search.errors import BadInputError
@@ -23,6 +21,16 @@ if TYPE_CHECKING:
     import argparse
 
 _CONFIG_MODULE = "pkg://perfsearch.conf"
+_HYDRA_SETTINGS = (
+    "hydra.output_subdir=null",
+    "hydra.run.dir=.",
+    "hydra.sweep.dir=outputs/sweeps/${now:%Y%m%d-%H%M%S-%f}",
+    "hydra.sweep.subdir=.",
+    "hydra.job.name=perfsearch",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
+"""What ``conf/config.yaml`` says of Hydra, for a configuration file that does not."""
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
@@ -61,10 +69,32 @@ def _require_supported_python() -> None:
         )
 
 
+def _overrides_first(arguments: list[str]) -> list[str]:
+    """Let options stand anywhere; Hydra's parser wants all KEY=VALUE side by side."""
+    from hydra._internal.utils import get_args_parser
+
+    takes_value = {
+        name
+        for action in get_args_parser()._actions
+        for name in action.option_strings
+        if action.nargs is None
+    }
+    overrides: list[str] = []
+    options: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        is_value = before in takes_value or (before in ("--info", "-i") and "=" not in argument)
+        (options if argument.startswith("-") or is_value else overrides).append(argument)
+    return [*overrides, *options]
+
+
 def _command(arguments: list[str]) -> int:
+    arguments = _overrides_first(arguments)
     flags = _parse(arguments)
+    if flags.config_path is not None:
+        _take_recorded_configuration(arguments, flags)
     job = _Job()
     try:
+        _check_group_choices(flags)
         if not (flags.cfg or flags.info or flags.hydra_help or flags.shell_completion):
             _check_before_anything_starts(flags)
         with _hydra_environment(arguments):
@@ -93,16 +123,33 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     parser.error = refuse  # type: ignore[assignment, method-assign]
     flags, rest = parser.parse_known_args(arguments)
-    for argument in rest:
-        if argument.startswith("-"):
-            name = argument.partition("=")[0]
-            raise BadInputError(f"{name}: no such option. {nearest(name, names)}")
-        raise BadInputError(f"{argument}: write all KEY=VALUE together, options before or after.")
-    if flags.config_path is not None:
-        raise BadInputError("--config-path: add options of your own by --config-dir DIRECTORY.")
+    if rest:
+        name = rest[0].partition("=")[0]
+        raise BadInputError(f"{name}: no such option. {nearest(name, names)}")
+    actions = ("run", "multirun", "cfg", "info", "hydra_help", "shell_completion")
+    asked = [f"--{name.replace('_', '-')}" for name in actions if getattr(flags, name)]
+    if len(asked) > 1:
+        raise BadInputError(f"{' '.join(asked)}: only one of these at a time.")
+    if flags.resolve and not flags.cfg:
+        raise BadInputError("--resolve: it goes with --cfg only.")
     if flags.experimental_rerun is not None:
         raise BadInputError("--experimental-rerun: give best/config.yaml's values as KEY=VALUE.")
     return flags
+
+
+def _take_recorded_configuration(arguments: list[str], flags: argparse.Namespace) -> None:
+    """``--config-path RUN/best`` runs exactly what ``RUN/best/config.yaml`` says."""
+    directory = os.path.abspath(flags.config_path)
+    file = os.path.join(directory, f"{flags.config_name or 'config'}.yaml")
+    if not os.path.isfile(file):
+        raise BadInputError(
+            f"--config-path {flags.config_path}: there is no {file}. Give the directory of a "
+            "config.yaml that a search wrote; options of your own come by --config-dir."
+        )
+    arguments[:0] = _HYDRA_SETTINGS
+    arguments += ["--config-path", directory]
+    flags.overrides[:0] = _HYDRA_SETTINGS
+    flags.config_path = directory
 
 
 @contextmanager
@@ -128,8 +175,9 @@ def _composer(flags: argparse.Namespace) -> Iterator[Any]:
     from hydra._internal.utils import create_config_search_path
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
 
-    path = create_config_search_path(_CONFIG_MODULE)
+    path = create_config_search_path(flags.config_path or _CONFIG_MODULE)
     if flags.config_dir is not None:
         directory = os.path.abspath(flags.config_dir)
         if not os.path.isdir(directory):
@@ -139,10 +187,25 @@ def _composer(flags: argparse.Namespace) -> Iterator[Any]:
         yield Hydra.create_main_hydra2(task_name="perfsearch", config_search_path=path)
     finally:
         GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = None
+
+
+def _check_group_choices(flags: argparse.Namespace) -> None:
+    """Refuse a list or mapping where an option's name is needed; Hydra would stumble over it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    for override in OverridesParser.create().parse_overrides(flags.overrides):
+        key = override.key_or_group
+        if key in GROUPS and isinstance(override.value(), list | dict):
+            raise ConfigError(
+                key,
+                f"{override.input_line}: one option's name is needed. For several: -m {key}=A,B.",
+            )
 
 
 def _check_before_anything_starts(flags: argparse.Namespace) -> None:
     """Refuse foreign code, and check every job of a sweep before the first one starts."""
+    from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
@@ -164,6 +227,7 @@ def _check_before_anything_starts(flags: argparse.Namespace) -> None:
         if sweeps and OmegaConf.select(master, "hydra.sweeper._target_") == _BASIC_SWEEPER:
             for overrides in _jobs_of_sweep(hydra.config_loader, master):
                 config = hydra.config_loader.load_sweep_config(master, overrides)
+                HydraConfig.instance().set_config(config)
                 _check_job(_plain(config))
 
 
@@ -239,6 +303,8 @@ class _Job:
 
     def _exit_code(self, config: Any) -> int:
         os.environ.pop("HYDRA_FULL_ERROR", None)
+        from perfsearch.assemble import run
+
         try:
             return run(validate(_plain(config)))
         except BadInputError as error:
@@ -251,46 +317,6 @@ class _Job:
                 return ExitCode.BAD_INPUT
             traceback.print_exc()
             return ExitCode.NO_TRIAL_SUCCEEDED
-
-
-def run(settings: Settings) -> int:
-    """Do what ``settings.mode`` asks for, with a view in this terminal; return the exit code.
-
-    Raises:
-        BadInputError: something asked for cannot be done; nothing was started.
-
-    """
-    from perfsearch.assemble import build_runner, strategy_factory
-    from perfsearch.view import open_view
-
-    strategy = strategy_factory(settings)
-    _require_writable(settings.run_dir or default_run_dir(settings))
-    runner = build_runner(settings)
-    with open_view(settings) as view:
-        if settings.mode == "search":
-            from perfsearch.pipeline import search
-
-            return int(search(settings, runner, strategy, view).exit_code)
-        try:
-            return int(getattr(runner, settings.mode)(settings, view))
-        finally:
-            runner.close()
-
-
-def _require_writable(directory: Path) -> None:
-    """Refuse a run directory that cannot be made or written, without making it."""
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            "run_dir",
-            f"run_dir={directory}: {existing} cannot be written ({error.strerror}). "
-            "Set run_dir=DIRECTORY to one that can.",
-        ) from error
 
 
 if __name__ == "__main__":

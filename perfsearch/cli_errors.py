@@ -17,6 +17,7 @@ _NO_SUCH_KEY = re.compile(
     rf"Could not (?:override {_QUOTED_KEY}|delete from config\. {_QUOTED_KEY} does not exist)"
 )
 _EXISTS = re.compile(rf"Could not append to config\. An item is already at {_QUOTED_KEY}")
+_AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^']+)'")
 _NOISE = re.compile(
     r"To append to your config use|Set the environment variable|https?://"
     r"|full_key:|object_type=|reference_type=|Config search path|provider=|^\s*$"
@@ -45,6 +46,15 @@ def explain(error: BaseException, known: Callable[[], Mapping[str, Any]]) -> str
     if match := _EXISTS.search(text):
         key = match.group(1)
         return f"+{key}: the key exists. Write {key}=VALUE, without the plus sign."
+    if match := _AMBIGUOUS.search(text):
+        key = match.group(1).partition("=")[0]
+        return (
+            f"{match.group(1)}: one value is needed. Add -m to search with each of them; "
+            f"a list is {key}=[a,b], text with a comma {key}='\"a,b\"'."
+        )
+    if kind == "MissingMandatoryValue":
+        key = getattr(error, "full_key", "") or text.rpartition(" ")[2]
+        return f"{key}: it needs a value, and has no default. Set {key}=VALUE."
     if getattr(error, "full_key", None):
         return f"{error.full_key}: {_plain_words(text)}"  # type: ignore[attr-defined]
     cause = f" {_plain_words(str(error.__cause__))}" if _is_users(error.__cause__) else ""

@@ -84,7 +84,8 @@ class View:
         self.running = None
         self.baseline = baseline or self.baseline
         self.searched += trial.purpose is Purpose.SEARCH
-        best = " best" if best_so_far is not None and best_so_far.number == trial.number else ""
+        is_best = best_so_far is not None and best_so_far.number == trial.number
+        best = "  best so far" if is_best and self.beats_baseline(trial) else ""
         remark = f"  ({message})" if message else ""
         self.line(f"{self.describe(trial)}{best}{remark}")
 
@@ -135,6 +136,13 @@ class View:
             outcome = f"{trial.status}{reason}"
         return f"{head} {outcome}  {knobs}".rstrip()
 
+    def beats_baseline(self, trial: Trial) -> bool:
+        """Whether its reading is better than the baseline's."""
+        base = self.baseline
+        if trial.cost is None or base is None or base.cost is None:
+            return False
+        return trial.cost < base.cost
+
     def against_baseline(self, trial: Trial) -> str:
         """Speed-up over the baseline's single reading, as a signed percentage."""
         base = self.baseline
@@ -170,7 +178,7 @@ def result_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             speed_up = f"{baseline.cost / trial.cost:.3f}x (one reading, not confirmed)"
         else:
             speed_up = ""
-        step = trial.measurement.step_time_s * 1e3 if trial.measurement else None
+        step = _step_ms(trial, row["objective"], str(row["unit"]))
         cells.append(
             [
                 str(row["label"]),
@@ -182,6 +190,17 @@ def result_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             ]
         )
     return cells
+
+
+def _step_ms(trial: Trial, objective: float | None, unit: str) -> float | None:
+    """Milliseconds of a step that go with the objective shown, which may be of several runs."""
+    measured = trial.measurement
+    if measured is None or not objective:
+        return None
+    if unit == "ms/step":
+        return objective
+    work = measured.flops_per_step if unit == "FLOP/s" else measured.samples_per_step
+    return None if work is None else work / objective * 1e3
 
 
 def differing_knobs(trial: Trial, baseline: Trial | None) -> str:

@@ -139,7 +139,7 @@ class LiveView(View):
         if base is None or base.status is not Status.OK:
             return text.append("no baseline yet")
         shown = show_objective(base.objective, self.objective.unit)
-        if best is None or best.number == base.number:
+        if best is None or not self.beats_baseline(best):
             return text.append(f"the baseline, {shown}")
         value = show_objective(best.objective, self.objective.unit)
         return (

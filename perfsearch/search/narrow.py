@@ -150,5 +150,12 @@ def _allowed(knob: Knob) -> str:
     if knob.is_range:
         bounds = f"{knob.low:g} to {knob.high:g}{unit}"
         return f"allowed is {bounds}, a list, or a range {{min, max, log, step}}."
-    choices = ", ".join("null" if v is None else str(v) for v in knob.values)
+    choices = ", ".join(_written(v) for v in knob.values)
     return f"allowed: {choices}{unit}, or a list of these."
+
+
+def _written(value: Value) -> str:
+    """A value as it is written on the command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

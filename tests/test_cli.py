@@ -1,0 +1,385 @@
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import front_fakes
+import pytest
+
+from perfsearch import cli
+from perfsearch.config import Settings, to_plain, validate
+from perfsearch.help import option_files
+
+HERE = Path(__file__).parent
+SURFACE = HERE / "data" / "command_line.txt"
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    """Run the command in this process with the fakes; returns exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setitem(sys.modules, "perfsearch.pipeline", sys.modules.get("perfsearch.pipeline"))
+    front_fakes.install(monkeypatch.setattr)
+    front_fakes.calls.clear()
+
+    def run(*arguments, prefix=True):
+        code = cli.main([*(front_fakes.PREFIX if prefix else []), *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def knobs_of_last_call():
+    settings, runner, _ = front_fakes.calls[-1]
+    return settings.runner.options["knobs"], runner
+
+
+def refused(result, *words):
+    code, out, err = result
+    assert code == 2
+    assert err.startswith("perfsearch: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err + out
+    for word in words:
+        assert word in err
+    assert front_fakes.calls == []
+
+
+def test_a_search_gets_settings_runner_and_strategy(command, tmp_path):
+    code, out, _ = command("seed=7", "strategy.jitter=0.5", "budget.trials=3")
+    assert code == 0
+    assert "seed 7" in out
+    settings, runner, strategy = front_fakes.calls[0]
+    assert settings.budget.trials == 3
+    assert strategy.seed == 7
+    assert strategy.options.jitter == 0.5
+    assert runner.space.by_name.keys() == {k.name for k in front_fakes.KNOBS}
+    assert list(tmp_path.iterdir()) == [], "Hydra must leave nothing behind"
+    assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("override", "setting", "searched"),
+    [
+        ("runner.knobs.bucket_cap_mb=25", 25, False),
+        ("runner.knobs.bucket_cap_mb=[8,25,64]", [8, 25, 64], True),
+        ("runner.knobs.bucket_cap_mb={min: 2, max: 64}", {"min": 2, "max": 64}, True),
+        ("runner.knobs.bucket_cap_mb=null", None, False),
+        ("runner.knobs.bucket_cap_mb=search", "search", True),
+    ],
+)
+def test_every_way_to_write_a_knob_composes(command, override, setting, searched):
+    """hydra-ecosystem/hydra#1547, #403: lists are replaced, knobs are mappings."""
+    code, _, err = command(override)
+    assert code == 0, err
+    knobs, runner = knobs_of_last_call()
+    assert knobs["bucket_cap_mb"] == setting
+    assert ("bucket_cap_mb" in runner.space.by_name) == searched
+
+
+def test_a_dropped_knob_keeps_its_default(command):
+    """hydra-ecosystem/hydra#1547, #403"""
+    code, _, err = command("~runner.knobs.bucket_cap_mb")
+    assert code == 0, err
+    knobs, runner = knobs_of_last_call()
+    assert "bucket_cap_mb" not in knobs
+    assert runner.pinned["bucket_cap_mb"] == 25
+
+
+def test_a_list_means_choices_and_a_scalar_is_fixed(command):
+    """huggingface/accelerate#1830"""
+    command("runner.knobs.bucket_cap_mb=[8]", "runner.knobs.static_graph=true")
+    _, runner = knobs_of_last_call()
+    assert runner.space.by_name["bucket_cap_mb"].values == (8,)
+    assert runner.pinned == {"static_graph": True}
+    _, out, _ = command("runner.knobs.bucket_cap_mb=[8]", "runner.knobs.static_graph=true", "-cjob")
+    assert "  bucket_cap_mb:\n  - 8\n  static_graph: true\n" in re.sub(r"  ( +)", r"  ", out)
+
+
+def test_a_users_own_file_can_hold_any_form_of_knob(command, tmp_path):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\nrunner:\n  knobs:\n    bucket_cap_mb: {min: 2, max: 64, log: true}\n"
+        "    optimizer_implementation: [foreach, fused]\n    static_graph: null\n"
+    )
+    searchpath = f"hydra.searchpath=[file://{tmp_path}/own]"
+    code, _, err = command(searchpath, "experiment=mine")
+    assert code == 0, err
+    knobs, runner = knobs_of_last_call()
+    assert knobs["bucket_cap_mb"] == {"min": 2, "max": 64, "log": True}
+    assert runner.space.by_name["optimizer_implementation"].values == ("foreach", "fused")
+
+
+BAD = {
+    "typo of a group": ("straategy=bayes", "straategy", "Did you mean 'strategy'?"),
+    "unknown option": ("strategy=fakke", "strategy=fakke", "Did you mean 'fake'?", "random"),
+    "unknown key": ("budget.trails=3", "budget.trails", "Did you mean 'budget.trials'?"),
+    "added key": ("+budgett=3", "budgett", "Did you mean 'budget'?"),
+    "added nested key": ("+limits.trial=3", "limits.trial", "'trial_s'"),
+    "added runner key": ("+runner.tabel=3", "runner.tabel", "Allowed: devices, knobs"),
+    "added strategy key": ("+strategy.jiter=1", "strategy.jiter", "Did you mean 'jitter'?"),
+    "unknown knob": ("runner.knobs.bucket_cap=3", "Did you mean 'runner.knobs.bucket_cap_mb'?"),
+    "added knob": ("+runner.knobs.bucket_cap=3", "Did you mean 'bucket_cap_mb'?"),
+    "knob without its group": ("bucket_cap_mb=3", "Did you mean 'runner.knobs.bucket_cap_mb'?"),
+    "drops an unknown knob": ("~runner.knobs.bucket", "'runner.knobs.bucket_cap_mb'"),
+    "knob out of range": ("runner.knobs.bucket_cap_mb=4000", "=4000", "1 to 512"),
+    "knob of a wrong type": ("runner.knobs.static_graph=maybe", "=maybe", "true"),
+    "knob range key": ("runner.knobs.bucket_cap_mb={mni: 2}", "bucket_cap_mb.mni", "'min'"),
+    "wrong type": ("budget.trials=many", "budget.trials=many", "whole number >= 0 or null"),
+    "wrong range": ("objective.min_gain=-1", "objective.min_gain=-1", ">= 0"),
+    "wrong choice": ("numerics=exakt", "numerics=exakt", "Did you mean 'exact'?", "altering"),
+    "strategy out of range": ("strategy.jitter=2", "strategy.jitter=2", "<= 1"),
+    "plus before a known key": ("+seed=3", "+seed", "without the plus"),
+    "list for a group": ("strategy=[fake,fake]", "-m strategy=A,B"),
+    "sweep without -m": ("strategy=fake,random", "strategy=fake,random", "-m"),
+    "unreadable": ("seed==3", "seed==3", "KEY=VALUE"),
+    "no value": ("seed", "seed", "KEY=VALUE"),
+    "unset environment": ("tracking.uri=${oc.env:PERFSEARCH_NOT_SET}", "tracking.uri"),
+    "missing value": ("seed=???", "seed", "needs a value"),
+    "instantiation": ("+workload._target_=os.system", "workload._target_", "workload.factory"),
+    "hidden instantiation": ("+runner.knobs.bucket_cap_mb={_target_: a}", "_target_"),
+    "callback": ("+hydra.callbacks.x._target_=os.system", "hydra.callbacks"),
+    "unknown flag": ("--multirn", "--multirn", "Did you mean '--multirun'?"),
+    "missing devices": ("nproc=8", "nproc=8", "only 2 GPUs"),
+    "a mode that the runner lacks": ("mode=estimate", "mode=estimate", "mode=search"),
+    "several nodes": ("nnodes=2", "nnodes=2", "Allowed: 1"),
+    "no recorded configuration": ("--config-path=/tmp", "/tmp/config.yaml", "--config-dir"),
+    "two actions": ("--cfg=job --info", "--cfg --info", "only one"),
+    "resolve alone": ("--resolve", "--cfg"),
+    "pickled rerun": ("--experimental-rerun=x.pickle", "KEY=VALUE"),
+}
+
+
+@pytest.mark.parametrize("case", BAD, ids=str)
+def test_bad_input_is_one_message_and_starts_nothing(command, case):
+    """hydra-ecosystem/hydra#1912"""
+    argument, *words = BAD[case]
+    refused(command(*(argument.split() if argument[0] == "-" else [argument])), *words)
+
+
+def test_a_users_own_option_file_is_checked_after_composition(command, tmp_path):
+    (tmp_path / "strategy").mkdir()
+    (tmp_path / "strategy" / "mine.yaml").write_text("name: fake\njittr: 0.2\n")
+    searchpath = f"hydra.searchpath=[file://{tmp_path}]"
+    refused(command(searchpath, "strategy=mine"), "strategy.jittr", "Did you mean 'jitter'?")
+
+
+def test_a_broken_yaml_file_is_the_users(command, tmp_path):
+    (tmp_path / "strategy").mkdir()
+    (tmp_path / "strategy" / "mine.yaml").write_text("name: [fake\n")
+    refused(command(f"hydra.searchpath=[file://{tmp_path}]", "strategy=mine"), "mine.yaml")
+
+
+def test_a_missing_config_directory(command):
+    refused(command("--config-dir", "nowhere", prefix=False), "--config-dir nowhere")
+
+
+@pytest.mark.parametrize("place", ["/proc/perfsearch", "file"])
+def test_a_run_directory_that_cannot_be_written(command, place, tmp_path):
+    (tmp_path / "file").write_text("")
+    where = place if place.startswith("/") else str(tmp_path / "file" / "run")
+    refused(command(f"run_dir={where}"), f"run_dir={where}")
+
+
+def test_a_bug_shows_its_traceback(command):
+    code, _, err = command("tracking.experiment=bug")
+    assert code == 1
+    assert "Traceback" in err
+    assert "a bug of ours" in err
+
+
+def test_what_the_pipeline_refuses_is_one_message(command):
+    code, _, err = command("tracking.experiment=refused")
+    assert code == 2
+    assert err == "perfsearch: resume=auto: the recorded search ran on another model.\n"
+
+
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_the_exit_code_is_the_pipelines(command, code):
+    assert command(f"tracking.experiment=exit-{code}")[0] == code
+
+
+def test_a_mode_that_the_runner_has(command):
+    code, out, _ = command("mode=profile")
+    assert code == 0
+    assert "profiled" in out
+    assert front_fakes.calls == []
+
+
+def test_a_recorded_configuration_fed_back_runs_exactly_that(command, tmp_path):
+    import yaml
+
+    command("runner.knobs.bucket_cap_mb=[8,25]", "~runner.knobs.static_graph", "seed=3")
+    first = front_fakes.calls.pop()[0]
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "config.yaml").write_text(yaml.safe_dump(to_plain(first)))
+    code, _, err = command("--config-path", "best", prefix=False)
+    assert code == 0, err
+    assert front_fakes.calls.pop()[0] == first
+    code, _, err = command("-m", "--config-path", "best", "seed=4,5", prefix=False)
+    assert code == 0, err
+    assert [c[0] for c in front_fakes.calls] == [replace(first, seed=4), replace(first, seed=5)]
+    front_fakes.calls.clear()
+    refused(command("--config-path", "best", "sed=4", prefix=False), "Did you mean 'seed'?")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "outputs"]
+
+
+def test_a_sweep_runs_every_combination_and_ends_with_the_worst_code(command, tmp_path):
+    code, _, err = command("-m", "seed=1,2", "tracking.experiment=exit-0,exit-3")
+    assert code == 3, err
+    assert [(c[0].seed, c[0].tracking.experiment) for c in front_fakes.calls] == [
+        (1, "exit-0"), (1, "exit-3"), (2, "exit-0"), (2, "exit-3"),
+    ]  # fmt: skip
+    assert [p.name for p in tmp_path.iterdir()] == ["outputs"]
+
+
+@pytest.mark.parametrize("bad", ["seed=1,x", "runner.knobs.bucket_cap_mb=25,4000", "nproc=1,8"])
+def test_a_bad_value_in_a_sweep_stops_it_before_any_job(command, bad):
+    refused(command("-m", bad), bad.partition("=")[0], bad.rpartition(",")[2])
+
+
+def test_a_signal_ends_the_whole_sweep(command):
+    code, _, _ = command("-m", "seed=1,2,3", "tracking.experiment=exit-130")
+    assert code == 130
+    assert len(front_fakes.calls) == 1
+
+
+def test_policy_on_failure_reaches_the_search(command):
+    """hydra-ecosystem/hydra#2824"""
+    for policy in ("stop", "continue"):
+        assert command(f"on_failure={policy}")[0] == 0
+        assert front_fakes.calls.pop()[0].on_failure == policy
+    refused(command("on_failure=halt"), "on_failure=halt", "continue", "stop")
+
+
+def test_python_3_14_is_told_in_one_line(command, monkeypatch):
+    """hydra-ecosystem/hydra#3121"""
+    monkeypatch.setattr(cli.sys, "version_info", (3, 14, 0, "final", 0))
+    refused(command(), "Python 3.14", "3.11")
+    assert command("--help", prefix=False)[0] == 0
+
+
+def test_help_names_groups_options_and_keys(command):
+    code, out, _ = command("--help", prefix=False)
+    assert code == 0
+    for option in option_files():
+        assert option.name in out
+    for name in ("runner=", "strategy=", "workload=", "experiment=", "budget.trials=25"):
+        assert name in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_version(command):
+    assert command("--version", prefix=False)[1] == f"perfsearch {cli.__version__}\n"
+
+
+@pytest.mark.parametrize("option", [o.name for o in option_files() if o.group == "experiment"])
+def test_every_shipped_experiment_composes(command, option):
+    """hydra-ecosystem/hydra#3047, #394"""
+    code, out, err = command(f"experiment={option}", "--cfg", "job", prefix=False)
+    assert code == 0, err
+    assert out != command("--cfg", "job", prefix=False)[1]
+
+
+def composed(command, *arguments):
+    from omegaconf import OmegaConf
+
+    code, out, err = command(*arguments, "--cfg", "job", prefix=False)
+    assert code == 0, err
+    return OmegaConf.to_container(OmegaConf.create(out))
+
+
+def leaves(node, prefix=""):
+    for name, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def current_surface(command):
+    lines = [f"group {o.group}={o.name}" for o in option_files()]
+    plain = composed(command)
+    groups = ("runner", "strategy", "workload")
+    top = {k: v for k, v in plain.items() if k not in groups}
+    lines += [f"key {key}" for key in leaves(top)]
+    for option in option_files():
+        if option.group in groups:
+            lines += [f"key {option.group}={option.name}: {key}" for key, _ in option.keys]
+    return lines
+
+
+def test_the_command_lines_surface_is_frozen(command):
+    """What is on the command line changes on purpose only, and in this list too.
+
+    ``PERFSEARCH_UPDATE=1`` writes the list anew.
+    """
+    now = current_surface(command)
+    if os.environ.get("PERFSEARCH_UPDATE"):
+        SURFACE.write_text("\n".join(now) + "\n")
+    assert now == SURFACE.read_text().splitlines()
+
+
+def test_defaults_on_the_command_line_are_those_of_python(command):
+    plain = composed(command, f"hydra.searchpath=[file://{front_fakes.CONF}]", "runner=fake",
+                     "strategy=fake")  # fmt: skip
+    plain.pop("experiment", None)
+    chosen = {name: plain.pop(name) for name in ("runner", "strategy", "workload")}
+    empty = validate(chosen)
+    assert validate({**plain, **chosen}) == empty
+    assert set(plain) | set(chosen) == {f.name for f in Settings.__dataclass_fields__.values()}
+
+
+def start(tmp_path, *arguments):
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "front_fakes.py"), *front_fakes.PREFIX, *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def read_until(process, word):
+    for line in process.stdout:
+        if word in line:
+            return
+    raise AssertionError(f"no {word!r}: {process.communicate(timeout=20)}")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_lets_the_search_clean_up(tmp_path, number, code):
+    process = start(tmp_path, "tracking.experiment=wait")
+    try:
+        read_until(process, "waiting")
+        process.send_signal(number)
+        read_until(process, "cleaning")
+        process.send_signal(number)  # ignored: cleaning up is under way
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == code
+    assert "cleaned" in out
+    assert "Once more" in err
+    assert "Traceback" not in err
+
+
+def test_a_third_signal_ends_at_once(tmp_path):
+    process = start(tmp_path, "tracking.experiment=wait-forever")
+    try:
+        read_until(process, "waiting")
+        process.send_signal(signal.SIGINT)
+        read_until(process, "cleaning")
+        process.send_signal(signal.SIGINT)
+        assert "Once more" in process.stderr.readline() + process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "cleaned" not in out

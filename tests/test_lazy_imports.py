@@ -1,0 +1,29 @@
+"""Heavy and optional packages load only where they are used."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "mlflow", "sklearn", "nevergrad", "optuna", "rich", "pynvml", "pandas"}
+
+CASES = {
+    "perfsearch.cli": HEAVY | {"hydra", "omegaconf"},
+    "perfsearch.config": HEAVY | {"hydra", "omegaconf", "numpy"},
+    "perfsearch.view": HEAVY | {"hydra", "omegaconf"},
+    "perfsearch.assemble": HEAVY | {"hydra", "omegaconf"},
+    "perfsearch.pipeline": {"torch", "mlflow", "sklearn", "nevergrad", "hydra", "omegaconf"},
+    "perfsearch.workers.rank": {"mlflow", "sklearn", "nevergrad", "hydra", "omegaconf", "rich"},
+}
+
+
+@pytest.mark.parametrize("module", CASES)
+def test_importing_a_module_leaves_heavy_packages_alone(module):
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not written yet")
+    code = f"import sys, {module}; print(*{{m.partition('.')[0] for m in sys.modules}})"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert CASES[module] & set(result.stdout.split()) == set()

@@ -1,0 +1,191 @@
+import io
+import time
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from perfsearch import view as view_module
+from perfsearch.search.objective import Metric, Objective
+from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.view import View, differing_knobs, open_view, result_cells, show_seconds
+from perfsearch.view_live import LiveView
+
+BASE = {"bucket_cap_mb": 25, "static_graph": False, "nccl_algo": None}
+
+
+def trial(number, step_s=0.1, purpose=Purpose.SEARCH, status=Status.OK, reason="", **knobs):
+    measurement = Measurement([step_s] * 3, samples_per_step=32) if status is Status.OK else None
+    objective = None if measurement is None else measurement.samples_per_s
+    cost = None if objective is None else 1 / objective
+    return Trial(
+        number, {**BASE, **knobs}, purpose, status, measurement, cost,
+        objective=objective, reason=reason,
+    )  # fmt: skip
+
+
+BASELINE = trial(0, purpose=Purpose.BASELINE)
+BETTER = trial(3, 0.08, bucket_cap_mb=64.123456, static_graph=True)
+ROWS = [
+    {"label": "baseline", "trial": BASELINE, "objective": 320.0, "unit": "samples/s",
+     "interval": None, "confirmed": True},
+    {"label": "best", "trial": BETTER, "objective": 400.0, "unit": "samples/s",
+     "interval": SimpleNamespace(ratio=1.25, low=1.21, high=1.29), "confirmed": True},
+]  # fmt: skip
+
+
+def play(view):
+    view.stage("baseline", "as it is today")
+    view.trial_started(0, Purpose.BASELINE, BASE)
+    view.trial_finished(BASELINE, BASELINE, BASELINE, 120.0)
+    view.stage("search", "expected improvement")
+    view.trial_started(3, Purpose.SEARCH, BETTER.configuration)
+    view.trial_finished(BETTER, BETTER, BASELINE, 60.0)
+    failed = trial(4, status=Status.OOM, reason="CUDA out of memory on rank 1", static_graph=True)
+    view.trial_finished(failed, BETTER, BASELINE, 55.0, "told as bad")
+    view.note("search ended: budget.trials=2 spent")
+    view.warning("the baseline drifted by 4%")
+    view.result(ROWS, "a gain of 25%", ["outputs/x/best/config.yaml"])
+
+
+def test_a_plain_log_has_a_line_for_each_event():
+    stream = io.StringIO()
+    with View(stream=stream) as view:
+        play(view)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "-- baseline: as it is today"
+    assert lines[1] == "trial   0 baseline 320 samples/s  100 ms/step"
+    assert lines[3] == (
+        "trial   3 search   400 samples/s  80 ms/step  +25.0%"
+        "  bucket_cap_mb=64.12 static_graph=true  best so far"
+    )
+    assert lines[4].startswith("trial   4 search   oom: CUDA out of memory on rank 1")
+    assert lines[4].endswith("static_graph=true  (told as bad)")
+    assert lines[6] == "warning: the baseline drifted by 4%"
+    header, base, best, verdict, file = lines[7:]
+    assert "samples/s" in header
+    assert "differs from the baseline" in header
+    assert base.split()[:5] == ["baseline", "0", "320", "100", "1"]
+    assert "1.250x (1.210 to 1.290)" in best
+    assert best.index("1.250x") == base.rindex("1")
+    assert verdict == "a gain of 25%"
+    assert file == "  outputs/x/best/config.yaml"
+
+
+def test_a_latency_is_better_when_smaller():
+    stream = io.StringIO()
+    view = View(Objective(Metric.LATENCY), stream=stream)
+    slow, fast = trial(0), trial(1, 0.05)
+    slow.cost, slow.objective, fast.cost, fast.objective = 100.0, 100.0, 50.0, 50.0
+    view.trial_finished(slow, slow, slow, None)
+    view.trial_finished(fast, fast, slow, None)
+    assert "50 ms/step  50 ms/step  +100.0%" in stream.getvalue()
+
+
+def test_step_times_in_the_closing_table_go_with_the_objective_shown():
+    flops = trial(3, 0.08)
+    flops.measurement.flops_per_step = 5e9
+    rows = [
+        {**ROWS[1], "objective": 640.0},
+        {**ROWS[1], "objective": 70.0, "unit": "ms/step"},
+        {**ROWS[1], "objective": 1e11, "unit": "FLOP/s", "trial": flops},
+    ]
+    assert [row[3] for row in result_cells(rows)[1:]] == ["50", "70", "50"]
+
+
+def test_a_best_that_is_worse_than_the_baseline_is_not_called_best(console):
+    worse = trial(1, 0.2, static_graph=True)
+    view = LiveView(console=console)
+    view.stage("search")
+    view.trial_finished(BASELINE, None, BASELINE, None)
+    view.trial_finished(worse, worse, BASELINE, None)
+    assert "best so far" not in console.file.getvalue()
+    assert "best     the baseline, 320 samples/s" in block(view)
+
+
+def test_the_closing_table_of_a_search_without_confirmation():
+    rows = [ROWS[0], {**ROWS[1], "label": "best so far", "interval": None, "confirmed": False}]
+    cells = result_cells(rows)
+    assert cells[2][4] == "1.250x (one reading, not confirmed)"
+    failed = trial(0, status=Status.CRASH, purpose=Purpose.BASELINE)
+    cells = result_cells([{**ROWS[0], "trial": failed, "objective": None}])
+    assert cells[1][:4] == ["baseline", "0", "", ""]
+    assert result_cells([])[0][0] == ""
+
+
+def test_knobs_that_differ_tell_true_from_one():
+    one = trial(1, static_graph=0)
+    assert differing_knobs(one, BASELINE) == "static_graph=0"
+    assert differing_knobs(trial(1, nccl_algo="Ring"), BASELINE) == "nccl_algo=Ring"
+    assert differing_knobs(trial(1, bucket_cap_mb=None), BASELINE) == "bucket_cap_mb=null"
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03")])
+def test_durations(seconds, shown):
+    assert show_seconds(seconds) == shown
+
+
+@pytest.fixture
+def console():
+    return Console(file=io.StringIO(), width=90, force_terminal=True, color_system=None)
+
+
+def block(view):
+    with view.console.capture() as capture:
+        view.console.print(view)
+    return capture.get()
+
+
+def test_the_live_block_shows_trial_best_and_what_is_left(console, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    view = LiveView(trials=25, console=console)
+    assert block(view).strip() == ""
+    view.stage("search")
+    assert "no baseline yet" in block(view)
+    view.trial_finished(BASELINE, BASELINE, BASELINE, 120.0)
+    assert "the baseline, 320 samples/s" in block(view)
+    view.trial_finished(BETTER, BETTER, BASELINE, 90.0)
+    view.trial_started(4, Purpose.SEARCH, {**BASE, "bucket_cap_mb": 8})
+    now[0] += 7
+    shown = block(view)
+    assert "trial 4 search  0:07  bucket_cap_mb=8" in shown
+    assert "400 samples/s  +25.0%  trial 3, one reading; baseline 320 samples/s" in shown
+    assert "24 of 25 trials, 1:23" in shown
+    assert max(map(len, shown.splitlines())) <= 90
+
+
+def test_a_live_view_leaves_the_same_facts_behind(console):
+    with LiveView(trials=25, console=console) as view:
+        play(view)
+    text = console.file.getvalue()
+    for words in ("trial   3 search   400 samples/s", "warning: the baseline", "a gain of 25%"):
+        assert words in text
+    assert "1.250x (1.210 to 1.290)" in text
+
+
+def test_text_that_looks_like_markup_is_shown_as_it_is(console):
+    with LiveView(console=console) as view:
+        view.stage("search", "[red]x[/red]")
+        view.note("[bold]y")
+        view.trial_finished(trial(1, status=Status.CRASH, reason="[/x] failed"), None, None, None)
+    text = console.file.getvalue()
+    assert "[red]x[/red]" in text
+    assert "[bold]y" in text
+    assert "[/x] failed" in text
+
+
+@pytest.mark.parametrize(
+    ("terminal", "term", "kind"),
+    [(True, "xterm", LiveView), (True, "dumb", View), (False, "xterm", View)],
+)
+def test_the_view_suits_the_output(monkeypatch, terminal, term, kind):
+    settings = SimpleNamespace(
+        objective=SimpleNamespace(metric=Metric.LATENCY), budget=SimpleNamespace(trials=7)
+    )
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(view_module.sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
+    view = open_view(settings)
+    assert type(view) is kind
+    assert view.trials == 7
+    assert view.objective.metric is Metric.LATENCY
