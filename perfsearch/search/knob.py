@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 Value = bool | int | float | str | None
 """What a knob can be set to. ``None`` leaves the library's own default."""
@@ -105,20 +106,35 @@ class Knob:
 
     def choices(self) -> tuple[Value, ...] | None:
         """Every value in order, or ``None`` where there is no end to them."""
+        return self._choices
+
+    @property
+    def count(self) -> int | None:
+        """Number of values, or ``None`` without end; long ranges are not listed for it."""
         if not self.is_range:
-            return self.values
+            return len(self.values)
         assert self.low is not None and self.high is not None
         if self.kind is Kind.REAL and self.step is None and self.low != self.high:
             return None
+        if self._is_geometric:
+            assert self.step is not None
+            return math.floor(math.log(self.high / self.low) / math.log(self.step) + 1e-9) + 1
+        return math.floor((self.high - self.low) / (self.step or 1) + 1e-9) + 1
+
+    @property
+    def _is_geometric(self) -> bool:
+        return self.log and self.step is not None and self.step > 1
+
+    @cached_property
+    def _choices(self) -> tuple[Value, ...] | None:
+        count = self.count
+        if not self.is_range or count is None:
+            return None if count is None else self.values
+        assert self.low is not None
         step = self.step or 1
-        if self.log and self.step is not None and self.step > 1:
-            count = round(math.log(self.high / self.low) / math.log(self.step))
-            points = [self.low * self.step**i for i in range(count + 1)]
-        else:
-            count = math.floor((self.high - self.low) / step + 1e-9)
-            points = [self.low + step * i for i in range(count + 1)]
-        points = [p for p in points if p <= self.high * (1 + 1e-9)]
-        return tuple(self._cast(p) for p in points)
+        if self._is_geometric:
+            return tuple(self._cast(self.low * step**i) for i in range(count))
+        return tuple(self._cast(self.low + step * i) for i in range(count))
 
     def contains(self, value: Value) -> bool:
         """Whether ``value`` is one that this knob can take, type included."""
@@ -151,8 +167,8 @@ class Knob:
     def from_unit(self, position: float) -> Value:
         """The value of an ordered knob nearest to ``position`` in [0, 1]."""
         position = min(1.0, max(0.0, position))
-        choices = self.choices()
-        if choices is not None and len(choices) <= 4096:
+        choices = self.choices() if self.count is not None and self.count <= 4096 else None
+        if choices is not None:
             return min(choices, key=lambda c: abs(self.unit_position(c) - position))
         assert self.low is not None and self.high is not None
         if self.log:

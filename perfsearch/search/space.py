@@ -105,10 +105,9 @@ class Space:
         """Number of value combinations before constraints; ``None`` without end."""
         total = 1
         for knob in self.knobs:
-            choices = knob.choices()
-            if choices is None:
+            if knob.count is None:
                 return None
-            total *= len(choices)
+            total *= knob.count
         return total
 
     @property
@@ -215,8 +214,8 @@ def _draw(knob: Knob, generator: np.random.Generator) -> Value:
 def _next_values(knob: Knob, value: Value) -> list[Value]:
     if not knob.is_ordered:
         return [v for v in knob.values if not same_value(v, value)]
-    choices = knob.choices()
-    if choices is not None and len(choices) <= 64:
+    choices = knob.choices() if knob.count is not None and knob.count <= 64 else None
+    if choices is not None:
         nearest = knob.unit_position(value)
         place = min(
             range(len(choices)), key=lambda i: abs(knob.unit_position(choices[i]) - nearest)

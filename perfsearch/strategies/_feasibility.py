@@ -18,7 +18,7 @@ _FEWEST_PEAKS = 3
 _LEAST_SPREAD = 0.1
 """Peaks that differ by less than this (in the logarithm) say nothing of the cliff."""
 _MEMORY = Prior(length_scale=(1.0, 0.7), noise=(1e-3, 1.0))
-_LABELS = Prior(length_scale=(0.5, 0.6), main=(1.0, 1.0), product=(0.3, 1.0), noise=(0.02, 0.5))
+_LABELS = Prior(length_scale=(1.5, 0.6), main=(0.5, 3.0), product=(0.5, 1.5), noise=(0.1, 0.5))
 _LIMIT_QUANTILES = np.linspace(0.05, 0.95, 10)
 
 
@@ -107,16 +107,20 @@ class Feasibility:
         assert self._memory is not None
         mean, deviation = self._memory.predict(rows)
         prior = self._prior_log_peak(points)
-        return prior + self._center + self._scale * mean, self._scale * deviation
+        log_peak: np.ndarray = prior + self._center + self._scale * mean
+        return log_peak, self._scale * deviation
 
     def _prior_log_peak(self, points: Sequence[Configuration]) -> np.ndarray:
-        """The runner's predictions, or zeros where it has none."""
-        predicted = [
-            self.hints.predict(point).peak_gib if self._predicts else 1.0 for point in points
-        ]
-        if any(p is None or p <= 0 for p in predicted):
-            raise ValueError("a runner must predict the peak memory of all configurations or none")
-        return np.log(np.array(predicted, dtype=float))
+        """Logarithms of the runner's predictions; zeros where it predicts nothing.
+
+        A single configuration that it cannot predict gets the mean of the others.
+        """
+        if not self._predicts:
+            return np.zeros(len(points))
+        predicted = np.array([self.hints.predict(point).peak_gib or np.nan for point in points])
+        logs = np.log(np.where(predicted > 0, predicted, np.nan))
+        known = logs[np.isfinite(logs)]
+        return np.where(np.isfinite(logs), logs, known.mean() if len(known) else 0.0)
 
 
 def _peaks(survived: Sequence[Trial]) -> np.ndarray | None:

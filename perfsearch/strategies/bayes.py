@@ -17,6 +17,9 @@ from perfsearch.strategies._candidates import Candidates, spread_out
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
 
+_LEAST_LIKELY = 0.3
+"""What is less likely to run than this is left for when nothing else is left."""
+
 
 class Bayes(Strategy):
     """Expected improvement on the logarithm of the cost, times the probability of running.
@@ -151,7 +154,10 @@ class Bayes(Strategy):
             2 * math.pi
         )
         feasibility = Feasibility(self.space, self.hints, [*measured], self._record.failed())
-        return np.asarray(scale * expected * feasibility.probability(points, rows))
+        likely = feasibility.probability(points, rows)
+        if (likely >= _LEAST_LIKELY).any():
+            likely = np.where(likely >= _LEAST_LIKELY, likely, 0.0)
+        return np.asarray(scale * expected * likely)
 
 
 def _cost(trial: Trial) -> float:

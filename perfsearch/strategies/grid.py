@@ -87,11 +87,8 @@ class Grid(Strategy):
                     yield None
 
     def _values(self, knob: Knob) -> list[Value]:
-        choices = knob.choices()
-        if choices is not None and (
-            not knob.is_range or len(choices) <= self.options.points_per_knob
-        ):
-            return list(choices)
-        count = self.options.points_per_knob
-        values = [knob.from_unit(i / (count - 1)) for i in range(count)]
+        limit = self.options.points_per_knob
+        if not knob.is_range or (knob.count is not None and knob.count <= limit):
+            return list(knob.choices() or ())
+        values = [knob.from_unit(i / (limit - 1)) for i in range(limit)]
         return list(dict.fromkeys(values))
