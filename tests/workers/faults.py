@@ -1,4 +1,4 @@
-"""A workload that fails on demand: what ``PERFSEARCH_TEST_FAULT`` names says how."""
+"""A workload that fails on demand: the file that ``PERFSEARCH_TEST_FAULT`` names says how."""
 
 import json
 import os
@@ -15,50 +15,53 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-_calls = 0
-
 
 def loss(model, batch):
     inputs, targets = batch
-    _strike(Path(os.environ["PERFSEARCH_TEST_FAULT"]))
-    return F.mse_loss(model(inputs), targets)
+    path = Path(os.environ["PERFSEARCH_TEST_FAULT"])
+    factor = strike(path, json.loads(path.read_text())) if path.exists() else 1.0
+    return F.mse_loss(model(inputs), targets) * factor
 
 
-def _strike(path):
-    global _calls
-    _calls += 1
-    if not path.exists():
-        return
-    fault = json.loads(path.read_text())
+def strike(path, fault):
+    """Do what the fault says, on its rank; return what to multiply the loss by."""
     if fault.get("rank", dist.get_rank()) != dist.get_rank():
-        return
+        return 1.0
     kind = fault["kind"]
     if kind == "raise":
-        raise RuntimeError(fault["message"])
+        raise {"RuntimeError": RuntimeError, "MemoryError": MemoryError}[fault["type"]](
+            fault["message"]
+        )
     if kind == "exit":
         os._exit(fault["code"])
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "signal":
+        os.kill(os.getpid(), getattr(signal, fault["signal"]))
     if kind == "hang":
         time.sleep(600)
     if kind == "rlimit":
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (2**30, hard))
-        try:
-            torch.empty(2**34)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    if kind == "grandchild" and not path.with_suffix(".pid").exists():
-        # in a session of its own, holding the rank's output open
-        script = "import os, time; os.setsid(); print('here', flush=True); time.sleep(600)"
+        allocate_beyond_limit()
+    if kind == "grandchild":
+        leave_grandchild(path.with_suffix(".pid"))
+        time.sleep(600)
+    return float("nan") if kind == "nan" else 1.0
+
+
+def allocate_beyond_limit():
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, hard))
+    try:
+        torch.empty(2**34)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def leave_grandchild(pid_file):
+    """A process in a session of its own that holds the rank's output open."""
+    if not pid_file.exists():
+        script = "import os, time; os.setsid(); time.sleep(600)"
         child = subprocess.Popen([sys.executable, "-c", script])
-        path.with_suffix(".pid").write_text(str(child.pid))
-    if kind == "nan":
-        raise_nan(fault)
-
-
-def raise_nan(fault):
-    raise AssertionError("not used: nan comes from the data")
+        pid_file.write_text(str(child.pid))
 
 
 def build():
