@@ -35,6 +35,7 @@ class Classifier(nn.Module):
         )
 
     def forward(self, curves):
+        """Map curves to a score for each of four classes."""
         return self.layers(curves)
 
 

@@ -17,7 +17,6 @@ from perfsearch.parallel.optimizers import DEFAULT, apply_implementation, implem
 from perfsearch.parallel.wrapper import wrapper_arguments
 from perfsearch.search.knob import Value
 
-
 MIB = 2**20
 
 
@@ -159,9 +158,7 @@ def _loader_options(configuration: Mapping[str, Value], local_batch: int) -> Loa
 
 def _is_channels_last(model: torch.nn.Module) -> bool:
     images = [p for p in model.parameters() if p.dim() == 4 and p.shape[1] > 1 and p.shape[2] > 1]
-    return bool(images) and all(
-        p.is_contiguous(memory_format=torch.channels_last) for p in images
-    )
+    return bool(images) and all(p.is_contiguous(memory_format=torch.channels_last) for p in images)
 
 
 def build(context: BuildContext) -> DdpStep:

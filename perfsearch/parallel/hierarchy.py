@@ -79,5 +79,3 @@ class HierarchicalAllReduce:
         """End the thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
-
-

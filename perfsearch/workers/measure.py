@@ -149,9 +149,7 @@ def read_peaks(device: torch.device) -> dict[str, float | None]:
         return {
             "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
             "peak_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
-            "allocator_retries": float(
-                torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
-            ),
+            "allocator_retries": float(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)),
         }
     return {"peak_allocated_gib": _peak_resident_gib(), "peak_reserved_gib": None}
 

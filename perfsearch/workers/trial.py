@@ -74,9 +74,7 @@ class _Feed:
     def __call__(self) -> Any:
         batch = next(self._batches)
         self.clock.mark("dataloader_next")
-        moved = to_device(
-            batch, self.device, self._options.pin_memory, self._options.channels_last
-        )
+        moved = to_device(batch, self.device, self._options.pin_memory, self._options.channels_last)
         self.clock.mark("to_device")
         return moved
 
@@ -102,9 +100,7 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
         step.close()
 
 
-def _measured(
-    step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: float
-) -> RankResult:
+def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: float) -> RankResult:
     device = feed.device
     losses: list[torch.Tensor] = []
     discarded = _settle(step, feed, request, losses)
@@ -170,4 +166,3 @@ def _settle(
         enough = len(seconds) >= MAX_DISCARDED or spent > 2 * request.scored_seconds
         if measure.is_steady(seconds) or (len(seconds) >= 3 and enough):
             return seconds
-

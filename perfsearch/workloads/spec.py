@@ -161,9 +161,7 @@ class WorkloadSpec:
         if self.name == "custom":
             check_factory(self.factory)
         elif self.factory is not None:
-            raise ValueError(
-                f"workload.factory={self.factory}: only workload=custom has a factory"
-            )
+            raise ValueError(f"workload.factory={self.factory}: only workload=custom has a factory")
         return replace(self, size=size, global_batch=batch, options=dict(self.options))
 
 

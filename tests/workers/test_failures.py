@@ -103,7 +103,9 @@ def test_killed_loader_process():
         (Evidence(ends=[ProcessEnd(0, 3, 5.0)]), Status.CRASH, "rank 0 ended with exit code 3"),
         (Evidence(ends=[ProcessEnd(0, -15, 5.0)]), Status.KILLED, "rank 0 was ended by SIGTERM"),
         (
-            Evidence(ends=[ProcessEnd(0, 1, 5.0)], log_tails={0: "a\nCUDA out of memory. Tried\nb"}),
+            Evidence(
+                ends=[ProcessEnd(0, 1, 5.0)], log_tails={0: "a\nCUDA out of memory. Tried\nb"}
+            ),
             Status.OOM,
             "rank 0: CUDA out of memory. Tried",
         ),
@@ -159,8 +161,16 @@ def test_infrastructure(text, type_):
     ("text", "type_", "phase"),
     [
         ("Expected to have finished reduction in the prior iteration", "RuntimeError", "train"),
-        ("optimizer_implementation=fused: Rprop has no fused implementation", "ValueError", "build"),
-        ("prefetch_factor option could only be specified in multiprocessing", "ValueError", "build"),
+        (
+            "optimizer_implementation=fused: Rprop has no fused implementation",
+            "ValueError",
+            "build",
+        ),
+        (
+            "prefetch_factor option could only be specified in multiprocessing",
+            "ValueError",
+            "build",
+        ),
         ("`fused=True` requires all the params to be floating point", "RuntimeError", "build"),
     ],
 )

@@ -97,7 +97,11 @@ def warm(bench):
             Status.OOM,
             "rank 1: RuntimeError: CUDA out of memory",
         ),
-        ({"kind": "raise", "type": "MemoryError", "message": ""}, Status.OOM, "rank 1: MemoryError"),
+        (
+            {"kind": "raise", "type": "MemoryError", "message": ""},
+            Status.OOM,
+            "rank 1: MemoryError",
+        ),
         ({"kind": "rlimit"}, Status.OOM, "DefaultCPUAllocator"),
     ],
 )

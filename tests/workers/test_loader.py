@@ -1,12 +1,8 @@
 import itertools
 
 import pytest
-import torch
-from torch.utils.data import TensorDataset
 
-from perfsearch.parallel.base import LoaderOptions
-from perfsearch.workers.loader import RankBatches, make_loader, to_device
-from perfsearch.workloads.base import Job
+from perfsearch.workers.loader import RankBatches
 
 
 def indices(rank, world_size=2, micro_batch=2, steps=6, samples=20, global_batch=8, seed=3):
@@ -44,5 +40,3 @@ def test_each_iteration_starts_at_the_same_place():
 def test_an_uneven_share_is_refused(world_size, micro_batch):
     with pytest.raises(ValueError, match="a global batch of 8 cannot be shared by"):
         RankBatches(20, 8, 0, world_size, micro_batch, seed=0)
-
-

@@ -57,7 +57,7 @@ def test_steps_to_fill(seconds, step, steps):
 def test_peak_resident_set_can_be_reset():
     cpu = torch.device("cpu")
     block = bytearray(200 * 2**20)
-    block[:: 4096] = b"x" * len(block[:: 4096])
+    block[::4096] = b"x" * len(block[::4096])
     measure.reset_peaks(cpu)
     high = measure.read_peaks(cpu)["peak_allocated_gib"]
     del block

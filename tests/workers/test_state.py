@@ -10,7 +10,7 @@ def test_a_snapshot_restores_values_layout_flags_and_gradients():
     model[0].bias.requires_grad_(False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     snapshot = Snapshot(model)
-    pointers = [p for p in model.parameters()]
+    pointers = list(model.parameters())
     model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.randn(2, 3, 8, 8)).square().mean().backward()

@@ -56,7 +56,9 @@ def test_gpt_ties_its_head_and_takes_options():
     assert len(job.blocks) == 1
     assert job.tokens_per_sample == 8
     assert len(job.data[0]) == 9
-    with pytest.raises(ValueError, match=r"workload.width=33: must be a multiple of workload.heads"):
+    with pytest.raises(
+        ValueError, match=r"workload.width=33: must be a multiple of workload.heads"
+    ):
         built("gpt", width=33)
 
 

@@ -82,9 +82,8 @@ def test_every_workload_has_its_module_and_options_file():
     from importlib.util import find_spec
     from pathlib import Path
 
-    from omegaconf import OmegaConf
-
     import perfsearch.conf
+    from omegaconf import OmegaConf
 
     directory = Path(perfsearch.conf.__file__).parent / "workload"
     for name, traits in TRAITS.items():
