@@ -17,7 +17,6 @@ from perfsearch.parallel.optimizers import DEFAULT, apply_implementation, implem
 from perfsearch.parallel.wrapper import wrapper_arguments
 from perfsearch.search.knob import Value
 
-
 MIB = 2**20
 
 

@@ -57,9 +57,7 @@ def write(
     return [directory / name for name in files]
 
 
-def environment_script(
-    configuration: Mapping[str, Value], hardware: Hardware, threads: int
-) -> str:
+def environment_script(configuration: Mapping[str, Value], hardware: Hardware, threads: int) -> str:
     """Lines to source before the job, and the command that starts it."""
     chosen = configuration.get("omp_num_threads")
     variables = {"OMP_NUM_THREADS": str(threads if chosen is None else chosen)}
@@ -67,8 +65,8 @@ def environment_script(
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     nodes = "--standalone" if hardware.nnodes == 1 else f"--nnodes={hardware.nnodes}"
     command = f"torchrun {nodes} --nproc-per-node={hardware.nproc}"
-    return "\n".join(["#!/bin/sh", "# source this file, then start the job with:"]
-        + [f"#   {command} train.py", *lines, ""])
+    head = ["#!/bin/sh", "# source this file, then start the job with:", f"#   {command} train.py"]
+    return "\n".join([*head, *lines, ""])
 
 
 def code(configuration: Mapping[str, Value], device: str) -> str:

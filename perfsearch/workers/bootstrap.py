@@ -51,6 +51,7 @@ class Groups:
     _subgroups: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     _address: tuple[str, int] | None = None
     _server: Any = None
+    _aborting: threading.Lock = field(default_factory=threading.Lock)
 
     def connect(self) -> Any:
         """A new client of the group's own store; threads must not share one.
@@ -151,9 +152,13 @@ class Groups:
             dist.destroy_process_group()
 
     def abort(self) -> None:
-        """Break collectives that will not end, from another thread; only NCCL can."""
-        if self.device.type == "cuda" and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+        """Break collectives that will not end, from any thread; only NCCL can.
+
+        With gloo, peers see the connections close once the failed rank destroys its group.
+        """
+        with self._aborting:
+            if self.device.type == "cuda" and dist.is_initialized():
+                dist.distributed_c10d._abort_process_group()
 
 
 class AbortWatch:

@@ -175,7 +175,8 @@ def _of_error(error: RankError, evidence: Evidence) -> Failure:
     if _matches(_INFRASTRUCTURE, text):
         return Failure(Status.INFRASTRUCTURE, reason, error.rank)
     if _matches(_PEER_LOST, error.message):
-        kind = Status.INFRASTRUCTURE if evidence.starting else Status.CRASH
+        connecting = evidence.starting or error.phase == "connect"
+        kind = Status.INFRASTRUCTURE if connecting else Status.CRASH
         return Failure(kind, reason, error.rank)
     if error.phase in ("build", "train") and (
         (error.phase == "build" and error.type in _REFUSAL_TYPES)

@@ -138,6 +138,7 @@ class WorkerGroup:
             log_directory=str(self._log_directory),
         )
         startup.write(self._directory)
+        registry.record(self._run_dir, self._token, self._directory)
         environment = {**os.environ, **self.spec.env, TOKEN_VARIABLE: self._token}
         if self.spec.capture_nccl:
             environment["NCCL_DEBUG"] = "INFO"
@@ -152,7 +153,6 @@ class WorkerGroup:
                 env=environment,
                 start_new_session=True,
             )
-        registry.record(self._run_dir, self._token, self._launcher.pid, self._directory)
 
     def _launcher_runs(self) -> bool:
         return self._launcher is not None and self._launcher.poll() is None

@@ -143,8 +143,8 @@ class RankError:
         type: name of the exception.
         message: its text.
         traceback: the whole of it.
-        phase: what the rank was doing: ``start``, ``build``, ``train``, or ``after a peer`` that
-            had failed before.
+        phase: what the rank was doing: ``start``, ``connect``, ``build``, ``train``, or ``after a
+            peer`` that had failed before.
         nearly_full: whether the device had almost no memory left, where it could be read.
         log: path of the rank's log.
 

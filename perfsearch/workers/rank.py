@@ -12,7 +12,7 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from perfsearch.workers.channel import Channel
 from perfsearch.workers.messages import (
@@ -101,5 +101,12 @@ def _make_loop(directory: Path, startup: Startup, rank: int, channel: Channel | 
     return Loop(Trainer(groups), channel, startup)
 
 
+def leave(code: int) -> NoReturn:
+    """End the process at once: taking torch's modules down costs a second and frees nothing."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    leave(main(Path(sys.argv[1])))

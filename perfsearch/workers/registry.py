@@ -1,4 +1,4 @@
-"""A record of the groups that were started, so that a later start can end what a killed one left."""
+"""A record of the groups that were started, so that a later start can end what is left of them."""
 
 from __future__ import annotations
 
@@ -12,32 +12,30 @@ from perfsearch.workers import processes
 _DIRECTORY = "groups"
 
 
-def record(run_dir: Path, token: str, pid: int, control_directory: Path) -> None:
-    """Note a group before it can do anything."""
+def record(run_dir: Path, token: str, control_directory: Path) -> None:
+    """Note a group before any of its processes is started."""
     directory = run_dir / _DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
     entry = {
         "token": token,
-        "pid": pid,
-        "started": processes.started_at(pid),
         "host": socket.gethostname(),
         "control_directory": str(control_directory),
     }
-    (directory / f"{token}.json").write_text(json.dumps(entry))
+    unfinished = directory / f"{token}.tmp"
+    unfinished.write_text(json.dumps(entry))
+    unfinished.rename(directory / f"{token}.json")
 
 
 def forget(run_dir: Path, token: str) -> None:
     """Strike a group that has ended."""
     (run_dir / _DIRECTORY / f"{token}.json").unlink(missing_ok=True)
-    directory = run_dir / _DIRECTORY
-    if directory.is_dir() and not any(directory.iterdir()):
-        directory.rmdir()
 
 
 def reap(run_dir: Path, grace_s: float = 2.0) -> int:
     """End the processes that an earlier controller left behind; return how many there were.
 
-    Processes are found by the token in their environment, so that a reused pid is never hit.
+    Processes are found by the token in their environment, so that a reused pid is never hit and
+    one that was started just before the end is not missed.
     Groups of other hosts that share the directory are left alone.
     """
     ended = 0
@@ -47,7 +45,7 @@ def reap(run_dir: Path, grace_s: float = 2.0) -> int:
             token, host = str(entry["token"]), str(entry["host"])
             control = Path(entry["control_directory"])
         except (ValueError, KeyError):
-            path.unlink(missing_ok=True)  # torn by the crash that made it a leftover
+            path.unlink(missing_ok=True)  # nothing can be learnt from it
             continue
         if host != socket.gethostname():
             continue

@@ -23,7 +23,7 @@ class Trainer:
         groups: the rank's process groups.
 
     Attributes:
-        phase: what it is doing: ``start``, ``build`` or ``train``.
+        phase: what it is doing: ``start``, ``connect``, ``build`` or ``train``.
 
     """
 
@@ -68,12 +68,12 @@ class Trainer:
 
     def reset(self) -> None:
         """Put torch's switches and the random generators back to where trials start."""
-        self.phase = "build"
         self._switches.restore()
         seed_everything(self.groups.spec.seed + self.groups.rank)
 
     def build(self, request: TrialRequest) -> TrainStep:
         """Put the requested configuration into force."""
+        self.phase = "build"
         context = BuildContext(
             configuration=request.configuration,
             groups=self.groups,

@@ -88,6 +88,7 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
     groups = trainer.groups
     trainer.reset()
     measure.reset_peaks(groups.device)
+    trainer.phase = "connect"
     groups.ensure(request.group_values, request.group_env, request.timeout_s)
     step = trainer.build(request)
     try:

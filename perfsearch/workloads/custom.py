@@ -1,0 +1,27 @@
+"""The user's own job: ``workload.factory=module:function``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from perfsearch.workloads.base import Job, as_job
+from perfsearch.workloads.spec import WorkloadSpec
+
+
+def build(spec: WorkloadSpec, seed: int) -> Job:
+    """Call the factory, which takes no arguments.
+
+    The current directory can be imported from. torch's generator has been seeded, so that weights
+    are the same on every rank; a factory that draws from others seeds them itself.
+
+    Raises:
+        TypeError: it returned something else than a job.
+
+    """
+    assert spec.factory is not None
+    module_name, _, function = spec.factory.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return as_job(getattr(importlib.import_module(module_name), function)(), spec.factory)

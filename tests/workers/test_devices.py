@@ -1,0 +1,142 @@
+from types import SimpleNamespace
+
+import pytest
+
+from perfsearch.workers import devices
+from perfsearch.workers.devices import Gpu
+from perfsearch.workers.environment import Environment, detect
+
+
+class FakeNvml:
+    """As ``pynvml``, for three cards; memory in use is read off ``used_gib``, call by call."""
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = range(3)
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, used_gib=(0.5,), pids=()):
+        self.used = list(used_gib)
+        self.pids = pids
+
+    def nvmlDeviceGetCount(self):
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetUUID(self, handle):
+        return handle if isinstance(handle, str) else f"GPU-{handle}abc"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return uuid if uuid.startswith("MIG") else int(uuid[4])
+
+    def nvmlDeviceGetName(self, handle):
+        return b"Fake 9000"
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        used = self.used.pop(0) if len(self.used) > 1 else self.used[0]
+        return SimpleNamespace(total=80 * 2**30, used=int(used * 2**30))
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):
+        return 1980
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+        return 4
+
+    def nvmlDeviceGetTemperature(self, handle, kind):
+        raise self.NVMLError
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        return [SimpleNamespace(pid=pid) for pid in self.pids]
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        (None, ["GPU-0abc", "GPU-1abc", "GPU-2abc"]),
+        ("2,0", ["GPU-2abc", "GPU-0abc"]),
+        ("GPU-1", ["GPU-1abc"]),
+        ("MIG-7", ["MIG-7"]),
+        ("1,-1,2", ["GPU-1abc"]),
+        ("", []),
+    ],
+)
+def test_visible_devices_are_respected(monkeypatch, visible, uuids):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.uuid for gpu in devices.visible_gpus(FakeNvml())] == uuids
+
+
+def test_a_device_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES=7: there is no GPU 7; .* knows 3"):
+        devices.visible_gpus(FakeNvml())
+
+
+CARD = Gpu("GPU-0abc", "Fake 9000", 80.0)
+
+
+def test_conditions_leave_out_what_is_not_supported():
+    found = devices.conditions([CARD], frozenset({5}), FakeNvml(pids=(5, 6)))
+    assert found == {
+        "gpu_0": {
+            "sm_clock_mhz": 1980,
+            "memory_clock_mhz": 1980,
+            "throttle_reasons": 4,
+            "foreign_processes": [6],
+        }
+    }
+
+
+def test_waiting_for_memory_reads_the_driver_anew():
+    """ray-project/ray#32725, #18299, #13486: the poll never refreshed, and mixed up its units."""
+    nvml = FakeNvml(used_gib=(40.0, 20.0, 0.6))
+    assert devices.wait_until_free([CARD], [0.5], timeout_s=10, nvml=nvml)
+    assert nvml.used == [0.6]
+    assert not devices.wait_until_free([CARD], [0.5], timeout_s=0.2, nvml=FakeNvml((1.0,)))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr("perfsearch.workers.environment.visible_gpus", list)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    cards = [Gpu(f"GPU-{i}", "Fake 9000", 80.0 - i) for i in range(2)]
+    monkeypatch.setattr("perfsearch.workers.environment.visible_gpus", lambda: cards)
+
+
+def test_without_a_gpu_two_ranks_run_on_the_cpu(no_gpu, tmp_path):
+    found = detect("auto", Environment(tmp_path))
+    assert (found.device, found.world_size, found.memory_gib) == ("cpu", 2, None)
+
+
+def test_every_gpu_gets_a_rank(two_gpus, tmp_path):
+    found = detect("auto", Environment(tmp_path))
+    assert (found.device, found.nproc, found.memory_gib) == ("cuda", 2, 79.0)
+    assert detect("cpu", Environment(tmp_path, nproc=3)).world_size == 3
+    assert len(detect("cuda", Environment(tmp_path, nproc=1)).gpus) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "message"),
+    [
+        ("cuda", {}, "runner.device=cuda: no GPU is visible"),
+        ("gpu", {}, "runner.device=gpu: allowed are auto, cpu, cuda"),
+        ("cpu", {"nproc": 0}, "nproc=0: must be at least 1"),
+        ("cpu", {"nnodes": 0}, "nnodes=0: must be at least 1"),
+        ("cpu", {"nnodes": 2}, "nnodes=2: several nodes need rdzv_endpoint"),
+    ],
+)
+def test_impossible_places(no_gpu, tmp_path, device, changes, message):
+    with pytest.raises(ValueError, match=message):
+        detect(device, Environment(tmp_path, **changes))
+
+
+def test_more_ranks_than_gpus(two_gpus, tmp_path):
+    with pytest.raises(ValueError, match="nproc=4: only 2 GPUs are visible"):
+        detect("cuda", Environment(tmp_path, nproc=4))

@@ -1,0 +1,220 @@
+import pytest
+
+from perfsearch.search.trial import Status
+from perfsearch.workers.failures import (
+    SHARED_MEMORY,
+    Evidence,
+    ProcessEnd,
+    classify,
+    first_error,
+    is_oom,
+    one_line,
+)
+from perfsearch.workers.messages import AFTER_PEER, RankError
+
+
+def error(message, type_="RuntimeError", rank=0, time=1.0, phase="train", nearly_full=None):
+    return RankError(rank, time, type_, message, phase=phase, nearly_full=nearly_full)
+
+
+OOM_TEXTS = [
+    "CUDA out of memory. Tried to allocate 20.00 MiB",
+    "HIP out of memory. Tried to allocate 20.00 MiB",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    '!block->expandable_segment_ INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp"',
+    "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried",
+    "[enforce fail at alloc_cpu.cpp:75] DefaultCPUAllocator: not enough memory: you tried",
+    "NCCL error in: ProcessGroupNCCL.cpp:2, unhandled cuda error. Cuda failure 'out of memory'",
+    "NCCL WARN Cuda failure 2 'out of memory'",
+    "[Errno 12] Cannot allocate memory",
+    "std::bad_alloc",
+]
+
+
+@pytest.mark.parametrize("text", OOM_TEXTS)
+def test_texts_of_exhausted_memory(text):
+    """mberr/torch-max-mem#45: the table of texts."""
+    assert classify(Evidence(errors=[error(text)])).status is Status.OOM
+
+
+@pytest.mark.parametrize("type_", ["OutOfMemoryError", "MemoryError"])
+def test_types_of_exhausted_memory(type_):
+    assert classify(Evidence(errors=[error("", type_)])).status is Status.OOM
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA error: device-side assert triggered",
+        "CUDA error: misaligned address",
+        "NCCL error: unhandled system error",
+        "CUDA driver version is insufficient for CUDA runtime version",
+        "mat1 and mat2 shapes cannot be multiplied (4x3 and 5x6)",
+    ],
+)
+def test_errors_that_only_mention_the_device(text):
+    assert classify(Evidence(errors=[error(text)])).status is Status.CRASH
+
+
+@pytest.mark.parametrize(
+    ("nearly_full", "status"), [(True, Status.OOM), (False, Status.CRASH), (None, Status.CRASH)]
+)
+def test_handles_need_a_full_device(nearly_full, status):
+    """awslabs/sockeye#897: a handle that cannot be made is out of memory only on a full device."""
+    text = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED: Create cublas handle failed"
+    assert classify(Evidence(errors=[error(text, nearly_full=nearly_full)])).status is status
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that "
+        "dataloader's workers are out of shared memory. Please try to raise your shared memory",
+        "unable to write to file </torch_12_3>: No space left on device (28)",
+        "unable to allocate shared memory(shm) for file </torch_12_3>: No space left on device",
+    ],
+)
+def test_shared_memory(text):
+    """pytorch/pytorch#5040, #108861: the loader's shared memory, named as such."""
+    failure = classify(Evidence(errors=[error(text, rank=1)]))
+    assert failure.status is Status.OOM
+    assert failure.reason == f"rank 1: {SHARED_MEMORY}"
+
+
+def test_killed_loader_process():
+    text = "DataLoader worker (pid(s) 12) exited unexpectedly: Killed"
+    assert classify(Evidence(errors=[error(text)])).status is Status.KILLED
+    assert classify(Evidence(errors=[error(text)], oom_kills=1)).status is Status.OOM
+
+
+@pytest.mark.parametrize(
+    ("evidence", "status", "reason"),
+    [
+        (Evidence(ends=[ProcessEnd(1, -9, 5.0)]), Status.KILLED, "rank 1 was ended by SIGKILL"),
+        (
+            Evidence(ends=[ProcessEnd(1, -9, 5.0)], oom_kills=2),
+            Status.OOM,
+            "rank 1 was ended by the host's OOM killer",
+        ),
+        (Evidence(ends=[ProcessEnd(0, -11, 5.0)]), Status.CRASH, "rank 0 died of SIGSEGV"),
+        (Evidence(ends=[ProcessEnd(0, 3, 5.0)]), Status.CRASH, "rank 0 ended with exit code 3"),
+        (Evidence(ends=[ProcessEnd(0, -15, 5.0)]), Status.KILLED, "rank 0 was ended by SIGTERM"),
+        (
+            Evidence(
+                ends=[ProcessEnd(0, 1, 5.0)], log_tails={0: "a\nCUDA out of memory. Tried\nb"}
+            ),
+            Status.OOM,
+            "rank 0: CUDA out of memory. Tried",
+        ),
+        (
+            Evidence(ends=[ProcessEnd(0, -15, 5.0), ProcessEnd(1, 7, 5.0)]),
+            Status.CRASH,
+            "rank 1 ended with exit code 7",
+        ),
+        (Evidence(timed_out=9.0), Status.TIMEOUT, "the trial took longer than 9 s"),
+        (
+            Evidence(timed_out=9.0, starting=True),
+            Status.INFRASTRUCTURE,
+            "start-up took longer than 9 s",
+        ),
+        (
+            Evidence(launcher_error="it was ended by SIGKILL"),
+            Status.KILLED,
+            "launcher: it was ended by SIGKILL",
+        ),
+        (
+            Evidence(launcher_error="RendezvousConnectionError: refused", starting=True),
+            Status.INFRASTRUCTURE,
+            "launcher: RendezvousConnectionError: refused",
+        ),
+        (Evidence(), Status.CRASH, "the ranks ended without a word"),
+    ],
+)
+def test_ends_without_an_exception(evidence, status, reason):
+    failure = classify(evidence)
+    assert (failure.status, failure.reason) == (status, reason)
+
+
+@pytest.mark.parametrize(
+    ("text", "type_"),
+    [
+        (
+            "The server socket has failed to listen on any local network address. port: 29500, "
+            "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+            "DistNetworkError",
+        ),
+        ("[Errno 98] Address already in use", "OSError"),
+        ("The client socket has timed out after 60000ms", "DistNetworkError"),
+        ("[Errno 28] No space left on device", "OSError"),
+    ],
+)
+def test_infrastructure(text, type_):
+    """pytorch/pytorch#91940: a taken port says nothing of the configuration."""
+    evidence = Evidence(errors=[error(text, type_, phase="start")], starting=True)
+    assert classify(evidence).status is Status.INFRASTRUCTURE
+
+
+@pytest.mark.parametrize(
+    ("text", "type_", "phase"),
+    [
+        ("Expected to have finished reduction in the prior iteration", "RuntimeError", "train"),
+        (
+            "optimizer_implementation=fused: Rprop has no fused implementation",
+            "ValueError",
+            "build",
+        ),
+        (
+            "prefetch_factor option could only be specified in multiprocessing",
+            "ValueError",
+            "build",
+        ),
+        ("`fused=True` requires all the params to be floating point", "RuntimeError", "build"),
+    ],
+)
+def test_refusals_of_the_library(text, type_, phase):
+    evidence = Evidence(errors=[error(text, type_, phase=phase)])
+    assert classify(evidence).status is Status.INVALID
+
+
+def test_the_users_own_value_error_is_a_crash():
+    evidence = Evidence(errors=[error("not enough values to unpack", "ValueError")])
+    assert classify(evidence).status is Status.CRASH
+
+
+def test_the_first_failing_rank_is_named():
+    errors = [
+        error("Connection closed by peer [127.0.0.1]:59057", rank=0, time=1.0),
+        error("boom, a consequence", rank=3, time=5.0),
+        error("boom", rank=2, time=4.0),
+        error("Default process group has not been initialized", rank=1, time=3.0, phase=AFTER_PEER),
+    ]
+    assert first_error(errors).rank == 2
+    assert classify(Evidence(errors=errors)).reason == "rank 2: RuntimeError: boom"
+
+
+def test_an_echo_yields_to_the_death_that_caused_it():
+    echo = error("Connection closed by peer [127.0.0.1]:1", rank=0, time=1.0)
+    failure = classify(Evidence(errors=[echo], ends=[ProcessEnd(1, -9, 1.0)]))
+    assert (failure.status, failure.rank) == (Status.KILLED, 1)
+
+
+def test_an_echo_alone_is_a_crash_or_a_failed_connection():
+    text = "Gloo connectFullMesh failed: Connection refused"
+    assert classify(Evidence(errors=[error(text)])).status is Status.CRASH
+    connecting = error(text, phase="connect")
+    assert classify(Evidence(errors=[connecting])).status is Status.INFRASTRUCTURE
+
+
+def test_a_failure_that_hung_is_recorded_as_what_it_was():
+    evidence = Evidence(errors=[error("CUDA out of memory", rank=1)], timed_out=5.0)
+    assert classify(evidence).status is Status.OOM
+
+
+def test_one_line():
+    assert one_line("\n first \nsecond") == "first"
+    assert one_line("cause:\n  the thing") == "cause: the thing"
+    assert len(one_line("x" * 1000)) == 300
+    assert not is_oom("out of patience")

@@ -1,0 +1,202 @@
+"""Real ranks that fail in every way that one node without a GPU allows."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from perfsearch.runners.base import Plan
+from perfsearch.runners.ddp import DDP, DdpOptions
+from perfsearch.search.trial import Status
+from perfsearch.workers import processes, registry
+from perfsearch.workers.environment import Environment, Limits
+from perfsearch.workloads.spec import WorkloadSpec
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+LIMITS = Limits(startup_s=60, trial_s=60, grace_s=5)
+
+
+class Bench:
+    """A runner whose workload fails as told."""
+
+    def __init__(self, directory):
+        self.fault = directory / "fault.json"
+        self.directory = directory
+        self.trials = 0
+        environment = Environment(
+            run_dir=directory, limits=LIMITS, variables={"PERFSEARCH_TEST_FAULT": str(self.fault)}
+        )
+        self.runner = DDP(
+            DdpOptions(device="cpu", knobs={}),
+            WorkloadSpec("custom", factory="faults:build", global_batch=8),
+            environment,
+        )
+
+    def measure(self, fault=None, time_limit_s=30.0):
+        self.fault.unlink(missing_ok=True)
+        if fault:
+            self.fault.write_text(json.dumps(fault))
+        plan = Plan(
+            number=self.trials,
+            log_directory=self.directory / "logs" / str(self.trials),
+            scored_seconds=0.05,
+            time_limit_s=time_limit_s,
+        )
+        self.trials += 1
+        return self.runner.measure({}, plan)
+
+    @property
+    def token(self):
+        return self.runner._pool._group._token
+
+
+def is_gone(pid):
+    """Whether a process has ended; where nobody reaps orphans, a zombie may remain."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    before = os.getcwd()
+    os.chdir(HERE)
+    made = Bench(tmp_path_factory.mktemp("faults"))
+    assert made.measure().status is Status.OK
+    yield made
+    made.runner.close()
+    os.chdir(before)
+
+
+@pytest.fixture
+def warm(bench):
+    """The bench with a group that is warm, and its first losses."""
+    outcome = bench.measure()
+    assert outcome.status is Status.OK, outcome.reason
+    return bench
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "reason"),
+    [
+        (
+            {"kind": "raise", "type": "RuntimeError", "message": "boom: CUDA error, misaligned"},
+            Status.CRASH,
+            "rank 1: RuntimeError: boom",
+        ),
+        (
+            {"kind": "raise", "type": "RuntimeError", "message": "CUDA out of memory. Tried 2 GiB"},
+            Status.OOM,
+            "rank 1: RuntimeError: CUDA out of memory",
+        ),
+        (
+            {"kind": "raise", "type": "MemoryError", "message": ""},
+            Status.OOM,
+            "rank 1: MemoryError",
+        ),
+        ({"kind": "rlimit"}, Status.OOM, "DefaultCPUAllocator"),
+    ],
+)
+def test_an_exception_on_one_rank_leaves_the_group_warm(warm, fault, status, reason):
+    """pytorch/pytorch#50820: rank 1 fails before a collective, rank 0 does not spin."""
+    began = time.monotonic()
+    outcome = warm.measure({**fault, "rank": 1})
+    assert outcome.status is status
+    assert reason in outcome.reason
+    assert time.monotonic() - began < 15
+    assert "Traceback" in Path(outcome.log_path).read_text()
+    assert outcome.log_path.endswith("rank1.log")
+    after = warm.measure()
+    assert after.status is Status.OK
+    assert not after.fresh_process
+
+
+def test_state_does_not_depend_on_how_the_last_trial_ended(warm):
+    """wandb/wandb#1567: trial n+1 starts as if trial n had not failed."""
+    before = warm.measure().measurement.first_losses
+    warm.measure({"kind": "raise", "type": "RuntimeError", "message": "boom", "rank": 0})
+    assert warm.measure().measurement.first_losses == before
+
+
+def test_nan_is_divergence(warm):
+    outcome = warm.measure({"kind": "nan"})
+    assert outcome.status is Status.DIVERGED
+    assert "nan" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "reason"),
+    [
+        ({"kind": "exit", "code": 3}, Status.CRASH, "rank 1 ended with exit code 3"),
+        ({"kind": "signal", "signal": "SIGKILL"}, Status.KILLED, "rank 1 was ended by SIGKILL"),
+    ],
+)
+def test_a_rank_that_dies_takes_the_trial_down(warm, fault, status, reason):
+    token = warm.token
+    outcome = warm.measure({**fault, "rank": 1})
+    assert (outcome.status, outcome.reason) == (status, reason)
+    assert processes.members(token) == []
+
+
+def test_a_hang_is_cut_with_its_grandchildren(warm):
+    """VulcanBench#112, DeepSpeed#4100: a grandchild in its own session holds the output open."""
+    token = warm.token
+    began = time.monotonic()
+    outcome = warm.measure({"kind": "grandchild", "rank": 0}, time_limit_s=4.0)
+    assert outcome.status is Status.TIMEOUT
+    assert outcome.reason == "the trial took longer than 4 s"
+    assert time.monotonic() - began < 4 + LIMITS.grace_s + 5
+    grandchild = int(warm.fault.with_suffix(".pid").read_text())
+    assert is_gone(grandchild)
+    assert processes.members(token) == []
+
+
+def test_death_of_the_launcher_ends_the_ranks(warm):
+    token = warm.token
+    launcher = warm.runner._pool._group._launcher
+    killer = threading.Timer(1.0, launcher.kill)
+    killer.start()
+    outcome = warm.measure({"kind": "hang", "rank": 0})
+    killer.join()
+    assert outcome.status is Status.KILLED
+    assert outcome.reason == "launcher: it was ended by SIGKILL"
+    assert processes.members(token) == []
+
+
+def test_death_of_the_controller_leaves_nothing(tmp_path):
+    """Lightning's and torchrun's orphans: SIGKILL of the controller ends ranks and launcher."""
+    script = textwrap.dedent(
+        f"""
+        import sys
+        from pathlib import Path
+        sys.path.insert(0, {str(HERE)!r})
+        import test_faults_real
+        bench = test_faults_real.Bench(Path({str(tmp_path)!r}))
+        bench.measure()
+        print(bench.token, flush=True)
+        bench.measure({{"kind": "hang"}}, time_limit_s=60.0)
+        """
+    )
+    controller = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=HERE, stdout=subprocess.PIPE, text=True
+    )
+    token = controller.stdout.readline().strip()
+    assert token
+    assert len(processes.members(token)) >= 3
+    controller.send_signal(signal.SIGKILL)
+    controller.wait()
+    controller.stdout.close()
+    deadline = time.monotonic() + 20
+    while processes.members(token) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes.members(token) == []
+    assert registry.reap(tmp_path) == 0
+    assert not list((tmp_path / "groups").glob("*.json"))

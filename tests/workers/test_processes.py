@@ -1,0 +1,92 @@
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+
+import pytest
+
+from perfsearch.workers import processes, registry
+from perfsearch.workers.messages import TOKEN_VARIABLE
+
+TREE = textwrap.dedent(
+    """
+    import os, subprocess, sys, time
+    script = "import os, signal, time; signal.signal(15, signal.SIG_IGN); os.setsid(); "
+    script += "print('up', flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    bare = {k: v for k, v in os.environ.items() if k != "PERFSEARCH_GROUP"}
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=bare)
+    print("up", flush=True)
+    time.sleep(600)
+    """
+)
+
+
+@pytest.fixture
+def tree():
+    """A marked process with a child that ignores SIGTERM and one that has lost the mark."""
+    token = uuid.uuid4().hex
+    root = subprocess.Popen(
+        [sys.executable, "-c", TREE],
+        env={**os.environ, TOKEN_VARIABLE: token},
+        stdout=subprocess.PIPE,
+    )
+    assert root.stdout.readline()
+    yield token, root
+    processes.end_all(token, grace_s=0)
+    root.kill()
+    root.wait()
+    root.stdout.close()
+
+
+def test_every_descendant_is_found_and_ended(tree):
+    token, root = tree
+    found = processes.members(token)
+    assert len(found) == 3
+    assert root.pid in {p.pid for p in found}
+    assert processes.end_all(token, grace_s=0.5) == 3
+    assert processes.members(token) == []
+    assert not any(p.is_running() and p.status() != "zombie" for p in found)
+
+
+def test_orphans_are_found_by_their_mark(tree):
+    token, root = tree
+    root.kill()
+    root.wait()
+    assert len(processes.members(token)) == 1  # the one that lost the mark has lost its parent too
+    processes.end_all(token, grace_s=0)
+    assert processes.members(token) == []
+
+
+def test_a_reused_pid_is_told_apart():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = processes.started_at(child.pid)
+    assert processes.is_alive(child.pid, started)
+    assert not processes.is_alive(child.pid, started - 1)
+    child.kill()
+    assert not processes.is_alive(child.pid, started) or child.wait()
+    child.wait()
+    assert not processes.is_alive(child.pid, started)
+
+
+def test_leftovers_on_record_are_reaped(tree, tmp_path):
+    token, _root = tree
+    control = tmp_path / "perfsearch-control"
+    control.mkdir()
+    registry.record(tmp_path, token, control)
+    (tmp_path / "groups" / "torn.json").write_text('{"token": "x')
+    assert registry.reap(tmp_path, grace_s=0.2) == 3
+    assert processes.members(token) == []
+    assert not control.exists()
+    assert not list((tmp_path / "groups").iterdir())
+    assert registry.reap(tmp_path) == 0
+
+
+def test_groups_of_other_hosts_are_left_alone(tree, tmp_path, monkeypatch):
+    token, _root = tree
+    registry.record(tmp_path, token, tmp_path)
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    assert registry.reap(tmp_path) == 0
+    assert len(processes.members(token)) == 3
