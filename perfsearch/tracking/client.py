@@ -1,0 +1,181 @@
+"""The few calls of MLflow that a view needs. The only module that imports MLflow."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from perfsearch.tracking.uri import StoreLocation
+
+_QUIET = ("mlflow", "alembic")
+
+
+def connect(location: StoreLocation) -> Client:
+    """Import MLflow and open the store; takes seconds the first time.
+
+    Raises:
+        ImportError: MLflow is not installed.
+        Exception: whatever the store raises when it cannot be opened.
+
+    """
+    from mlflow.tracking import MlflowClient
+
+    for name in _QUIET:
+        # Their news (tables created, migrations run) would tear the terminal's live view.
+        logger = logging.getLogger(name)
+        logger.setLevel(max(logging.WARNING, logger.level))
+    with _initialising(location):
+        client = MlflowClient(tracking_uri=location.uri)
+        client.search_experiments(max_results=1)
+    return Client(client)
+
+
+@contextmanager
+def _initialising(location: StoreLocation) -> Iterator[None]:
+    """Let one process at a time create the tables of a database file: migrations race."""
+    if not location.uri.startswith("sqlite:///"):
+        yield
+        return
+    directory = Path(location.uri.removeprefix("sqlite:///")).parent
+    directory.mkdir(parents=True, exist_ok=True)
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+class Client:
+    """MLflow's client with explicit run ids: nothing depends on an active run or a thread."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def ping(self) -> None:
+        """Ask the store for something small."""
+        self._client.search_experiments(max_results=1)
+
+    def experiment(self, name: str, location: StoreLocation) -> str:
+        """Id of the experiment, which is made where there is none.
+
+        Raises:
+            RuntimeError: an experiment of that name was deleted.
+
+        """
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(
+                    self._client.create_experiment(
+                        name, artifact_location=_artifacts(location, name)
+                    )
+                )
+            except Exception:
+                # Another search may have made it in between.
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        if found.lifecycle_stage != "active":
+            raise RuntimeError(
+                f"the experiment {name!r} was deleted. Restore it (mlflow experiments restore -x "
+                f"{found.experiment_id}) or set tracking.experiment to another name."
+            )
+        return str(found.experiment_id)
+
+    def create(self, experiment_id: str, name: str, time_ms: int, tags: Mapping[str, str]) -> str:
+        """Begin a run and return its id."""
+        source = {"mlflow.source.name": "perfsearch", "mlflow.source.type": "LOCAL"}
+        run = self._client.create_run(
+            experiment_id, start_time=time_ms, tags={**source, **tags}, run_name=name
+        )
+        return str(run.info.run_id)
+
+    def log(
+        self,
+        run_id: str,
+        metrics: Mapping[str, list[tuple[int, float]]],
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        time_ms: int,
+    ) -> None:
+        """Write metrics (pairs of step and value), params and tags in one call."""
+        from mlflow.entities import Metric, Param, RunTag
+
+        points = [
+            Metric(key, value, time_ms, step)
+            for key, series in metrics.items()
+            for step, value in series
+        ]
+        if not (points or params or tags):
+            return
+        self._client.log_batch(
+            run_id,
+            metrics=points,
+            params=[Param(k, v) for k, v in params.items()],
+            tags=[RunTag(k, v) for k, v in tags.items()],
+        )
+
+    def upload(self, run_id: str, file: Path, folder: str | None) -> None:
+        """Upload a file into a folder of the run's artifacts."""
+        self._client.log_artifact(run_id, str(file), artifact_path=folder)
+
+    def finish(self, run_id: str, status: str, time_ms: int | None) -> None:
+        """End a run."""
+        self._set_status(run_id, status, time_ms or round(time.time() * 1e3))
+
+    def reopen(self, run_id: str) -> None:
+        """Let a run go on."""
+        self._set_status(run_id, "RUNNING", None)
+
+    def status(self, run_id: str) -> str:
+        """Status of a run."""
+        return str(self._client.get_run(run_id).info.status)
+
+    def search(self, experiment_id: str, rule: str) -> list[Any]:
+        """Every run of the experiment that meets the rule, oldest first."""
+        return self._pages([experiment_id], rule)
+
+    def running(self, experiment_id: str | None, location: StoreLocation) -> list[Any]:
+        """Runs that have not ended: of the experiment, in a local database of all of them."""
+        ids = [experiment_id] if experiment_id else []
+        if not location.is_server:
+            ids = [e.experiment_id for e in self._client.search_experiments()]
+        return self._pages(ids, "attributes.status = 'RUNNING'")
+
+    def _pages(self, experiment_ids: list[str], rule: str) -> list[Any]:
+        found: list[Any] = []
+        token = None
+        while True:
+            page = self._client.search_runs(
+                experiment_ids,
+                filter_string=rule,
+                order_by=["attributes.start_time ASC"],
+                max_results=500,
+                page_token=token,
+            )
+            found += page
+            token = page.token
+            if not token:
+                return found
+
+    def _set_status(self, run_id: str, status: str, end_time_ms: int | None) -> None:
+        from mlflow.entities import RunStatus
+
+        # The client's own set_terminated prints the run's address to the terminal, for every
+        # trial, and can be told not to only through the environment, which is not ours to change.
+        store = self._client._tracking_client.store
+        store.update_run_info(run_id, RunStatus.from_string(status), end_time_ms, None)
+
+
+def _artifacts(location: StoreLocation, experiment: str) -> str | None:
+    if location.artifact_location is None:
+        return None
+    folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in experiment).lstrip(".")
+    return f"{location.artifact_location}/{folder or 'experiment'}"

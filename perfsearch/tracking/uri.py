@@ -1,0 +1,89 @@
+"""Where MLflow's store is, and how to look at it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import urllib.parse
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class TrackingError(ValueError):
+    """A store that cannot be used; the message says what can."""
+
+
+@dataclass(frozen=True)
+class StoreLocation:
+    """A tracking store.
+
+    Attributes:
+        uri: absolute, so that a change of directory does not lead elsewhere.
+        artifact_location: where new experiments keep artifacts; ``None`` leaves it to the server.
+
+    """
+
+    uri: str
+    artifact_location: str | None
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is reached over HTTP."""
+        return self.uri.startswith(("http://", "https://"))
+
+
+def locate(uri: str | None, directory: Path | None = None) -> StoreLocation:
+    """Resolve a tracking URI against the directory in which the command was run.
+
+    Args:
+        uri: ``None`` takes ``MLFLOW_TRACKING_URI``, and without it SQLite in ``directory``.
+        directory: base of relative paths; the current directory by default.
+
+    Raises:
+        TrackingError: a plain directory, which MLflow no longer takes as a store.
+
+    """
+    base = (directory or Path.cwd()).resolve()
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{base / 'mlflow.db'}"
+    scheme = re.match(r"^([A-Za-z][A-Za-z0-9+.-]*):", uri)
+    if uri.startswith("sqlite:"):
+        path = uri.removeprefix("sqlite:///")
+        if path == uri or path in ("", ":memory:"):
+            raise TrackingError(
+                f"tracking.uri={uri}: not a database file. Use sqlite:///mlflow.db or an absolute "
+                "sqlite:////path/mlflow.db."
+            )
+        file = base / path
+        return StoreLocation(f"sqlite:///{file}", (file.parent / "mlruns").as_uri())
+    is_path = scheme is None and uri not in ("databricks", "databricks-uc")
+    if is_path or uri.startswith("file:"):
+        if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("1", "true"):
+            raise TrackingError(
+                f"tracking.uri={uri}: MLflow no longer takes a plain directory as its store. Use "
+                f"a database, such as sqlite:///{base / 'mlflow.db'}, or a server, http://...; or "
+                "set MLFLOW_ALLOW_FILE_STORE=true."
+            )
+        return StoreLocation((base / uri).as_uri() if is_path else uri, None)
+    if uri.split("://", 1)[0].split("+")[0] in ("postgresql", "mysql", "mssql"):
+        return StoreLocation(uri, (base / "mlruns").as_uri())
+    return StoreLocation(uri, None)
+
+
+def without_credentials(uri: str) -> str:
+    """The URI as it may be shown: user name and password taken out."""
+    parts = urllib.parse.urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri
+    return parts._replace(netloc="***@" + parts.netloc.rsplit("@", 1)[1]).geturl()
+
+
+def how_to_open(location: StoreLocation, experiment_id: str | None = None) -> str:
+    """The address of a server's experiment, or the command that opens the UI on the store."""
+    shown = without_credentials(location.uri)
+    if location.is_server:
+        return f"{shown.rstrip('/')}/#/experiments/{experiment_id or ''}"
+    program = ["mlflow"] if shutil.which("mlflow") else [sys.executable, "-m", "mlflow"]
+    return shlex.join([*program, "ui", "--backend-store-uri", shown])

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from perfsearch.tracking.uri import TrackingError, how_to_open, locate, without_credentials
+
+
+def test_the_default_is_absolute_with_artifacts_beside_it(tmp_path):
+    found = locate(None, tmp_path)
+    assert found.uri == f"sqlite:///{tmp_path}/mlflow.db"
+    assert found.artifact_location == f"file://{tmp_path}/mlruns"
+
+
+def test_the_environment_comes_before_the_default(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    assert locate(None, tmp_path).uri == "http://127.0.0.1:5000"
+    assert locate("sqlite:///other.db", tmp_path).uri == f"sqlite:///{tmp_path}/other.db"
+
+
+def test_a_relative_database_does_not_follow_a_change_of_directory(tmp_path, monkeypatch):
+    found = locate("sqlite:///sub/mlflow.db", tmp_path)
+    assert found.uri == f"sqlite:///{tmp_path}/sub/mlflow.db"
+    assert found.artifact_location == f"file://{tmp_path}/sub/mlruns"
+
+
+@pytest.mark.parametrize("uri", ["mlruns", "./mlruns", "/data/mlruns", "file:///data/mlruns"])
+def test_a_plain_directory_is_refused_with_what_to_use(uri, tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    with pytest.raises(TrackingError, match="sqlite:///") as error:
+        locate(uri, tmp_path)
+    assert f"tracking.uri={uri}" in str(error.value)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    assert locate(uri, tmp_path).uri.startswith("file:///")
+
+
+@pytest.mark.parametrize("uri", ["sqlite://", "sqlite:///:memory:"])
+def test_a_database_in_memory_is_refused(uri, tmp_path):
+    with pytest.raises(TrackingError, match="not a database file"):
+        locate(uri, tmp_path)
+
+
+def test_opening_names_the_store_and_hides_passwords(tmp_path):
+    spaced = tmp_path / "a b"
+    spaced.mkdir()
+    command = shlex.split(how_to_open(locate(None, spaced)))
+    assert command[-3:] == ["ui", "--backend-store-uri", f"sqlite:///{spaced}/mlflow.db"]
+    server = locate("https://me:hunter2@host:5000/")
+    assert how_to_open(server, "7") == "https://***@host:5000/#/experiments/7"
+    assert without_credentials("http://host/path") == "http://host/path"
