@@ -81,9 +81,7 @@ class Trainer:
             job=self.job,
             options=request.recipe_options,
         )
-        step = load(request.recipe).build(context)
-        self.phase = "train"
-        return step
+        return load(request.recipe).build(context)
 
     def release(self) -> None:
         """Free what a trial left, after its objects have been let go."""
