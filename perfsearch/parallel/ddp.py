@@ -120,9 +120,13 @@ class DdpStep(TrainStep):
         }
 
     def close(self) -> None:
-        """Take the wrapper's hooks off the parameters, so that the model can be wrapped again."""
+        """Take the wrapper's hooks off the parameters, so that the model can be wrapped again.
+
+        A wrapper that is only waiting for the garbage collector would still copy gradients.
+        """
         if self._hook is not None:
             self._hook.close()
+        self.net._remove_autograd_hooks()
         if self.compiles:
             torch._dynamo.reset()
 

@@ -21,7 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class HierarchicalAllReduce:
-    """What a communication hook of DistributedDataParallel calls; call ``close`` when the wrapper is gone.
+    """What a communication hook of DistributedDataParallel calls; ``close`` it with the wrapper.
 
     The three stages of a bucket run beside the backward pass: on a stream of their own on a GPU,
     in a thread of their own on a CPU. Buckets keep their order, which is the same on every rank.
