@@ -51,7 +51,9 @@ class DdpStep(TrainStep):
         size = int(configuration.get("hierarchical_group_size") or 0)
         if size:
             self._hook = HierarchicalAllReduce(context.groups, size)
-            self.net.register_comm_hook(None, self._hook)
+            hook = self._hook
+            # a lambda, since torch refuses hooks whose annotations it does not know
+            self.net.register_comm_hook(None, lambda state, bucket: hook.average(bucket))
         self.optimizer = self.job.optimizer(self.job.model.parameters())
         apply_implementation(self.optimizer, configuration.get("optimizer_implementation"))
         dtype = self.job.autocast_dtype.get(device.type)
@@ -87,7 +89,7 @@ class DdpStep(TrainStep):
             "optimizer_used": implementation_of(self.optimizer),
             "omp_num_threads": torch.get_num_threads(),
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
-            "hierarchical_group_size": self._hook._size if self._hook else 0,
+            "hierarchical_group_size": self._hook.size if self._hook else 0,
             "channels_last": _is_channels_last(self.job.model),
             "bucket_bytes": data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes"),
         }
@@ -118,9 +120,13 @@ class DdpStep(TrainStep):
         }
 
     def close(self) -> None:
-        """Take the wrapper's hooks off the parameters, so that the model can be wrapped again."""
+        """Take the wrapper's hooks off the parameters, so that the model can be wrapped again.
+
+        A wrapper that is only waiting for the garbage collector would still copy gradients.
+        """
         if self._hook is not None:
             self._hook.close()
+        self.net._remove_autograd_hooks()
         if self.compiles:
             torch._dynamo.reset()
 

@@ -21,7 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class HierarchicalAllReduce:
-    """A communication hook for DistributedDataParallel; call ``close`` when the wrapper is gone.
+    """What a communication hook of DistributedDataParallel calls; ``close`` it with the wrapper.
 
     The three stages of a bucket run beside the backward pass: on a stream of their own on a GPU,
     in a thread of their own on a CPU. Buckets keep their order, which is the same on every rank.
@@ -35,13 +35,13 @@ class HierarchicalAllReduce:
     def __init__(self, groups: Groups, size: int) -> None:
         self._inside, self._across = groups.hierarchy(size)
         self._world_size = groups.world_size
-        self._size = size
+        self.size = size
         self._device = groups.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._thread = None if self._stream else ThreadPoolExecutor(1, "hierarchical-all-reduce")
 
-    def __call__(self, state: Any, bucket: Any) -> Any:
-        """Average the bucket over ranks; the hook's protocol of torch."""
+    def average(self, bucket: Any) -> Any:
+        """Average a ``dist.GradBucket`` over ranks; return a future of its tensor."""
         tensor = bucket.buffer()
         if self._stream is not None:
             future = torch.futures.Future(devices=[self._device])
@@ -66,9 +66,9 @@ class HierarchicalAllReduce:
 
     def _reduce(self, tensor: torch.Tensor) -> None:
         tensor.div_(self._world_size)
-        padding = -tensor.numel() % self._size
+        padding = -tensor.numel() % self.size
         whole = functional.pad(tensor, (0, padding)) if padding else tensor
-        shard = torch.empty(whole.numel() // self._size, dtype=tensor.dtype, device=tensor.device)
+        shard = torch.empty(whole.numel() // self.size, dtype=tensor.dtype, device=tensor.device)
         _reduce_scatter(shard, whole, group=self._inside)
         dist.all_reduce(shard, group=self._across)
         _all_gather(whole, shard, group=self._inside)

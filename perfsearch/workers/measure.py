@@ -136,6 +136,7 @@ def reset_peaks(device: torch.device) -> None:
     """Forget how much memory was used before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)
         return
     # 5 resets the peak resident set (proc(5)); where there is no such file peaks are the process's
     clear = Path("/proc/self/clear_refs")

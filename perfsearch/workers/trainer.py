@@ -67,7 +67,8 @@ class Trainer:
         return job
 
     def reset(self) -> None:
-        """Put torch's switches and the random generators back to where trials start."""
+        """Put memory, torch's switches and the random generators back to where trials start."""
+        self.release()
         self._switches.restore()
         seed_everything(self.groups.spec.seed + self.groups.rank)
 
@@ -81,12 +82,10 @@ class Trainer:
             job=self.job,
             options=request.recipe_options,
         )
-        step = load(request.recipe).build(context)
-        self.phase = "train"
-        return step
+        return load(request.recipe).build(context)
 
     def release(self) -> None:
-        """Free what a trial left, after its objects have been let go."""
+        """Free what a trial left, after its objects have been let go; wrappers form cycles."""
         if self._warm is not None:
             for parameter in self._warm.model.parameters():
                 parameter.grad = None

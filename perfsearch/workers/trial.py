@@ -93,6 +93,7 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
     step = trainer.build(request)
     try:
         feed = _Feed(trainer, step, request.samples_per_step)
+        trainer.phase = "train"
         measure.synchronize(groups.device)
         rewrap_s = measure.slowest([time.perf_counter() - started], groups.device)[0]
         return _measured(step, feed, request, rewrap_s)
