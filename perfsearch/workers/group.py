@@ -7,15 +7,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
-import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perfsearch.workers import devices, processes, registry
+from perfsearch.workers import devices, processes
 from perfsearch.workers.channel import Channel, ChannelClosed, Listener
 from perfsearch.workers.devices import Gpu
 from perfsearch.workers.environment import Limits
@@ -33,6 +31,7 @@ from perfsearch.workers.messages import (
     rank_error_file,
     rank_log,
 )
+from perfsearch.workers.preload import ForkedLauncher, LauncherGone, Preloaded
 
 _POLL_S = 0.25
 _TAIL_BYTES = 16_384
@@ -63,22 +62,26 @@ class WorkerGroup:
     Args:
         spec: what to start.
         limits: time limits.
-        run_dir: where the group is put on record.
+        preloaded: the process to fork the group from; it outlives the group.
         gpus: GPUs that it uses.
 
     """
 
     def __init__(
-        self, spec: GroupSpec, limits: Limits, run_dir: Path, gpus: tuple[Gpu, ...] = ()
+        self,
+        spec: GroupSpec,
+        limits: Limits,
+        preloaded: Preloaded,
+        gpus: tuple[Gpu, ...] = (),
     ) -> None:
         self.spec = spec
         self.info: dict[str, Any] = {}
         self.requests = 0
         self._limits = limits
-        self._run_dir = run_dir
+        self._preloaded = preloaded
         self._gpus = gpus
-        self._token = uuid.uuid4().hex
-        self._launcher: subprocess.Popen[bytes] | None = None
+        self._token = preloaded.token
+        self._launcher: ForkedLauncher | None = None
         self._channel: Channel | None = None
         self._directory: Path | None = None
         self._log_directory = Path()
@@ -94,7 +97,8 @@ class WorkerGroup:
     @property
     def pids(self) -> frozenset[int]:
         """Processes of the group now."""
-        return frozenset(p.pid for p in processes.members(self._token))
+        found = processes.members(self._token, exclude=[self._preloaded.pid])
+        return frozenset(p.pid for p in found)
 
     def start(self, log_directory: Path) -> Failure | None:
         """Start the ranks and wait until each is ready; on failure say why, nothing left."""
@@ -117,7 +121,7 @@ class WorkerGroup:
                 message = self._receive(deadline)
                 if message["event"] == "ready":
                     break
-        except (ChannelClosed, TimeoutError) as error:
+        except (ChannelClosed, LauncherGone, TimeoutError) as error:
             timed_out = self._limits.startup_s if isinstance(error, TimeoutError) else None
             return self._fail(timed_out, starting=True)
         except BaseException:
@@ -138,21 +142,15 @@ class WorkerGroup:
             log_directory=str(self._log_directory),
         )
         startup.write(self._directory)
-        registry.record(self._run_dir, self._token, self._directory)
         environment = {**os.environ, **self.spec.env, TOKEN_VARIABLE: self._token}
         if self.spec.capture_nccl:
             environment["NCCL_DEBUG"] = "INFO"
             environment["NCCL_DEBUG_SUBSYS"] = "TUNING"
             environment["NCCL_DEBUG_FILE"] = str(self._directory / NCCL_LOG_FILE)
-        with open(self._log_directory / "launcher.log", "ab") as log:
-            self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "perfsearch.workers.launch", str(self._directory)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
+        log = self._log_directory / "launcher.log"
+        self._launcher = self._preloaded.fork(
+            self._directory, environment, log, self._limits.startup_s
+        )
 
     def _launcher_runs(self) -> bool:
         return self._launcher is not None and self._launcher.poll() is None
@@ -226,11 +224,12 @@ class WorkerGroup:
 
     def _fail(self, timed_out: float | None, starting: bool = False) -> Failure:
         """Gather what can be known of the failure, and end what is left."""
-        assert self._launcher is not None and self._directory is not None
-        if timed_out is None:
+        assert self._directory is not None
+        launcher = self._launcher
+        if launcher is not None and timed_out is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._launcher.wait(self._limits.grace_s)
-        code = self._launcher.poll()
+                launcher.wait(self._limits.grace_s)
+        code = launcher.poll() if launcher is not None else None
         report: dict[str, Any] = {"failures": [], "error": None}
         path = self._directory / LAUNCHER_REPORT
         if path.exists():
@@ -240,6 +239,8 @@ class WorkerGroup:
             launcher_error = f"{report['error']['type']}: {report['error']['message']}"
         elif code is not None and code < 0 and timed_out is None:
             launcher_error = f"it was ended by {signal_name(-code)}"
+        elif launcher is None and timed_out is None:
+            launcher_error = f"it ended while importing torch; see {self._log_directory.parent}"
         evidence = Evidence(
             errors=self._written_errors(),
             ends=[ProcessEnd(**end) for end in report["failures"]],
@@ -289,6 +290,7 @@ class WorkerGroup:
 
         """
         if self._launcher is None:
+            self._remove_directory()
             return
         if not kill and self.alive and self._channel is not None:
             with contextlib.suppress(ChannelClosed, subprocess.TimeoutExpired):
@@ -297,11 +299,14 @@ class WorkerGroup:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        processes.end_all(self._token, grace_s=self._limits.grace_s if not kill else 1.0)
-        self._launcher.wait()
+        grace_s = self._limits.grace_s if not kill else 1.0
+        processes.end_all(self._token, grace_s, exclude=[self._preloaded.pid])
+        self._launcher.wait(self._limits.grace_s)
         self._launcher = None
         if self._gpus:
             devices.wait_until_free(self._gpus, self._used_before, self._limits.grace_s)
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
-        registry.forget(self._run_dir, self._token)

@@ -1,19 +1,29 @@
-"""Start the ranks with torch's own launcher: ``python -m perfsearch.workers.launch DIRECTORY``.
+"""The launcher: ``python -m perfsearch.workers.launch``, started once by the controller.
 
-The directory holds the group's ``Startup``. How ranks ended is left there as JSON, so that the
-controller needs to read no log to learn which rank died of what.
+It imports torch once and then forks for every group of ranks that it is asked for on standard
+input, so that new processes cost no import. In the fork torch's own launcher (torchrun's agent)
+runs the ranks, forked in their turn. Nothing but importing is done before a fork: no CUDA
+context, no thread, no random number, so a forked process is as fresh as a new one, apart from
+what libraries read of the environment while they are imported (see ``preload.LATE_PREFIXES``).
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import select
+import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from perfsearch.workers.messages import LAUNCHER_REPORT, Startup
-from perfsearch.workers.watch import watch_controller
+from perfsearch.workers import processes
+from perfsearch.workers.messages import EXIT_FILE, LAUNCHER_REPORT, Startup
+from perfsearch.workers.watch import EXIT_ORPHANED, watch_controller
+
+_ORPHAN_CHECK_S = 2.0
 
 
 def torchrun_arguments(startup: Startup, directory: Path) -> list[str]:
@@ -22,23 +32,27 @@ def torchrun_arguments(startup: Startup, directory: Path) -> list[str]:
     arguments = [f"--nproc-per-node={spec.nproc}", "--max-restarts=0", "--rdzv-backend=c10d"]
     if spec.nnodes == 1:
         arguments += ["--nnodes=1", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
-        arguments += [f"--rdzv-id={startup.token}"]
+        arguments += [f"--rdzv-id={directory.name}"]
     else:
         arguments += [f"--nnodes={spec.nnodes}", f"--rdzv-endpoint={spec.rdzv_endpoint}"]
         arguments += ["--rdzv-id=perfsearch"]
-    return [*arguments, "-m", "perfsearch.workers.rank", str(directory)]
+    return [*arguments, "--start-method=fork", "-m", "perfsearch.workers.rank", str(directory)]
 
 
-def main(directory: Path) -> int:
+def run_group(directory: Path) -> int:
     """Run the group until its ranks end; 0 when all of them did so on purpose."""
-    startup = Startup.read(directory)
-    watch_controller(startup)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
 
+    from perfsearch.workers.rank import serve
+
+    startup = Startup.read(directory)
+    watch_controller(startup)
     report: dict[str, Any] = {"failures": [], "error": None}
     try:
-        run.run(run.parse_args(torchrun_arguments(startup, directory)))
+        config, _, _ = run.config_from_args(run.parse_args(torchrun_arguments(startup, directory)))
+        elastic_launch(config=config, entrypoint=serve)(str(directory))
     except ChildFailedError as error:
         report["failures"] = [
             {"rank": rank, "exit_code": failure.exitcode, "time": failure.timestamp}
@@ -53,8 +67,96 @@ def main(directory: Path) -> int:
     return 1
 
 
+def serve_forks(controller_pid: int, controller_started: float) -> int:
+    """Fork a group for each line on standard input, until it closes or the controller is gone."""
+    directories: dict[int, Path] = {}
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    unread = b""
+    while True:
+        ready, _, _ = select.select([0, wake_read], [], [], _ORPHAN_CHECK_S)
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+        _reap(directories)
+        if not processes.is_alive(controller_pid, controller_started):
+            return EXIT_ORPHANED
+        if 0 not in ready:
+            continue
+        chunk = os.read(0, 65_536)
+        if not chunk:
+            return 0
+        *lines, unread = (unread + chunk).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                os.close(wake_read)
+                os.close(wake_write)
+                _be_group(request)
+            directories[pid] = Path(request["directory"])
+            answer = {"pid": pid, "started": processes.started_at(pid)}
+            os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def _be_group(request: Mapping[str, Any]) -> NoReturn:
+    """In the fork: a session, environment and log of its own, then the ranks; never returns."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        os.environ.update(request["environment"])
+        for name in request["unset"]:
+            os.environ.pop(name, None)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        code = run_group(Path(request["directory"]))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # taking torch's modules down costs a second and frees nothing
+
+
+def _reap(directories: dict[int, Path]) -> None:
+    """Leave the exit code of each fork that ended where the controller looks for it."""
+    for pid in list(directories):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            directory = directories.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if directory.exists():
+                unfinished = directory / f"{EXIT_FILE}.tmp"
+                unfinished.write_text(str(code))
+                unfinished.rename(directory / EXIT_FILE)
+
+
+_NEEDED_BY_RANKS = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
+    "torch.distributed.optim",
+    "torch.distributed.run",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch.utils.flop_counter",
+    "perfsearch.parallel.ddp",
+    "perfsearch.workers.loop",
+    "perfsearch.workers.rank",
+    "perfsearch.workers.trainer",
+    "perfsearch.workloads.gpt",
+)
+
+
+def _import_what_ranks_need() -> None:
+    for name in _NEEDED_BY_RANKS:
+        importlib.import_module(name)
+
+
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # taking torch's modules down costs a second and frees nothing
+    _import_what_ranks_need()
+    os.write(1, b'{"ready": true}\n')
+    sys.exit(serve_forks(int(sys.argv[1]), float(sys.argv[2])))

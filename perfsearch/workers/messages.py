@@ -15,6 +15,7 @@ SPEC_FILE = "spec.json"
 SOCKET_FILE = "control.sock"
 STORE_FILE = "store"
 LAUNCHER_REPORT = "launcher.json"
+EXIT_FILE = "launcher.exit"
 NCCL_LOG_FILE = "nccl.%p"
 AFTER_PEER = "after a peer"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from perfsearch.workers.environment import Environment
 from perfsearch.workers.failures import Failure
 from perfsearch.workers.group import WorkerGroup
 from perfsearch.workers.messages import GroupSpec, TrialRequest, rank_log
+from perfsearch.workers.preload import Preloaded, early_variables
 
 
 class Pool:
@@ -30,6 +32,7 @@ class Pool:
         self._environment = environment
         self._gpus = gpus
         self._group: WorkerGroup | None = None
+        self._preloaded: Preloaded | None = None
 
     def measure(self, spec: GroupSpec, request: TrialRequest, plan: Plan) -> Outcome:
         """Measure one configuration in a group of ``spec``; failures are outcomes.
@@ -59,7 +62,7 @@ class Pool:
         )
         reply = group.run(request, plan.time_limit_s)
         if not reply.alive or not group.alive:
-            self.close()
+            self._end_group()
         if reply.failure is not None:
             return self._failed(reply.failure, plan, fresh)
         return _succeeded(reply.message, group.info, request, plan, fresh, surroundings)
@@ -69,9 +72,9 @@ class Pool:
         return group is not None and group.alive and group.spec.key == spec.key
 
     def _replace(self, spec: GroupSpec, plan: Plan) -> Failure | None:
-        self.close()
-        limits, run_dir = self._environment.limits, self._environment.run_dir
-        group = WorkerGroup(spec, limits, run_dir, self._gpus)
+        self._end_group()
+        environment = {**os.environ, **spec.env}
+        group = WorkerGroup(spec, self._environment.limits, self._preload(environment), self._gpus)
         failure = group.start(plan.log_directory)
         if failure is None:
             self._group = group
@@ -83,11 +86,27 @@ class Pool:
             log = plan.log_directory / "launcher.log"
         return Outcome(failure.status, None, failure.reason, str(log), fresh)
 
-    def close(self) -> None:
-        """End the group, if there is one."""
+    def _preload(self, environment: Mapping[str, str]) -> Preloaded:
+        """A process to fork from whose imports saw this environment."""
+        kept = self._preloaded
+        if kept is not None and kept.alive and kept.early == early_variables(environment):
+            return kept
+        self.close()
+        run_dir = self._environment.run_dir
+        self._preloaded = Preloaded(environment, run_dir, run_dir / "logs" / "launcher.log")
+        return self._preloaded
+
+    def _end_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.end()
+
+    def close(self) -> None:
+        """End every process."""
+        self._end_group()
+        preloaded, self._preloaded = self._preloaded, None
+        if preloaded is not None:
+            preloaded.close(self._environment.limits.grace_s)
 
 
 def _succeeded(

@@ -1,4 +1,4 @@
-"""A rank: ``python -m perfsearch.workers.rank DIRECTORY``, started by torch's launcher.
+"""A rank, forked by torch's launcher.
 
 It imports torch and perfsearch's own rank side, nothing of what the controller needs.
 """
@@ -12,7 +12,7 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from perfsearch.workers.channel import Channel
 from perfsearch.workers.messages import (
@@ -101,12 +101,14 @@ def _make_loop(directory: Path, startup: Startup, rank: int, channel: Channel | 
     return Loop(Trainer(groups), channel, startup)
 
 
-def leave(code: int) -> NoReturn:
-    """End the process at once: taking torch's modules down costs a second and frees nothing."""
+def serve(directory: str) -> None:
+    """What torch's launcher calls in each rank; it returns once the controller says so.
+
+    Raises:
+        SystemExit: the rank failed.
+    """
+    code = main(Path(directory))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    leave(main(Path(sys.argv[1])))
+    if code:
+        os._exit(code)  # taking torch's modules down costs a second and frees nothing

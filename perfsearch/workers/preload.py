@@ -1,0 +1,181 @@
+"""The controller's end of the launcher: one process with torch imported, forked for every group."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from perfsearch.workers import processes, registry
+from perfsearch.workers.messages import EXIT_FILE, TOKEN_VARIABLE
+
+LATE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
+"""Variables that are read when a process group is made; every other may be read by an import."""
+
+_POLL_S = 0.02
+
+
+class LauncherGone(RuntimeError):
+    """The launcher ended or does not answer; its log says more."""
+
+
+class ForkedLauncher:
+    """torch's launcher for one group, in a fork of the preloaded process."""
+
+    def __init__(self, pid: int, started: float, directory: Path) -> None:
+        self.pid = pid
+        self._started = started
+        self._exit_file = directory / EXIT_FILE
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code once it has ended (negative: by that signal), ``None`` while it runs."""
+        if self._code is None and self._exit_file.exists():
+            self._code = int(self._exit_file.read_text())
+        if self._code is None and not processes.is_alive(self.pid, self._started):
+            # its parent may be about to write the file, or be gone too
+            time.sleep(_POLL_S)
+            self._code = int(self._exit_file.read_text()) if self._exit_file.exists() else -9
+        return self._code
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after ``timeout_s``.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired("launcher", timeout_s or 0.0)
+            time.sleep(_POLL_S)
+        return code
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, 9)
+
+
+class Preloaded:
+    """A process that has torch imported and nothing else done, to fork groups from.
+
+    Args:
+        environment: variables for it and every fork; those that an import may read are fixed
+            from here on.
+        run_dir: where it is put on record.
+        log: file for what it prints while importing.
+    """
+
+    def __init__(self, environment: Mapping[str, str], run_dir: Path, log: Path) -> None:
+        self.token = uuid.uuid4().hex
+        self.early = early_variables(environment)
+        self._environment = dict(environment)
+        self._run_dir = run_dir
+        registry.record(run_dir, self.token, Path())
+        log.parent.mkdir(parents=True, exist_ok=True)
+        me = os.getpid()
+        with log.open("ab") as stderr:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "perfsearch.workers.launch",
+                    str(me),
+                    repr(processes.started_at(me)),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env={**environment, TOKEN_VARIABLE: self.token},
+                start_new_session=True,
+            )
+        self._unread = b""
+        self._ready = False
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def fork(
+        self, directory: Path, environment: Mapping[str, str], log: Path, timeout_s: float
+    ) -> ForkedLauncher:
+        """Start torch's launcher for the group whose ``Startup`` lies in ``directory``.
+
+        Args:
+            directory: the group's own.
+            environment: the whole environment of the group; its early variables equal this
+                process's.
+            log: file for the launcher's output.
+            timeout_s: longest wait, importing torch included.
+
+        Raises:
+            LauncherGone: the process died.
+            TimeoutError: it took longer than ``timeout_s``.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self._ready:
+            self._answer(deadline)
+            self._ready = True
+        request = {
+            "directory": str(directory),
+            "environment": dict(environment),
+            "unset": [name for name in self._environment if name not in environment],
+            "log": str(log),
+        }
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise LauncherGone("the launcher is gone") from error
+        answer = self._answer(deadline)
+        return ForkedLauncher(int(answer["pid"]), float(answer["started"]), directory)
+
+    def _answer(self, deadline: float) -> dict[str, float]:
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        while b"\n" not in self._unread:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            if not select.select([descriptor], [], [], min(left, 0.25))[0]:
+                if not self.alive:
+                    raise LauncherGone(f"the launcher ended with code {self._process.poll()}")
+                continue
+            chunk = os.read(descriptor, 65_536)
+            if not chunk:
+                code = self._process.wait()
+                raise LauncherGone(f"the launcher ended with code {code}")
+            self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        answer: dict[str, float] = json.loads(line)
+        return answer
+
+    def close(self, grace_s: float) -> None:
+        """End it and everything that descends from it."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        processes.end_all(self.token, grace_s)
+        self._process.wait()
+        registry.forget(self._run_dir, self.token)
+
+
+def early_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that an import may read."""
+    return {k: v for k, v in environment.items() if not k.startswith(LATE_PREFIXES)}
