@@ -125,7 +125,7 @@ def phases(rows: Mapping[str, Measurement]) -> str:
     names = list(dict.fromkeys(name for row in parts.values() for name in row))
     height = 74 + 40 * len(parts) + 18 * ((len(names) + 5) // 6)
     canvas = Canvas(WIDTH, height, "where the time of a step goes")
-    x = Axis(0.0, max(sum(row.values()) for row in parts.values()) * 1.1, 100, WIDTH - _RIGHT)
+    x = Axis(0.0, max(sum(row.values()) for row in parts.values()) * 1.3, 100, WIDTH - _RIGHT)
     for place, name in enumerate(names):
         at = (100 + 126 * (place % 6), 14 + 18 * (place // 6))
         canvas.box((at[0], at[1] - 9), (10, 10), _colour(names, name))
@@ -139,7 +139,9 @@ def phases(rows: Mapping[str, Measurement]) -> str:
             size = (x(begin + ms) - x(begin), 28)
             canvas.box((x(begin), y), size, _colour(names, name), words)
             begin += ms
-        canvas.text((x(begin) + 6, y + 19), f"{number(begin)} ms", "note")
+        samples = rows[label].samples_per_step
+        words = f"{number(begin)} ms for {number(samples)} samples"
+        canvas.text((x(begin) + 6, y + 19), words, "note")
     bottom = Axis(x.low, x.high, x.start, x.end)
     canvas.frame(bottom, None, "ms a step")
     return canvas.render()
@@ -211,13 +213,15 @@ def system(series: Sequence[Mapping[str, Any]]) -> list[str]:
     if not series:
         return []
     begin = min(float(sample["time_s"]) for sample in series)
+    several = len({sample.get("node", 0) for sample in series}) > 1
     pictures = []
     for ending, title in SYSTEM:
         lines: dict[str, list[tuple[float, float]]] = {}
         for sample in series:
             for key, value in sample.items():
                 if key.endswith(ending) and not key.startswith("interface/"):
-                    name = f"node {sample.get('node', 0)} {key.removesuffix(ending).strip('_')}"
+                    name = key.removesuffix(ending).strip("_").replace("_", " ")
+                    name = f"node {sample.get('node', 0)} {name}" if several else name
                     at = float(sample["time_s"]) - begin
                     lines.setdefault(name.strip(), []).append((at, float(value)))
         if any(len(points) > 1 for points in lines.values()):
@@ -226,19 +230,22 @@ def system(series: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _over_time(title: str, lines: Mapping[str, list[tuple[float, float]]]) -> str:
-    width, height = 420.0, 180.0
+    names = list(lines)
+    keyed = names if len(names) > 1 else []
+    rows = (len(keyed) + 3) // 4
+    width, height = 420.0, 180.0 + 14 * rows
     canvas = Canvas(width, height, title)
     every = [point for points in lines.values() for point in points]
     x = Axis(0.0, max(t for t, _ in every) or 1.0, _LEFT, width - _RIGHT)
-    y = Axis.around([v for _, v in every], height - 34, 20, zero=True)
+    y = Axis.around([v for _, v in every], height - 34, 20 + 14 * rows, zero=True)
     canvas.frame(x, y, "s", title)
-    names = list(lines)
-    for place, (name, points) in enumerate(lines.items()):
+    for place, name in enumerate(keyed):
+        left, top = _LEFT + 88 * (place % 4), 26 + 14 * (place // 4)
+        canvas.box((left, top - 8), (8, 8), _colour(names, name))
+        canvas.text((left + 12, top), name, "tick")
+    for name, points in lines.items():
         thinned = points[:: max(1, len(points) // _POINTS)]
         canvas.path([(x(t), y(v)) for t, v in thinned], f"line {_colour(names, name)}")
-        if len(names) > 1 and place < 4:
-            canvas.text((width - _RIGHT, 24 + 12 * place), name, "tick", "end")
-            canvas.box((width - 160, 16 + 12 * place), (8, 8), _colour(names, name))
     return canvas.render()
 
 
