@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.search.trial import Trial
-from perfsearch.tracking import names, owner
+from perfsearch.tracking import names, owner, spool
 from perfsearch.tracking.client import Client, connect
 from perfsearch.tracking.redact import Redactor
 from perfsearch.tracking.uri import StoreLocation
@@ -27,6 +27,9 @@ DIGEST = "perfsearch.digest"
 BEST = "perfsearch.best"
 BEST_TRIAL = "perfsearch.best_trial"
 NOTE = "mlflow.note.content"
+
+LARGEST_FILE = 64 * 1024**2
+"""Bytes of a file that is still uploaded; a rank's log may grow without end."""
 
 _log = logging.getLogger(__name__)
 
@@ -212,10 +215,14 @@ class Mirror:
         """Upload files under their paths in the run directory, secrets masked."""
         for path in paths:
             if path.is_dir():
-                self.artifacts(sorted(p for p in path.rglob("*") if p.is_file()))
+                files = (p for p in path.rglob("*") if p.is_file() and not p.is_symlink())
+                self.artifacts(sorted(p for p in files if p.name != spool.FILE_NAME))
                 continue
             if not path.exists():
                 _log.info("%s is gone and is not uploaded", path)
+                continue
+            if path.stat().st_size > LARGEST_FILE:
+                _log.warning("%s is too large to upload; it stays where it is", path)
                 continue
             inside = path.resolve().is_relative_to(self.run_dir.resolve())
             folder = path.resolve().parent.relative_to(self.run_dir.resolve()) if inside else Path()

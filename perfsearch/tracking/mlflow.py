@@ -75,6 +75,8 @@ class Tracker:
         self.name = name or self.run_dir.name
         self._mirror = Mirror(self.location, experiment, search_id, self.run_dir)
         self._redact = Redactor()
+        self._knob_names: tuple[str, ...] = ()
+        self.complete = True
         self._queue: queue.Queue[_Item | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._idle = threading.Condition()
@@ -100,6 +102,8 @@ class Tracker:
             knobs: the searched knobs, whose kinds decide what stands for ``null``.
 
         """
+        self._knob_names = tuple(knob.name for knob in knobs)
+        self.complete = False
         try:
             self._spool = Spool(self.run_dir)
         except OSError as error:
@@ -121,15 +125,17 @@ class Tracker:
             }
         )
 
-    def trial(self, trial: Trial, knob_names: Sequence[str]) -> None:
+    def trial(self, trial: Trial, knob_names: Sequence[str] = ()) -> None:
         """Show a trial that ended; one that was shown already is left as it is.
 
         Args:
             trial: not to be changed afterwards.
-            knob_names: the searched knobs, the same in every trial.
+            knob_names: the searched knobs, the same in every trial; by default those given to
+                ``open``, and without any those of the trial's configuration.
 
         """
-        record = {"kind": "trial", "number": trial.number, "knobs": list(knob_names)}
+        knobs = list(knob_names or self._knob_names or trial.configuration)
+        record = {"kind": "trial", "number": trial.number, "knobs": knobs}
         self._put(record, replace(trial, configuration=dict(trial.configuration)))
 
     def summary(
@@ -153,30 +159,30 @@ class Tracker:
         if names.finite({name: value}):
             self._put({"kind": "series", "name": name, "step": step, "value": value})
 
-    def artifacts(self, paths: Sequence[Path]) -> None:
+    def artifacts(self, paths: Path | Sequence[Path]) -> None:
         """Files or directories to upload as they are when their turn comes."""
-        self._put({"kind": "artifacts", "paths": [str(Path(p).resolve()) for p in paths]})
+        listed = [paths] if isinstance(paths, Path) else paths
+        self._put({"kind": "artifacts", "paths": [str(Path(p).resolve()) for p in listed]})
 
-    def close(self, status: str = "FINISHED", timeout_s: float = 30.0) -> bool:
+    def close(self, status: str = "FINISHED", timeout_s: float = 30.0) -> None:
         """End the search's run, wait for what is not written yet, and stop.
+
+        Afterwards ``complete`` tells whether everything was written.
 
         Args:
             status: ``FINISHED``, ``FAILED`` or ``KILLED``.
             timeout_s: how long to wait at most.
 
-        Returns:
-            Whether everything was written.
-
         """
         if self._thread is None:
-            return True
+            return
         self._put({"kind": "close", "status": status})
         self._deadline = time.monotonic() + timeout_s
         self._queue.put(None)
         self._thread.join(timeout_s)
-        complete = not self._thread.is_alive() and self._pending == 0 and not self._aside
+        self.complete = not self._thread.is_alive() and self._pending == 0 and not self._aside
         self._thread = None
-        if not complete:
+        if not self.complete:
             _log.warning(
                 "MLflow does not have all of this search yet; nothing is lost. "
                 "Upload the rest with: perfsearch-sync %s",
@@ -185,7 +191,6 @@ class Tracker:
         if self._spool is not None:
             self._spool.close()
             self._spool = None
-        return complete
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything so far is written; ``False`` when the time is over before."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.throughput import model_flops_utilization, peak_flops, step_time_summary
 from perfsearch.search.knob import Configuration, Kind, Knob, Value
 from perfsearch.search.trial import Measurement, Status, Trial
@@ -180,6 +181,9 @@ def trial_tags(trial: Trial) -> dict[str, str]:
     if trial.reason:
         tags["perfsearch.reason"] = trial.reason
         tags["mlflow.note.content"] = trial.reason
+    found = trial.measurement
+    if found is not None and found.step_seconds and found.phases_ms:
+        tags["perfsearch.bottleneck"] = diagnose(found)[0].name
     if trial.log_path:
         tags["perfsearch.log_path"] = trial.log_path
     return tags

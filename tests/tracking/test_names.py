@@ -95,3 +95,9 @@ def test_nested_parameters_become_dotted_keys():
         "a.c": "null",
         "d": "{}",
     }
+
+
+def test_the_bottleneck_is_a_tag_where_phases_were_measured():
+    found = measurement(phases_ms={"dataloader_next": 60.0})
+    assert names.trial_tags(trial(0, measurement=found))["perfsearch.bottleneck"] == "input_bound"
+    assert "perfsearch.bottleneck" not in names.trial_tags(trial(1, Status.OOM))

@@ -78,7 +78,8 @@ def test_a_complete_view_is_left_as_it_is(store):
     tracker.open({})
     for one in TRIALS:
         tracker.trial(one, KNOBS)
-    assert tracker.close("FINISHED", 60)
+    tracker.close("FINISHED", 60)
+    assert tracker.complete
     write_journal(tracker.run_dir, TRIALS)
     before = state(store)
     assert sync.main([str(tracker.run_dir)]) == 0
@@ -172,7 +173,8 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_nothing(store, monkeypa
         server.kill()
         for one in TRIALS[1:]:
             tracker.trial(one, KNOBS)
-        assert tracker.close("FINISHED", timeout_s=2) is False
+        tracker.close("FINISHED", timeout_s=2)
+        assert not tracker.complete
         assert caplog.text.count("not available") == 1
         write_journal(tracker.run_dir, TRIALS)
         server = Server(store, port)

@@ -22,7 +22,8 @@ def show(store, trials, search_id="s1", **changes):
     tracker.open({"runner": {"name": "ddp"}})
     for one in trials:
         tracker.trial(one, KNOBS)
-    assert tracker.close("FINISHED", timeout_s=60)
+    tracker.close("FINISHED", 60)
+    assert tracker.complete
     return tracker
 
 
@@ -96,7 +97,8 @@ def test_a_store_that_is_down_costs_one_warning_and_no_time(tmp_path, caplog, st
     tracker.open({})
     for number in range(20):
         tracker.trial(trial(number), KNOBS)
-    assert tracker.close("FINISHED", timeout_s=0.5) is False
+    tracker.close("FINISHED", timeout_s=0.5)
+    assert not tracker.complete
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len([w for w in warnings if "not available" in w]) == 1
     assert len(warnings) == 2
@@ -118,7 +120,8 @@ def test_a_store_that_hangs_keeps_no_caller_waiting(store, monkeypatch, caplog):
     assert entered.wait(60)
     for number in range(5):
         tracker.trial(trial(number), KNOBS)
-    assert tracker.close("FINISHED", timeout_s=0.05) is False
+    tracker.close("FINISHED", timeout_s=0.05)
+    assert not tracker.complete
     assert caplog.text.count("has not answered") == 1
     go_on.set()
     assert tracker.flush(60)
@@ -162,7 +165,8 @@ def test_a_record_that_the_store_refuses_does_not_hold_up_the_rest(store, monkey
     tracker.open({})
     for number in range(3):
         tracker.trial(trial(number), KNOBS)
-    assert tracker.close("FINISHED", timeout_s=60) is False
+    tracker.close("FINISHED", timeout_s=60)
+    assert not tracker.complete
     assert store.trials()["t0002"].info.status == "FINISHED"
     assert store.search().info.status == "FINISHED"
 
@@ -208,7 +212,8 @@ def test_null_is_shown_by_the_kind_of_the_knob(store):
     ]
     tracker.open({}, knobs=knobs)
     tracker.trial(trial(0, configuration={"bucket_cap_mb": None, "algorithm": None}), KNOBS)
-    assert tracker.close("FINISHED", 60)
+    tracker.close("FINISHED", 60)
+    assert tracker.complete
     params = store.trials()["t0000"].data.params
     assert params == {"knob/bucket_cap_mb": "-1", "knob/algorithm": "none"}
 
@@ -229,7 +234,8 @@ def test_summary_series_and_artifacts_land_on_the_search(store, monkeypatch):
         {"search/speedup": 2.0, "search/low": math.inf}, {"perfsearch.best_trial": "1"}, "twice"
     )
     tracker.artifacts([run_dir / "best", run_dir / "missing.html"])
-    assert tracker.close("FINISHED", 60)
+    tracker.close("FINISHED", 60)
+    assert tracker.complete
     run, client = store.search(), store.client
     assert run.data.metrics["search/speedup"] == 2.0
     assert "search/low" not in run.data.metrics
@@ -267,6 +273,7 @@ def test_nothing_is_printed_and_no_environment_is_changed(store, capfd):
 
 def test_closing_without_having_opened_is_fine_and_showing_is_not(store):
     tracker = store.tracker()
-    assert tracker.close()
+    tracker.close()
+    assert tracker.complete
     with pytest.raises(RuntimeError, match="not open"):
         tracker.trial(trial(0), KNOBS)

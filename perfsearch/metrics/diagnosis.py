@@ -1,0 +1,260 @@
+"""What holds a job back: an ordered set of rules over one measurement.
+
+The order and most thresholds follow the rule sets of PyTorch's Kineto plugin, TensorFlow's input
+pipeline analyzer and SageMaker Debugger. NVML's utilisation alone never decides: a collective that
+spins, or a single busy multiprocessor, shows as 100 %.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from perfsearch.metrics.findings import Facts, Finding, Severity, Thresholds
+from perfsearch.metrics.throughput import model_flops_utilization, peak_flops
+from perfsearch.search.trial import Measurement
+
+GIB = 1024.0**3
+MEGA = 1e6
+
+RANK_PHASES = ("dataloader_next", "to_device", "forward", "optimizer")
+"""Phases in which a rank works for itself. A slow rank's backward pass looks long on the others."""
+
+
+def diagnose(measurement: Measurement, limits: Thresholds | None = None) -> list[Finding]:
+    """Everything that the rules find, the bottleneck first; never empty.
+
+    Args:
+        measurement: with phases; without any, only memory and utilisation can be judged.
+        limits: when rules fire.
+
+    Raises:
+        ValueError: the measurement has no step times.
+
+    """
+    if not measurement.step_seconds:
+        raise ValueError("a measurement without step times cannot be diagnosed")
+    step_ms = statistics.fmean(measurement.step_seconds) * 1e3
+    facts = Facts(
+        measurement, limits or Thresholds(), step_ms, dict(measurement.bottleneck_evidence)
+    )
+    found = [finding for rule in _RULES if (finding := rule(facts)) is not None]
+    if not any(f.severity is Severity.HIGH for f in found):
+        computing = _compute(facts)
+        found += [] if computing is None else [computing]
+    if found:
+        return found
+    return [
+        Finding(
+            "balanced",
+            Severity.INFO,
+            f"no phase of the {step_ms:.2f} ms step stands out",
+            "Measure with metrics.detail=full, or search: single causes are not in sight.",
+        )
+    ]
+
+
+def report(findings: list[Finding]) -> str:
+    """Findings as lines for a terminal or a note."""
+    return "\n".join(f"- {finding}" for finding in findings)
+
+
+def _memory(facts: Facts) -> Finding | None:
+    retries = facts.evidence.get("allocator_retries", 0.0)
+    total = _device_memory_gib(facts.measurement)
+    peak = facts.measurement.peak_reserved_gib
+    share = peak / total if peak is not None and total else None
+    full = share is not None and share > facts.limits.reserved_memory
+    if not (retries > 0 or full):
+        return None
+    words = [f"{retries:.0f} allocations had to be tried again"] if retries > 0 else []
+    if full and peak is not None:
+        words.append(f"{peak:.1f} of {total:.1f} GiB were reserved at the peak ({share:.0%})")
+    return Finding(
+        "memory_pressure",
+        Severity.HIGH,
+        ", ".join(words),
+        "Use a smaller micro-batch with more accumulation, activation checkpointing, or sharding.",
+    )
+
+
+def _input(facts: Facts) -> Finding | None:
+    share, limits = facts.share("dataloader_next"), facts.limits
+    if share < limits.input_moderate:
+        return None
+    workers = facts.measurement.in_force.get("dataloader_workers")
+    if facts.above("cpu_iowait_percentage", limits.iowait_percent):
+        cause = f"disks keep it waiting (iowait {facts.system('cpu_iowait_percentage'):.0f} %)"
+        advice = "Keep the data on a faster disk or in memory, or read it in larger pieces."
+    elif facts.above("cpu_utilization_percentage", limits.cpu_busy_percent):
+        used = facts.system("cpu_utilization_percentage")
+        cause = f"preprocessing fills the processors ({used:.0f} % busy)"
+        advice = "Do less a sample: preprocess once and store it, or do it on the device."
+    elif facts.above("network_receive_megabytes_per_s", limits.network_megabytes_per_s):
+        rate = facts.system("network_receive_megabytes_per_s")
+        cause = f"data may come over the network ({rate:.0f} MB/s received)"
+        advice = "Cache the data locally, or prefetch more of it."
+    else:
+        cause = "processors, disks and network are not its limit"
+        advice = "Use more dataloader workers, or a larger prefetch factor."
+        if workers is not None:
+            cause += f"; it has {workers} workers"
+    severity = Severity.HIGH if share >= limits.input_high else Severity.MODERATE
+    evidence = f"waiting for the next batch takes {facts.said('dataloader_next')}; {cause}"
+    return Finding("input_bound", severity, evidence, advice, share)
+
+
+def _copy(facts: Facts) -> Finding | None:
+    share = facts.share("to_device")
+    if share <= facts.limits.to_device:
+        return None
+    return Finding(
+        "host_to_device_copy",
+        Severity.MODERATE,
+        f"copying batches to the device takes {facts.said('to_device')}",
+        "Use pin_memory with non_blocking copies, or send smaller types (uint8, bf16).",
+        share,
+    )
+
+
+def _straggler(facts: Facts) -> Finding | None:
+    worst, phase = 0.0, ""
+    for name in RANK_PHASES:
+        ratio = facts.evidence.get(f"straggler_{name}_ratio", 1.0)
+        excess = facts.phase_ms(name) * (1 - 1 / ratio) if ratio > 1 else 0.0
+        if excess > worst:
+            worst, phase = excess, name
+    share = worst / facts.step_ms
+    if share <= facts.limits.straggler_excess:
+        return None
+    rank = facts.evidence.get(f"straggler_{phase}_rank")
+    who = "one rank" if rank is None else _name_of(facts.measurement, int(rank))
+    return Finding(
+        "straggler",
+        Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
+        f"{who} takes {worst:.2f} ms a step longer than the mean in {phase} ({share:.0%} of the "
+        "step), and the others wait for it in their collectives",
+        "Look at that device's clocks, temperature and neighbours, and at that rank's data.",
+        share,
+    )
+
+
+def _communication(facts: Facts) -> Finding | None:
+    share = facts.share("comm_exposed")
+    if share <= facts.limits.comm_moderate:
+        return None
+    return Finding(
+        "communication_bound",
+        Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
+        f"communication that nothing overlaps takes {facts.said('comm_exposed')}",
+        "Search bucket sizes and NCCL's settings, accumulate gradients, or shard less.",
+        share,
+    )
+
+
+def _launch(facts: Facts) -> Finding | None:
+    busy_ms = facts.evidence.get("device_busy_ms")
+    waits = facts.share("dataloader_next", "to_device", "comm_exposed", "from_device")
+    if busy_ms is None:
+        return None
+    idle = 1 - busy_ms / facts.step_ms
+    if idle <= 1 - facts.limits.device_busy or idle <= waits:
+        return None
+    return Finding(
+        "launch_bound",
+        Severity.HIGH if idle >= 2 * (1 - facts.limits.device_busy) else Severity.MODERATE,
+        f"the device works {busy_ms:.2f} ms of a {facts.step_ms:.2f} ms step and waits for the "
+        f"host for {max(0.0, idle - waits):.0%} of it",
+        "Use torch.compile or CUDA graphs, a fused or foreach optimizer, or a larger micro-batch.",
+        max(0.0, idle - waits),
+    )
+
+
+def _sync(facts: Facts) -> Finding | None:
+    share = facts.share("from_device")
+    if share <= facts.limits.sync_wait:
+        return None
+    calls = facts.evidence.get("sync_calls_per_step")
+    often = "" if calls is None else f" in {calls:.1f} calls a step"
+    return Finding(
+        "sync_points",
+        Severity.MODERATE,
+        f"waiting for values from the device{often} takes {facts.said('from_device')}",
+        "Call .item(), .cpu() and print of tensors less often, or after the step.",
+        share,
+    )
+
+
+def _optimizer(facts: Facts) -> Finding | None:
+    share = facts.share("optimizer")
+    if share <= facts.limits.optimizer:
+        return None
+    return Finding(
+        "optimizer_bound",
+        Severity.MODERATE,
+        f"the optimizer takes {facts.said('optimizer')}",
+        "Use its fused or foreach implementation, shard its state, or accumulate gradients.",
+        share,
+    )
+
+
+def _compute(facts: Facts) -> Finding | None:
+    used = facts.system("gpu_utilization_percentage")
+    working = facts.share("forward", "backward")
+    if used is not None:
+        if used < facts.limits.compute * 100:
+            return None
+        evidence = f"the GPUs are busy {used:.0f} % of the time"
+    elif working >= facts.limits.compute:
+        evidence = f"forward and backward take {facts.said('forward', 'backward')}"
+    else:
+        return None
+    mfu = _mfu(facts.measurement)
+    if mfu is not None:
+        evidence += f", at {mfu:.0%} of their peak (MFU)"
+    return Finding(
+        "compute_bound",
+        Severity.INFO,
+        evidence,
+        "Lower precision, torch.compile or better kernels help; settings of the job hardly do.",
+        working or None,
+    )
+
+
+_RULES: tuple[Callable[[Facts], Finding | None], ...] = (
+    _memory,
+    _input,
+    _copy,
+    _straggler,
+    _communication,
+    _launch,
+    _sync,
+    _optimizer,
+)
+
+
+def _device_memory_gib(measurement: Measurement) -> float | None:
+    totals = [
+        (d["memory_usage_megabytes"] + d["memory_free_megabytes"]) * MEGA / GIB
+        for d in measurement.environment.get("devices", [])
+        if "memory_usage_megabytes" in d and "memory_free_megabytes" in d
+    ]
+    return min(totals, default=None)
+
+
+def _name_of(measurement: Measurement, rank: int) -> str:
+    devices = measurement.environment.get("devices", [])
+    if len(devices) == measurement.world_size:
+        return f"rank {rank} (gpu_{devices[rank]['index']}, {devices[rank]['uuid']})"
+    return f"rank {rank}"
+
+
+def _mfu(measurement: Measurement) -> float | None:
+    devices = measurement.environment.get("devices") or [{}]
+    precision = str(measurement.environment.get("precision", ""))
+    peak = peak_flops(str(devices[0].get("name", "")), precision)
+    if peak is None or measurement.flops_per_step is None:
+        return None
+    return model_flops_utilization(
+        measurement.flops_per_step, measurement.step_time_s, measurement.world_size, peak
+    )

@@ -1,0 +1,214 @@
+"""``report.html``: one file, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from perfsearch.metrics.diagnosis import diagnose
+from perfsearch.search.objective import Objective
+from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.tracking import charts
+from perfsearch.tracking.effects import knob_effects
+from perfsearch.tracking.files import write_text
+from perfsearch.tracking.names import plain
+from perfsearch.tracking.svg import number
+
+_ROWS = 1000
+_SEED = 0
+"""The intervals of the same trials are the same in every report."""
+
+
+class Verdict(Protocol):
+    """What the confirmation said."""
+
+    @property
+    def intervals(self) -> Mapping[int, charts.Ratio]:
+        """Speed-up of each finalist by its trial's number."""
+
+    @property
+    def winner(self) -> int | None:
+        """Trial whose configuration is handed over; ``None`` for the baseline's."""
+
+    @property
+    def reason(self) -> str:
+        """One line for people."""
+
+
+def write_report(
+    path: Path,
+    trials: Sequence[Trial],
+    verdict: Verdict,
+    objective: Objective,
+    *,
+    title: str = "perfsearch",
+    system_series: Sequence[Mapping[str, Any]] = (),
+    memory_limit_gib: float | None = None,
+) -> None:
+    """Write the report of a search.
+
+    Args:
+        path: the file.
+        trials: all of them, in order.
+        verdict: of the confirmation.
+        objective: what was optimised.
+        title: heading of the page.
+        system_series: the sampler's raw samples.
+        memory_limit_gib: what fits on a device.
+
+    Raises:
+        OSError: it cannot be written.
+
+    """
+    sections = [
+        ("Progress", charts.progress(trials, objective, verdict.winner), _PROGRESS),
+        ("Baseline against the finalists", _speed_ups(verdict), _SPEED_UPS),
+        ("Where the time of a step goes", _phases(trials, verdict.winner), _PHASES),
+        ("What holds the job back", _diagnosis(trials, verdict.winner), ""),
+        ("Effect of each knob", _effects(trials), _EFFECTS),
+        ("Memory", _memory(trials, memory_limit_gib), _MEMORY),
+        ("System", "".join(charts.system(system_series)), ""),
+        ("Trials", _table(trials, objective), ""),
+    ]
+    body = "".join(
+        f"<section><h2>{escape(name)}</h2>{content}<p class=caption>{escape(caption)}</p></section>"
+        for name, content, caption in sections
+        if content
+    )
+    head = f"<h1>{escape(title)}</h1><p class=verdict>{escape(verdict.reason)}</p>"
+    write_text(
+        path,
+        "<!doctype html><html lang=en><head><meta charset=utf-8>"
+        '<meta name=viewport content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
+        f"<body>{head}{_counts(trials)}{body}</body></html>\n",
+    )
+
+
+def _counts(trials: Sequence[Trial]) -> str:
+    if not trials:
+        return "<p>No trial has ended yet.</p>"
+    counts = Counter(t.status.value for t in trials)
+    listed = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    return f"<p>{len(trials)} trials: {escape(listed)}.</p>"
+
+
+def _find(trials: Sequence[Trial], winner: int | None) -> dict[str, Measurement]:
+    """Measurements of the baseline and of the winner, as far as there are any."""
+    found: dict[str, Measurement] = {}
+    for trial in trials:
+        measured = trial.measurement
+        if measured is None or trial.status is not Status.OK or not measured.step_seconds:
+            continue
+        if trial.purpose is Purpose.BASELINE:
+            found.setdefault("baseline", measured)
+        elif winner is not None and trial.number == winner:
+            found[f"trial {winner}"] = measured
+    return found
+
+
+def _speed_ups(verdict: Verdict) -> str:
+    return charts.speed_ups(verdict.intervals, verdict.winner) if verdict.intervals else ""
+
+
+def _phases(trials: Sequence[Trial], winner: int | None) -> str:
+    rows = {label: m for label, m in _find(trials, winner).items() if m.phases_ms}
+    return charts.phases(rows) if rows else ""
+
+
+def _diagnosis(trials: Sequence[Trial], winner: int | None) -> str:
+    parts = []
+    for label, measurement in _find(trials, winner).items():
+        if not measurement.phases_ms:
+            continue
+        items = "".join(
+            f"<li><b>{escape(f.name)}</b> ({f.severity}): {escape(f.evidence)}. "
+            f"{escape(f.advice)}</li>"
+            for f in diagnose(measurement)
+        )
+        parts.append(f"<h3>{escape(label)}</h3><ul>{items}</ul>")
+    return "".join(parts)
+
+
+def _effects(trials: Sequence[Trial]) -> str:
+    knobs = list(dict.fromkeys(name for t in trials for name in t.configuration))
+    found = knob_effects(trials, knobs, np.random.default_rng(_SEED))
+    return charts.effects(found) if found else ""
+
+
+def _memory(trials: Sequence[Trial], limit_gib: float | None) -> str:
+    known = any(t.measurement and t.measurement.peak_allocated_gib for t in trials)
+    return charts.memory(trials, limit_gib) if known else ""
+
+
+def _table(trials: Sequence[Trial], objective: Objective) -> str:
+    if not trials:
+        return ""
+    knobs = list(dict.fromkeys(name for t in trials for name in t.configuration))
+    names = ["trial", "purpose", "status", objective.unit, "ms/step", "GiB", *knobs, "reason"]
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    rows = []
+    for trial in trials[:_ROWS]:
+        found = trial.measurement
+        step_ms = found.step_time_s * 1e3 if found and found.step_seconds else None
+        cells = [str(trial.number), trial.purpose.value, trial.status.value]
+        cells += [_cell(trial.objective), _cell(step_ms)]
+        cells.append(_cell(found.peak_allocated_gib if found else None))
+        cells += [plain(trial.configuration[k]) if k in trial.configuration else "" for k in knobs]
+        cells.append(trial.reason)
+        rows.append("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>")
+    left_out = len(trials) - len(rows)
+    more = f"<p>{left_out} more are in trials.csv.</p>" if left_out else ""
+    return (
+        f"<details><summary>{len(trials)} trials</summary><div class=wide><table>"
+        f"<tr>{head}</tr>{''.join(rows)}</table></div>{more}</details>"
+    )
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else number(value)
+
+
+_PROGRESS = (
+    "Each dot is one reading in a warm process, crosses are trials that failed, the line is the "
+    "best reading so far. Single readings flatter the luckiest: only the comparison below counts."
+)
+_SPEED_UPS = "Measured in fresh processes, interleaved with the baseline. The line at 1 is no gain."
+_PHASES = "Mean of the slowest rank in each phase; 'rest' is what no phase covers."
+_EFFECTS = (
+    "From an additive model of log speed, with intervals from resampling trials; grey where the "
+    "interval covers no effect. A search chooses where it looks: these are associations."
+)
+_MEMORY = "Crosses are trials that ran out of memory."
+
+_COLOURS = (
+    "#0072b2 #e69f00 #009e73 #cc79a7 #56b4e9 #d55e00 #8c6d31 #999999".split()  # noqa: SIM905
+)
+"""Okabe and Ito's palette, told apart also by the colour-blind; yellow is too pale on white."""
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;color:#222;background:#fff;max-width:900px;
+margin:2em auto;padding:0 1em}
+h1{font-size:1.5em;margin-bottom:.2em}h2{font-size:1.15em;margin:1.8em 0 .4em}h3{font-size:1em}
+.verdict{font-size:1.1em;font-weight:600}.caption{color:#666;font-size:.87em;margin:.2em 0}
+svg{width:100%;height:auto;max-width:860px}
+section svg:not(:only-of-type){max-width:430px}
+svg text{font:12px system-ui,sans-serif;fill:#222}svg .tick,svg .note{fill:#666}
+svg .tick{font-size:11px}svg .label{font-weight:600}
+.grid{stroke:#eee}.axis{stroke:#999}polyline{fill:none;stroke-width:1.5}
+.best-line{stroke:#009e73;stroke-width:2}.baseline-line{stroke:#666;stroke-dasharray:5 4}
+.limit-line{stroke:#d55e00;stroke-dasharray:5 4}
+.trial{fill:#0072b2}.baseline{fill:#222}.sentinel{fill:#999}.winner{fill:#009e73}
+.failed{stroke:#d55e00;stroke-width:1.6;fill:none}
+.trial-interval{stroke:#0072b2;stroke-width:2}.sentinel-interval{stroke:#999;stroke-width:2}
+.winner-interval{stroke:#009e73;stroke-width:3}
+table{border-collapse:collapse;font-size:.85em}td,th{padding:.15em .6em;text-align:left;
+border-bottom:1px solid #eee;white-space:nowrap}.wide{overflow-x:auto}
+""" + "".join(
+    f".c{i}{{fill:{c}}}.line.c{i}{{fill:none;stroke:{c}}}" for i, c in enumerate(_COLOURS)
+)

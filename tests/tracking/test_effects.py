@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from search_runs import trial
+
+from perfsearch.search.trial import Status
+from perfsearch.tracking.effects import knob_effects
+
+
+def random_trials(count=60, seed=1):
+    """Costs in which algorithm=Ring is 1.5 times as fast, and noise knobs do nothing."""
+    generator = np.random.default_rng(seed)
+    trials = []
+    for number in range(count):
+        configuration = {
+            "algorithm": ["Ring", "Tree"][int(generator.integers(2))],
+            "workers": int(generator.integers(3)),
+            "bucket": float(generator.uniform(1, 256)),
+        }
+        factor = 1.0 if configuration["algorithm"] == "Ring" else 1.5
+        cost = factor * float(np.exp(generator.normal(0, 0.02)))
+        trials.append(trial(number, configuration=configuration, cost=cost))
+    return trials
+
+
+def effects(trials):
+    found = knob_effects(trials, ["workers", "algorithm", "bucket"], np.random.default_rng(0))
+    return {e.knob: e for e in found}
+
+
+def test_the_knob_that_matters_comes_first_with_its_size():
+    found = effects(random_trials())
+    assert next(iter(found)) == "algorithm"
+    assert found["algorithm"].spread == pytest.approx(1.5, rel=0.03)
+    ring = next(level for level in found["algorithm"].levels if level.label == "Ring")
+    assert ring.low > 1.15
+
+
+def test_knobs_that_do_nothing_cover_no_effect():
+    for level in effects(random_trials())["workers"].levels:
+        assert level.low < 1.0 < level.high
+
+
+def test_many_numbers_are_shown_in_quarters():
+    levels = effects(random_trials())["bucket"].levels
+    assert len(levels) == 4
+    assert sum(level.trials for level in levels) == 60
+    assert " to " in levels[0].label
+
+
+def test_values_are_in_their_order_with_null_first():
+    trials = random_trials(20)
+    for one in trials:
+        one.configuration["workers"] = [None, 10, 9][one.number % 3]
+    assert [level.label for level in effects(trials)["workers"].levels] == ["null", "9", "10"]
+
+
+def test_too_few_trials_and_failures_tell_nothing():
+    assert effects(random_trials(5)) == {}
+    failed = random_trials(20)
+    for one in failed:
+        one.status = Status.OOM
+    assert effects(failed) == {}
+
+
+def test_the_same_trials_give_the_same_intervals():
+    assert effects(random_trials()) == effects(random_trials())

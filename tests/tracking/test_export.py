@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import csv
+import json
+import math
+
+import pytest
+import yaml
+from search_runs import measurement, trial
+
+from perfsearch.search.knob import Kind, Knob
+from perfsearch.search.trial import Status
+from perfsearch.tracking import export, files
+
+KNOBS = [
+    Knob("bucket_cap_mb", Kind.INTEGER, 25, low=1, high=256),
+    Knob("algorithm", Kind.CATEGORICAL, None, values=(None, "Ring")),
+    Knob("static_graph", Kind.BOOLEAN, False),
+]
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_row_a_trial_with_values_as_the_command_line_takes_them(tmp_path):
+    first = {"bucket_cap_mb": 25, "algorithm": None, "static_graph": True}
+    trials = [trial(0, configuration=first), trial(1, Status.OOM, reason="out of\n memory, twice")]
+    path = export.write_trials(tmp_path, trials, KNOBS, {"pin_memory": False})
+    good, failed = rows(path)
+    assert (good["trial"], good["purpose"], good["status"]) == ("0", "baseline", "ok")
+    assert (good["bucket_cap_mb"], good["algorithm"], good["static_graph"]) == (
+        "25",
+        "null",
+        "true",
+    )
+    assert good["pin_memory"] == failed["pin_memory"] == "false"
+    assert [float(ms) for ms in good["step_ms"].split()] == [100.0] * 10
+    assert float(good["samples_per_s"]) == pytest.approx(320)
+    assert [float(x) for x in good["first_losses"].split()] == [3.0, 2.0]
+    assert good["world_size"] == "2"
+    assert failed["reason"] == "out of memory, twice"
+    assert failed["objective"] == failed["step_ms"] == failed["samples_per_s"] == ""
+
+
+def test_columns_are_those_of_the_interface(tmp_path):
+    header = export.write_trials(tmp_path, [], KNOBS).read_text().strip().split(",")
+    assert header[:6] == [
+        "trial",
+        "purpose",
+        "status",
+        "bucket_cap_mb",
+        "algorithm",
+        "static_graph",
+    ]
+    assert header[6:9] == ["objective", "samples_per_s", "step_ms"]
+    assert header[9:11] == ["peak_allocated_gib", "peak_reserved_gib"]
+    assert header[-2:] == ["trial_seconds", "reason"]
+
+
+def test_a_trial_with_no_steps_left_has_no_throughput(tmp_path):
+    path = export.write_trials(
+        tmp_path, [trial(0, measurement=measurement(step_seconds=[]))], KNOBS
+    )
+    assert rows(path)[0]["samples_per_s"] == ""
+
+
+def test_a_knob_named_as_an_outcome_is_refused(tmp_path):
+    knob = Knob("reason", Kind.BOOLEAN, False)
+    with pytest.raises(ValueError, match="the knob reason"):
+        export.write_trials(tmp_path, [], [knob])
+
+
+def test_settings_read_back_as_they_were(tmp_path):
+    settings = {
+        "runner": {"name": "ddp", "knobs": {"algo": "on", "lr": 1e-5, "none": None, "b": True}},
+        "workload": {"command": ["train.py", "--x=1,2", "{}", "ünïcode"]},
+    }
+    export.write_config(tmp_path / "best/config.yaml", settings)
+    assert yaml.safe_load((tmp_path / "best/config.yaml").read_text()) == settings
+
+
+@pytest.mark.parametrize("value", [{1, 2}, (1, 2), Status.OK, object()])
+def test_settings_that_are_not_plain_are_refused(tmp_path, value):
+    with pytest.raises(ValueError, match=r"plain values|read back"):
+        export.write_config(tmp_path / "config.yaml", {"a": value})
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_the_summary_is_json_without_numbers_that_json_lacks(tmp_path):
+    numbers = {"speed_up": 1.5, "bad": math.nan, "list": [1.0, math.inf]}
+    export.write_summary(tmp_path / "best/summary.json", numbers, {"driver": "570"})
+    found = json.loads((tmp_path / "best/summary.json").read_text())
+    assert found == {
+        "schema": 1,
+        "speed_up": 1.5,
+        "bad": None,
+        "list": [1.0, None],
+        "provenance": {"driver": "570"},
+    }
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
+    path = tmp_path / "file.json"
+    files.write_json(path, {"a": 1})
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
+
+import pytest
+from search_runs import measurement, trial
+
+from perfsearch.search.objective import Metric, Objective
+from perfsearch.search.trial import Purpose, Status
+from perfsearch.tracking.charts import phase_parts
+from perfsearch.tracking.report import write_report
+
+VERDICT = SimpleNamespace(
+    intervals={5: SimpleNamespace(ratio=1.31, low=1.28, high=1.34)}, winner=5, reason="1.31x faster"
+)
+NOTHING = SimpleNamespace(intervals={}, winner=None, reason="no gain beyond the noise")
+
+
+def searched():
+    trials = [
+        trial(n, configuration={"bucket_cap_mb": 25 + n % 3, "algorithm": ["Ring", "Tree"][n % 2]})
+        for n in range(10)
+    ]
+    trials[3] = trial(3, Status.OOM, reason="needs <b>more</b> & more")
+    trials[4].purpose = Purpose.SENTINEL
+    trials.append(trial(10, purpose=Purpose.CONFIRM))
+    return trials
+
+
+def page(tmp_path, trials, verdict=VERDICT, **changes):
+    path = tmp_path / "report.html"
+    write_report(path, trials, verdict, Objective(), **changes)
+    return path.read_text()
+
+
+def test_it_shows_every_part_and_loads_nothing(tmp_path):
+    series = [
+        {"time_s": 5.0 + i, "node": 0, "cpu_utilization_percentage": i, "interface/eth0/x": 1.0}
+        for i in range(9)
+    ]
+    text = page(tmp_path, searched(), system_series=series, memory_limit_gib=2.0, title="gpt <1>")
+    headings = re.findall("<h2>(.*?)</h2>", text)
+    assert headings == [
+        "Progress",
+        "Baseline against the finalists",
+        "Where the time of a step goes",
+        "What holds the job back",
+        "Effect of each knob",
+        "Memory",
+        "System",
+        "Trials",
+    ]
+    assert not re.search(r"https?://|src=|@import|url\(", text)
+    assert "gpt &lt;1&gt;" in text
+    assert "<b>more</b>" not in text
+    assert "1.310x (1.280 to 1.340)" in text
+    assert "11 trials: 10 ok, 1 oom." in text
+
+
+def test_every_picture_is_well_formed(tmp_path):
+    pictures = re.findall("<svg.*?</svg>", page(tmp_path, searched()), re.S)
+    assert len(pictures) == 5
+    for picture in pictures:
+        ElementTree.fromstring(picture)
+
+
+@pytest.mark.parametrize(
+    "trials",
+    [
+        [],
+        [trial(0, Status.CRASH)],
+        [trial(0, measurement=measurement(step_seconds=[]), objective=None)],
+        [trial(0, measurement=measurement(phases_ms={}, peak_allocated_gib=None))],
+    ],
+)
+def test_what_is_not_there_is_left_out(tmp_path, trials):
+    text = page(tmp_path, trials, NOTHING)
+    assert "no gain beyond the noise" in text
+    assert "Baseline against" not in text
+    assert "Where the time" not in text
+    assert "Effect of" not in text
+
+
+def test_the_best_so_far_of_a_latency_goes_down(tmp_path):
+    trials = [trial(n, objective=value) for n, value in enumerate([10.0, 8.0, 12.0, 6.0])]
+    path = tmp_path / "report.html"
+    write_report(path, trials, NOTHING, Objective(Metric.LATENCY))
+    line = re.search(r'class="best-line" points="([^"]*)"', path.read_text())
+    heights = [float(point.split(",")[1]) for point in line[1].split()]
+    assert heights == sorted(heights)
+    assert len(set(heights)) == 3
+
+
+def test_phases_sum_to_the_step_and_communication_is_taken_out_of_backward():
+    found = measurement(
+        phases_ms={"train_batch": 90.0, "forward": 30.0, "backward": 50.0, "comm_exposed": 20.0}
+    )
+    parts = phase_parts(found)
+    assert parts == pytest.approx(
+        {"forward": 30.0, "backward": 30.0, "comm_exposed": 20.0, "rest": 20.0}
+    )
+    assert sum(parts.values()) == pytest.approx(100.0)
