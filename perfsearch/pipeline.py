@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -29,7 +30,8 @@ from perfsearch.tracking import open_tracker
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
-    from perfsearch.tracking.mlflow import Tracker
+    from perfsearch.metrics.system import SystemSampler
+    from perfsearch.tracking import Tracker
     from perfsearch.view import View
 
 
@@ -88,12 +90,16 @@ def search(
         directory.mkdir(parents=True, exist_ok=True)
         stack.enter_context(run_directory_lock(directory))
         stack.enter_context(device_lock(runner.device_set(), view.note))
+        runner.open()
         journal = opening.open_journal(directory, settings, runner, resuming)
         stack.callback(journal.close)
         if journal.dropped_line:
             view.warning(f"{journal.path}: dropped a line that was torn: {journal.dropped_line!r}")
         tracker = tracker_factory(settings, directory, str(journal.header["search_id"]))
         session = _session(settings, runner, strategy_factory, view, directory, journal, tracker)
+        session.sampler = _start_sampler(settings, runner)
+        if session.sampler is not None:
+            stack.callback(session.sampler.stop)
         record.open_record(session)
         try:
             result = _stages(session)
@@ -123,6 +129,19 @@ def _session(
     strategy = strategy_factory(runner.space, runner.hints(trials))
     objective = Objective(settings.objective.metric)
     return Session(settings, runner, strategy, journal, view, tracker, directory, objective, trials)
+
+
+def _start_sampler(settings: Settings, runner: Runner) -> SystemSampler | None:
+    """Sample this node while real devices are used; a replay has none."""
+    devices = [name for name in runner.device_set().split(",") if name]
+    if not devices:
+        return None
+    from perfsearch.metrics.system import SystemSampler
+
+    uuids = [name for name in devices if name != "cpu"]
+    sampler = SystemSampler(settings.metrics.interval_s, uuids, [os.getpid()])
+    sampler.start()
+    return sampler
 
 
 def _stages(session: Session) -> Result:

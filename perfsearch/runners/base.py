@@ -90,6 +90,9 @@ class Runner(ABC):
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Run the configuration; every failure of it is an outcome, never an exception."""
 
+    def open(self) -> None:  # noqa: B027 - a runner may have nothing to prepare
+        """Get ready, its devices being held: end what a killed run of the same search left."""
+
     def identity(self) -> dict[str, str]:
         """What a result depends on apart from knobs: model, world size, device names, versions."""
         return {}

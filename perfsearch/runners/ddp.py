@@ -20,7 +20,7 @@ from perfsearch.search.narrow import SEARCH, KnobError, narrow
 from perfsearch.search.space import Space
 from perfsearch.search.suggest import nearest
 from perfsearch.search.trial import Trial
-from perfsearch.workers import devices
+from perfsearch.workers import devices, registry
 from perfsearch.workers.environment import Environment, Limits, detect
 from perfsearch.workers.messages import GroupSpec, TrialRequest
 from perfsearch.workers.pool import Pool
@@ -103,6 +103,10 @@ class DDP(Runner):
         self.baseline = {knob.name: knob.default for knob in searched}
         self._scopes = {knob.name: knob.scope for knob in declared}
         self._pool = Pool(environment, self.hardware.gpus)
+
+    def open(self) -> None:
+        """End the processes that a killed controller of this search left behind."""
+        registry.reap(self._environment.run_dir)
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Train the configuration in a group of ranks that fits it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,22 @@ from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.stages.confirm import BASELINE, Verdict
 from perfsearch.stages.session import Session
 from perfsearch.tracking import export, report
+from perfsearch.tracking.files import write_text
+from perfsearch.tracking.provenance import provenance
 
 if TYPE_CHECKING:
     from perfsearch.pipeline import Result
+
+
+_ARTIFACTS = (
+    "config.yaml",
+    "journal.jsonl",
+    "trials.csv",
+    "report.html",
+    "system.jsonl",
+    "best",
+    "logs",
+)
 
 
 def open_record(session: Session) -> None:
@@ -32,6 +46,7 @@ def open_record(session: Session) -> None:
             **{f"pinned/{k}": v for k, v in runner.pinned.items()},
         },
         tags={"perfsearch.run_dir": str(session.run_dir)},
+        knobs=runner.space.knobs,
     )
 
 
@@ -41,9 +56,20 @@ def close_record(session: Session, result: Result) -> None:
     export.write_trials(run_dir, session.trials, runner.space.knobs, runner.pinned)
     files = _best_files(session, result) if result.exit_code != 1 else []
     summary = summarise(session, result.verdict)
-    report.write_report(run_dir / "report.html", session.trials, result.verdict, session.objective)
+    series = [] if session.sampler is None else session.sampler.series()
+    report.write_report(
+        run_dir / "report.html",
+        session.trials,
+        result.verdict,
+        session.objective,
+        title=f"perfsearch {run_dir.name}",
+        system_series=series,
+        memory_limit_gib=runner.hints(session.trials).memory_limit_gib,
+    )
+    lines = "".join(json.dumps(sample) + "\n" for sample in series)
+    write_text(run_dir / "system.jsonl", lines)
     session.tracker.summary(summary, tags=_tags(result), note=_note(session, result))
-    session.tracker.artifacts(run_dir)
+    session.tracker.artifacts([run_dir / name for name in _ARTIFACTS if (run_dir / name).exists()])
     for line in trial_cost_lines(session.trials):
         session.view.note(line)
     session.view.result(_rows(session, result.verdict), result.verdict.reason, files)
@@ -155,7 +181,8 @@ def _best_files(session: Session, result: Result) -> list[str]:
         },
         "unit": session.objective.unit,
     }
-    export.write_summary(directory / "summary.json", summary, session.runner.identity())
+    origin = {**provenance(), "identity": session.runner.identity()}
+    export.write_summary(directory / "summary.json", summary, origin)
     written = session.runner.export(best, directory / "apply")
     return [str(p) for p in (directory / "config.yaml", directory / "summary.json", *written)]
 

@@ -20,7 +20,8 @@ from perfsearch.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
-    from perfsearch.tracking.mlflow import Tracker
+    from perfsearch.metrics.system import SystemSampler
+    from perfsearch.tracking import Tracker
     from perfsearch.view import View
 
 MAX_RETRIES = 2
@@ -40,6 +41,7 @@ class Session:
     run_dir: Path
     objective: Objective
     trials: list[Trial] = field(default_factory=list)
+    sampler: SystemSampler | None = None
     search_seconds: float = 0.0
     screened: int = 0
     consecutive_failures: int = 0
@@ -152,7 +154,10 @@ class Session:
         trial.seconds = now - begin
         steps_s = 0.0
         if trial.measurement is not None:
-            steps_s = sum(trial.measurement.step_seconds) + trial.measurement.discarded_seconds
+            scored_s = sum(trial.measurement.step_seconds)
+            steps_s = scored_s + trial.measurement.discarded_seconds
+            if self.sampler is not None:
+                trial.measurement.system = self.sampler.window(max(begin, now - scored_s), now)
         # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
         since = self._last_told if purpose is Purpose.SEARCH else begin
         trial.overhead_seconds = max(0.0, now - since - steps_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perfsearch.tracking.base import Tracker
+from perfsearch.tracking.base import NoTracker, Tracker
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
@@ -20,7 +20,7 @@ def open_tracker(settings: Settings, run_dir: Path, search_id: str) -> Tracker:
         BadInputError: the tracking URI cannot be used.
     """
     if not settings.tracking.enabled:
-        return Tracker()
-    from perfsearch.tracking.mlflow import MlflowTracker
+        return NoTracker()
+    from perfsearch.tracking import mlflow
 
-    raise NotImplementedError
+    return mlflow.Tracker(settings.tracking.uri, settings.tracking.experiment, run_dir, search_id)

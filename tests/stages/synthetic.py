@@ -108,7 +108,7 @@ class KeptTracker:
         self.numbers: dict[str, float] = {}
         self.status = ""
 
-    def open(self, parameters: dict[str, Any], tags: dict[str, str]) -> None:
+    def open(self, parameters: dict[str, Any], tags: dict[str, str], knobs: Any = ()) -> None:
         self.parameters = parameters
 
     def trial(self, trial: Trial, *rest: Any) -> None:

@@ -143,7 +143,7 @@ def test_a_rank_that_dies_takes_the_trial_down(warm, fault, status, reason):
     token = warm.token
     outcome = warm.measure({**fault, "rank": 1})
     assert (outcome.status, outcome.reason) == (status, reason)
-    assert processes.members(token) == []
+    assert left_of(token, warm) == []
 
 
 def test_a_hang_is_cut_with_its_grandchildren(warm):
@@ -156,7 +156,7 @@ def test_a_hang_is_cut_with_its_grandchildren(warm):
     assert time.monotonic() - began < 4 + LIMITS.grace_s + 5
     grandchild = int(warm.fault.with_suffix(".pid").read_text())
     assert is_gone(grandchild)
-    assert processes.members(token) == []
+    assert left_of(token, warm) == []
 
 
 def test_death_of_the_launcher_ends_the_ranks(warm):
@@ -168,7 +168,7 @@ def test_death_of_the_launcher_ends_the_ranks(warm):
     killer.join()
     assert outcome.status is Status.KILLED
     assert outcome.reason == "launcher: it was ended by SIGKILL"
-    assert processes.members(token) == []
+    assert left_of(token, warm) == []
 
 
 def test_death_of_the_controller_leaves_nothing(tmp_path):
@@ -197,6 +197,6 @@ def test_death_of_the_controller_leaves_nothing(tmp_path):
     deadline = time.monotonic() + 20
     while processes.members(token) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert processes.members(token) == []
+    assert left_of(token, warm) == []
     assert registry.reap(tmp_path) == 0
     assert not list((tmp_path / "groups").glob("*.json"))
