@@ -97,10 +97,10 @@ class DdpStep(TrainStep):
             found["first_bucket_mb"] = listed[0] / MIB
         found.update(nccl.read_back(os.environ, self._configuration))
         used = self._nccl_log.effective()
-        found.update({f"{knob}_used": name for knob, name in used.items()})
         for knob, name in used.items():
+            found[f"{knob}_used"] = name
             if self._configuration.get(knob) is not None:
-                found[knob] = name
+                found[knob] = name  # NCCL may fall back from what its variable asks for
         return found
 
     def _optimizer_in_force(self) -> Value:

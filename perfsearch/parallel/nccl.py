@@ -22,6 +22,9 @@ GROUP_VARIABLES = {"nccl_algo": "NCCL_ALGO", "nccl_proto": "NCCL_PROTO"}
 
 VARIABLES = {**PROCESS_VARIABLES, **GROUP_VARIABLES}
 
+_SPELLED: dict[tuple[str, Value], str] = {("nccl_algo", "Tree"): "Ring;allreduce:Tree"}
+"""Tree exists for all-reduces alone: named without a collective it leaves the others none."""
+
 _CHOICE = re.compile(
     r"(?P<collective>\w+): (?P<bytes>\d+) Bytes -> Algo (?P<algo>\w+) proto (?P<proto>\w+)",
     re.IGNORECASE,
@@ -33,7 +36,7 @@ _PROTOCOLS = ("LL", "LL128", "Simple")
 def environment(configuration: Mapping[str, Value], variables: Mapping[str, str]) -> dict[str, str]:
     """The variables that a configuration sets; a knob that is ``None`` or absent sets none."""
     return {
-        variable: str(configuration[knob])
+        variable: _SPELLED.get((knob, configuration[knob]), str(configuration[knob]))
         for knob, variable in variables.items()
         if configuration.get(knob) is not None
     }
@@ -46,6 +49,7 @@ def read_back(environ: Mapping[str, str], configuration: Mapping[str, Value]) ->
         if knob not in configuration:
             continue
         text = environ.get(variable)
+        text = next((str(v) for (k, v), t in _SPELLED.items() if (k, t) == (knob, text)), text)
         found[knob] = int(text) if text is not None and text.isdigit() else text
     return found
 

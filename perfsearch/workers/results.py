@@ -31,7 +31,10 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         phases["comm_exposed"] = exposed
     in_force = dict(first["in_force"])
     for name in in_force:
-        seen = {repr(r["in_force"].get(name)) for r in results}
+        # Only the first rank of a communicator says which algorithm it uses.
+        values = [r["in_force"].get(name) for r in results]
+        told = [v for v in values if v is not None] if name.endswith("_used") else values
+        seen = {repr(v) for v in told}
         if len(seen) > 1:
             in_force[name] = "differs between ranks: " + ", ".join(sorted(seen))
     measurement = {
