@@ -1,0 +1,1 @@
+"""YAML options, packaged as perfsearch.conf."""
