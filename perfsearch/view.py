@@ -39,6 +39,7 @@ class View:
         self.objective = objective or Objective()
         self.trials = trials
         self.stream = stream
+        self.unread = False
         self.searched = 0
         self.baseline: Trial | None = None
         self.running: tuple[int, Purpose, Configuration] | None = None
@@ -121,8 +122,13 @@ class View:
             self.line(f"  {file}")
 
     def line(self, text: str) -> None:
-        """Print one line."""
-        print(text, file=self.stream or sys.stdout, flush=True)
+        """Print one line; a search goes on without a reader (``perfsearch ... | head``)."""
+        if self.unread:
+            return
+        try:
+            print(text, file=self.stream or sys.stdout, flush=True)
+        except OSError:
+            self.unread = True
 
     def describe(self, trial: Trial) -> str:
         """A trial on one line: number, purpose, how it ended, what differs from the baseline."""

@@ -72,6 +72,16 @@ def test_a_plain_log_has_a_line_for_each_event():
     assert file == "  outputs/x/best/config.yaml"
 
 
+def test_a_search_goes_on_when_nobody_reads():
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with View(stream=Closed()) as view:
+        play(view)
+    assert view.searched == 2
+
+
 def test_a_latency_is_better_when_smaller():
     stream = io.StringIO()
     view = View(Objective(Metric.LATENCY), stream=stream)
