@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from perfsearch import __version__
 from perfsearch.cli_errors import explain
+from perfsearch.cli_job import Job, JobFailedError, plain
 from perfsearch.config import GROUPS, validate
 from perfsearch.config_options import ConfigError
 from perfsearch.exits import ExitCode, Interrupted, interruptible
@@ -31,6 +31,8 @@ _HYDRA_SETTINGS = (
     "hydra/hydra_logging=none",
 )
 """What ``conf/config.yaml`` says of Hydra, for a configuration file that does not."""
+_SIGPIPE = 141
+"""What a shell reports of a command whose reader went away."""
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
@@ -42,6 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _main(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read the output is gone; Python must not stumble over it once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _SIGPIPE
+
+
+def _main(arguments: list[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         from perfsearch.help import help_text
 
@@ -92,7 +105,7 @@ def _command(arguments: list[str]) -> int:
     flags = _parse(arguments)
     if flags.config_path is not None:
         _take_recorded_configuration(arguments, flags)
-    job = _Job()
+    job = Job()
     try:
         _check_group_choices(flags)
         if not (flags.cfg or flags.info or flags.hydra_help or flags.shell_completion):
@@ -103,6 +116,8 @@ def _command(arguments: list[str]) -> int:
             hydra.main(version_base="1.3", config_path=_CONFIG_MODULE, config_name="config")(job)()
     except BadInputError:
         raise
+    except JobFailedError as failed:
+        job.exit_codes.append(failed.exit_code)
     except Exception as error:
         message = explain(error, lambda: _nearest_configuration(flags))
         if message is None:
@@ -228,7 +243,7 @@ def _check_before_anything_starts(flags: argparse.Namespace) -> None:
             for overrides in _jobs_of_sweep(hydra.config_loader, master):
                 config = hydra.config_loader.load_sweep_config(master, overrides)
                 HydraConfig.instance().set_config(config)
-                _check_job(_plain(config))
+                _check_job(plain(config))
 
 
 def _jobs_of_sweep(config_loader: Any, master: Any) -> list[list[str]]:
@@ -241,10 +256,10 @@ def _jobs_of_sweep(config_loader: Any, master: Any) -> list[list[str]]:
     return [job for batch in BasicSweeper.split_arguments(parsed, None) for job in batch]
 
 
-def _check_job(plain: Mapping[str, Any]) -> None:
+def _check_job(composed: Mapping[str, Any]) -> None:
     from perfsearch.assemble import build_runner, strategy_factory
 
-    settings = validate(plain)
+    settings = validate(composed)
     strategy_factory(settings)
     build_runner(settings).close()
 
@@ -265,58 +280,11 @@ def _nearest_configuration(flags: argparse.Namespace) -> dict[str, Any]:
                     run_mode=RunMode.MULTIRUN,
                     with_log_configuration=False,
                 )
-                composed, kept = _plain(config), candidate
+                composed, kept = plain(config), candidate
             except Exception as error:
                 if explain(error, dict) is None:
                     raise
         return composed
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    from omegaconf import OmegaConf, open_dict
-
-    with open_dict(config):
-        config.pop("hydra", None)
-    plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    assert isinstance(plain, dict)
-    return {str(k): v for k, v in plain.items()}
-
-
-class JobFailedError(Exception):
-    """A job of a sweep in another process ended with an exit code other than 0."""
-
-
-class _Job:
-    """What Hydra calls once a job, in this process or, by another launcher, in a new one."""
-
-    def __init__(self) -> None:
-        self.exit_codes: list[int] = []
-        self.process = os.getpid()
-
-    def __call__(self, config: Any) -> None:
-        code = self._exit_code(config)
-        self.exit_codes.append(code)
-        if code in (ExitCode.SIGINT, ExitCode.SIGTERM):
-            raise Interrupted(ExitCode(code))
-        if code and os.getpid() != self.process:
-            raise JobFailedError(f"exit code {code}")
-
-    def _exit_code(self, config: Any) -> int:
-        os.environ.pop("HYDRA_FULL_ERROR", None)
-        from perfsearch.assemble import run
-
-        try:
-            return run(validate(_plain(config)))
-        except BadInputError as error:
-            print(f"perfsearch: {error}", file=sys.stderr)
-            return ExitCode.BAD_INPUT
-        except Exception as error:
-            message = explain(error, dict)
-            if message is not None:
-                print(f"perfsearch: {message}", file=sys.stderr)
-                return ExitCode.BAD_INPUT
-            traceback.print_exc()
-            return ExitCode.NO_TRIAL_SUCCEEDED
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class View:
         self.objective = objective or Objective()
         self.trials = trials
         self.stream = stream
+        self.unread = False
         self.searched = 0
         self.baseline: Trial | None = None
         self.running: tuple[int, Purpose, Configuration] | None = None
@@ -83,9 +84,10 @@ class View:
         """
         self.running = None
         self.baseline = baseline or self.baseline
-        self.searched += trial.purpose is Purpose.SEARCH
         is_best = best_so_far is not None and best_so_far.number == trial.number
-        best = "  best so far" if is_best and self.beats_baseline(trial) else ""
+        searched = trial.purpose is Purpose.SEARCH
+        self.searched += searched
+        best = "  best so far" if searched and is_best and self.beats_baseline(trial) else ""
         remark = f"  ({message})" if message else ""
         self.line(f"{self.describe(trial)}{best}{remark}")
 
@@ -120,17 +122,24 @@ class View:
             self.line(f"  {file}")
 
     def line(self, text: str) -> None:
-        """Print one line."""
-        print(text, file=self.stream or sys.stdout, flush=True)
+        """Print one line; a search goes on without a reader (``perfsearch ... | head``)."""
+        if self.unread:
+            return
+        try:
+            print(text, file=self.stream or sys.stdout, flush=True)
+        except OSError:
+            self.unread = True
 
     def describe(self, trial: Trial) -> str:
         """A trial on one line: number, purpose, how it ended, what differs from the baseline."""
         head = f"trial {trial.number:>3} {trial.purpose:<8}"
         knobs = differing_knobs(trial, self.baseline)
+        if not knobs and trial.purpose is Purpose.CONFIRM:
+            knobs = "the baseline"
         if trial.status is Status.OK and trial.measurement is not None:
+            step_ms = trial.measurement.step_time_s * 1e3
             value = show_objective(trial.objective, self.objective.unit)
-            outcome = f"{value}  {trial.measurement.step_time_s * 1e3:.4g} ms/step"
-            outcome += f"  {self.against_baseline(trial)}"
+            outcome = f"{value:>15}  {step_ms:>6.4g} ms/step  {self.against_baseline(trial):>6}"
         else:
             reason = f": {trial.reason}" if trial.reason else ""
             outcome = f"{trial.status}{reason}"
@@ -144,9 +153,14 @@ class View:
         return trial.cost < base.cost
 
     def against_baseline(self, trial: Trial) -> str:
-        """Speed-up over the baseline's single reading, as a signed percentage."""
+        """Speed-up over the baseline's single reading, as a signed percentage.
+
+        Nothing for a confirmation: what that compares is measured side by side.
+        """
         base = self.baseline
         if trial.cost is None or base is None or base.cost is None or trial.number == base.number:
+            return ""
+        if trial.purpose is Purpose.CONFIRM:
             return ""
         return f"{(base.cost / trial.cost - 1) * 100:+.1f}%"
 

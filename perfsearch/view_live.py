@@ -64,7 +64,7 @@ class LiveView(View):
     def stage(self, name: str, detail: str = "") -> None:
         """Say that a stage of the pipeline begins."""
         self.stage_name = name
-        self.console.print(f"[bold]{escape(name)}[/bold]  {escape(detail)}")
+        self.console.print(f"[bold]{escape(name)}[/bold]: {escape(detail)}")
 
     def trial_started(self, number: int, purpose: Purpose, configuration: Configuration) -> None:
         """Show the trial in the block, with the time that it has taken so far."""

@@ -352,6 +352,15 @@ def read_until(process, word):
     raise AssertionError(f"no {word!r}: {process.communicate(timeout=20)}")
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"]], ids=" ".join)
+def test_a_reader_that_goes_away_is_no_error(tmp_path, arguments):
+    process = start(tmp_path, *arguments)
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait(timeout=20) == 141
+    assert error == ""
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_lets_the_search_clean_up(tmp_path, number, code):
     process = start(tmp_path, "tracking.experiment=wait")

@@ -54,9 +54,9 @@ def test_a_plain_log_has_a_line_for_each_event():
         play(view)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "-- baseline: as it is today"
-    assert lines[1] == "trial   0 baseline 320 samples/s  100 ms/step"
+    assert lines[1] == "trial   0 baseline   320 samples/s     100 ms/step"
     assert lines[3] == (
-        "trial   3 search   400 samples/s  80 ms/step  +25.0%"
+        "trial   3 search     400 samples/s      80 ms/step  +25.0%"
         "  bucket_cap_mb=64.12 static_graph=true  best so far"
     )
     assert lines[4].startswith("trial   4 search   oom: CUDA out of memory on rank 1")
@@ -72,6 +72,16 @@ def test_a_plain_log_has_a_line_for_each_event():
     assert file == "  outputs/x/best/config.yaml"
 
 
+def test_a_search_goes_on_when_nobody_reads():
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with View(stream=Closed()) as view:
+        play(view)
+    assert view.searched == 2
+
+
 def test_a_latency_is_better_when_smaller():
     stream = io.StringIO()
     view = View(Objective(Metric.LATENCY), stream=stream)
@@ -79,7 +89,20 @@ def test_a_latency_is_better_when_smaller():
     slow.cost, slow.objective, fast.cost, fast.objective = 100.0, 100.0, 50.0, 50.0
     view.trial_finished(slow, slow, slow, None)
     view.trial_finished(fast, fast, slow, None)
-    assert "50 ms/step  50 ms/step  +100.0%" in stream.getvalue()
+    assert "50 ms/step      50 ms/step  +100.0%" in stream.getvalue()
+
+
+def test_a_confirmation_is_not_compared_with_the_one_reading_of_the_baseline():
+    stream = io.StringIO()
+    view = View(stream=stream)
+    view.trial_finished(BASELINE, None, BASELINE, None)
+    view.trial_finished(trial(5, 0.05, Purpose.CONFIRM), None, BASELINE, None)
+    view.trial_finished(trial(6, 0.05, Purpose.CONFIRM, static_graph=True), None, BASELINE, None)
+    _, repeat, finalist = stream.getvalue().splitlines()
+    assert repeat == "trial   5 confirm    640 samples/s      50 ms/step          the baseline"
+    assert (
+        finalist == "trial   6 confirm    640 samples/s      50 ms/step          static_graph=true"
+    )
 
 
 def test_step_times_in_the_closing_table_go_with_the_objective_shown():
@@ -159,7 +182,7 @@ def test_a_live_view_leaves_the_same_facts_behind(console):
     with LiveView(trials=25, console=console) as view:
         play(view)
     text = console.file.getvalue()
-    for words in ("trial   3 search   400 samples/s", "warning: the baseline", "a gain of 25%"):
+    for words in ("trial   3 search     400 samples/s", "warning: the baseline", "a gain of 25%"):
         assert words in text
     assert "1.250x (1.210 to 1.290)" in text
 

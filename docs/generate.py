@@ -1,0 +1,200 @@
+"""Renders the reference pages from the code, so that they cannot say otherwise.
+
+``python docs/generate.py`` writes ``docs/keys.md``, ``docs/strategies.md``, ``docs/runners.md``
+and the comments beside the knobs in ``conf/runner/*.yaml`` (which ``--help`` shows);
+``--check`` writes nothing and exits with 1 where one of them is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import re
+import sys
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from perfsearch import runners, strategies
+from perfsearch.config import GROUPS
+from perfsearch.config_options import describe_type, show
+from perfsearch.docstrings import attribute_help, summary
+from perfsearch.help import settings_keys
+from perfsearch.search.knob import Knob
+
+ROOT = Path(__file__).parent.parent
+_MADE = "<!-- Written by docs/generate.py; edit the code instead. -->\n"
+
+
+def pages() -> dict[Path, str]:
+    """Every generated file with what it should hold."""
+    docs = ROOT / "docs"
+    made = {
+        docs / "keys.md": keys_page(),
+        docs / "strategies.md": strategies_page(),
+        docs / "runners.md": runners_page(),
+    }
+    for name in runners.names():
+        file = ROOT / "conf" / "runner" / f"{name}.yaml"
+        knobs = declared_knobs(name)
+        if file.exists() and knobs:
+            made[file] = with_comments(file.read_text(), knobs)
+    return made
+
+
+def keys_page() -> str:
+    """The top-level keys."""
+    rows = [
+        (f"`{key}`", allowed, f"`{default}`", plain(text))
+        for key, allowed, default, text in settings_keys()
+        if key not in GROUPS
+    ]
+    intro = "Every key outside the groups `runner`, `strategy` and `workload`.\n"
+    return f"# Keys\n\n{_MADE}\n{intro}\n{table(('key', 'allowed', 'default', 'meaning'), rows)}"
+
+
+def strategies_page() -> str:
+    """Every strategy with its options."""
+    parts = ["# Strategies\n", _MADE]
+    for name in strategies.names():
+        strategy = strategies.load(name)
+        parts.append(f"## `strategy={name}`\n\n{plain(paragraphs(strategy))}\n")
+        parts.append(options_table(strategy.Options, "strategy"))
+    return "\n".join(parts)
+
+
+def runners_page() -> str:
+    """Every runner with its keys and its knobs."""
+    parts = ["# Runners and their knobs\n", _MADE]
+    for name in runners.names():
+        runner = runners.load(name)
+        parts.append(f"## `runner={name}`\n\n{plain(paragraphs(runner))}\n")
+        module = importlib.import_module(runner.__module__)
+        for item in vars(module).values():
+            if _is_options(item) and item.__module__ == module.__name__:
+                parts.append(options_table(item, "runner"))
+        knobs = declared_knobs(name)
+        if knobs:
+            rows = [knob_row(k) for k in knobs]
+            head = ("knob", "values", "default", "scope", "numerics", "what it is")
+            parts.append(
+                "Knobs, as `runner.knobs.NAME`, on two nodes of eight GPUs with every feature; "
+                "what a machine or a torch version lacks is left out there.\n"
+            )
+            parts.append(table(head, rows))
+    return "\n".join(parts)
+
+
+def declared_knobs(runner: str) -> list[Knob]:
+    """Every knob that a runner can have, on machines that have everything; the GPUs' first."""
+    return _ddp_knobs() if runner == "ddp" else []
+
+
+def _ddp_knobs() -> list[Knob]:
+    from perfsearch.runners import _ddp_knobs as ddp
+    from perfsearch.workers.environment import Hardware
+    from perfsearch.workloads.spec import Traits
+
+    traits = Traits(samples_per_rank={}, auto_cpu="", auto_gpu="", convolutional=True)
+    found: dict[str, Knob] = {}
+    for device, cores in (("cuda", 64), ("cpu", 64)):
+        hardware = Hardware(device, nproc=8, nnodes=2, gpus=(), cores=cores)
+        takes = frozenset({"bucket_cap_mb_list", "gradient_as_bucket_view", "static_graph"})
+        for knob in ddp.declare(ddp.Surroundings(hardware, traits, {}, takes))[0]:
+            found.setdefault(knob.name, knob)
+    return list(found.values())
+
+
+def _is_options(item: object) -> bool:
+    return isinstance(item, type) and dataclasses.is_dataclass(item) and "Options" in item.__name__
+
+
+def options_table(cls: type, prefix: str) -> str:
+    """The fields of an options dataclass."""
+    hints, texts = typing.get_type_hints(cls), attribute_help(cls)
+    rows = []
+    for spec in dataclasses.fields(cls):
+        if spec.default is not dataclasses.MISSING:
+            default = f"`{show(spec.default)}`"
+        else:
+            made = spec.default_factory is not dataclasses.MISSING
+            default = "see below" if made else "needed"
+        allowed = describe_type(hints[spec.name], spec.metadata)
+        text = plain(texts.get(spec.name, ""))
+        rows.append((f"`{prefix}.{spec.name}`", allowed, default, text))
+    if not rows:
+        return "It has no options.\n"
+    return table(("key", "allowed", "default", "meaning"), rows)
+
+
+def knob_row(knob: Knob) -> tuple[str, ...]:
+    """A knob as a row of the runners' table."""
+    if knob.is_range:
+        values = f"{knob.low:g} to {knob.high:g}"
+    else:
+        values = ", ".join(f"`{show(v)}`" for v in knob.values)
+    unit = f" {knob.unit}" if knob.unit else ""
+    unit += ", log scale" if knob.log else ""
+    text = knob.help
+    for other, allowed in knob.when.items():
+        text += f"; matters where `{other}` is {' or '.join(show(v) for v in allowed)}"
+    default = f"`{show(knob.default)}`"
+    return (f"`{knob.name}`", values + unit, default, knob.scope.value, knob.numerics.value, text)
+
+
+def with_comments(text: str, knobs: Sequence[Knob]) -> str:
+    """An option file with each knob's own words beside it."""
+    helps = {k.name: k.help for k in knobs}
+    for knob in knobs:
+        if knob.unit and knob.unit.rstrip("s") not in knob.help:
+            helps[knob.name] += f" ({knob.unit})"
+
+    def line_of(match: re.Match[str]) -> str:
+        head, name = match.group(1).rstrip(), match.group(2)
+        return f"{head}  # {helps[name]}" if name in helps else match.group(0)
+
+    return re.sub(r"^(  (\w+): [^#\n]*?) *(?:#.*)?$", line_of, text, flags=re.MULTILINE)
+
+
+def paragraphs(item: object) -> str:
+    """A docstring up to its first section."""
+    import inspect
+
+    text = inspect.getdoc(item) or ""
+    return re.split(r"\n\n(?:Args|Attributes|Raises|Returns):", text)[0].strip() or summary(item)
+
+
+def plain(text: str) -> str:
+    """Docstring markup as Markdown."""
+    return text.replace("``None``", "`null`").replace("``", "`")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in escaped) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check the pages; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
+    check = parser.parse_args(argv).check
+    stale = []
+    for path, text in pages().items():
+        if not path.exists() or path.read_text() != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.write_text(text)
+    if stale and check:
+        print(f"out of date: {', '.join(stale)}. Run: python docs/generate.py", file=sys.stderr)
+        return 1
+    for name in stale:
+        print(f"wrote {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""What Hydra calls once a search: from a composed configuration to an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Any
+
+from perfsearch.cli_errors import explain
+from perfsearch.config import validate
+from perfsearch.exits import ExitCode, Interrupted
+from perfsearch.search.errors import BadInputError
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """The composed configuration as plain dicts, lists and scalars, without Hydra's own node."""
+    from omegaconf import OmegaConf, open_dict
+
+    with open_dict(config):
+        config.pop("hydra", None)
+    container = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(container, dict)
+    return {str(k): v for k, v in container.items()}
+
+
+class JobFailedError(Exception):
+    """A job of a sweep in another process ended with an exit code other than 0.
+
+    Attributes:
+        exit_code: which.
+
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+class Job:
+    """What Hydra calls once a job, in this process or, by another launcher, in a new one."""
+
+    def __init__(self) -> None:
+        self.exit_codes: list[int] = []
+        self.process = os.getpid()
+
+    def __call__(self, config: Any) -> None:
+        """Run the search that ``config`` asks for, and note its exit code.
+
+        Raises:
+            Interrupted: a signal ended it, so that no further job is started.
+            JobFailedError: it failed in a process that cannot hand its code back otherwise.
+
+        """
+        os.environ.pop("HYDRA_FULL_ERROR", None)
+        code = _exit_code(config)
+        self.exit_codes.append(code)
+        if code in (ExitCode.SIGINT, ExitCode.SIGTERM):
+            raise Interrupted(ExitCode(code))
+        if code and os.getpid() != self.process:
+            raise JobFailedError(code)
+
+
+def _exit_code(config: Any) -> int:
+    from perfsearch.assemble import run
+
+    try:
+        try:
+            settings = validate(plain(config))
+        except BadInputError:
+            raise
+        except Exception as error:
+            message = explain(error, dict)
+            if message is None:
+                raise
+            raise BadInputError(message) from error
+        return run(settings)
+    except BadInputError as error:
+        print(f"perfsearch: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    except Exception:
+        traceback.print_exc()
+        return ExitCode.NO_TRIAL_SUCCEEDED

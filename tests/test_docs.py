@@ -1,0 +1,77 @@
+"""The pages say what the code does."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from perfsearch import strategies
+from perfsearch.config_options import build_options
+from perfsearch.search.hints import Hints
+from perfsearch.search.knob import Kind, Knob
+from perfsearch.search.space import Space
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def generate(monkeypatch):
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_up_to_date(generate, capsys):
+    assert generate.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_stale_page_is_named_and_left_alone(generate, monkeypatch, tmp_path, capsys):
+    page = tmp_path / "keys.md"
+    page.write_text("old")
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    monkeypatch.setattr(generate, "pages", lambda: {page: "new"})
+    assert generate.main(["--check"]) == 1
+    assert "keys.md" in capsys.readouterr().err
+    assert page.read_text() == "old"
+    assert generate.main([]) == 0
+    assert page.read_text() == "new"
+
+
+def test_comments_stand_beside_the_knobs_of_an_option_file(generate):
+    knobs = [
+        Knob("bucket_cap_mb", Kind.REAL, 25, low=1, high=512, unit="MiB", help="bucket size"),
+        Knob("algo", Kind.CATEGORICAL, "a", ("a",), help="how"),
+    ]
+    text = "name: x  # kept\nknobs:\n  bucket_cap_mb: search\n  algo: [a]  # old\n  other: 1  # o\n"
+    wanted = (
+        "name: x  # kept\nknobs:\n  bucket_cap_mb: search  # bucket size (MiB)\n"
+        "  algo: [a]  # how\n  other: 1  # o\n"
+    )
+    assert generate.with_comments(text, knobs) == wanted
+    assert generate.with_comments(wanted, knobs) == wanted
+
+
+def test_the_recipe_for_a_strategy_works_as_it_is_written(monkeypatch, tmp_path):
+    import yaml
+
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    option = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.DOTALL).group(1))
+    name = option.pop("name")
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.setattr(strategies, "__path__", [*strategies.__path__, str(tmp_path)])
+    try:
+        assert name in strategies.names()
+        recipe = strategies.load(name)
+        space = Space([Knob(n, Kind.ORDINAL, 1, (1, 2, 4)) for n in ("a", "b")])
+        options = build_options(recipe.Options, option, "strategy")
+        strategy = recipe(space, Hints(baseline={"a": 1, "b": 1}), seed=1, options=options)
+        asked = [strategy.ask() for _ in range(10)]
+    finally:
+        sys.modules.pop(f"perfsearch.strategies.{name}", None)
+    assert asked[9] is None
+    assert len({tuple(point.values()) for point in asked[:9]}) == 9
+    assert strategy.stop_reason
