@@ -177,13 +177,13 @@ class Space:
         """
         rows = np.zeros((len(configurations), len(self.knobs)))
         for column, knob in enumerate(self.knobs):
+            numbers: dict[tuple[bool, Value], float] = {}
             for row, configuration in enumerate(configurations):
                 value = configuration[knob.name]
-                if knob.is_ordered:
-                    rows[row, column] = knob.unit_position(value)
-                else:
-                    place = [same_value(value, v) for v in knob.values]
-                    rows[row, column] = place.index(True) / len(knob.values) if True in place else 1
+                key = (isinstance(value, bool), value)
+                if key not in numbers:
+                    numbers[key] = _number_of(knob, value)
+                rows[row, column] = numbers[key]
         return rows
 
     @property
@@ -203,6 +203,13 @@ def key_of(configuration: Configuration) -> str:
 
 def _distinct(points: Sequence[Mapping[str, Value]]) -> list[dict[str, Value]]:
     return list({key_of(point): dict(point) for point in points}.values())
+
+
+def _number_of(knob: Knob, value: Value) -> float:
+    if knob.is_ordered:
+        return knob.unit_position(value)
+    place = [same_value(value, v) for v in knob.values]
+    return place.index(True) / len(knob.values) if True in place else 1.0
 
 
 def _draw(knob: Knob, generator: np.random.Generator) -> Value:

@@ -32,7 +32,6 @@ NEVER_STOP: dict[str, dict[str, object]] = {
     "bayes": {"min_gain": 0.0},
     "auto": {"min_gain": 0.0},
     "fast": {"early_stopping": 10_000, "num_trials": 10_000},
-    "mcmc": {"patience": 0},
 }
 """Options under which a strategy goes on until nothing is left."""
 
@@ -96,7 +95,7 @@ def test_the_same_seed_gives_the_same_proposals(name: str) -> None:
 
 def test_repeating_asks_and_tells_restores_the_next_proposal(name: str) -> None:
     space = mixed_space()
-    first = make(name, space, 1)
+    first = make(name, space, 1, **NEVER_STOP.get(name, {}))
     calls: list[Trial | None] = []
     first.tell(baseline := ended(0, baseline_of(space), 0.02))
     for number in range(1, 9):
@@ -109,7 +108,7 @@ def test_repeating_asks_and_tells_restores_the_next_proposal(name: str) -> None:
         if number != 4:  # one stays outstanding
             first.tell(trial)
             calls.append(trial)
-    second = make(name, space, 1)
+    second = make(name, space, 1, **NEVER_STOP.get(name, {}))
     second.tell(Trial.from_json(baseline.to_json()))
     for call in calls:
         if call is None:

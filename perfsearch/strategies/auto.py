@@ -1,0 +1,72 @@
+"""The strategy that is used when none is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from perfsearch.search.hints import Hints
+from perfsearch.search.knob import Value
+from perfsearch.search.space import Space
+from perfsearch.search.trial import Trial
+from perfsearch.strategies.base import Strategy
+from perfsearch.strategies.bayes import Bayes
+from perfsearch.strategies.grid import Grid
+from perfsearch.strategies.mcmc import Mcmc
+
+
+class Auto(Strategy):
+    """Chooses by the space: all of a small one, a walk on predictions where the runner simulates
+    costs, a Gaussian process otherwise (which ``benchmarks/results/strategies.md`` found best).
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of ``strategy=auto``.
+
+        Attributes:
+            try_all: spaces of up to this many configurations are tried whole.
+            min_gain: a search of a larger one ends when no configuration promises a larger
+                relative gain; 0 never ends for that reason.
+
+        """
+
+        try_all: int = 8
+        min_gain: float = 0.0005
+
+        def __post_init__(self) -> None:
+            if self.try_all < 0:
+                raise ValueError(f"strategy.try_all={self.try_all}: allowed is 0 or more.")
+            if not 0 <= self.min_gain < 1:
+                raise ValueError(f"strategy.min_gain={self.min_gain}: allowed is 0 to below 1.")
+
+    def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
+        super().__init__(space, hints, seed, options)
+        size = space.size
+        start = hints.baseline
+        simulated = space.feasible(start) and hints.predict(start).cost is not None
+        if size is not None and size <= self.options.try_all:
+            self._why = f"{size} configurations are few enough to try all"
+            self._chosen: Strategy = Grid(space, hints, seed)
+        elif simulated:
+            self._why = "the runner predicts costs, so the search walks on predictions"
+            self._chosen = Mcmc(space, hints, seed)
+        else:
+            many = "too many to list" if size is None else f"{size}"
+            self._why = f"{many} configurations are too many to try all"
+            options = Bayes.Options(min_gain=self.options.min_gain)
+            self._chosen = Bayes(space, hints, seed, options)
+
+    def ask(self) -> dict[str, Value] | None:
+        """Return what the chosen strategy proposes."""
+        point = self._chosen.ask()
+        self.stop_reason = self._chosen.stop_reason
+        return point
+
+    def tell(self, trial: Trial) -> None:
+        """Pass the trial on to the chosen strategy."""
+        self._chosen.tell(trial)
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{self._why}: {self._chosen.describe()}"

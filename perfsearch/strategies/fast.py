@@ -1,0 +1,239 @@
+"""A heuristic walk that uses what is known of the knobs, after DeepSpeed's fast mode."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from perfsearch.search.hints import Hints
+from perfsearch.search.knob import Knob, Value, same_value
+from perfsearch.search.space import Space, key_of
+from perfsearch.search.trial import Trial
+from perfsearch.strategies._record import Record
+from perfsearch.strategies.base import Strategy
+
+_DOUBT = 1.1
+"""What is predicted to exceed the limit by less than this factor is tried once the rest fits."""
+
+
+class Fast(Strategy):
+    """Stage by stage, the largest micro-batch that fits and a few below it; then single moves.
+
+    The first part needs a knob of which more is faster until memory ends
+    (``Hints.monotonic``): for each value of ``Hints.stage_knob``, cheapest first, its largest
+    value that fits is found from the runner's prediction, then by bisection, and a short list
+    below it is measured. Growth ends early where it stops paying. The next stage starts from the
+    best of all knobs so far and from where the last stage ended, and is never skipped on the
+    ground that an earlier one was better. The second part moves one knob at a time from the best
+    configuration, knobs of the largest expected effect first, until nothing improves any more.
+
+    The metric, and its direction, is that of ``objective.metric``.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of ``strategy=fast``, with the meanings and defaults of DeepSpeed's autotuner.
+
+        Attributes:
+            early_stopping: trials in a row without a new best, in the second part, after which it
+                ends (``tuner_early_stopping``).
+            num_trials: proposals after which it ends (``tuner_num_trials``).
+            num_micro_batches: entries of the short list (``num_tuning_micro_batch_sizes``).
+            plateau: growth of the micro-batch ends when a step gains less than this share.
+
+        """
+
+        early_stopping: int = 5
+        num_trials: int = 50
+        num_micro_batches: int = 3
+        plateau: float = 0.05
+
+        def __post_init__(self) -> None:
+            for key in ("early_stopping", "num_trials", "num_micro_batches"):
+                if getattr(self, key) < 1:
+                    raise ValueError(f"strategy.{key}={getattr(self, key)}: allowed is 1 or more.")
+            if not 0 <= self.plateau < 1:
+                raise ValueError(f"strategy.plateau={self.plateau}: allowed is 0 to below 1.")
+
+    def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
+        super().__init__(space, hints, seed, options)
+        self._record = Record(space, seed)
+        self._asked = 0
+        self._part = "not started"
+        self._growth: set[str] = set()
+        self._moved: set[str] = set()
+
+    def ask(self) -> dict[str, Value] | None:
+        """Return the next configuration of the walk, ``None`` when it ended."""
+        if self._asked >= self.options.num_trials:
+            self.stop_reason = f"strategy.num_trials={self.options.num_trials} spent"
+            return None
+        for point in self._walk():
+            if self._record.taken(point):
+                continue
+            since = self._since_best()
+            if self._part == "moves" and since >= self.options.early_stopping:
+                self.stop_reason = (
+                    f"no new best in {since} trials (strategy.early_stopping="
+                    f"{self.options.early_stopping})"
+                )
+                return None
+            self._asked += 1
+            if self._part == "moves":
+                self._moved.add(key_of(point))
+            return self._record.propose(point)
+        self.stop_reason = self._record.why_none()
+        return None
+
+    def tell(self, trial: Trial) -> None:
+        """Note a trial that ended."""
+        self._record.tell(trial)
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self._part == "moves":
+            return "fast: one knob at a time from the best configuration"
+        return f"fast: largest value that fits, {self._part}"
+
+    def _walk(self) -> Iterator[dict[str, Value]]:
+        """The whole walk as far as the record decides it; who reads it skips what was tried."""
+        start = self.space.canonical(
+            {k.name: self.hints.baseline.get(k.name, k.default) for k in self.space.knobs}
+        )
+        if self.space.feasible(start):
+            yield start
+        self._growth = {key_of(start)}
+        grown = self._growing()
+        if grown is not None:
+            fitted = 0
+            for stage in self._stages():
+                self._part = f"stage {stage}" if stage is not None else "the only stage"
+                base = self._best_grown(start)
+                if stage is not None and self.hints.stage_knob is not None:
+                    base = {**base, self.hints.stage_knob: stage}
+                fitted = yield from self._grow(grown, base, fitted)
+        self._part = "moves"
+        yield from self._moves(start)
+        # Whatever single moves cannot reach, so that only the options end it.
+        generator = self._record.generator()
+        while (point := self._record.draw(generator)) is not None:
+            yield point
+
+    def _growing(self) -> Knob | None:
+        names = [n for n in self.hints.monotonic if n in self.space.by_name]
+        knobs = [self.space.by_name[n] for n in names]
+        usable = [k for k in knobs if k.is_ordered and k.count is not None and k.count > 1]
+        return usable[0] if usable else None
+
+    def _stages(self) -> list[Value]:
+        knob = self.space.by_name.get(self.hints.stage_knob or "")
+        return [None] if knob is None else list(knob.choices() or (None,))
+
+    def _grow(
+        self, knob: Knob, base: dict[str, Value], fitted: int
+    ) -> Generator[dict[str, Value], None, int]:
+        """Measure up to the largest value that runs, then the short list; return its place."""
+        values = list(knob.choices() or ())
+        if self.hints.monotonic[knob.name] < 0:
+            values.reverse()
+        points = [self.space.canonical({**base, knob.name: v}) for v in values]
+        ladder = [p for p in points if self.space.feasible(p)]
+        if not ladder:
+            return fitted
+        top = self._predicted_top(ladder)
+        low, high = -1, len(ladder)
+        place = min(max(fitted, 0), len(ladder) - 1) if top is None else top
+        gained = 1.0
+        while low + 1 < high:
+            self._growth.add(key_of(ladder[place]))
+            yield ladder[place]
+            cost, before = self._cost(ladder[place]), self._cost(ladder[low]) if low >= 0 else None
+            if cost is None:
+                high = place
+            else:
+                gained = 1.0 if before is None else 1.0 - cost / before
+                low = place
+                if gained < self.options.plateau:
+                    break
+            if top is not None and low == top and high == len(ladder):
+                if not self._may_fit(ladder[top + 1]):
+                    break
+                place = top + 1
+            elif low < 0 and high == top:  # the prediction was too bold, most likely by one
+                place = high - 1
+            elif high == len(ladder):
+                place = min(len(ladder) - 1, max(low + 1, (low + len(ladder)) // 2))
+            else:
+                place = (low + high) // 2 if low >= 0 else high // 2
+        if low >= 0:
+            for point in self._short_list(ladder, low):
+                self._growth.add(key_of(point))
+                yield point
+        return max(low, 0)
+
+    def _short_list(self, ladder: list[dict[str, Value]], top: int) -> list[dict[str, Value]]:
+        """Up to ``num_micro_batches`` places from ``top`` down to about half of it."""
+        bottom = max(0, top - max(self.options.num_micro_batches, (top + 1) // 2))
+        count = min(self.options.num_micro_batches, top - bottom)
+        return [ladder[top - round(i * (top - bottom) / count)] for i in range(1, count + 1)]
+
+    def _predicted_top(self, ladder: list[dict[str, Value]]) -> int | None:
+        """Place of the largest configuration that is predicted to fit, where that is known."""
+        limit = self.hints.memory_limit_gib
+        peaks = [self.hints.predict(point).peak_gib for point in ladder]
+        if limit is None or any(p is None for p in peaks):
+            return None
+        fits = [i for i, p in enumerate(peaks) if p is not None and p <= limit]
+        return fits[-1] if fits else 0
+
+    def _may_fit(self, point: dict[str, Value]) -> bool:
+        peak, limit = self.hints.predict(point).peak_gib, self.hints.memory_limit_gib
+        return peak is None or limit is None or peak <= limit * _DOUBT
+
+    def _moves(self, start: dict[str, Value]) -> Iterator[dict[str, Value]]:
+        """Single moves from the best configuration, then from the next best, and so on."""
+        expanded: set[str] = set()
+        while True:
+            order = sorted(self._record.measured(), key=lambda t: t.cost or 0.0)
+            points = [self.space.canonical(t.configuration) for t in order]
+            fresh = [p for p in points or [start] if key_of(p) not in expanded]
+            if not fresh:
+                return
+            center = fresh[0]
+            expanded.add(key_of(center))
+            yield from self._neighbours(center)
+
+    def _neighbours(self, center: dict[str, Value]) -> list[dict[str, Value]]:
+        """Feasible single moves, knobs of the largest expected effect first."""
+        ranked = [n for n in self.hints.effect_order if n in self.space.by_name]
+        names = [*ranked, *(k.name for k in self.space.knobs if k.name not in ranked)]
+        moves = self.space.neighbours(center)
+        return sorted(moves, key=lambda move: names.index(_changed(center, move, names)))
+
+    def _best_grown(self, start: dict[str, Value]) -> dict[str, Value]:
+        """The best of the stages so far; what the second part finds does not restart the first."""
+        grown = [
+            t for t in self._record.measured() if self._record.key(t.configuration) in self._growth
+        ]
+        best = min(grown, key=lambda t: t.cost or 0.0, default=None)
+        return start if best is None else self.space.canonical(best.configuration)
+
+    def _cost(self, point: dict[str, Value]) -> float | None:
+        key = key_of(point)
+        costs = [
+            t.cost for t in self._record.measured() if self._record.key(t.configuration) == key
+        ]
+        return min((c for c in costs if c is not None), default=None)
+
+    def _since_best(self) -> int:
+        """Trials of the second part told since the best one."""
+        best = self._record.best()
+        if best is None:
+            return 0
+        later = self._record.trials[self._record.trials.index(best) + 1 :]
+        return sum(self._record.key(t.configuration) in self._moved for t in later)
+
+
+def _changed(center: dict[str, Value], move: dict[str, Value], names: list[str]) -> str:
+    return next((n for n in names if not same_value(center[n], move[n])), names[-1])

@@ -1,0 +1,213 @@
+"""Markov chain Monte Carlo over configurations, as FlexFlow searches parallelisations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from perfsearch.search.hints import Hints
+from perfsearch.search.knob import Value, same_value
+from perfsearch.search.space import Space, key_of
+from perfsearch.search.trial import Trial
+from perfsearch.strategies._record import Record
+from perfsearch.strategies.base import Strategy
+
+_FREE_STEPS = 500
+"""Steps from the record in one ask, after which the chain moves to an untried configuration."""
+
+
+@dataclass
+class _Chain:
+    configuration: dict[str, Value]
+    cost: float
+    steps: int = 0
+
+
+class Mcmc(Strategy):
+    """Changes one knob at a time and accepts a worse configuration with ``exp(-alpha * d)``.
+
+    ``d`` is the difference in percent of the start's cost (FlexFlow's is in milliseconds, and so
+    depends on the size of the model). States that are visited again are served from the record.
+    Failures are never accepted. Where the runner predicts costs, ``proposals`` steps are taken on
+    the predictions, and the best states found are measured, best first.
+
+    After Jia et al., Beyond Data and Model Parallelism for Deep Neural Networks, 2019.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of ``strategy=mcmc``.
+
+        Attributes:
+            alpha: how strictly worse states are refused, per percent of the start's cost; 0
+                accepts all of them, a large number none.
+            proposals: steps on predicted costs, all chains together; 0 measures the start alone.
+                Without predictions it has no effect: each step is then a trial.
+            chains: number of chains that take turns.
+            return_every: steps after which a chain goes back to the best state; 0 never.
+            start: configuration to start from; ``None`` takes the baseline.
+
+        """
+
+        alpha: float = 0.05
+        proposals: int = 1000
+        chains: int = 1
+        return_every: int = 25
+        start: Mapping[str, Value] | None = None
+
+        def __post_init__(self) -> None:
+            for key, least in (("alpha", 0), ("proposals", 0), ("chains", 1), ("return_every", 0)):
+                value = getattr(self, key)
+                if not (math.isfinite(value) and value >= least):
+                    raise ValueError(f"strategy.{key}={value}: allowed is {least} or more.")
+
+    def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
+        super().__init__(space, hints, seed, options)
+        self._record = Record(space, seed)
+        self._generator = np.random.default_rng(seed % 2**63)
+        self._chains: list[_Chain] = []
+        self._of_proposal: dict[str, int] = {}
+        self._turn = 0
+        self._costs: dict[str, float] = {}
+        self._start_cost = 1.0
+        self._ranked: list[dict[str, Value]] | None = None
+        start = hints.baseline if self.options.start is None else self.options.start
+        reasons = space.violations(start)
+        if reasons and self.options.start is not None:
+            raise ValueError(f"strategy.start={dict(start)}: {'; '.join(reasons)}")
+        self._start = None if reasons else space.canonical(start)
+
+    def ask(self) -> dict[str, Value] | None:
+        """Return the next state to measure, ``None`` when every state was."""
+        if self._start is not None and self.hints.predict(self._start).cost is not None:
+            return self._ask_ranked(self._start)
+        point: dict[str, Value] | None = None
+        if not self._chains and self._start is not None and not self._record.taken(self._start):
+            return self._record.propose(self._start)
+        chain = self._turn % self.options.chains
+        self._turn += 1
+        if chain < len(self._chains):
+            point = self._next_state(self._chains[chain])
+        if point is None:
+            point = self._record.draw(self._generator)
+        if point is None:
+            self.stop_reason = self._record.why_none()
+            return None
+        self._of_proposal[key_of(point)] = chain
+        return self._record.propose(point)
+
+    def tell(self, trial: Trial) -> None:
+        """Let the chain that proposed it accept or refuse it."""
+        self._record.tell(trial)
+        key = self._record.key(trial.configuration)
+        if key is None or trial.cost is None or trial.status.is_failure:
+            return
+        point = self.space.canonical(trial.configuration)
+        first = key not in self._costs
+        self._costs.setdefault(key, trial.cost)
+        if not self._chains:
+            self._start_cost = trial.cost
+            self._chains = [_Chain(point, trial.cost) for _ in range(self.options.chains)]
+        elif first and key in self._of_proposal:
+            self._consider(self._chains[self._of_proposal.pop(key)], point, trial.cost)
+
+    def describe(self) -> str:
+        """One line for people."""
+        states = ", ".join(f"{100 * c.cost / self._start_cost:.1f}%" for c in self._chains)
+        return f"Markov chain, alpha {self.options.alpha:g}; at {states or 'the start'} of its cost"
+
+    def _next_state(self, chain: _Chain) -> dict[str, Value] | None:
+        for _ in range(_FREE_STEPS):
+            point = self._neighbour(chain.configuration, self._generator)
+            if point is None:
+                return None
+            cost = self._costs.get(key_of(point))
+            if not self._record.taken(point):
+                return point
+            if cost is not None:
+                self._consider(chain, point, cost)
+        return None
+
+    def _neighbour(
+        self, configuration: dict[str, Value], generator: np.random.Generator
+    ) -> dict[str, Value] | None:
+        """A feasible configuration with one knob changed, uniform over the knob's other values."""
+        for _ in range(50):
+            knob = self.space.knobs[int(generator.integers(len(self.space.knobs)))]
+            if knob.count is not None and knob.count <= 4096:
+                others = [
+                    v for v in knob.choices() or () if not same_value(v, configuration[knob.name])
+                ]
+                if not others:
+                    continue
+                value = others[int(generator.integers(len(others)))]
+            else:
+                value = knob.from_unit(float(generator.random()))
+            point = self.space.canonical({**configuration, knob.name: value})
+            if key_of(point) != key_of(configuration) and self.space.feasible(point):
+                return point
+        return None
+
+    def _accepts(
+        self, cost: float, current: float, start: float, generator: np.random.Generator
+    ) -> bool:
+        worse_percent = 100.0 * (cost - current) / start
+        if worse_percent <= 0:
+            return True
+        return bool(generator.random() < math.exp(-self.options.alpha * worse_percent))
+
+    def _returns(self, chain: _Chain) -> bool:
+        """Count a step; whether it is time to go back to the best state."""
+        chain.steps += 1
+        every = self.options.return_every
+        return bool(every and chain.steps % every == 0)
+
+    def _consider(self, chain: _Chain, point: dict[str, Value], cost: float) -> None:
+        if self._accepts(cost, chain.cost, self._start_cost, self._generator):
+            chain.configuration, chain.cost = dict(point), cost
+        best = self._record.best()
+        if self._returns(chain) and best is not None and best.cost is not None:
+            chain.configuration = self.space.canonical(best.configuration)
+            chain.cost = best.cost
+
+    def _ask_ranked(self, start: dict[str, Value]) -> dict[str, Value] | None:
+        if self._ranked is None:
+            self._ranked = self._simulate(start)
+        for point in self._ranked:
+            if not self._record.taken(point):
+                return self._record.propose(point)
+        size = self.space.size
+        self.stop_reason = (
+            self._record.why_none()
+            if size is not None and len(self._ranked) >= size
+            else f"every state found in {self.options.proposals} proposals was measured"
+        )
+        return None
+
+    def _simulate(self, start: dict[str, Value]) -> list[dict[str, Value]]:
+        """Walk on predicted costs; return the states seen, best first."""
+        cost = self.hints.predict(start).cost
+        assert cost is not None
+        generator = np.random.default_rng([self.seed % 2**63, 1])
+        chains = [_Chain(dict(start), cost) for _ in range(self.options.chains)]
+        seen = {key_of(start): (cost, dict(start))}
+        best = (cost, dict(start))
+        for step in range(self.options.proposals):
+            chain = chains[step % len(chains)]
+            point = self._neighbour(chain.configuration, generator)
+            if point is None:
+                break
+            predicted = self.hints.predict(point).cost
+            if predicted is None:
+                continue
+            seen[key_of(point)] = (predicted, point)
+            best = min(best, (predicted, point), key=lambda state: state[0])
+            if self._accepts(predicted, chain.cost, cost, generator):
+                chain.configuration, chain.cost = point, predicted
+            if self._returns(chain):
+                chain.cost, chain.configuration = best
+        return [point for _, point in sorted(seen.values(), key=lambda state: state[0])]

@@ -1,0 +1,158 @@
+"""Samplers of Optuna, where it is installed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from perfsearch.search.hints import Hints
+from perfsearch.search.knob import Knob, Value
+from perfsearch.search.space import Space, key_of
+from perfsearch.search.trial import Trial
+from perfsearch.strategies._project import Projection
+from perfsearch.strategies._record import Record
+from perfsearch.strategies.base import Strategy
+
+_SAMPLERS = ("tpe", "gp")
+
+
+class Optuna(Strategy):
+    """Optuna's tree-structured Parzen estimator or Gaussian process.
+
+    A proposal that is infeasible or was tried stands for the nearest untried configuration.
+    Failures are told as worse than anything measured; costs as logarithms.
+
+    Raises:
+        ModuleNotFoundError: Optuna is not installed; the message names the extra.
+
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of ``strategy=optuna``.
+
+        Attributes:
+            sampler: ``tpe`` or ``gp``.
+            startup_trials: random trials before the sampler's model is used.
+
+        """
+
+        sampler: str = "tpe"
+        startup_trials: int = 10
+
+        def __post_init__(self) -> None:
+            if self.sampler not in _SAMPLERS:
+                raise ValueError(f"strategy.sampler={self.sampler}: allowed: tpe, gp.")
+            if self.startup_trials < 1:
+                raise ValueError(
+                    f"strategy.startup_trials={self.startup_trials}: allowed is 1 or more."
+                )
+
+    def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
+        super().__init__(space, hints, seed, options)
+        try:
+            import optuna
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "strategy=optuna: Optuna is not installed. Run: pip install perfsearch[optuna]"
+            ) from error
+        self._record = Record(space, seed)
+        self._projection = Projection(space, self._record)
+        self._running: dict[str, Any] = {}
+        self._optuna = optuna
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        number, startup = seed % 2**32, self.options.startup_trials
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler: Any
+            if self.options.sampler == "gp":
+                sampler = optuna.samplers.GPSampler(
+                    seed=number, n_startup_trials=startup, deterministic_objective=False
+                )
+            else:
+                sampler = optuna.samplers.TPESampler(
+                    seed=number, n_startup_trials=startup, multivariate=True, constant_liar=True
+                )
+        self._study = optuna.create_study(sampler=sampler, direction="minimize")
+        self._distributions = {k.name: _distribution(optuna, k) for k in space.knobs}
+
+    def ask(self) -> dict[str, Value] | None:
+        """Return the sampler's proposal, or the nearest untried to it; ``None`` at the end."""
+        trial = self._study.ask(self._distributions)
+        values = {k.name: self._value(k, trial.params[k.name]) for k in self.space.knobs}
+        point = self._projection.nearest_untried(values)
+        if point is None:
+            self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+            self.stop_reason = self._record.why_none()
+            return None
+        if key_of(point) != key_of(values):
+            self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+            self._study.enqueue_trial(self._parameters(point))
+            trial = self._study.ask(self._distributions)
+        self._running[key_of(point)] = trial
+        return self._record.propose(point)
+
+    def tell(self, trial: Trial) -> None:
+        """Pass the result on to the study."""
+        self._record.tell(trial)
+        key = self._record.key(trial.configuration)
+        if key is None:
+            return
+        running = self._running.pop(key, None)
+        if trial.cost is not None and not trial.status.is_failure:
+            value = math.log(trial.cost)
+        elif trial.status.is_failure:
+            costs = [t.cost for t in self._record.measured() if t.cost is not None]
+            value = math.log(max(costs)) + 1.0 if costs else 1.0
+        else:
+            if running is not None:
+                self._study.tell(running, state=self._optuna.trial.TrialState.FAIL)
+            return
+        if running is not None:
+            self._study.tell(running, value)
+            return
+        self._study.add_trial(
+            self._optuna.trial.create_trial(
+                params=self._parameters(self.space.canonical(trial.configuration)),
+                distributions=self._distributions,
+                value=value,
+            )
+        )
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"Optuna's {self.options.sampler} sampler, {len(self._record.trials)} trials told"
+
+    def _parameters(self, point: dict[str, Value]) -> dict[str, Any]:
+        return {k.name: _parameter(k, point[k.name]) for k in self.space.knobs}
+
+    def _value(self, knob: Knob, parameter: Any) -> Value:
+        if knob.is_ordered and knob.count is not None and knob.count <= 256:
+            choices = knob.choices()
+            assert choices is not None
+            return choices[int(parameter)]
+        value: Value = parameter
+        return value
+
+
+def _distribution(optuna: Any, knob: Knob) -> Any:
+    """Ordered knobs with a list go by place, long ranges by number, others by name."""
+    kinds = optuna.distributions
+    if not knob.is_ordered:
+        return kinds.CategoricalDistribution(list(knob.values))
+    if knob.count is not None and knob.count <= 256:
+        return kinds.IntDistribution(0, knob.count - 1)
+    if knob.kind == "integer":
+        assert knob.low is not None and knob.high is not None
+        return kinds.IntDistribution(int(knob.low), int(knob.high), log=knob.log)
+    return kinds.FloatDistribution(knob.low, knob.high, log=knob.log)
+
+
+def _parameter(knob: Knob, value: Value) -> Any:
+    if knob.is_ordered and knob.count is not None and knob.count <= 256:
+        choices = list(knob.choices() or ())
+        place = knob.unit_position(value)
+        return min(range(len(choices)), key=lambda i: abs(knob.unit_position(choices[i]) - place))
+    return value
