@@ -19,15 +19,15 @@ from perfsearch.workers.trainer import Trainer
 from perfsearch.workers.trial import RankResult, run_trial
 
 _RECOVERY = timedelta(seconds=120)
-"""How long rank 0 waits for its peers after a failure; the controller's patience ends sooner."""
+"""How long the leading rank waits for its peers; the controller's patience ends sooner."""
 
 
 class Loop:
-    """Serves requests; rank 0 has the channel and passes requests on through the store.
+    """Serves requests; the leading rank has the channel and passes requests on through the store.
 
     Args:
         trainer: the warm part of the rank.
-        channel: to the controller, on rank 0.
+        channel: to the controller, on the leading rank.
         startup: how the group was started.
 
     """
@@ -92,7 +92,7 @@ class Loop:
             f"result/{request.serial}/{self._groups.rank}",
             json.dumps({"failed": failed, **asdict(outcome)}),
         )
-        if self._groups.rank == 0:
+        if self._channel is not None:
             self._conclude(request)
         elif failed or self._store.check([abort_key]):
             self._recover(request)
@@ -120,7 +120,7 @@ class Loop:
         return record
 
     def _conclude(self, request: TrialRequest) -> None:
-        """Rank 0: gather what each rank has to say, and tell the controller."""
+        """On the leading rank: gather what each rank has to say, and tell the controller."""
         self._store.set_timeout(_RECOVERY)
         results = [
             json.loads(self._store.get(f"result/{request.serial}/{rank}"))

@@ -76,6 +76,11 @@ class Startup:
     controller_started: float
     log_directory: str
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the controller's node; others join without knowing the workload."""
+        return bool(self.spec.workload)
+
     def write(self, directory: Path) -> None:
         """Leave it for the launcher and the ranks."""
         (directory / SPEC_FILE).write_text(json.dumps(asdict(self)))

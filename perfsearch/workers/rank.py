@@ -75,7 +75,8 @@ def main(directory: Path) -> int:
     startup = Startup.read(directory)
     switch_log(startup.log_directory, rank)
     watch_controller(startup)
-    channel = Channel.connect(directory / SOCKET_FILE) if rank == 0 else None
+    leads = startup.leads and os.environ["LOCAL_RANK"] == "0"
+    channel = Channel.connect(directory / SOCKET_FILE) if leads else None
     try:
         loop = _make_loop(directory, startup, rank, channel)
     except Exception as error:
@@ -92,12 +93,13 @@ def _make_loop(directory: Path, startup: Startup, rank: int, channel: Channel | 
     from perfsearch.workers.trainer import Trainer
 
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cpu")
-    if startup.spec.device == "cuda":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
     world_size = int(os.environ["WORLD_SIZE"])
-    groups = Groups(startup.spec, directory, rank, local_rank, world_size, device)
+    groups = Groups(startup.spec, directory, rank, local_rank, world_size)
+    groups.leads = channel is not None
+    groups.share_spec()
+    if groups.spec.device == "cuda":
+        groups.device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(groups.device)
     return Loop(Trainer(groups), channel, startup)
 
 
