@@ -28,7 +28,6 @@ _OOM = (
     r"Cuda failure.{0,8}'?out of memory",
     r"\bMemoryError\b",
     r"Cannot allocate memory|std::bad_alloc",
-    r"torchinductor.*out of resource: shared memory",
 )
 _HANDLE = (
     r"Create cublas handle failed|CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_INITIALIZED",

@@ -96,8 +96,14 @@ class WorkerGroup:
         """Processes of the group now."""
         return frozenset(p.pid for p in processes.members(self._token))
 
-    def start(self, log_directory: Path) -> Failure | None:
-        """Start the ranks and wait until each is ready; on failure say why, nothing left."""
+    def start(self, log_directory: Path, first: TrialRequest) -> Failure | None:
+        """Start the ranks and wait until each is ready; on failure say why, nothing left.
+
+        Args:
+            log_directory: where they log until the first trial.
+            first: what they will be asked first; the process group is made to fit it.
+
+        """
         self._log_directory = log_directory.absolute()
         self._log_directory.mkdir(parents=True, exist_ok=True)
         self._clear_errors(self._log_directory)
@@ -110,7 +116,7 @@ class WorkerGroup:
         )
         listener = Listener(self._directory / SOCKET_FILE)
         try:
-            self._spawn()
+            self._spawn(first)
             deadline = time.monotonic() + self._limits.startup_s
             self._channel = listener.accept(self._limits.startup_s, self._launcher_runs)
             while True:
@@ -128,7 +134,7 @@ class WorkerGroup:
         self.info = message["info"]
         return self._shared_device(message["ranks"])
 
-    def _spawn(self) -> None:
+    def _spawn(self, first: TrialRequest) -> None:
         assert self._directory is not None
         startup = Startup(
             spec=self.spec,
@@ -136,6 +142,8 @@ class WorkerGroup:
             controller_pid=os.getpid(),
             controller_started=processes.started_at(os.getpid()),
             log_directory=str(self._log_directory),
+            group_values=first.group_values,
+            group_env=first.group_env,
         )
         startup.write(self._directory)
         registry.record(self._run_dir, self._token, self._directory)

@@ -18,6 +18,8 @@ from perfsearch.workers.results import combine
 from perfsearch.workers.trainer import Trainer
 from perfsearch.workers.trial import RankResult, run_trial
 
+_FIRST_TIMEOUT_S = 1800.0  # of collectives; the controller's own limits end sooner
+
 _RECOVERY = timedelta(seconds=120)
 """How long the leading rank waits for its peers; the controller's patience ends sooner."""
 
@@ -36,14 +38,13 @@ class Loop:
         self._trainer = trainer
         self._groups = trainer.groups
         self._channel = channel
-        self._log_directory = startup.log_directory
+        self._startup = startup
         self._store = self._groups.connect()
         self._watch_store = self._groups.connect()
         self._send_lock = threading.Lock()
 
     def serve(self) -> int:
         """Run until the controller says ``close`` or is gone; return the exit code."""
-        self._introduce()
         serial = 0
         while True:
             message = self._next(serial)
@@ -51,13 +52,15 @@ class Loop:
                 self._groups.destroy()
                 return 0
             request = TrialRequest.from_json(message["request"])
-            self._log_directory = request.log_directory
             switch_log(request.log_directory, self._groups.rank)
+            print(f"request {json.dumps(message['request'])}", flush=True)
             self._serve_trial(request)
             serial += 1
 
-    def _introduce(self) -> None:
-        """Tell the controller that every rank is there, each on a device of its own."""
+    def introduce(self) -> None:
+        """Make the first process group, and tell the controller that every rank is there."""
+        self._groups.ensure(self._startup.group_values, self._startup.group_env, _FIRST_TIMEOUT_S)
+        slowest([0.0], self._groups.device)
         mine = {"host": os.uname().nodename, "device": _device_name(self._groups.device)}
         self._store.set(f"hello/{self._groups.rank}", json.dumps(mine))
         if self._channel is None:

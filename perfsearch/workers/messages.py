@@ -67,6 +67,8 @@ class Startup:
         controller_pid: the process whose death ends the group.
         controller_started: when that process was started, so that a reused pid is told apart.
         log_directory: where ranks log until the first trial names its own.
+        group_values: group-scope values of the first trial, for the first process group.
+        group_env: the environment that it is made under.
 
     """
 
@@ -75,6 +77,8 @@ class Startup:
     controller_pid: int
     controller_started: float
     log_directory: str
+    group_values: dict[str, Any] = field(default_factory=dict)
+    group_env: dict[str, str] = field(default_factory=dict)
 
     @property
     def leads(self) -> bool:

@@ -79,6 +79,7 @@ def main(directory: Path) -> int:
     channel = Channel.connect(directory / SOCKET_FILE) if leads else None
     try:
         loop = _make_loop(directory, startup, rank, channel)
+        loop.introduce()
     except Exception as error:
         report_error(startup.log_directory, rank, error, "start")
         return 1

@@ -35,7 +35,7 @@ class Trainer:
         self._workload = WorkloadSpec(**groups.spec.workload)
         self._switches = GlobalSwitches.read()
         job = self._make_job()
-        self._snapshot = Snapshot(job.model)
+        self._snapshot = Snapshot(job.model, pin=groups.device.type == "cuda")
         self._warm: Job | None = self._placed(job)
         _settle_heap()
 
