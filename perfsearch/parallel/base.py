@@ -68,10 +68,18 @@ class BuildContext:
 
 
 class TrainStep(ABC):
-    """One configuration, built and ready to train."""
+    """One configuration, built and ready to train.
+
+    Attributes:
+        job: what it trains.
+        loader: how its data is loaded.
+        compiles: whether its first steps compile, which is accounted for apart.
+
+    """
 
     job: Job
     loader: LoaderOptions
+    compiles: bool = False
 
     @abstractmethod
     def run(self, next_batch: NextBatch, mark: Mark) -> torch.Tensor:

@@ -39,10 +39,10 @@ class DdpStep(TrainStep):
         model = self.job.model
         if self.loader.channels_last:
             model.to(memory_format=torch.channels_last)
-        mode = configuration.get("compile_mode")
-        self.compiles = mode not in (None, "none")
+        self._mode = str(configuration.get("compile_mode") or "none")
+        self.compiles = self._mode != "none"
         if self.compiles:
-            model = torch.compile(model, mode=None if mode == "default" else str(mode))
+            model = torch.compile(model, mode=None if self._mode == "default" else self._mode)
         self.net = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -91,6 +91,7 @@ class DdpStep(TrainStep):
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
             "hierarchical_group_size": self._hook.size if self._hook else 0,
             "channels_last": _is_channels_last(self.job.model),
+            "compile_mode": self._mode,
             "bucket_bytes": data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes"),
         }
         if "first_bucket_mb" in self._configuration and listed:

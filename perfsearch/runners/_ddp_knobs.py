@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from perfsearch.parallel.nccl import VARIABLES
+from perfsearch.runners._ranks import threads_today
 from perfsearch.search.knob import Configuration, Kind, Knob, Numerics, Scope, Value
 from perfsearch.search.space import Constraint
 from perfsearch.workers.environment import Hardware
@@ -59,10 +60,7 @@ class Surroundings:
     @property
     def threads(self) -> int:
         """CPU threads of a rank today: the user's own setting, else what torchrun would set."""
-        text = self.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-        if text.isdigit() and int(text) > 0:
-            return int(text)
-        return 1 if self.hardware.nproc > 1 else self.hardware.cores
+        return threads_today(self.environ, self.hardware)
 
     @property
     def over_sockets(self) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.config import default_run_dir
 from perfsearch.config_options import build_options
-from perfsearch.parallel import nccl
-from perfsearch.runners import _ddp_export, _ddp_knobs, _torch_features
+from perfsearch.parallel import nccl, torch_features
+from perfsearch.runners import _ddp_export, _ddp_knobs, _ranks
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
@@ -93,7 +93,7 @@ class DDP(Runner):
             self.hardware,
             self.workload.traits,
             {**os.environ, **environment.variables},
-            _torch_features.wrapper_parameters(),
+            torch_features.wrapper_parameters(),
         )
         declared, absent = _ddp_knobs.declare(self._surroundings)
         settings, self.left_out = _applicable(options.knobs, declared, absent, environment)
@@ -121,37 +121,16 @@ class DDP(Runner):
             group_env=nccl.environment(whole, nccl.GROUP_VARIABLES),
             samples_per_step=self.workload.global_batch,
         )
-        outcome = self._pool.measure(self._group_spec(whole), request, plan)
-        if outcome.measurement is not None and self.workload.samples_per_step is not None:
-            outcome.measurement.samples_per_step = self.workload.samples_per_step
-        return outcome
+        spec = self._group_spec(whole)
+        return _ranks.measure(self._pool, spec, request, plan, self.workload.samples_per_step)
 
     def _group_spec(self, whole: Mapping[str, Value]) -> GroupSpec:
-        variables = dict(self._environment.variables)
-        variables["OMP_NUM_THREADS"] = str(self._surroundings.threads)
-        if self.hardware.device == "cuda":
-            # a failed collective is broken off by the ranks themselves, not by ending the process
-            variables.setdefault(
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-                os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
-            )
-        if self._environment.interface:
-            variables["GLOO_SOCKET_IFNAME"] = self._environment.interface
-            variables["NCCL_SOCKET_IFNAME"] = self._environment.interface
-        variables.update(nccl.environment(whole, nccl.PROCESS_VARIABLES))
+        variables = nccl.environment(whole, nccl.PROCESS_VARIABLES)
         watched = any(
             name in self.space.by_name or self.pinned.get(name) for name in nccl.GROUP_VARIABLES
         )
-        return GroupSpec(
-            workload=asdict(self.workload),
-            device=self.hardware.device,
-            nproc=self.hardware.nproc,
-            nnodes=self.hardware.nnodes,
-            rdzv_endpoint=self._environment.rdzv_endpoint,
-            interface=self._environment.interface,
-            seed=self._environment.seed,
-            env=variables,
-            capture_nccl=watched,
+        return _ranks.group_spec(
+            self._environment, self.hardware, self.workload, variables, capture_nccl=watched
         )
 
     def identity(self) -> dict[str, str]:
@@ -161,8 +140,8 @@ class DDP(Runner):
             "global_batch": str(self.workload.global_batch),
             "world_size": str(self.hardware.world_size),
             "gpu": self.hardware.device_name,
-            "torch": _torch_features.torch_version(),
-            "nccl": _torch_features.nccl_version() if self.hardware.gpus else "",
+            "torch": torch_features.torch_version(),
+            "nccl": torch_features.nccl_version() if self.hardware.gpus else "",
             "driver": devices.driver_version() if self.hardware.gpus else "",
         }
 

@@ -6,10 +6,11 @@ of its dead sockets, so that a second group made through it fails to connect.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from perfsearch.workers.messages import STORE_FILE, GroupSpec
 _IDLE = timedelta(days=30)
 _ABORT_POLL_S = 0.25
 _STORE_KEY = "perfsearch/store"
+_SPEC_KEY = "spec"
+_OF_THE_NODE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass
@@ -35,6 +38,7 @@ class Groups:
         local_rank: this rank on its node.
         world_size: ranks over all nodes.
         device: where this rank computes.
+        leads: whether it is the rank that talks to the controller: the first of its node.
         generation: counts process groups; each has its own prefix in the store.
 
     """
@@ -44,7 +48,8 @@ class Groups:
     rank: int
     local_rank: int
     world_size: int
-    device: torch.device
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - devices are immutable
+    leads: bool = False
     generation: int = -1
     _values: dict[str, Any] = field(default_factory=dict)
     _spawn_env: dict[str, str | None] = field(default_factory=dict)
@@ -56,7 +61,7 @@ class Groups:
     def connect(self) -> Any:
         """A new client of the group's own store; threads must not share one.
 
-        A file in the group's directory on one node, a TCP server bound by rank 0 on several.
+        A file in the group's directory on one node, on several a TCP server of the leading rank.
         """
         if self.spec.nnodes == 1:
             store = dist.FileStore(str(self.directory / STORE_FILE), -1)
@@ -72,13 +77,30 @@ class Groups:
                 os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
             )
             key = f"{_STORE_KEY}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
-            if self.rank == 0:
+            if self.leads:
                 host = interface_address(self.spec.interface)
                 self._server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
                 agent.set(key, f"{host} {self._server.port}")
             host, port = agent.get(key).decode().split()
             self._address = (host, int(port))
         return self._address
+
+    def share_spec(self) -> None:
+        """On several nodes: take the spec from the leading rank, with its environment.
+
+        Other nodes join without knowing what is to be trained.
+        """
+        if self.spec.nnodes == 1:
+            return
+        store = self.connect()
+        if self.leads:
+            store.set(_SPEC_KEY, json.dumps(asdict(self.spec)))
+            return
+        given = GroupSpec(**json.loads(store.get(_SPEC_KEY)))
+        self.spec = replace(given, nproc=self.spec.nproc, interface=self.spec.interface)
+        own = {name: os.environ[name] for name in _OF_THE_NODE if name in os.environ}
+        os.environ.update({**given.env, **own})
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
     @property
     def alive(self) -> bool:

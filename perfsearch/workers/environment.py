@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from perfsearch.parallel.torch_features import torch_version
 from perfsearch.search.knob import Numerics
 from perfsearch.workers.devices import Gpu, visible_gpus
 
@@ -115,7 +116,13 @@ def detect(device: str, environment: Environment) -> Hardware:
     nproc = environment.nproc
     if nproc is not None and nproc < 1:
         raise ValueError(f"nproc={nproc}: must be at least 1, or null for every device")
-    gpus = [] if device == "cpu" else visible_gpus()
+    without_cuda = torch_version().endswith("+cpu")
+    if device == "cuda" and without_cuda:
+        raise ValueError(
+            f"runner.device=cuda: the installed torch {torch_version()} is built for CPUs only. "
+            "Use runner.device=cpu or auto, or install a CUDA build of torch"
+        )
+    gpus = [] if device == "cpu" or without_cuda else visible_gpus()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if not gpus:
         if device == "cuda":

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from perfsearch.search.trial import Status
 from perfsearch.workers.messages import AFTER_PEER, RankError
 
+_LOADER_TAIL = 4000  # characters of a log in which a loader process has left its last words
+
 SHARED_MEMORY = "shared memory of dataloader workers is used up"
 
 _OOM = (
@@ -26,7 +28,6 @@ _OOM = (
     r"Cuda failure.{0,8}'?out of memory",
     r"\bMemoryError\b",
     r"Cannot allocate memory|std::bad_alloc",
-    r"torchinductor.*out of resource: shared memory",
 )
 _HANDLE = (
     r"Create cublas handle failed|CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_INITIALIZED",
@@ -161,17 +162,20 @@ def is_oom(text: str, nearly_full: bool | None = None) -> bool:
 def _of_error(error: RankError, evidence: Evidence) -> Failure:
     text = f"{error.type}: {error.message}"
     reason = f"rank {error.rank}: {one_line(text)}"
-    tail = evidence.log_tails.get(error.rank, "")
-    if _matches(_SHARED_MEMORY, text):
+    of_loader = "DataLoader worker" in text
+    # the signal that ended a loader process stands in the cause, not in the message
+    if _matches(_SHARED_MEMORY, f"{text}\n{error.traceback}" if of_loader else text):
         return Failure(Status.OOM, f"rank {error.rank}: {SHARED_MEMORY}", error.rank)
     if is_oom(text, error.nearly_full):
         return Failure(Status.OOM, reason, error.rank)
-    if "DataLoader worker" in text and ("Killed" in text or "signal" in text):
-        if evidence.oom_kills:
+    if of_loader and re.search(r"by signal: |exited unexpectedly", text + error.traceback):
+        killed = re.search(r"by signal: (?:Killed|Terminated)", text + error.traceback)
+        if is_oom(evidence.log_tails.get(error.rank, "")[-_LOADER_TAIL:]):
             return Failure(Status.OOM, reason, error.rank)
-        return Failure(Status.KILLED, reason, error.rank)
-    if "DataLoader worker" in text and is_oom(tail[-4000:]):
-        return Failure(Status.OOM, reason, error.rank)
+        if killed:
+            status = Status.OOM if evidence.oom_kills else Status.KILLED
+            return Failure(status, reason, error.rank)
+        return Failure(Status.CRASH, reason, error.rank)
     if _matches(_INFRASTRUCTURE, text):
         return Failure(Status.INFRASTRUCTURE, reason, error.rank)
     if _matches(_PEER_LOST, error.message):

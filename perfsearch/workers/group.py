@@ -100,8 +100,14 @@ class WorkerGroup:
         found = processes.members(self._token, exclude=[self._preloaded.pid])
         return frozenset(p.pid for p in found)
 
-    def start(self, log_directory: Path) -> Failure | None:
-        """Start the ranks and wait until each is ready; on failure say why, nothing left."""
+    def start(self, log_directory: Path, first: TrialRequest) -> Failure | None:
+        """Start the ranks and wait until each is ready; on failure say why, nothing left.
+
+        Args:
+            log_directory: where they log until the first trial.
+            first: what they will be asked first; the process group is made to fit it.
+
+        """
         self._log_directory = log_directory.absolute()
         self._log_directory.mkdir(parents=True, exist_ok=True)
         self._clear_errors(self._log_directory)
@@ -114,7 +120,7 @@ class WorkerGroup:
         )
         listener = Listener(self._directory / SOCKET_FILE)
         try:
-            self._spawn()
+            self._spawn(first)
             deadline = time.monotonic() + self._limits.startup_s
             self._channel = listener.accept(self._limits.startup_s, self._launcher_runs)
             while True:
@@ -132,7 +138,7 @@ class WorkerGroup:
         self.info = message["info"]
         return self._shared_device(message["ranks"])
 
-    def _spawn(self) -> None:
+    def _spawn(self, first: TrialRequest) -> None:
         assert self._directory is not None
         startup = Startup(
             spec=self.spec,
@@ -140,6 +146,8 @@ class WorkerGroup:
             controller_pid=os.getpid(),
             controller_started=processes.started_at(os.getpid()),
             log_directory=str(self._log_directory),
+            group_values=first.group_values,
+            group_env=first.group_env,
         )
         startup.write(self._directory)
         environment = {**os.environ, **self.spec.env, TOKEN_VARIABLE: self._token}
@@ -301,7 +309,8 @@ class WorkerGroup:
             self._channel = None
         grace_s = self._limits.grace_s if not kill else 1.0
         processes.end_all(self._token, grace_s, exclude=[self._preloaded.pid])
-        self._launcher.wait(self._limits.grace_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._launcher.wait(self._limits.grace_s)
         self._launcher = None
         if self._gpus:
             devices.wait_until_free(self._gpus, self._used_before, self._limits.grace_s)

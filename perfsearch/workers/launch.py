@@ -15,7 +15,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -156,7 +156,17 @@ def _import_what_ranks_need() -> None:
         importlib.import_module(name)
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> int:
+    """``CONTROLLER_PID STARTED``: fork groups on demand. ``DIRECTORY``: run that group here."""
+    if len(arguments) == 1:
+        return run_group(Path(arguments[0]))
     _import_what_ranks_need()
     os.write(1, b'{"ready": true}\n')
-    sys.exit(serve_forks(int(sys.argv[1]), float(sys.argv[2])))
+    return serve_forks(int(arguments[0]), float(arguments[1]))
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -18,16 +18,18 @@ from perfsearch.workers.results import combine
 from perfsearch.workers.trainer import Trainer
 from perfsearch.workers.trial import RankResult, run_trial
 
+_FIRST_TIMEOUT_S = 1800.0  # of collectives; the controller's own limits end sooner
+
 _RECOVERY = timedelta(seconds=120)
-"""How long rank 0 waits for its peers after a failure; the controller's patience ends sooner."""
+"""How long the leading rank waits for its peers; the controller's patience ends sooner."""
 
 
 class Loop:
-    """Serves requests; rank 0 has the channel and passes requests on through the store.
+    """Serves requests; the leading rank has the channel and passes requests on through the store.
 
     Args:
         trainer: the warm part of the rank.
-        channel: to the controller, on rank 0.
+        channel: to the controller, on the leading rank.
         startup: how the group was started.
 
     """
@@ -36,14 +38,13 @@ class Loop:
         self._trainer = trainer
         self._groups = trainer.groups
         self._channel = channel
-        self._log_directory = startup.log_directory
+        self._startup = startup
         self._store = self._groups.connect()
         self._watch_store = self._groups.connect()
         self._send_lock = threading.Lock()
 
     def serve(self) -> int:
         """Run until the controller says ``close`` or is gone; return the exit code."""
-        self._introduce()
         serial = 0
         while True:
             message = self._next(serial)
@@ -51,13 +52,15 @@ class Loop:
                 self._groups.destroy()
                 return 0
             request = TrialRequest.from_json(message["request"])
-            self._log_directory = request.log_directory
             switch_log(request.log_directory, self._groups.rank)
+            print(f"request {json.dumps(message['request'])}", flush=True)
             self._serve_trial(request)
             serial += 1
 
-    def _introduce(self) -> None:
-        """Tell the controller that every rank is there, each on a device of its own."""
+    def introduce(self) -> None:
+        """Make the first process group, and tell the controller that every rank is there."""
+        self._groups.ensure(self._startup.group_values, self._startup.group_env, _FIRST_TIMEOUT_S)
+        slowest([0.0], self._groups.device)
         mine = {"host": os.uname().nodename, "device": _device_name(self._groups.device)}
         self._store.set(f"hello/{self._groups.rank}", json.dumps(mine))
         if self._channel is None:
@@ -92,7 +95,7 @@ class Loop:
             f"result/{request.serial}/{self._groups.rank}",
             json.dumps({"failed": failed, **asdict(outcome)}),
         )
-        if self._groups.rank == 0:
+        if self._channel is not None:
             self._conclude(request)
         elif failed or self._store.check([abort_key]):
             self._recover(request)
@@ -120,7 +123,7 @@ class Loop:
         return record
 
     def _conclude(self, request: TrialRequest) -> None:
-        """Rank 0: gather what each rank has to say, and tell the controller."""
+        """On the leading rank: gather what each rank has to say, and tell the controller."""
         self._store.set_timeout(_RECOVERY)
         results = [
             json.loads(self._store.get(f"result/{request.serial}/{rank}"))

@@ -68,6 +68,8 @@ class Startup:
         controller_pid: the process whose death ends the group.
         controller_started: when that process was started, so that a reused pid is told apart.
         log_directory: where ranks log until the first trial names its own.
+        group_values: group-scope values of the first trial, for the first process group.
+        group_env: the environment that it is made under.
 
     """
 
@@ -76,6 +78,13 @@ class Startup:
     controller_pid: int
     controller_started: float
     log_directory: str
+    group_values: dict[str, Any] = field(default_factory=dict)
+    group_env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the controller's node; others join without knowing the workload."""
+        return bool(self.spec.workload)
 
     def write(self, directory: Path) -> None:
         """Leave it for the launcher and the ranks."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from perfsearch.runners.base import Outcome, Plan
 from perfsearch.search.knob import Value
 from perfsearch.search.trial import Measurement, Status
 from perfsearch.workers import devices
@@ -17,6 +17,28 @@ from perfsearch.workers.failures import Failure
 from perfsearch.workers.group import WorkerGroup
 from perfsearch.workers.messages import GroupSpec, TrialRequest, rank_log
 from perfsearch.workers.preload import Preloaded, early_variables
+
+
+@dataclass
+class Result:
+    """What came of one request.
+
+    Attributes:
+        status: how it ended.
+        measurement: of a trial that ran to its end.
+        reason: why it is not ``ok``, in one line.
+        log: the log of the first failing rank, or of rank 0.
+        fresh: whether processes were started for it.
+        info: what the ranks said of the job when they started.
+
+    """
+
+    status: Status
+    measurement: Measurement | None
+    reason: str
+    log: Path
+    fresh: bool
+    info: dict[str, Any] = field(default_factory=dict)
 
 
 class Pool:
@@ -34,57 +56,48 @@ class Pool:
         self._group: WorkerGroup | None = None
         self._preloaded: Preloaded | None = None
 
-    def measure(self, spec: GroupSpec, request: TrialRequest, plan: Plan) -> Outcome:
-        """Measure one configuration in a group of ``spec``; failures are outcomes.
+    def measure(
+        self, spec: GroupSpec, request: TrialRequest, time_limit_s: float, fresh: bool = False
+    ) -> Result:
+        """Measure one configuration in a group of ``spec``; failures are results.
 
         Args:
             spec: processes that the configuration needs.
-            request: what the ranks are to do; the pool fills in what the plan says.
-            plan: how.
+            request: what the ranks are to do.
+            time_limit_s: seconds after which it is ended, start-up apart.
+            fresh: whether processes are started anew, whatever is still warm.
 
         """
-        fresh = plan.fresh or self._group is None or not self._fits(spec)
+        fresh = fresh or not self._fits(spec)
+        logs = Path(request.log_directory)
         if fresh:
-            failure = self._replace(spec, plan)
+            failure = self._replace(spec, request)
             if failure is not None:
-                return self._failed(failure, plan, fresh)
+                return _failed(failure, logs, fresh)
         assert self._group is not None
         group = self._group
         surroundings = devices.conditions(self._gpus, group.pids) if self._gpus else {}
-        request = replace(
-            request,
-            scored_steps=plan.scored_steps,
-            scored_seconds=plan.scored_seconds,
-            stop_above_s=plan.stop_above_cost_s,
-            timeout_s=plan.time_limit_s,
-            log_directory=str(plan.log_directory),
-            detail=plan.detail,
-        )
-        reply = group.run(request, plan.time_limit_s)
+        reply = group.run(request, time_limit_s)
         if not reply.alive or not group.alive:
             self._end_group()
         if reply.failure is not None:
-            return self._failed(reply.failure, plan, fresh)
-        return _succeeded(reply.message, group.info, request, plan, fresh, surroundings)
+            return _failed(reply.failure, logs, fresh)
+        return _succeeded(reply.message, group.info, request, fresh, surroundings)
 
     def _fits(self, spec: GroupSpec) -> bool:
         group = self._group
         return group is not None and group.alive and group.spec.key == spec.key
 
-    def _replace(self, spec: GroupSpec, plan: Plan) -> Failure | None:
+    def _replace(self, spec: GroupSpec, request: TrialRequest) -> Failure | None:
         self._end_group()
         environment = {**os.environ, **spec.env}
         group = WorkerGroup(spec, self._environment.limits, self._preload(environment), self._gpus)
-        failure = group.start(plan.log_directory)
+        failure = group.start(Path(request.log_directory), request)
         if failure is None:
             self._group = group
+        else:
+            self.close()  # whatever was wrong, the next start begins from nothing
         return failure
-
-    def _failed(self, failure: Failure, plan: Plan, fresh: bool) -> Outcome:
-        log = rank_log(plan.log_directory, failure.rank or 0)
-        if failure.rank is None and not log.exists():
-            log = plan.log_directory / "launcher.log"
-        return Outcome(failure.status, None, failure.reason, str(log), fresh)
 
     def _preload(self, environment: Mapping[str, str]) -> Preloaded:
         """A process to fork from whose imports saw this environment."""
@@ -109,14 +122,20 @@ class Pool:
             preloaded.close(self._environment.limits.grace_s)
 
 
+def _failed(failure: Failure, logs: Path, fresh: bool) -> Result:
+    log = rank_log(logs, failure.rank or 0)
+    if failure.rank is None and not log.exists():
+        log = logs / "launcher.log"
+    return Result(failure.status, None, failure.reason, log, fresh)
+
+
 def _succeeded(
     message: Mapping[str, Any],
     info: Mapping[str, Any],
     request: TrialRequest,
-    plan: Plan,
     fresh: bool,
     surroundings: dict[str, Any],
-) -> Outcome:
+) -> Result:
     measurement = Measurement(**message["measurement"])
     batch = request.samples_per_step
     if info.get("tokens_per_sample"):
@@ -129,8 +148,8 @@ def _succeeded(
         ignored = not_in_force(request.configuration, measurement.in_force)
         if ignored:
             status, reason = Status.NOT_APPLIED, "; ".join(ignored)
-    log = str(rank_log(plan.log_directory, 0))
-    return Outcome(status, measurement, reason, log, fresh, extra={"info": dict(info)})
+    log = rank_log(request.log_directory, 0)
+    return Result(status, measurement, reason, log, fresh, dict(info))
 
 
 def not_in_force(requested: Mapping[str, Value], in_force: Mapping[str, Value]) -> list[str]:

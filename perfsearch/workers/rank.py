@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -75,9 +76,11 @@ def main(directory: Path) -> int:
     startup = Startup.read(directory)
     switch_log(startup.log_directory, rank)
     watch_controller(startup)
-    channel = Channel.connect(directory / SOCKET_FILE) if rank == 0 else None
+    leads = startup.leads and os.environ["LOCAL_RANK"] == "0"
+    channel = Channel.connect(directory / SOCKET_FILE) if leads else None
     try:
         loop = _make_loop(directory, startup, rank, channel)
+        loop.introduce()
     except Exception as error:
         report_error(startup.log_directory, rank, error, "start")
         return 1
@@ -92,12 +95,13 @@ def _make_loop(directory: Path, startup: Startup, rank: int, channel: Channel | 
     from perfsearch.workers.trainer import Trainer
 
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cpu")
-    if startup.spec.device == "cuda":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
     world_size = int(os.environ["WORLD_SIZE"])
-    groups = Groups(startup.spec, directory, rank, local_rank, world_size, device)
+    groups = Groups(startup.spec, directory, rank, local_rank, world_size)
+    groups.leads = channel is not None
+    groups.share_spec()
+    if groups.spec.device == "cuda":
+        groups.device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(groups.device)
     return Loop(Trainer(groups), channel, startup)
 
 
@@ -107,6 +111,10 @@ def serve(directory: str) -> None:
     Raises:
         SystemExit: the rank failed.
     """
+    # The launcher's handlers came along with the fork; a rank that waits in a collective would
+    # never run them, and its peers' death could not end it.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     code = main(Path(directory))
     sys.stdout.flush()
     sys.stderr.flush()

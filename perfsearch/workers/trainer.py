@@ -35,8 +35,9 @@ class Trainer:
         self._workload = WorkloadSpec(**groups.spec.workload)
         self._switches = GlobalSwitches.read()
         job = self._make_job()
-        self._snapshot = Snapshot(job.model)
+        self._snapshot = Snapshot(job.model, pin=groups.device.type == "cuda")
         self._warm: Job | None = self._placed(job)
+        _settle_heap()
 
     def _make_job(self) -> Job:
         seed_everything(self.groups.spec.seed)
@@ -58,8 +59,8 @@ class Trainer:
         """
         if self._warm is None or not reuse:
             self._warm = None
-            job = self._make_job()
-            job = self._placed(job)
+            _settle_heap()
+            job = self._placed(self._make_job())
             self._warm = job if reuse else None
         else:
             job = self._warm
@@ -103,3 +104,13 @@ class Trainer:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }
+
+
+def _settle_heap() -> None:
+    """Collect garbage once, and take what remains out of later collections.
+
+    Each trial collects its wrapper, and would otherwise walk over all that torch imported.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

@@ -19,6 +19,8 @@ from perfsearch.workers.trainer import Trainer
 FIRST_LOSSES = 5
 """Steps from the common start whose losses are compared between configurations."""
 
+_COMPILING = 3.0  # a discarded step that takes so many times the usual was compiling
+
 MAX_DISCARDED = 8
 """Steps after which scoring begins although their times still differ."""
 
@@ -132,8 +134,10 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     agreed["step_seconds"] = measure.slowest(seconds, device)
     values = measure.mean_over_ranks(torch.stack([*losses, loss]))
     agreed["first_losses"] = values[:-1]
-    if getattr(step, "compiles", False):
-        agreed["compile_seconds"] = max(0.0, discarded[0] - typical)
+    if step.compiles:
+        compiling = [s - typical for s in discarded if s > _COMPILING * typical]
+        agreed["compile_seconds"] = sum(compiling)
+        agreed["discarded_seconds"] -= sum(compiling)
     result = RankResult(
         "ok",
         agreed=agreed,

@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from perfsearch.parallel import nccl
+from perfsearch.parallel.torch_features import wrapper_parameters
 from perfsearch.runners import _ddp_export, _ddp_knobs
-from perfsearch.runners._torch_features import wrapper_parameters
 from perfsearch.runners.ddp import DDP, DdpOptions
 from perfsearch.search.knob import Numerics, Scope
 from perfsearch.search.narrow import KnobError
@@ -142,6 +142,7 @@ def test_impossible_knobs_are_refused(tmp_path, knobs, message):
 
 def test_group_spec_carries_process_scope_only(tmp_path, monkeypatch):
     monkeypatch.setattr("perfsearch.workers.environment.visible_gpus", lambda: list(CARDS))
+    monkeypatch.setattr("perfsearch.workers.environment.torch_version", lambda: "2.13.0")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
     made = DDP(DdpOptions(), WorkloadSpec("gpt"), Environment(tmp_path))

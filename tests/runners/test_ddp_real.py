@@ -2,6 +2,9 @@
 
 import math
 import os
+import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -51,6 +54,10 @@ class Bench:
     @property
     def token(self):
         return self.runner._pool._group._token
+
+    def left(self, token):
+        """Processes of a group that ended; the one that groups are forked from stays."""
+        return processes.members(token, exclude=[self.runner._pool._preloaded.pid])
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +128,12 @@ def test_a_refusal_by_the_library_is_invalid(pair):
 
 
 def test_fresh_means_new_processes(pair):
-    before = pair.token
+    before = {p.pid for p in pair.left(pair.token)}
     outcome = pair.measure(fresh=True)
     assert outcome.status is Status.OK
     assert outcome.fresh_process
-    assert pair.token != before
-    assert processes.members(before) == []
+    assert before
+    assert before.isdisjoint(p.pid for p in pair.left(pair.token))
     assert outcome.measurement.first_losses == pair.first.measurement.first_losses
 
 
@@ -160,3 +167,33 @@ def test_the_environment_of_the_controller_is_not_touched(pair):
     before = dict(os.environ)
     pair.measure()
     assert dict(os.environ) == before
+
+
+def test_ranks_over_two_nodes(tmp_path):
+    """Two launchers on one host stand for two nodes; both leave when the search is over."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"localhost:{probe.getsockname()[1]}"
+    common = ["--nnodes=2", "--nproc=1", f"--rdzv-endpoint={endpoint}", "--interface=lo"]
+    joining = subprocess.Popen(
+        [sys.executable, "-m", "perfsearch.workers.join", *common, "--patience=5"], cwd=tmp_path
+    )
+    environment = Environment(
+        tmp_path,
+        nproc=1,
+        nnodes=2,
+        rdzv_endpoint=endpoint,
+        interface="lo",
+        limits=Limits(60, 60, 5),
+    )
+    runner = DDP(DdpOptions("cpu", {"static_graph": "search"}), WorkloadSpec("mlp"), environment)
+    try:
+        for number, static in enumerate((False, True)):
+            plan = Plan(number=number, log_directory=tmp_path / str(number), scored_seconds=0.05)
+            outcome = runner.measure({"static_graph": static}, plan)
+            assert outcome.status is Status.OK, outcome.reason
+            assert outcome.measurement.world_size == 2
+    finally:
+        runner.close()
+        joining.wait(60)
+    assert joining.returncode == 0

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, get_worker_info
 
 
 def loss(model, batch):
@@ -32,6 +32,8 @@ def strike(path, fault):
         raise {"RuntimeError": RuntimeError, "MemoryError": MemoryError}[fault["type"]](
             fault["message"]
         )
+    if kind == "tell":
+        raise RuntimeError(f"rank {dist.get_rank()} has {os.environ.get(fault['variable'])}")
     if kind == "exit":
         os._exit(fault["code"])
     if kind == "signal":
@@ -64,7 +66,18 @@ def leave_grandchild(pid_file):
         pid_file.write_text(str(child.pid))
 
 
+class Data(TensorDataset):
+    """Data whose loader process dies on demand."""
+
+    def __getitem__(self, index):
+        path = Path(os.environ["PERFSEARCH_TEST_FAULT"])
+        in_loader = get_worker_info() is not None and path.exists()
+        if in_loader and json.loads(path.read_text())["kind"] == "loader":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
 def build():
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
-    data = TensorDataset(torch.randn(64, 16), torch.randn(64, 1))
+    data = Data(torch.randn(64, 16), torch.randn(64, 1))
     return model, data, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.01)

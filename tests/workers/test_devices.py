@@ -101,11 +101,13 @@ def test_waiting_for_memory_reads_the_driver_anew():
 
 @pytest.fixture
 def no_gpu(monkeypatch):
+    monkeypatch.setattr("perfsearch.workers.environment.torch_version", lambda: "2.13.0")
     monkeypatch.setattr("perfsearch.workers.environment.visible_gpus", list)
 
 
 @pytest.fixture
 def two_gpus(monkeypatch):
+    monkeypatch.setattr("perfsearch.workers.environment.torch_version", lambda: "2.13.0")
     cards = [Gpu(f"GPU-{i}", "Fake 9000", 80.0 - i) for i in range(2)]
     monkeypatch.setattr("perfsearch.workers.environment.visible_gpus", lambda: cards)
 
@@ -140,3 +142,10 @@ def test_impossible_places(no_gpu, tmp_path, device, changes, message):
 def test_more_ranks_than_gpus(two_gpus, tmp_path):
     with pytest.raises(ValueError, match="nproc=4: only 2 GPUs are visible"):
         detect("cuda", Environment(tmp_path, nproc=4))
+
+
+def test_a_torch_without_cuda_runs_on_the_cpu(two_gpus, monkeypatch, tmp_path):
+    monkeypatch.setattr("perfsearch.workers.environment.torch_version", lambda: "2.13.0+cpu")
+    assert detect("auto", Environment(tmp_path)).device == "cpu"
+    with pytest.raises(ValueError, match=r"torch 2.13.0\+cpu is built for CPUs only"):
+        detect("cuda", Environment(tmp_path))

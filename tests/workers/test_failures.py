@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from perfsearch.search.trial import Status
@@ -84,10 +86,17 @@ def test_shared_memory(text):
     assert failure.reason == f"rank 1: {SHARED_MEMORY}"
 
 
+def loader_died(signal):
+    text = "DataLoader worker (pid(s) 12) exited unexpectedly"
+    cause = f"RuntimeError: DataLoader worker (pid 12) is killed by signal: {signal}. "
+    return replace(error(text), traceback=f"{cause}\nThe above exception was the direct cause")
+
+
 def test_killed_loader_process():
-    text = "DataLoader worker (pid(s) 12) exited unexpectedly: Killed"
-    assert classify(Evidence(errors=[error(text)])).status is Status.KILLED
-    assert classify(Evidence(errors=[error(text)], oom_kills=1)).status is Status.OOM
+    assert classify(Evidence(errors=[loader_died("Killed")])).status is Status.KILLED
+    assert classify(Evidence(errors=[loader_died("Killed")], oom_kills=1)).status is Status.OOM
+    assert classify(Evidence(errors=[loader_died("Bus error")])).reason.endswith(SHARED_MEMORY)
+    assert classify(Evidence(errors=[loader_died("Segmentation fault")])).status is Status.CRASH
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp import DDP, DdpOptions
+from perfsearch.search.knob import Numerics
 from perfsearch.search.trial import Status
 from perfsearch.workers import processes, registry
 from perfsearch.workers.environment import Environment, Limits
@@ -34,15 +36,18 @@ class Bench:
         self.directory = directory
         self.trials = 0
         environment = Environment(
-            run_dir=directory, limits=LIMITS, variables={"PERFSEARCH_TEST_FAULT": str(self.fault)}
+            run_dir=directory,
+            limits=LIMITS,
+            numerics=Numerics.ALTERING,
+            variables={"PERFSEARCH_TEST_FAULT": str(self.fault), "NCCL_ALGO": "Tree"},
         )
         self.runner = DDP(
-            DdpOptions(device="cpu", knobs={}),
+            DdpOptions(device="cpu", knobs={"dataloader_workers": [0, 1]}),
             WorkloadSpec("custom", factory="faults:build", global_batch=8),
             environment,
         )
 
-    def measure(self, fault=None, time_limit_s=30.0):
+    def measure(self, fault=None, time_limit_s=30.0, workers=0):
         self.fault.unlink(missing_ok=True)
         if fault:
             self.fault.write_text(json.dumps(fault))
@@ -53,11 +58,15 @@ class Bench:
             time_limit_s=time_limit_s,
         )
         self.trials += 1
-        return self.runner.measure({}, plan)
+        return self.runner.measure({"dataloader_workers": workers}, plan)
 
     @property
     def token(self):
         return self.runner._pool._group._token
+
+    def left(self, token):
+        """Processes of a group that ended; the one that groups are forked from stays."""
+        return processes.members(token, exclude=[self.runner._pool._preloaded.pid])
 
 
 def is_gone(pid):
@@ -126,6 +135,21 @@ def test_state_does_not_depend_on_how_the_last_trial_ended(warm):
     assert warm.measure().measurement.first_losses == before
 
 
+def test_a_killed_loader_process_is_no_crash_of_the_configuration(warm):
+    outcome = warm.measure({"kind": "loader"}, workers=1)
+    assert outcome.status is Status.KILLED
+    assert "DataLoader worker" in outcome.reason
+    assert not warm.measure(workers=1).fresh_process
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_environment_reaches_every_rank(warm, rank):
+    """NVIDIA-NeMo/Speech#9449: a launcher of one's own ignored the environment that was set."""
+    outcome = warm.measure({"kind": "tell", "variable": "NCCL_ALGO", "rank": rank})
+    assert outcome.reason == f"rank {rank}: RuntimeError: rank {rank} has Tree"
+    assert "NCCL_ALGO" not in os.environ
+
+
 def test_nan_is_divergence(warm):
     outcome = warm.measure({"kind": "nan"})
     assert outcome.status is Status.DIVERGED
@@ -143,7 +167,7 @@ def test_a_rank_that_dies_takes_the_trial_down(warm, fault, status, reason):
     token = warm.token
     outcome = warm.measure({**fault, "rank": 1})
     assert (outcome.status, outcome.reason) == (status, reason)
-    assert left_of(token, warm) == []
+    assert warm.left(token) == []
 
 
 def test_a_hang_is_cut_with_its_grandchildren(warm):
@@ -156,7 +180,7 @@ def test_a_hang_is_cut_with_its_grandchildren(warm):
     assert time.monotonic() - began < 4 + LIMITS.grace_s + 5
     grandchild = int(warm.fault.with_suffix(".pid").read_text())
     assert is_gone(grandchild)
-    assert left_of(token, warm) == []
+    assert warm.left(token) == []
 
 
 def test_death_of_the_launcher_ends_the_ranks(warm):
@@ -168,7 +192,18 @@ def test_death_of_the_launcher_ends_the_ranks(warm):
     killer.join()
     assert outcome.status is Status.KILLED
     assert outcome.reason == "launcher: it was ended by SIGKILL"
-    assert left_of(token, warm) == []
+    assert warm.left(token) == []
+
+
+def test_two_groups_on_one_host(warm, tmp_path):
+    """pytorch/pytorch#126510, TorchDR#249: each has a rendezvous of its own."""
+    other = Bench(tmp_path)
+    try:
+        with ThreadPoolExecutor(2) as both:
+            outcomes = list(both.map(lambda bench: bench.measure(), [warm, other]))
+        assert [o.status for o in outcomes] == [Status.OK, Status.OK]
+    finally:
+        other.runner.close()
 
 
 def test_death_of_the_controller_leaves_nothing(tmp_path):
@@ -197,6 +232,6 @@ def test_death_of_the_controller_leaves_nothing(tmp_path):
     deadline = time.monotonic() + 20
     while processes.members(token) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert left_of(token, warm) == []
+    assert processes.members(token) == []
     assert registry.reap(tmp_path) == 0
     assert not list((tmp_path / "groups").glob("*.json"))
