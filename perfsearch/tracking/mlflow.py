@@ -23,6 +23,9 @@ from perfsearch.tracking.uri import how_to_open, locate, without_credentials
 FIRST_RETRY_S = 2.0
 LONGEST_RETRY_S = 60.0
 CLOSING_RETRY_S = 1.0
+GIVE_UP_S = 5.0
+"""How long the end of a search waits for a store that is down all the while."""
+
 ATTEMPTS = 3
 """How often a record is tried that the store refuses although it answers."""
 
@@ -164,7 +167,7 @@ class Tracker:
         listed = [paths] if isinstance(paths, Path) else paths
         self._put({"kind": "artifacts", "paths": [str(Path(p).resolve()) for p in listed]})
 
-    def close(self, status: str = "FINISHED", timeout_s: float = 30.0) -> None:
+    def close(self, status: str = "FINISHED", timeout_s: float = 60.0) -> None:
         """End the search's run, wait for what is not written yet, and stop.
 
         Afterwards ``complete`` tells whether everything was written.
@@ -241,6 +244,7 @@ class Tracker:
     def _run(self) -> None:
         backlog: deque[_Item] = deque()
         delay, retry_at, closing = FIRST_RETRY_S, 0.0, False
+        down_since: float | None = None
         if self._spool is not None and not self._spool.lock():
             self._spool.lock(wait=True)  # an upload of an earlier run of this search ends first
         while True:
@@ -248,17 +252,23 @@ class Tracker:
                 wait = max(0.0, retry_at - time.monotonic()) if backlog else None
                 closing = self._take(backlog, wait)
                 if closing:
-                    delay, retry_at = CLOSING_RETRY_S, 0.0
+                    delay, retry_at, down_since = CLOSING_RETRY_S, 0.0, None
             elif backlog:
                 time.sleep(max(0.0, min(retry_at, self._deadline) - time.monotonic()))
             if backlog and time.monotonic() >= retry_at:
+                left = len(backlog)
                 if self._write(backlog):
                     delay = FIRST_RETRY_S
                 else:
-                    retry_at = time.monotonic() + delay
+                    now = time.monotonic()
+                    down_since = now if down_since is None or len(backlog) < left else down_since
+                    retry_at = now + delay
                     delay = min(2 * delay, CLOSING_RETRY_S if closing else LONGEST_RETRY_S)
-            if closing and (not backlog or time.monotonic() >= self._deadline):
-                return
+            if closing:
+                now = time.monotonic()
+                gone = down_since is not None and now - down_since >= GIVE_UP_S
+                if not backlog or gone or now >= self._deadline:
+                    return
 
     def _take(self, backlog: deque[_Item], wait_s: float | None) -> bool:
         """Move what came into the backlog; ``True`` when the end was asked for."""
