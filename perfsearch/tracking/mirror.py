@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
 import tempfile
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,7 @@ from perfsearch.search.trial import Trial
 from perfsearch.tracking import names, owner, spool
 from perfsearch.tracking.client import Client, connect
 from perfsearch.tracking.redact import Redactor
-from perfsearch.tracking.uri import StoreLocation
+from perfsearch.tracking.uri import StoreLocation, is_reachable
 
 SEARCH_ID = "perfsearch.search_id"
 ROLE = "perfsearch.role"
@@ -97,7 +93,7 @@ class Mirror:
 
     def alive(self) -> bool:
         """Whether the store answers, found out without MLflow's long retries."""
-        if self.location.is_server and not _reachable(self.location.uri):
+        if self.location.is_server and not is_reachable(self.location.uri):
             return False
         try:
             self.client.ping()
@@ -113,7 +109,7 @@ class Mirror:
             ConnectionError: nothing listens at the server's address.
 
         """
-        if self.location.is_server and not _reachable(self.location.uri):
+        if self.location.is_server and not is_reachable(self.location.uri):
             raise ConnectionError("nothing answers at its address")
 
     @property
@@ -286,16 +282,3 @@ class Mirror:
 
 def _cut(value: str, limit: int) -> str:
     return value if len(value) <= limit else value[: limit - 3] + "..."
-
-
-def _reachable(uri: str, timeout_s: float = 3.0) -> bool:
-    """Whether the server's port takes connections; behind a proxy that cannot be told so."""
-    parts = urllib.parse.urlsplit(uri)
-    host = parts.hostname or ""
-    proxied = parts.scheme in urllib.request.getproxies()
-    if proxied and not urllib.request.proxy_bypass(host):
-        return True
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    with suppress(OSError), socket.create_connection((host, port), timeout=timeout_s):
-        return True
-    return False

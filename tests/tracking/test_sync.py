@@ -14,8 +14,7 @@ import pytest
 from search_runs import KNOBS, Store, trial, write_journal
 
 from perfsearch.search.trial import Status
-from perfsearch.tracking import mlflow as module
-from perfsearch.tracking import owner, sync
+from perfsearch.tracking import owner, sync, writer
 from perfsearch.tracking.spool import Spool
 
 TRIALS = [trial(0), trial(1, Status.OOM), trial(2)]
@@ -162,7 +161,7 @@ def test_a_password_that_was_not_recorded_is_asked_for(store, capsys):
 @pytest.mark.slow
 def test_a_server_killed_in_the_middle_loses_and_doubles_nothing(store, monkeypatch, caplog):
     """radixark/miles#2571, mlflow/mlflow#4693, Lightning-AI/pytorch-lightning#12833."""
-    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.2)
+    monkeypatch.setattr(writer, "FIRST_RETRY_S", 0.2)
     port = free_port()
     server = Server(store, port)
     try:

@@ -11,7 +11,7 @@ from search_runs import KNOBS, measurement, trial
 
 from perfsearch.search.knob import Kind, Knob
 from perfsearch.search.trial import Status
-from perfsearch.tracking import mirror, owner
+from perfsearch.tracking import mirror, owner, writer
 from perfsearch.tracking import mlflow as module
 from perfsearch.tracking.client import Client
 from perfsearch.tracking.mirror import Mirror
@@ -120,17 +120,18 @@ def test_a_store_that_hangs_keeps_no_caller_waiting(store, monkeypatch, caplog):
     assert entered.wait(60)
     for number in range(5):
         tracker.trial(trial(number), KNOBS)
+    thread = tracker._writer._thread
     tracker.close("FINISHED", timeout_s=0.05)
     assert not tracker.complete
     assert caplog.text.count("has not answered") == 1
     go_on.set()
-    assert tracker.flush(60)
+    thread.join(60)
     assert len(store.trials()) == 5
 
 
 @pytest.mark.parametrize("call", ["create", "log", "finish"])
 def test_a_call_that_fails_after_it_took_effect_makes_no_second_run(store, call, monkeypatch):
-    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(writer, "FIRST_RETRY_S", 0.01)
     real, calls = getattr(Client, call), []
 
     def answer_lost(self, *arguments):
@@ -152,7 +153,7 @@ def test_a_call_that_fails_after_it_took_effect_makes_no_second_run(store, call,
 
 
 def test_a_record_that_the_store_refuses_does_not_hold_up_the_rest(store, monkeypatch):
-    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(writer, "FIRST_RETRY_S", 0.01)
     real = Client.log
 
     def refuse(self, run_id, metrics, params, tags, time_ms):
@@ -270,10 +271,10 @@ def test_a_run_directory_is_uploaded_whole_but_for_what_is_too_large(store, monk
 
 
 def test_the_end_does_not_wait_long_for_a_store_that_is_down(store, monkeypatch):
-    monkeypatch.setattr(module, "GIVE_UP_S", 0.0)
+    monkeypatch.setattr(writer, "GIVE_UP_S", 0.0)
     tracker = store.tracker(uri="http://127.0.0.1:9")
     tracker.open({})
-    thread = tracker._thread
+    thread = tracker._writer._thread
     tracker.close("KILLED", timeout_s=120)
     assert not tracker.complete
     assert not thread.is_alive()
