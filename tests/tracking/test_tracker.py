@@ -120,13 +120,32 @@ def test_a_store_that_hangs_keeps_no_caller_waiting(store, monkeypatch, caplog):
     assert entered.wait(60)
     for number in range(5):
         tracker.trial(trial(number), KNOBS)
-    thread = tracker._writer._thread
-    tracker.close("FINISHED", timeout_s=0.05)
-    assert not tracker.complete
+    assert not tracker.flush(0.05)
     assert caplog.text.count("has not answered") == 1
     go_on.set()
-    thread.join(60)
+    tracker.close("FINISHED", 60)
+    assert tracker.complete
     assert len(store.trials()) == 5
+
+
+def test_the_end_does_not_wait_for_a_store_that_hangs(store, monkeypatch):
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hang(self, record, trial=None):
+        entered.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(Mirror, "apply", hang)
+    tracker = store.tracker()
+    tracker.open({})
+    assert entered.wait(60)
+    thread = tracker._writer._thread
+    tracker.close("KILLED", timeout_s=0.05)
+    assert not tracker.complete
+    assert thread.daemon
+    go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("call", ["create", "log", "finish"])
