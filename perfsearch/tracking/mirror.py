@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.search.trial import Trial
-from perfsearch.tracking import names, owner, spool
+from perfsearch.tracking import names, owner, recorded, spool
 from perfsearch.tracking.client import Client, connect
 from perfsearch.tracking.redact import Redactor
 from perfsearch.tracking.uri import StoreLocation, is_reachable
@@ -79,6 +79,8 @@ class Mirror:
         elif kind == "trial":
             assert trial is not None
             self.trial(trial, record["knobs"], record["time_ms"])
+        elif kind == "catch_up":
+            self.catch_up()
         elif kind == "summary":
             self.summary(record["metrics"], record["tags"], record["note"], record["time_ms"])
         elif kind == "series":
@@ -193,6 +195,17 @@ class Mirror:
         self._texts(child.run_id, {**long, **long_tags})
         self.client.finish(child.run_id, status, time_ms)
         child.digest, child.status = digest, status
+
+    def catch_up(self) -> None:
+        """Write the trials that an earlier process of this search recorded and did not show.
+
+        Raises:
+            SyncError: the journal cannot be read.
+
+        """
+        records = recorded.read_records(self.run_dir)
+        for record, trial in recorded.with_moments(recorded.read_trials(self.run_dir), records):
+            self.trial(trial, record["knobs"], record["time_ms"])
 
     def summary(
         self, metrics: Mapping[str, float], tags: Mapping[str, str], note: str, time_ms: int

@@ -11,7 +11,7 @@ from typing import Any
 
 from perfsearch.search.knob import Knob
 from perfsearch.search.trial import Trial
-from perfsearch.tracking import names, owner
+from perfsearch.tracking import names, owner, spool
 from perfsearch.tracking.mirror import Mirror
 from perfsearch.tracking.redact import Redactor
 from perfsearch.tracking.spool import Spool
@@ -74,6 +74,8 @@ class Tracker:
     ) -> None:
         """Begin the search's run, or go on with it after a resume.
 
+        After a resume, what an earlier process recorded and did not show is shown first.
+
         Args:
             parameters: the configuration, may be nested; secrets of the environment are masked.
             tags: tags of the search's run.
@@ -82,6 +84,8 @@ class Tracker:
         """
         self._knob_names = tuple(knob.name for knob in knobs)
         self.complete = False
+        told = self.run_dir / spool.FILE_NAME
+        resumed = told.exists() and told.stat().st_size > 0
         try:
             self._spool = Spool(self.run_dir)
         except OSError as error:
@@ -102,6 +106,8 @@ class Tracker:
                 "owner": owner.owner_tags(),
             }
         )
+        if resumed:
+            self._writer.put(Item({"kind": "catch_up"}))
 
     def trial(self, trial: Trial, knob_names: Sequence[str] = ()) -> None:
         """Show a trial that ended; one that was shown already is left as it is.

@@ -36,6 +36,8 @@ def searched_while_down(store: Store, ends: bool = True) -> Path:
     tracker.summary({"search/speedup": 3.0}, {}, "three times")
     if ends:
         tracker.close("FINISHED", timeout_s=0.1)
+    else:
+        tracker._spool.close()  # a process that dies gives up its lock
     write_journal(tracker.run_dir, TRIALS, torn='{"event": "fini')
     return tracker.run_dir
 
@@ -101,6 +103,21 @@ def test_a_killed_search_gets_its_missing_trials_and_an_end(store):
     assert sync.main([str(store.directory / "s1")]) == 0
     assert store.search().info.status == "KILLED"
     assert len(store.trials()) == 3
+
+
+def test_a_resumed_search_shows_what_the_dead_one_did_not(store):
+    run_dir = searched_while_down(store, ends=False)
+    resumed = store.tracker(run_dir=run_dir)
+    resumed.open({})
+    resumed.trial(trial(3), KNOBS)
+    resumed.close("FINISHED", 60)
+    assert resumed.complete
+    assert set(store.trials()) == {"t0000", "t0001", "t0002", "t0003"}
+    before = state(store)
+    write_journal(run_dir, [*TRIALS, trial(3)])
+    assert sync.main([str(run_dir), "--uri", store.uri]) == 0
+    trials = [entry for entry in state(store) if entry[0].startswith("t0")]
+    assert trials == [entry for entry in before if entry[0].startswith("t0")]
 
 
 def test_without_a_record_of_the_view_the_journal_is_enough(store):
