@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
 import tempfile
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from perfsearch.search.trial import Trial
-from perfsearch.tracking import names, owner, spool
+from perfsearch.tracking import names, owner, recorded, spool
 from perfsearch.tracking.client import Client, connect
 from perfsearch.tracking.redact import Redactor
-from perfsearch.tracking.uri import StoreLocation
+from perfsearch.tracking.uri import StoreLocation, is_reachable
 
 SEARCH_ID = "perfsearch.search_id"
 ROLE = "perfsearch.role"
@@ -83,6 +79,8 @@ class Mirror:
         elif kind == "trial":
             assert trial is not None
             self.trial(trial, record["knobs"], record["time_ms"])
+        elif kind == "catch_up":
+            self.catch_up()
         elif kind == "summary":
             self.summary(record["metrics"], record["tags"], record["note"], record["time_ms"])
         elif kind == "series":
@@ -97,7 +95,7 @@ class Mirror:
 
     def alive(self) -> bool:
         """Whether the store answers, found out without MLflow's long retries."""
-        if self.location.is_server and not _reachable(self.location.uri):
+        if self.location.is_server and not is_reachable(self.location.uri):
             return False
         try:
             self.client.ping()
@@ -113,7 +111,7 @@ class Mirror:
             ConnectionError: nothing listens at the server's address.
 
         """
-        if self.location.is_server and not _reachable(self.location.uri):
+        if self.location.is_server and not is_reachable(self.location.uri):
             raise ConnectionError("nothing answers at its address")
 
     @property
@@ -197,6 +195,17 @@ class Mirror:
         self._texts(child.run_id, {**long, **long_tags})
         self.client.finish(child.run_id, status, time_ms)
         child.digest, child.status = digest, status
+
+    def catch_up(self) -> None:
+        """Write the trials that an earlier process of this search recorded and did not show.
+
+        Raises:
+            SyncError: the journal cannot be read.
+
+        """
+        records = recorded.read_records(self.run_dir)
+        for record, trial in recorded.with_moments(recorded.read_trials(self.run_dir), records):
+            self.trial(trial, record["knobs"], record["time_ms"])
 
     def summary(
         self, metrics: Mapping[str, float], tags: Mapping[str, str], note: str, time_ms: int
@@ -286,16 +295,3 @@ class Mirror:
 
 def _cut(value: str, limit: int) -> str:
     return value if len(value) <= limit else value[: limit - 3] + "..."
-
-
-def _reachable(uri: str, timeout_s: float = 3.0) -> bool:
-    """Whether the server's port takes connections; behind a proxy that cannot be told so."""
-    parts = urllib.parse.urlsplit(uri)
-    host = parts.hostname or ""
-    proxied = parts.scheme in urllib.request.getproxies()
-    if proxied and not urllib.request.proxy_bypass(host):
-        return True
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    with suppress(OSError), socket.create_connection((host, port), timeout=timeout_s):
-        return True
-    return False

@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from perfsearch.search.knob import Knob
 from perfsearch.search.trial import Trial
-from perfsearch.tracking import names, owner
+from perfsearch.tracking import names, owner, spool
 from perfsearch.tracking.mirror import Mirror
 from perfsearch.tracking.redact import Redactor
 from perfsearch.tracking.spool import Spool
 from perfsearch.tracking.uri import how_to_open, locate, without_credentials
-
-FIRST_RETRY_S = 2.0
-LONGEST_RETRY_S = 60.0
-CLOSING_RETRY_S = 1.0
-ATTEMPTS = 3
-"""How often a record is tried that the store refuses although it answers."""
+from perfsearch.tracking.writer import Item, Writer
 
 SLOW_S = 60.0
-"""A record that waits longer than this for the store is worth a warning."""
+"""A call that the store does not answer for so long is worth a warning."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Item:
-    record: dict[str, Any]
-    trial: Trial | None = None
-    attempts: int = 0
-    since: float = 0.0
 
 
 class Tracker:
@@ -77,15 +61,9 @@ class Tracker:
         self._redact = Redactor()
         self._knob_names: tuple[str, ...] = ()
         self.complete = True
-        self._queue: queue.Queue[_Item | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
-        self._idle = threading.Condition()
-        self._pending = 0
-        self._aside: list[_Item] = []
+        self._writer: Writer | None = None
         self._warned = False
         self._spool_failed = False
-        self._busy_since: float | None = None
-        self._deadline = float("inf")
         self._spool: Spool | None = None
 
     def open(
@@ -96,6 +74,8 @@ class Tracker:
     ) -> None:
         """Begin the search's run, or go on with it after a resume.
 
+        After a resume, what an earlier process recorded and did not show is shown first.
+
         Args:
             parameters: the configuration, may be nested; secrets of the environment are masked.
             tags: tags of the search's run.
@@ -104,12 +84,14 @@ class Tracker:
         """
         self._knob_names = tuple(knob.name for knob in knobs)
         self.complete = False
+        told = self.run_dir / spool.FILE_NAME
+        resumed = told.exists() and told.stat().st_size > 0
         try:
             self._spool = Spool(self.run_dir)
         except OSError as error:
             self._spool_broke(error)
-        self._thread = threading.Thread(target=self._run, name="mlflow-writer", daemon=True)
-        self._thread.start()
+        self._writer = Writer(self._mirror, self._become_the_only_writer, self._warn)
+        self._writer.start()
         self._put(
             {
                 "kind": "open",
@@ -124,6 +106,8 @@ class Tracker:
                 "owner": owner.owner_tags(),
             }
         )
+        if resumed:
+            self._writer.put(Item({"kind": "catch_up"}))
 
     def trial(self, trial: Trial, knob_names: Sequence[str] = ()) -> None:
         """Show a trial that ended; one that was shown already is left as it is.
@@ -164,7 +148,7 @@ class Tracker:
         listed = [paths] if isinstance(paths, Path) else paths
         self._put({"kind": "artifacts", "paths": [str(Path(p).resolve()) for p in listed]})
 
-    def close(self, status: str = "FINISHED", timeout_s: float = 30.0) -> None:
+    def close(self, status: str = "FINISHED", timeout_s: float = 60.0) -> None:
         """End the search's run, wait for what is not written yet, and stop.
 
         Afterwards ``complete`` tells whether everything was written.
@@ -174,14 +158,11 @@ class Tracker:
             timeout_s: how long to wait at most.
 
         """
-        if self._thread is None:
+        if self._writer is None:
             return
         self._put({"kind": "close", "status": status})
-        self._deadline = time.monotonic() + timeout_s
-        self._queue.put(None)
-        self._thread.join(timeout_s)
-        self.complete = not self._thread.is_alive() and self._pending == 0 and not self._aside
-        self._thread = None
+        self.complete = self._writer.close(timeout_s)
+        self._writer = None
         if not self.complete:
             _log.warning(
                 "MLflow does not have all of this search yet; nothing is lost. "
@@ -194,15 +175,14 @@ class Tracker:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything so far is written; ``False`` when the time is over before."""
-        with self._idle:
-            return self._idle.wait_for(lambda: self._pending == 0, timeout_s)
+        return self._writer is None or self._writer.flush(timeout_s)
 
     def how_to_open(self) -> str:
         """The command that opens MLflow's UI on the store, or the address of a server."""
         return how_to_open(self.location, self._mirror.experiment_id)
 
     def _put(self, record: dict[str, Any], trial: Trial | None = None) -> None:
-        if self._thread is None:
+        if self._writer is None:
             raise RuntimeError("the tracker is not open")
         record["time_ms"] = round(time.time() * 1e3)
         if self._spool is not None:
@@ -210,12 +190,14 @@ class Tracker:
                 self._spool.append(record)
             except OSError as error:
                 self._spool_broke(error)
-        with self._idle:
-            self._pending += 1
-        self._queue.put(_Item(record, trial, since=time.monotonic()))
-        busy = self._busy_since
-        if busy is not None and time.monotonic() - busy > SLOW_S:
-            self._warn(f"it has not answered for {time.monotonic() - busy:.0f} s")
+        self._writer.put(Item(record, trial))
+        silent_s = self._writer.silent_s
+        if silent_s > SLOW_S:
+            self._warn(f"it has not answered for {silent_s:.0f} s")
+
+    def _become_the_only_writer(self) -> None:
+        if self._spool is not None and not self._spool.lock():
+            self._spool.lock(wait=True)  # an upload of an earlier run of this search ends first
 
     def _spool_broke(self, error: OSError) -> None:
         if not self._spool_failed:
@@ -237,62 +219,3 @@ class Tracker:
                 self._redact.text(why),
                 self.run_dir,
             )
-
-    def _run(self) -> None:
-        backlog: deque[_Item] = deque()
-        delay, retry_at, closing = FIRST_RETRY_S, 0.0, False
-        if self._spool is not None and not self._spool.lock():
-            self._spool.lock(wait=True)  # an upload of an earlier run of this search ends first
-        while True:
-            if not closing:
-                wait = max(0.0, retry_at - time.monotonic()) if backlog else None
-                closing = self._take(backlog, wait)
-                if closing:
-                    delay, retry_at = CLOSING_RETRY_S, 0.0
-            elif backlog:
-                time.sleep(max(0.0, min(retry_at, self._deadline) - time.monotonic()))
-            if backlog and time.monotonic() >= retry_at:
-                if self._write(backlog):
-                    delay = FIRST_RETRY_S
-                else:
-                    retry_at = time.monotonic() + delay
-                    delay = min(2 * delay, CLOSING_RETRY_S if closing else LONGEST_RETRY_S)
-            if closing and (not backlog or time.monotonic() >= self._deadline):
-                return
-
-    def _take(self, backlog: deque[_Item], wait_s: float | None) -> bool:
-        """Move what came into the backlog; ``True`` when the end was asked for."""
-        try:
-            item = self._queue.get(timeout=wait_s)
-            while item is not None:
-                backlog.append(item)
-                item = self._queue.get_nowait()
-        except queue.Empty:
-            return False
-        return True
-
-    def _write(self, backlog: deque[_Item]) -> bool:
-        """Write the backlog in order; ``False`` when the store failed."""
-        while backlog:
-            item = backlog[0]
-            self._busy_since = time.monotonic()
-            try:
-                self._mirror.check_reachable()
-                self._mirror.apply(item.record, item.trial)
-            except Exception as error:  # the search must not end because its view does
-                self._mirror.forget()
-                self._warn(f"{type(error).__name__}: {str(error).splitlines()[0:1]}")
-                _log.debug("writing %s failed", item.record["kind"], exc_info=True)
-                if not self._mirror.alive():
-                    return False
-                item.attempts += 1
-                if item.attempts < ATTEMPTS or item.record["kind"] == "open":
-                    return False
-                self._aside.append(item)
-            finally:
-                self._busy_since = None
-            backlog.popleft()
-            with self._idle:
-                self._pending -= 1
-                self._idle.notify_all()
-        return True

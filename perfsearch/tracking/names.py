@@ -101,8 +101,8 @@ def flat(parameters: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def trial_metrics(trial: Trial) -> dict[str, float]:
     """Summary metrics of a trial. Only a trial that ended well has ``objective/value``."""
     metrics: dict[str, float | int | None] = {
-        "cost/trial_seconds": trial.seconds,
-        "cost/overhead_seconds": trial.overhead_seconds,
+        "trial/seconds": trial.seconds,
+        "trial/overhead_seconds": trial.overhead_seconds,
     }
     if trial.status is Status.OK:
         metrics["objective/value"] = trial.objective
@@ -119,13 +119,13 @@ def trial_metrics(trial: Trial) -> dict[str, float]:
         {
             "memory/peak_allocated_gib": found.peak_allocated_gib,
             "memory/peak_reserved_gib": found.peak_reserved_gib,
-            "cost/rewrap_seconds": found.rewrap_seconds,
-            "cost/compile_seconds": found.compile_seconds,
-            "cost/discarded_seconds": found.discarded_seconds,
-            "cost/discarded_steps": found.discarded_steps,
+            "trial/rewrap_seconds": found.rewrap_seconds,
+            "trial/compile_seconds": found.compile_seconds,
+            "trial/discarded_seconds": found.discarded_seconds,
+            "trial/discarded_steps": found.discarded_steps,
         }
     )
-    metrics.update({f"evidence/{k}": v for k, v in found.bottleneck_evidence.items()})
+    metrics.update({f"timing_evidence/{k}": v for k, v in found.bottleneck_evidence.items()})
     metrics.update({f"system/{k}": v for k, v in found.system.items()})
     return finite(metrics)
 

@@ -11,57 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.search.trial import Trial
-from perfsearch.tracking import names, owner, spool
+from perfsearch.tracking import names, owner, recorded, spool
 from perfsearch.tracking.mirror import Mirror
+from perfsearch.tracking.recorded import JOURNAL, SyncError, read_trials
 from perfsearch.tracking.uri import TrackingError, how_to_open, locate, without_credentials
 
-JOURNAL = "journal.jsonl"
-JOURNAL_SCHEMA = 1
-
 EXIT_DONE, EXIT_STORE_FAILED, EXIT_BAD_INPUT = 0, 1, 2
-
-
-class SyncError(ValueError):
-    """A run directory that cannot be uploaded; the message says why and what to do."""
-
-
-def read_trials(run_dir: Path) -> list[Trial]:
-    """Trials that the journal calls finished, by number; a later record of a number replaces it.
-
-    Raises:
-        SyncError: there is no journal, its version is unknown, or a whole line is no record.
-
-    """
-    path = run_dir / JOURNAL
-    if not path.is_file():
-        raise SyncError(f"{path} does not exist. Give the run directory of a search.")
-    lines = path.read_text(errors="replace").split("\n")
-    trials: dict[int, Trial] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-            if number == 1:
-                _check_schema(path, record)
-            if record.get("event") == "finished":
-                trial = Trial.from_json(record["trial"])
-                trials[trial.number] = trial
-        except SyncError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if number >= len(lines) - 1:
-                continue  # the last line was torn by a kill
-            raise SyncError(f"{path}, line {number}: not a journal record ({error})") from error
-    return [trials[number] for number in sorted(trials)]
-
-
-def _check_schema(path: Path, header: Mapping[str, Any]) -> None:
-    if header.get("schema") != JOURNAL_SCHEMA:
-        raise SyncError(
-            f"{path}: schema version {header.get('schema')!r}, but this version of perfsearch "
-            f"reads version {JOURNAL_SCHEMA}. Use the version that wrote it."
-        )
 
 
 def rebuild(run_dir: Path, uri: str | None = None) -> Mirror:
@@ -81,10 +36,7 @@ def rebuild(run_dir: Path, uri: str | None = None) -> Mirror:
 
     """
     trials = read_trials(run_dir)
-    try:
-        records = list(spool.read(run_dir))
-    except ValueError as error:
-        raise SyncError(str(error)) from error
+    records = recorded.read_records(run_dir)
     opened = next((r for r in reversed(records) if r["kind"] == "open"), None)
     if opened is None:
         opened = _stand_in(run_dir, trials)
@@ -106,16 +58,10 @@ def rebuild(run_dir: Path, uri: str | None = None) -> Mirror:
 
 
 def _write(mirror: Mirror, records: Sequence[Mapping[str, Any]], trials: list[Trial]) -> None:
-    by_number = {trial.number: trial for trial in trials}
-    moments = {r["number"]: r for r in records if r["kind"] == "trial"}
     last_open = max(i for i, r in enumerate(records) if r["kind"] == "open")
     mirror.apply(records[last_open])
-    knobs = next((list(r["knobs"]) for r in moments.values()), _knob_names(trials))
-    time_ms = records[last_open]["time_ms"]
-    for number, trial in by_number.items():
-        moment = moments.get(number, {"kind": "trial", "knobs": knobs, "time_ms": time_ms})
-        time_ms = moment["time_ms"]
-        mirror.apply(moment, trial)
+    for record, trial in recorded.with_moments(trials, records):
+        mirror.apply(record, trial)
     for index, record in enumerate(records):
         is_end = record["kind"] == "close" and index > last_open
         if is_end or record["kind"] in ("summary", "series", "artifacts"):
@@ -151,10 +97,6 @@ def _nulls(trials: Iterable[Trial]) -> dict[str, int | str]:
             if value is not None:
                 seen[name].append(value)
     return {name: names.null_of(values) for name, values in seen.items()}
-
-
-def _knob_names(trials: Iterable[Trial]) -> list[str]:
-    return list(dict.fromkeys(name for trial in trials for name in trial.configuration))
 
 
 def _usable(uri: str | None) -> str | None:

@@ -6,8 +6,11 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import sys
 import urllib.parse
+import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,3 +90,16 @@ def how_to_open(location: StoreLocation, experiment_id: str | None = None) -> st
         return f"{shown.rstrip('/')}/#/experiments/{experiment_id or ''}"
     program = ["mlflow"] if shutil.which("mlflow") else [sys.executable, "-m", "mlflow"]
     return shlex.join([*program, "ui", "--backend-store-uri", shown])
+
+
+def is_reachable(uri: str, timeout_s: float = 3.0) -> bool:
+    """Whether the server's port takes connections; behind a proxy that cannot be told so."""
+    parts = urllib.parse.urlsplit(uri)
+    host = parts.hostname or ""
+    proxied = parts.scheme in urllib.request.getproxies()
+    if proxied and not urllib.request.proxy_bypass(host):
+        return True
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    with suppress(OSError), socket.create_connection((host, port), timeout=timeout_s):
+        return True
+    return False

@@ -14,8 +14,7 @@ import pytest
 from search_runs import KNOBS, Store, trial, write_journal
 
 from perfsearch.search.trial import Status
-from perfsearch.tracking import mlflow as module
-from perfsearch.tracking import owner, sync
+from perfsearch.tracking import owner, sync, writer
 from perfsearch.tracking.spool import Spool
 
 TRIALS = [trial(0), trial(1, Status.OOM), trial(2)]
@@ -37,6 +36,8 @@ def searched_while_down(store: Store, ends: bool = True) -> Path:
     tracker.summary({"search/speedup": 3.0}, {}, "three times")
     if ends:
         tracker.close("FINISHED", timeout_s=0.1)
+    else:
+        tracker._spool.close()  # a process that dies gives up its lock
     write_journal(tracker.run_dir, TRIALS, torn='{"event": "fini')
     return tracker.run_dir
 
@@ -104,6 +105,21 @@ def test_a_killed_search_gets_its_missing_trials_and_an_end(store):
     assert len(store.trials()) == 3
 
 
+def test_a_resumed_search_shows_what_the_dead_one_did_not(store):
+    run_dir = searched_while_down(store, ends=False)
+    resumed = store.tracker(run_dir=run_dir)
+    resumed.open({})
+    resumed.trial(trial(3), KNOBS)
+    resumed.close("FINISHED", 60)
+    assert resumed.complete
+    assert set(store.trials()) == {"t0000", "t0001", "t0002", "t0003"}
+    before = state(store)
+    write_journal(run_dir, [*TRIALS, trial(3)])
+    assert sync.main([str(run_dir), "--uri", store.uri]) == 0
+    trials = [entry for entry in state(store) if entry[0].startswith("t0")]
+    assert trials == [entry for entry in before if entry[0].startswith("t0")]
+
+
 def test_without_a_record_of_the_view_the_journal_is_enough(store):
     write_journal(store.directory / "old", TRIALS)
     mirror = sync.rebuild(store.directory / "old", store.uri)
@@ -162,7 +178,7 @@ def test_a_password_that_was_not_recorded_is_asked_for(store, capsys):
 @pytest.mark.slow
 def test_a_server_killed_in_the_middle_loses_and_doubles_nothing(store, monkeypatch, caplog):
     """radixark/miles#2571, mlflow/mlflow#4693, Lightning-AI/pytorch-lightning#12833."""
-    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.2)
+    monkeypatch.setattr(writer, "FIRST_RETRY_S", 0.2)
     port = free_port()
     server = Server(store, port)
     try:

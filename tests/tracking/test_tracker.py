@@ -11,8 +11,8 @@ from search_runs import KNOBS, measurement, trial
 
 from perfsearch.search.knob import Kind, Knob
 from perfsearch.search.trial import Status
+from perfsearch.tracking import mirror, owner, writer
 from perfsearch.tracking import mlflow as module
-from perfsearch.tracking import owner
 from perfsearch.tracking.client import Client
 from perfsearch.tracking.mirror import Mirror
 
@@ -120,17 +120,37 @@ def test_a_store_that_hangs_keeps_no_caller_waiting(store, monkeypatch, caplog):
     assert entered.wait(60)
     for number in range(5):
         tracker.trial(trial(number), KNOBS)
-    tracker.close("FINISHED", timeout_s=0.05)
-    assert not tracker.complete
+    assert not tracker.flush(0.05)
     assert caplog.text.count("has not answered") == 1
     go_on.set()
-    assert tracker.flush(60)
+    tracker.close("FINISHED", 60)
+    assert tracker.complete
     assert len(store.trials()) == 5
+
+
+def test_the_end_does_not_wait_for_a_store_that_hangs(store, monkeypatch):
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hang(self, record, trial=None):
+        entered.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(Mirror, "apply", hang)
+    tracker = store.tracker()
+    tracker.open({})
+    assert entered.wait(60)
+    thread = tracker._writer._thread
+    tracker.close("KILLED", timeout_s=0.05)
+    assert not tracker.complete
+    assert thread.daemon
+    go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("call", ["create", "log", "finish"])
 def test_a_call_that_fails_after_it_took_effect_makes_no_second_run(store, call, monkeypatch):
-    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(writer, "FIRST_RETRY_S", 0.01)
     real, calls = getattr(Client, call), []
 
     def answer_lost(self, *arguments):
@@ -152,7 +172,7 @@ def test_a_call_that_fails_after_it_took_effect_makes_no_second_run(store, call,
 
 
 def test_a_record_that_the_store_refuses_does_not_hold_up_the_rest(store, monkeypatch):
-    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(writer, "FIRST_RETRY_S", 0.01)
     real = Client.log
 
     def refuse(self, run_id, metrics, params, tags, time_ms):
@@ -250,6 +270,33 @@ def test_summary_series_and_artifacts_land_on_the_search(store, monkeypatch):
     assert run.data.tags["who"] == "has ***"
     assert b"s3cr3t" not in (store.directory / "mlflow.db").read_bytes()
     assert "s3cr3t" not in (run_dir / "tracking.jsonl").read_text()
+
+
+def test_a_run_directory_is_uploaded_whole_but_for_what_is_too_large(store, monkeypatch, caplog):
+    monkeypatch.setattr(mirror, "LARGEST_FILE", 100)
+    tracker = store.tracker()
+    tracker.open({})
+    for name, size in (("logs/3/rank0.log", 101), ("logs/3/rank1.log", 9), ("trials.csv", 100)):
+        path = tracker.run_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x" * size)
+    tracker.artifacts(tracker.run_dir)
+    tracker.close("FINISHED", 60)
+    assert tracker.complete
+    run = store.search().info.run_id
+    assert [f.path for f in store.client.list_artifacts(run)] == ["logs", "trials.csv"]
+    assert [f.path for f in store.client.list_artifacts(run, "logs/3")] == ["logs/3/rank1.log"]
+    assert "rank0.log is too large" in caplog.text
+
+
+def test_the_end_does_not_wait_long_for_a_store_that_is_down(store, monkeypatch):
+    monkeypatch.setattr(writer, "GIVE_UP_S", 0.0)
+    tracker = store.tracker(uri="http://127.0.0.1:9")
+    tracker.open({})
+    thread = tracker._writer._thread
+    tracker.close("KILLED", timeout_s=120)
+    assert not tracker.complete
+    assert not thread.is_alive()
 
 
 def test_the_search_is_not_harmed_by_a_directory_that_cannot_be_written(store, caplog, monkeypatch):

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
 import shlex
+import socket
 
 import pytest
 
-from perfsearch.tracking.uri import TrackingError, how_to_open, locate, without_credentials
+from perfsearch.tracking.uri import (
+    TrackingError,
+    how_to_open,
+    is_reachable,
+    locate,
+    without_credentials,
+)
 
 
 def test_the_default_is_absolute_with_artifacts_beside_it(tmp_path):
@@ -49,3 +56,20 @@ def test_opening_names_the_store_and_hides_passwords(tmp_path):
     server = locate("https://me:hunter2@host:5000/")
     assert how_to_open(server, "7") == "https://***@host:5000/#/experiments/7"
     assert without_credentials("http://host/path") == "http://host/path"
+
+
+def test_a_port_that_nothing_listens_on_is_seen_at_once(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert not is_reachable(uri)
+        server.listen()
+        assert is_reachable(uri)
+
+
+def test_behind_a_proxy_the_port_tells_nothing(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+    assert is_reachable("http://example.invalid")
