@@ -14,8 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from perfsearch.search.errors import BadInputError
 
-class TrackingError(ValueError):
+
+class TrackingError(BadInputError):
     """A store that cannot be used; the message says what can."""
 
 
