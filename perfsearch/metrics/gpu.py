@@ -63,17 +63,12 @@ class GpuReader:
         return values
 
     def counters(self) -> dict[str, float]:
-        """Totals that grow, to be turned into rates: bytes over NVLink, in megabytes."""
-        values: dict[str, float] = {}
-        nvml = self._nvml
-        for device in self.devices:
-            for direction in ("TX", "RX"):
-                name = f"gpu_{device.index}_nvlink_{'transmit' if direction == 'TX' else 'receive'}"
-                name += "_megabytes_per_s"
-                total = self.guard.read(name, partial(_nvlink, nvml, device, direction))
-                if total is not None:
-                    values[name] = total
-        return values
+        """Totals that grow, to be turned into rates: none.
+
+        NVLink's byte counts would be, but reading them by ``nvmlDeviceGetFieldValues`` broke the
+        process's memory (seen with driver 580.159.04 on H100: a crash within seconds).
+        """
+        return {}
 
     def slow(self) -> dict[str, float]:
         """PCIe throughput of one GPU, the next one at each call: a reading blocks for 20 ms."""
@@ -209,14 +204,6 @@ def _memory(nvml: Any, handle: Any) -> Any:
 
 def _throttle_bits(nvml: Any, handle: Any) -> int:
     return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-
-
-def _nvlink(nvml: Any, device: Device, direction: str) -> float:
-    field = getattr(nvml, f"NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_{direction}")
-    value = nvml.nvmlDeviceGetFieldValues(device.handle, [(field, _ALL_LINKS)])[0]
-    if value.nvmlReturn != nvml.NVML_SUCCESS:
-        raise nvml.NVMLError(value.nvmlReturn)
-    return float(value.value.ullVal) * _KIB / MEGA
 
 
 def _processes(nvml: Any, handle: Any, own: Collection[int]) -> list[dict[str, Any]]:

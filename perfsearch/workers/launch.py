@@ -108,6 +108,9 @@ def _be_group(request: Mapping[str, Any]) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         os.environ.update(request["environment"])
+        # torch's launcher asks whether there is a GPU. Asked of NVML, that leaves CUDA untouched;
+        # asked of CUDA, no fork from here could use it.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         for name in request["unset"]:
             os.environ.pop(name, None)
         nothing = os.open(os.devnull, os.O_RDONLY)
