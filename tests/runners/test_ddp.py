@@ -4,10 +4,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import perfsearch.conf
 import pytest
 from omegaconf import OmegaConf
 
+import perfsearch.conf
 from perfsearch.parallel import nccl
 from perfsearch.parallel.torch_features import wrapper_parameters
 from perfsearch.runners import _ddp_export, _ddp_knobs, _nccl_knobs

@@ -189,7 +189,7 @@ def test_ranks_that_do_not_recover_are_ended_after_the_grace_time(warm):
     outcome = warm.measure({"kind": "raise while others hang"}, time_limit_s=60.0)
     assert (outcome.status, outcome.reason) == (Status.CRASH, "rank 1: RuntimeError: boom")
     assert time.monotonic() - began < LIMITS.grace_s + 10
-    assert processes.members(token) == []
+    assert warm.left(token) == []
 
 
 def test_an_interrupt_ends_the_group(warm):
@@ -200,7 +200,7 @@ def test_an_interrupt_ends_the_group(warm):
     with pytest.raises(KeyboardInterrupt):
         warm.measure({"kind": "hang", "rank": 0})
     interrupt.join()
-    assert processes.members(token) == []
+    assert warm.left(token) == []
 
 
 def test_the_control_channel_is_the_users_own(warm):
@@ -228,8 +228,8 @@ def test_a_job_that_cannot_be_built_says_why(tmp_path, monkeypatch):
     assert outcome.status is Status.OOM
     assert outcome.reason.startswith("rank 1: RuntimeError: CUDA out of memory")
     assert outcome.log_path.endswith("rank1.log")
-    assert not list((tmp_path / "groups").iterdir())
     other.runner.close()
+    assert not list((tmp_path / "groups").iterdir())
 
 
 def test_two_groups_on_one_host(warm, tmp_path):
