@@ -253,15 +253,14 @@ def test_death_of_the_controller_leaves_nothing(tmp_path):
         import test_faults_real
         bench = test_faults_real.Bench(Path({str(tmp_path)!r}))
         bench.measure()
-        print(bench.token, flush=True)
+        print(bench.token, bench.runner._pool._group._directory, flush=True)
         bench.measure({{"kind": "hang"}}, time_limit_s=60.0)
         """
     )
     controller = subprocess.Popen(
         [sys.executable, "-c", script], cwd=HERE, stdout=subprocess.PIPE, text=True
     )
-    token = controller.stdout.readline().strip()
-    assert token
+    token, directory = controller.stdout.readline().split()
     assert len(processes.members(token)) >= 3
     controller.send_signal(signal.SIGKILL)
     controller.wait()
@@ -270,5 +269,6 @@ def test_death_of_the_controller_leaves_nothing(tmp_path):
     while processes.members(token) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert processes.members(token) == []
+    assert not Path(directory).exists()
     assert registry.reap(tmp_path) == 0
     assert not list((tmp_path / "groups").glob("*.json"))
