@@ -51,7 +51,8 @@ class BuildContext:
         local_batch: samples that one rank trains in one step.
         job: gives model, data, loss and optimizer in the state that every trial starts from;
             with ``reuse=False`` the model is a new object that the recipe may take apart.
-        options: further plain values from the runner.
+        options: further plain values from the runner, and ``detail``: ``light`` or ``full``
+            timings.
 
     """
 

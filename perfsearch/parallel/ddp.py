@@ -48,6 +48,8 @@ class DdpStep(TrainStep):
             device_ids=[device.index] if device.type == "cuda" else None,
             **wrapper_arguments(configuration),
         )
+        if context.options.get("detail") == "full":
+            self.net._set_ddp_runtime_logging_sample_rate(1)  # as a rule: 10 steps, then 1 in 100
         size = int(configuration.get("hierarchical_group_size") or 0)
         if size:
             self._hook = HierarchicalAllReduce(context.groups, size)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from perfsearch.parallel.nccl import VARIABLES
+from perfsearch.runners._nccl_knobs import Made, nccl_knobs
 from perfsearch.runners._ranks import threads_today
-from perfsearch.search.knob import Configuration, Kind, Knob, Numerics, Scope, Value
-from perfsearch.search.space import Constraint
+from perfsearch.search.knob import Kind, Knob, Numerics, Scope
 from perfsearch.workers.environment import Hardware
 from perfsearch.workloads.spec import Traits
 
@@ -35,9 +34,6 @@ EFFECT_ORDER = (
     "prefetch_factor",
 )
 """Every knob of this runner, the one with the largest expected effect first."""
-
-_MIB = 2**20
-_MAX_SOCKETS = 64  # NCCL's limit on threads times sockets of one connection
 
 
 @dataclass(frozen=True)
@@ -73,16 +69,19 @@ def declare(where: Surroundings) -> tuple[list[Knob], dict[str, str]]:
     """Every knob that exists here, and why each other one does not."""
     knobs: list[Knob] = []
     absent: dict[str, str] = {}
-    for made in (*_wrapper(where), *_compute(where), *_loading(where), *_nccl(where)):
+    on_gpu = where.hardware.device == "cuda"
+    for made in (
+        *_wrapper(where),
+        *_compute(where),
+        *_loading(where),
+        *nccl_knobs(where.environ, on_gpu, where.over_sockets),
+    ):
         if isinstance(made, Knob):
             knobs.append(made)
         else:
             absent[made[0]] = made[1]
     order = {name: place for place, name in enumerate(EFFECT_ORDER)}
     return sorted(knobs, key=lambda k: order[k.name]), absent
-
-
-Made = Knob | tuple[str, str]
 
 
 def _wrapper(where: Surroundings) -> list[Made]:
@@ -243,70 +242,3 @@ def _loading(where: Surroundings) -> list[Made]:
     else:
         made.append(("pin_memory", "no GPU is used"))
     return made
-
-
-def _nccl(where: Surroundings) -> list[Made]:
-    if where.hardware.device != "cuda":
-        return [(name, "NCCL is not used on a CPU") for name in VARIABLES]
-    made: list[Made] = []
-    sockets = {"nccl_nsocks_perthread": "sockets", "nccl_socket_nthreads": "threads"}
-    for name, unit in sockets.items():
-        if where.over_sockets:
-            made.append(_variable(where, name, (1, 2, 4, 8), unit, Numerics.EXACT))
-        else:
-            made.append((name, "one node does not talk over sockets"))
-    for name in ("nccl_min_ctas", "nccl_max_ctas"):
-        made.append(_variable(where, name, (4, 8, 16, 32), "thread blocks", Numerics.REORDERED))
-    sizes = tuple(n * _MIB for n in (1, 2, 4, 8, 16))
-    made.append(_variable(where, "nccl_buffsize", sizes, "B", Numerics.REORDERED))
-    for name, choices in (("nccl_algo", ("Ring", "Tree")), ("nccl_proto", ("Simple", "LL"))):
-        made.append(_variable(where, name, choices, "", Numerics.REORDERED))
-    return made
-
-
-def _variable(
-    where: Surroundings, name: str, choices: Sequence[Value], unit: str, numerics: Numerics
-) -> Knob:
-    """A knob that is an environment variable: what the user has set is its default."""
-    text = where.environ.get(VARIABLES[name])
-    today: Value = int(text) if text is not None and text.isdigit() else text
-    values = tuple(choices) if today in choices else (today, *choices)
-    named = any(isinstance(v, str) for v in choices)
-    return Knob(
-        name,
-        Kind.CATEGORICAL if named else Kind.ORDINAL,
-        today,
-        values=values,
-        unit=unit,
-        scope=Scope.GROUP if named else Scope.PROCESS,
-        numerics=numerics,
-        help=VARIABLES[name],
-    )
-
-
-def constraints(names: Sequence[str], pinned: Mapping[str, Value]) -> list[Constraint]:
-    """Rules among NCCL's knobs, for those that are searched or pinned."""
-
-    def number(configuration: Configuration, name: str) -> int | None:
-        value = configuration.get(name, pinned.get(name))
-        return None if value is None or isinstance(value, str) else int(value)
-
-    def few_sockets(configuration: Configuration) -> bool:
-        each = number(configuration, "nccl_nsocks_perthread") or 1
-        return each * (number(configuration, "nccl_socket_nthreads") or 1) <= _MAX_SOCKETS
-
-    def ordered_ctas(configuration: Configuration) -> bool:
-        low, high = (number(configuration, f"nccl_{end}_ctas") for end in ("min", "max"))
-        return low is None or high is None or low <= high
-
-    rules = {
-        ("nccl_nsocks_perthread", "nccl_socket_nthreads"): Constraint(
-            "nccl_sockets",
-            few_sockets,
-            f"nccl_nsocks_perthread x nccl_socket_nthreads is above NCCL's {_MAX_SOCKETS}",
-        ),
-        ("nccl_min_ctas", "nccl_max_ctas"): Constraint(
-            "nccl_ctas", ordered_ctas, "nccl_min_ctas is above nccl_max_ctas"
-        ),
-    }
-    return [rule for concerned, rule in rules.items() if set(concerned) & set(names)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from perfsearch.config import default_run_dir
 from perfsearch.config_options import build_options
 from perfsearch.parallel import nccl, torch_features
-from perfsearch.runners import _ddp_export, _ddp_knobs, _ranks
+from perfsearch.runners import _ddp_export, _ddp_knobs, _nccl_knobs, _ranks
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
@@ -98,7 +98,7 @@ class DDP(Runner):
         declared, absent = _ddp_knobs.declare(self._surroundings)
         settings, self.left_out = _applicable(options.knobs, declared, absent, environment)
         searched, self.pinned = narrow(declared, settings, environment.numerics)
-        rules = _ddp_knobs.constraints([knob.name for knob in searched], self.pinned)
+        rules = _nccl_knobs.constraints([knob.name for knob in searched], self.pinned)
         self.space = Space(searched, rules)
         self.baseline = {knob.name: knob.default for knob in searched}
         self._scopes = {knob.name: knob.scope for knob in declared}

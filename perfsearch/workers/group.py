@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -17,10 +16,9 @@ from perfsearch.workers import devices, processes
 from perfsearch.workers.channel import Channel, ChannelClosed, Listener
 from perfsearch.workers.devices import Gpu
 from perfsearch.workers.environment import Limits
-from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify, signal_name
-from perfsearch.workers.hostmemory import oom_kills
+from perfsearch.workers.failures import Evidence, Failure, classify
+from perfsearch.workers.leavings import Leavings, launcher_report, oom_kills
 from perfsearch.workers.messages import (
-    LAUNCHER_REPORT,
     NCCL_LOG_FILE,
     SOCKET_FILE,
     TOKEN_VARIABLE,
@@ -28,13 +26,10 @@ from perfsearch.workers.messages import (
     RankError,
     Startup,
     TrialRequest,
-    rank_error_file,
-    rank_log,
 )
 from perfsearch.workers.preload import ForkedLauncher, LauncherGone, Preloaded
 
 _POLL_S = 0.25
-_TAIL_BYTES = 16_384
 _MAX_SOCKET_DIRECTORY = 70  # a Unix socket's path holds about 100 characters
 
 
@@ -110,7 +105,7 @@ class WorkerGroup:
         """
         self._log_directory = log_directory.absolute()
         self._log_directory.mkdir(parents=True, exist_ok=True)
-        self._clear_errors(self._log_directory)
+        Leavings(self._log_directory, self.spec.world_size).clear()
         self._used_before = devices.used_gib(self._gpus)
         base = tempfile.gettempdir()
         self._directory = Path(
@@ -184,7 +179,7 @@ class WorkerGroup:
         """
         assert self._channel is not None and self._directory is not None
         self._log_directory = Path(request.log_directory).absolute()
-        self._clear_errors(self._log_directory)
+        Leavings(self._log_directory, self.spec.world_size).clear()
         options = dict(request.recipe_options)
         if self.spec.capture_nccl:
             options["nccl_log"] = str(self._directory / NCCL_LOG_FILE)
@@ -214,7 +209,8 @@ class WorkerGroup:
             raise
         if message["errors"]:
             errors = [RankError(**e) for e in message["errors"]]
-            evidence = Evidence(errors=errors, log_tails=self._tails(), oom_kills=self._new_kills())
+            tails = Leavings(self._log_directory, self.spec.world_size).tails()
+            evidence = Evidence(errors=errors, log_tails=tails, oom_kills=self._new_kills())
             return Reply(failure=classify(evidence))
         return Reply(message=message)
 
@@ -237,55 +233,22 @@ class WorkerGroup:
         if launcher is not None and timed_out is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(self._limits.grace_s)
-        code = launcher.poll() if launcher is not None else None
-        report: dict[str, Any] = {"failures": [], "error": None}
-        path = self._directory / LAUNCHER_REPORT
-        if path.exists():
-            report = json.loads(path.read_text())
-        launcher_error = ""
-        if report["error"]:
-            launcher_error = f"{report['error']['type']}: {report['error']['message']}"
-        elif code is not None and code < 0 and timed_out is None:
-            launcher_error = f"it was ended by {signal_name(-code)}"
-        elif launcher is None and timed_out is None:
+        left = Leavings(self._log_directory, self.spec.world_size)
+        code = launcher.poll() if launcher is not None and timed_out is None else None
+        ends, launcher_error = launcher_report(self._directory, code)
+        if launcher is None and timed_out is None:
             launcher_error = f"it ended while importing torch; see {self._log_directory.parent}"
         evidence = Evidence(
-            errors=self._written_errors(),
-            ends=[ProcessEnd(**end) for end in report["failures"]],
+            errors=left.errors(),
+            ends=ends,
             launcher_error=launcher_error,
-            log_tails=self._tails(),
+            log_tails=left.tails(),
             oom_kills=self._new_kills(),
             timed_out=timed_out,
             starting=starting,
         )
         self.end(kill=True)
         return classify(evidence)
-
-    def _ranks(self) -> range:
-        return range(self.spec.world_size)
-
-    def _clear_errors(self, directory: Path) -> None:
-        for rank in self._ranks():
-            rank_error_file(directory, rank).unlink(missing_ok=True)
-
-    def _written_errors(self) -> list[RankError]:
-        found = []
-        for rank in self._ranks():
-            path = rank_error_file(self._log_directory, rank)
-            if path.exists():
-                with contextlib.suppress(ValueError):  # its rank died while writing
-                    found.append(RankError(**json.loads(path.read_text())))
-        return found
-
-    def _tails(self) -> dict[int, str]:
-        tails = {}
-        for rank in self._ranks():
-            path = rank_log(self._log_directory, rank)
-            if path.exists():
-                with path.open("rb") as log:
-                    log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-                    tails[rank] = log.read().decode(errors="replace")
-        return tails
 
     def _new_kills(self) -> int:
         return max(0, oom_kills() - self._oom_kills_before)

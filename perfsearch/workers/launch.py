@@ -48,7 +48,7 @@ def run_group(directory: Path) -> int:
     from perfsearch.workers.rank import serve
 
     startup = Startup.read(directory)
-    watch_controller(startup)
+    watch_controller(startup, directory)
     report: dict[str, Any] = {"failures": [], "error": None}
     try:
         config, _, _ = run.config_from_args(run.parse_args(torchrun_arguments(startup, directory)))

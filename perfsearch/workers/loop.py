@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from perfsearch.workers.bootstrap import AbortWatch
-from perfsearch.workers.channel import Channel
+from perfsearch.workers.channel import Channel, ChannelClosed
 from perfsearch.workers.measure import slowest
 from perfsearch.workers.messages import AFTER_PEER, RankError, Startup, TrialRequest
 from perfsearch.workers.rank import report_error, switch_log
@@ -47,7 +47,11 @@ class Loop:
         """Run until the controller says ``close`` or is gone; return the exit code."""
         serial = 0
         while True:
-            message = self._next(serial)
+            try:
+                message = self._next(serial)
+            except ChannelClosed as error:
+                print(f"the controller is gone: {error}", flush=True)
+                return 1
             if message["op"] == "close":
                 self._groups.destroy()
                 return 0

@@ -75,7 +75,7 @@ def main(directory: Path) -> int:
     rank = int(os.environ["RANK"])
     startup = Startup.read(directory)
     switch_log(startup.log_directory, rank)
-    watch_controller(startup)
+    watch_controller(startup, directory)
     leads = startup.leads and os.environ["LOCAL_RANK"] == "0"
     channel = Channel.connect(directory / SOCKET_FILE) if leads else None
     try:

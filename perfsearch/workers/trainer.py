@@ -81,7 +81,7 @@ class Trainer:
             groups=self.groups,
             local_batch=request.samples_per_step // self.groups.world_size,
             job=self.job,
-            options=request.recipe_options,
+            options={**request.recipe_options, "detail": request.detail},
         )
         return load(request.recipe).build(context)
 

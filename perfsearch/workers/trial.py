@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator
@@ -98,9 +99,14 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
         trainer.phase = "train"
         measure.synchronize(groups.device)
         rewrap_s = measure.slowest([time.perf_counter() - started], groups.device)[0]
-        return _measured(step, feed, request, rewrap_s)
-    finally:
-        step.close()
+        result = _measured(step, feed, request, rewrap_s)
+    except Exception:
+        # on a broken device taking things apart fails too; the first failure is the one to tell
+        with contextlib.suppress(Exception):
+            step.close()
+        raise
+    step.close()
+    return result
 
 
 def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: float) -> RankResult:

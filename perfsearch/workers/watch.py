@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 from perfsearch.workers import processes
 from perfsearch.workers.messages import Startup
@@ -16,7 +17,7 @@ EXIT_ORPHANED = 113
 _INTERVAL_S = 0.5
 
 
-def watch_controller(startup: Startup, before: Callable[[], None] = lambda: None) -> None:
+def watch_controller(startup: Startup, directory: Path) -> None:
     """Start a thread that ends the whole group once the controller no longer runs.
 
     It polls the process table: a closed connection alone proves nothing, since a fork of the
@@ -24,14 +25,14 @@ def watch_controller(startup: Startup, before: Callable[[], None] = lambda: None
 
     Args:
         startup: whose controller.
-        before: called first, to leave a word in a log.
+        directory: the group's own, removed then.
 
     """
 
     def loop() -> None:
         while processes.is_alive(startup.controller_pid, startup.controller_started):
             time.sleep(_INTERVAL_S)
-        before()
+        shutil.rmtree(directory, ignore_errors=True)
         processes.end_all(startup.token, grace_s=0.0, exclude=[os.getpid()])
         os._exit(EXIT_ORPHANED)
 

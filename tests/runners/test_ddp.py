@@ -4,13 +4,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import perfsearch.conf
 import pytest
 from omegaconf import OmegaConf
 
+import perfsearch.conf
 from perfsearch.parallel import nccl
 from perfsearch.parallel.torch_features import wrapper_parameters
-from perfsearch.runners import _ddp_export, _ddp_knobs
+from perfsearch.runners import _ddp_export, _ddp_knobs, _nccl_knobs
 from perfsearch.runners.ddp import DDP, DdpOptions
 from perfsearch.search.knob import Numerics, Scope
 from perfsearch.search.narrow import KnobError
@@ -77,7 +77,7 @@ def test_sockets_matter_where_connections_go_over_them():
     knobs, _ = declared(FOUR_GPUS, environ=tcp)
     assert knobs["nccl_nsocks_perthread"].scope is Scope.PROCESS
     assert "nccl_socket_nthreads" in declared(replace(FOUR_GPUS, nnodes=2))[0]
-    (rule,) = _ddp_knobs.constraints(["nccl_nsocks_perthread"], {"nccl_socket_nthreads": 16})
+    (rule,) = _nccl_knobs.constraints(["nccl_nsocks_perthread"], {"nccl_socket_nthreads": 16})
     assert rule.holds({"nccl_nsocks_perthread": 4})
     assert not rule.holds({"nccl_nsocks_perthread": 8})
 

@@ -32,6 +32,12 @@ def strike(path, fault):
         raise {"RuntimeError": RuntimeError, "MemoryError": MemoryError}[fault["type"]](
             fault["message"]
         )
+    if kind == "raise while others hang":
+        if dist.get_rank() == 1:
+            raise RuntimeError("boom")
+        time.sleep(600)
+    if kind == "cuda memory":
+        torch.empty(2**42, device="cuda")
     if kind == "tell":
         raise RuntimeError(f"rank {dist.get_rank()} has {os.environ.get(fault['variable'])}")
     if kind == "exit":
@@ -81,3 +87,9 @@ def build():
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     data = Data(torch.randn(64, 16), torch.randn(64, 1))
     return model, data, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.01)
+
+
+def broken():
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("CUDA out of memory. Tried to allocate the model")
+    return build()

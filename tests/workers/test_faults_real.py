@@ -31,7 +31,7 @@ LIMITS = Limits(startup_s=60, trial_s=60, grace_s=5)
 class Bench:
     """A runner whose workload fails as told."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, factory="faults:build"):
         self.fault = directory / "fault.json"
         self.directory = directory
         self.trials = 0
@@ -43,7 +43,7 @@ class Bench:
         )
         self.runner = DDP(
             DdpOptions(device="cpu", knobs={"dataloader_workers": [0, 1]}),
-            WorkloadSpec("custom", factory="faults:build", global_batch=8),
+            WorkloadSpec("custom", factory=factory, global_batch=8),
             environment,
         )
 
@@ -183,6 +183,32 @@ def test_a_hang_is_cut_with_its_grandchildren(warm):
     assert warm.left(token) == []
 
 
+def test_ranks_that_do_not_recover_are_ended_after_the_grace_time(warm):
+    token = warm.token
+    began = time.monotonic()
+    outcome = warm.measure({"kind": "raise while others hang"}, time_limit_s=60.0)
+    assert (outcome.status, outcome.reason) == (Status.CRASH, "rank 1: RuntimeError: boom")
+    assert time.monotonic() - began < LIMITS.grace_s + 10
+    assert warm.left(token) == []
+
+
+def test_an_interrupt_ends_the_group(warm):
+    """CenterMask#58, SimpleTuner#1901: Ctrl-C left workers that held the device."""
+    token = warm.token
+    interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        warm.measure({"kind": "hang", "rank": 0})
+    interrupt.join()
+    assert warm.left(token) == []
+
+
+def test_the_control_channel_is_the_users_own(warm):
+    directory = warm.runner._pool._group._directory
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert {p.name for p in directory.iterdir()} >= {"control.sock", "spec.json", "store"}
+
+
 def test_death_of_the_launcher_ends_the_ranks(warm):
     token = warm.token
     launcher = warm.runner._pool._group._launcher
@@ -193,6 +219,17 @@ def test_death_of_the_launcher_ends_the_ranks(warm):
     assert outcome.status is Status.KILLED
     assert outcome.reason == "launcher: it was ended by SIGKILL"
     assert warm.left(token) == []
+
+
+def test_a_job_that_cannot_be_built_says_why(tmp_path, monkeypatch):
+    monkeypatch.chdir(HERE)
+    other = Bench(tmp_path, factory="faults:broken")
+    outcome = other.measure()
+    assert outcome.status is Status.OOM
+    assert outcome.reason.startswith("rank 1: RuntimeError: CUDA out of memory")
+    assert outcome.log_path.endswith("rank1.log")
+    other.runner.close()
+    assert not list((tmp_path / "groups").iterdir())
 
 
 def test_two_groups_on_one_host(warm, tmp_path):
@@ -216,15 +253,14 @@ def test_death_of_the_controller_leaves_nothing(tmp_path):
         import test_faults_real
         bench = test_faults_real.Bench(Path({str(tmp_path)!r}))
         bench.measure()
-        print(bench.token, flush=True)
+        print(bench.token, bench.runner._pool._group._directory, flush=True)
         bench.measure({{"kind": "hang"}}, time_limit_s=60.0)
         """
     )
     controller = subprocess.Popen(
         [sys.executable, "-c", script], cwd=HERE, stdout=subprocess.PIPE, text=True
     )
-    token = controller.stdout.readline().strip()
-    assert token
+    token, directory = controller.stdout.readline().split()
     assert len(processes.members(token)) >= 3
     controller.send_signal(signal.SIGKILL)
     controller.wait()
@@ -233,5 +269,6 @@ def test_death_of_the_controller_leaves_nothing(tmp_path):
     while processes.members(token) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert processes.members(token) == []
+    assert not Path(directory).exists()
     assert registry.reap(tmp_path) == 0
     assert not list((tmp_path / "groups").glob("*.json"))

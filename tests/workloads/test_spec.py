@@ -82,8 +82,9 @@ def test_every_workload_has_its_module_and_options_file():
     from importlib.util import find_spec
     from pathlib import Path
 
-    import perfsearch.conf
     from omegaconf import OmegaConf
+
+    import perfsearch.conf
 
     directory = Path(perfsearch.conf.__file__).parent / "workload"
     for name, traits in TRAITS.items():
