@@ -97,12 +97,14 @@ class Bayes(Strategy):
             self.stop_reason = self._record.why_none()
             return None
         known = len(self._record.trials) + len(self._record.outstanding)
+        self.expected_gain = None
         if known < self._initial or len(self._record.measured()) < 2:
             lean = np.array([self.hints.monotonic.get(k.name, 0) for k in self.space.knobs])
             place = spread_out(rows, self.space.ordered_columns, lean, known, self.seed)
         else:
             gain = self._gain(points, rows)
             place = int(np.argmax(gain))
+            self.expected_gain = float(gain[place])
             if gain[place] < self.options.min_gain and self._settled():
                 self.stop_reason = (
                     f"converged: no configuration promises more than "

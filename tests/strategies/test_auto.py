@@ -28,6 +28,14 @@ def test_walks_on_predictions_where_costs_are_simulated() -> None:
     assert cost_of(space, first) == min(cost_of(space, p) for p in space.listed() or [])
 
 
+def test_hands_on_the_expected_gain() -> None:
+    strategy = make("auto", mixed_space())
+    assert strategy.expected_gain is None
+    drive(strategy, 12)
+    assert strategy.expected_gain is not None
+    assert 0 <= strategy.expected_gain < 1
+
+
 def test_hands_on_why_it_ended() -> None:
     strategy = make("auto", mixed_space(), min_gain=0.01)
     drive(strategy, 60)
