@@ -17,11 +17,15 @@ from perfsearch.strategies._candidates import Candidates, spread_out
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
 
-_LEAST_LIKELY = 0.3
+_LEAST_LIKELY = 0.4
 """What is less likely to run than this is left for when nothing else is left."""
 
 _NOISE = 0.02
 """Relative noise between two trials of a configuration, as expected before any was seen."""
+
+_UNEXPLAINED = 0.05
+"""With more learned noise than this, the model does not explain the costs, and its promise of no
+further gain is not believed."""
 
 _BOUND_ERROR = 0.1
 """Error of the logarithm of a cost that is known as a lower bound only."""
@@ -52,8 +56,8 @@ class Bayes(Strategy):
                 many as there are knobs, and at least 3.
             max_samples: proposals after which it ends; ``None`` leaves that to the budget.
             xi: improvement, relative, that a proposal must promise beyond the best so far.
-            min_gain: it ends when no configuration promises a larger relative gain than this;
-                0 never ends for that reason.
+            min_gain: it ends when no configuration promises a larger relative gain than this,
+                provided that the model explains the costs to 5%; 0 never ends for that reason.
 
         """
 
@@ -80,6 +84,7 @@ class Bayes(Strategy):
         self._record = Record(space, seed)
         self._candidates: Candidates | None = None
         self._asked = 0
+        self._noise = 0.0
         self._initial: int = self.options.initial_points or max(3, len(space.knobs))
 
     def ask(self) -> dict[str, Value] | None:
@@ -127,6 +132,8 @@ class Bayes(Strategy):
 
     def _settled(self) -> bool:
         """Whether enough was seen to trust the model when it promises nothing."""
+        if self._noise > _UNEXPLAINED:
+            return False
         needed = self._initial + 2 * len(self.space.knobs)
         return len(self._record.measured()) >= needed and not self._record.outstanding
 
@@ -156,6 +163,7 @@ class Bayes(Strategy):
             prior=Prior(noise=((_NOISE / scale) ** 2, 1.5)),
             believe=(waiting, 0.0),
         )
+        self._noise = scale * math.sqrt(model.noise_variance)
         tried = [t.configuration for t in measured]
         best = float(
             np.min(model.predict(seen[: len(tried)])[0] + self._log_predicted(tried) / scale)
