@@ -1,8 +1,9 @@
 """Peers as their own projects run them, behind one pair of calls: propose, and take the answer.
 
 Every peer gets the baseline's cost before its first proposal where it can take one. Infeasible
-proposals cost a peer nothing (they are told as failures and it proposes again, up to 50 times);
-repeats cost a trial, as they would without a record. Failures are told as the worst cost so far.
+proposals cost a peer nothing (they are told as failures and it proposes again, up to 50 times),
+except for a contender whose name ends in ``_paid``, which pays a trial for each; repeats cost a
+trial, as they would without a record. Failures are told as the worst cost so far.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ class OwnPeer:
 
 def contender(name: str, surface: Surface, seed: int, budget: int) -> Peer | OwnPeer:
     """The contender ``name``: ``optuna_tpe``, ``ng_NAME``, ``ds_TUNER``, ``horovod`` or an own."""
-    kind, _, rest = name.partition("_")
+    kind, _, rest = name.removesuffix("_paid").partition("_")
     if kind == "optuna" and rest:
         return OptunaPeer(surface, seed, rest)
     if kind == "ng":

@@ -30,6 +30,7 @@ OWN = ("auto", "bayes", "fast", "mcmc", "nevergrad", "optuna")
 PEERS = (
     "random",
     "optuna_tpe",
+    "optuna_tpe_paid",
     "optuna_gp",
     "ng_TwoPointsDE",
     "ng_PortfolioDiscreteOnePlusOne",
@@ -89,13 +90,19 @@ def race(surface_name: str, name: str, seed: int) -> Race:
     for number in range(1, BUDGET + 1):
         start = time.perf_counter()
         point = peer.propose()
-        if not isinstance(peer, OwnPeer):
+        if not isinstance(peer, OwnPeer) and not name.endswith("_paid"):
             for _ in range(_FREE_PROPOSALS):
                 if point is None or surface.space.feasible(point):
                     break
                 peer.answer(point, worst, True)
                 point = peer.propose()
         asks.append(time.perf_counter() - start)
+        if point is not None and name.endswith("_paid") and not surface.space.feasible(point):
+            peer.answer(point, worst, True)
+            failed += 1
+            quality.append(surface.quality(best.configuration))
+            seconds.append(seconds[-1] if seconds else 0.0)
+            continue
         if point is None or not surface.space.feasible(point):
             ended = getattr(getattr(peer, "strategy", None), "stop_reason", "") or "no proposal"
             break

@@ -47,7 +47,9 @@ class Feasibility:
         self._memory: Model | None = None
         self._limits = np.array([math.inf])
         self._classifier: Model | None = None
-        peaks = _peaks(survived)
+        known = [hints.predict(t.configuration).peak_gib or 0 for t in survived]
+        self._predicts = len(known) > 0 and min(known) > 0
+        peaks = _peaks(survived, 1 if self._predicts else _FEWEST_PEAKS)
         if peaks is not None:
             self._fit_memory(survived, peaks)
         unexplained = list(failed)
@@ -72,13 +74,13 @@ class Feasibility:
 
     def _fit_memory(self, survived: Sequence[Trial], peaks: np.ndarray) -> None:
         points = [t.configuration for t in survived]
-        self._predicts = all((self.hints.predict(p).peak_gib or 0) > 0 for p in points)
         logs = np.log(peaks)
         residual = logs - self._prior_log_peak(points)
-        if np.ptp(logs) < _LEAST_SPREAD:
+        if np.ptp(logs) < _LEAST_SPREAD and not self._predicts:
             return
         self._center = float(np.mean(residual))
-        self._scale = max(float(np.std(residual)), 0.05)
+        doubt = 0.15 if len(logs) < _FEWEST_PEAKS else 0.05
+        self._scale = max(float(np.std(residual)), doubt)
         self._memory = fit(
             self.space.encode(points),
             (residual - self._center) / self._scale,
@@ -123,10 +125,10 @@ class Feasibility:
         return np.where(np.isfinite(logs), logs, known.mean() if len(known) else 0.0)
 
 
-def _peaks(survived: Sequence[Trial]) -> np.ndarray | None:
-    """Reserved peaks where every trial has one, else allocated ones, else ``None``."""
+def _peaks(survived: Sequence[Trial], fewest: int) -> np.ndarray | None:
+    """Reserved peaks where all of at least ``fewest`` trials have one, else allocated ones."""
     measured = [t.measurement for t in survived if t.measurement is not None]
-    if len(measured) < max(_FEWEST_PEAKS, len(survived)):
+    if len(measured) < max(fewest, len(survived)):
         return None
     for name in ("peak_reserved_gib", "peak_allocated_gib"):
         values = [getattr(m, name) for m in measured]

@@ -40,12 +40,12 @@ class MixedKernel(Kernel):  # type: ignore[misc]
     @property
     def hyperparameter_length_scale(self) -> Hyperparameter:
         """Length scales, in units of the encoded columns."""
-        return Hyperparameter("length_scale", "numeric", (1e-2, 1e2), len(self.length_scale))
+        return Hyperparameter("length_scale", "numeric", (1e-2, 1e2), np.size(self.length_scale))
 
     @property
     def hyperparameter_variance(self) -> Hyperparameter:
         """Variances of the main effects and of the product."""
-        return Hyperparameter("variance", "numeric", (1e-6, 1e3), len(self.variance))
+        return Hyperparameter("variance", "numeric", (1e-6, 1e3), np.size(self.variance))
 
     def __call__(
         self, X: np.ndarray, Y: np.ndarray | None = None, eval_gradient: bool = False

@@ -61,6 +61,7 @@ class Auto(Strategy):
         """Return what the chosen strategy proposes."""
         point = self._chosen.ask()
         self.stop_reason = self._chosen.stop_reason
+        self.expected_gain = self._chosen.expected_gain
         return point
 
     def tell(self, trial: Trial) -> None:

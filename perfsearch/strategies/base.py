@@ -23,6 +23,9 @@ class Strategy(ABC):
     is feasible, and returns ``None`` when it is done (see ``stop_reason``).
     Budgets, duplicates and retries are the pipeline's business.
 
+    ``expected_gain`` is the share by which the last proposal is expected to lower the best cost,
+    where the strategy can tell, so that a search can end when that no longer pays.
+
     A subclass lives in its own module ``perfsearch.strategies.NAME``, with its options in
     ``conf/strategy/NAME.yaml`` and a frozen dataclass ``Options`` that documents them.
     """
@@ -37,6 +40,7 @@ class Strategy(ABC):
         self.seed = seed
         self.options: Any = options if options is not None else type(self).Options()
         self.stop_reason = ""
+        self.expected_gain: float | None = None
 
     @abstractmethod
     def ask(self) -> dict[str, Value] | None:

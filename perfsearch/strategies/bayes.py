@@ -10,15 +10,25 @@ from typing import Any
 import numpy as np
 
 from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Value
+from perfsearch.search.knob import Configuration, Value
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Trial
 from perfsearch.strategies._candidates import Candidates, spread_out
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
 
-_LEAST_LIKELY = 0.3
+_LEAST_LIKELY = 0.4
 """What is less likely to run than this is left for when nothing else is left."""
+
+_NOISE = 0.02
+"""Relative noise between two trials of a configuration, as expected before any was seen."""
+
+_UNEXPLAINED = 0.05
+"""With more learned noise than this, the model does not explain the costs, and its promise of no
+further gain is not believed."""
+
+_BOUND_ERROR = 0.1
+"""Error of the logarithm of a cost that is known as a lower bound only."""
 
 
 class Bayes(Strategy):
@@ -30,7 +40,8 @@ class Bayes(Strategy):
     (``_feasibility.Feasibility``), so that a good configuration beside a memory cliff is not
     shunned. The first proposals are spread out by a Sobol sequence that leans to the promising
     end of knobs known to be monotonic. Proposals whose trials have not ended are believed to lie
-    at the predicted mean (Ginsbourger et al., 2010, call it the kriging believer).
+    at the predicted mean (Ginsbourger et al., 2010, call it the kriging believer). Where the
+    runner predicts costs, the process models the ratio to its prediction.
     """
 
     @dataclass(frozen=True)
@@ -41,16 +52,17 @@ class Bayes(Strategy):
             alpha: standard deviation of the noise on unit-variance scores, as Horovod's
                 ``autotune-gaussian-process-noise``; ``None`` learns it.
             initial_points: trials spread over the space before the model decides, the baseline
-                and other trials told from outside included.
+                and other trials told from outside included; ``None`` is as
+                many as there are knobs, and at least 3.
             max_samples: proposals after which it ends; ``None`` leaves that to the budget.
             xi: improvement, relative, that a proposal must promise beyond the best so far.
-            min_gain: it ends when no configuration promises a larger relative gain than this;
-                0 never ends for that reason.
+            min_gain: it ends when no configuration promises a larger relative gain than this,
+                provided that the model explains the costs to 5%; 0 never ends for that reason.
 
         """
 
         alpha: float | None = None
-        initial_points: int = 4
+        initial_points: int | None = None
         max_samples: int | None = None
         xi: float = 0.0
         min_gain: float = 0.0005
@@ -58,14 +70,10 @@ class Bayes(Strategy):
         def __post_init__(self) -> None:
             if self.alpha is not None and not 0 < self.alpha <= 1:
                 raise ValueError(f"strategy.alpha={self.alpha}: allowed is above 0 to 1, or null.")
-            if self.initial_points < 1:
-                raise ValueError(
-                    f"strategy.initial_points={self.initial_points}: allowed is 1 or more."
-                )
-            if self.max_samples is not None and self.max_samples < 1:
-                raise ValueError(
-                    f"strategy.max_samples={self.max_samples}: allowed is 1 or more, or null."
-                )
+            for key in ("initial_points", "max_samples"):
+                value = getattr(self, key)
+                if value is not None and value < 1:
+                    raise ValueError(f"strategy.{key}={value}: allowed is 1 or more, or null.")
             for key in ("xi", "min_gain"):
                 value = getattr(self, key)
                 if not 0 <= value < 1:
@@ -76,6 +84,8 @@ class Bayes(Strategy):
         self._record = Record(space, seed)
         self._candidates: Candidates | None = None
         self._asked = 0
+        self._noise = 0.0
+        self._initial: int = self.options.initial_points or max(3, len(space.knobs))
 
     def ask(self) -> dict[str, Value] | None:
         """Return the configuration of largest expected gain, ``None`` when it is done."""
@@ -92,12 +102,14 @@ class Bayes(Strategy):
             self.stop_reason = self._record.why_none()
             return None
         known = len(self._record.trials) + len(self._record.outstanding)
-        if known < self.options.initial_points or len(self._record.measured()) < 2:
+        self.expected_gain = None
+        if known < self._initial or len(self._record.measured()) < 2:
             lean = np.array([self.hints.monotonic.get(k.name, 0) for k in self.space.knobs])
             place = spread_out(rows, self.space.ordered_columns, lean, known, self.seed)
         else:
             gain = self._gain(points, rows)
             place = int(np.argmax(gain))
+            self.expected_gain = float(gain[place])
             if gain[place] < self.options.min_gain and self._settled():
                 self.stop_reason = (
                     f"converged: no configuration promises more than "
@@ -120,7 +132,9 @@ class Bayes(Strategy):
 
     def _settled(self) -> bool:
         """Whether enough was seen to trust the model when it promises nothing."""
-        needed = self.options.initial_points + 2 * len(self.space.knobs)
+        if self._noise > _UNEXPLAINED:
+            return False
+        needed = self._initial + 2 * len(self.space.knobs)
         return len(self._record.measured()) >= needed and not self._record.outstanding
 
     def _gain(self, points: Sequence[dict[str, Value]], rows: np.ndarray) -> np.ndarray:
@@ -130,34 +144,53 @@ class Bayes(Strategy):
         from perfsearch.strategies._feasibility import Feasibility
         from perfsearch.strategies._gp import Prior, fit
 
-        measured = self._record.measured()
-        seen = self.space.encode([t.configuration for t in measured])
-        logs = np.array([math.log(_cost(t)) for t in measured])
+        measured, bounded = self._record.measured(), self._record.bounded()
+        trials = [*measured, *bounded]
+        seen = self.space.encode([t.configuration for t in trials])
+        logs = np.array([math.log(_cost(t)) for t in trials])
+        errors = np.array([t.cost_error or 0.0 for t in trials])
+        errors[len(measured) :] += _BOUND_ERROR
+        logs -= self._log_predicted([t.configuration for t in trials])
         center, scale = float(np.mean(logs)), max(float(np.std(logs)), 0.02)
-        errors = np.array([t.cost_error or 0.0 for t in measured]) / scale
-        ordered = self.space.ordered_columns
-        prior = Prior(noise=((0.02 / scale) ** 2, 1.5))
+        target = (logs - center) / scale
+        waiting = self.space.encode(list(self._record.outstanding.values()))
         model = fit(
             seen,
-            (logs - center) / scale,
-            ordered,
-            error=errors,
+            target,
+            self.space.ordered_columns,
+            error=errors / scale,
             noise=self.options.alpha,
-            prior=prior,
-            believe=(self.space.encode(list(self._record.outstanding.values())), 0.0),
+            prior=Prior(noise=((_NOISE / scale) ** 2, 1.5)),
+            believe=(waiting, 0.0),
         )
-        best = float(np.min(model.predict(seen)[0]))
+        self._noise = scale * math.sqrt(model.noise_variance)
+        tried = [t.configuration for t in measured]
+        best = float(
+            np.min(model.predict(seen[: len(tried)])[0] + self._log_predicted(tried) / scale)
+        )
         mean, deviation = model.predict(rows)
+        mean = mean + self._log_predicted(points) / scale
         better = best - mean - self.options.xi / scale
         ratio = better / deviation
-        expected = better * ndtr(ratio) + deviation * np.exp(-0.5 * ratio**2) / math.sqrt(
-            2 * math.pi
-        )
-        feasibility = Feasibility(self.space, self.hints, [*measured], self._record.failed())
+        density = np.exp(-0.5 * ratio**2) / math.sqrt(2 * math.pi)
+        expected = better * ndtr(ratio) + deviation * density
+        feasibility = Feasibility(self.space, self.hints, trials, self._record.failed())
         likely = feasibility.probability(points, rows)
         if (likely >= _LEAST_LIKELY).any():
             likely = np.where(likely >= _LEAST_LIKELY, likely, 0.0)
         return np.asarray(scale * expected * likely)
+
+    def _log_predicted(self, points: Sequence[Configuration]) -> np.ndarray:
+        """Logarithms of the costs that the runner predicts: what the model corrects.
+
+        Zeros where it predicts none; the baseline decides, and a single configuration that cannot
+        be predicted gets the baseline's.
+        """
+        start = self.hints.predict(self.hints.baseline).cost
+        if start is None or start <= 0:
+            return np.zeros(len(points))
+        costs = [self.hints.predict(point).cost for point in points]
+        return np.log([start if c is None or c <= 0 else c for c in costs])
 
 
 def _cost(trial: Trial) -> float:

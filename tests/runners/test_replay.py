@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,16 @@ def test_a_failed_row_cannot_be_the_baseline() -> None:
 def test_bad_tables_say_what_is_wrong(tmp_path: Path, text: str, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         replay(write(tmp_path, text))
+
+
+def test_yaml_lists_the_options_with_their_defaults() -> None:
+    yaml = pytest.importorskip("yaml")
+    path = Path(__file__).parents[2] / "conf" / "runner" / "replay.yaml"
+    written = yaml.safe_load(path.read_text())
+    assert written.pop("name") == "replay"
+    assert written.pop("table") == "???"
+    assert written == {
+        f.name: getattr(ReplayOptions(table=ZERO), f.name)
+        for f in fields(ReplayOptions)
+        if f.name != "table"
+    }

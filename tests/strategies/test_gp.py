@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from perfsearch.strategies._gp import MixedKernel, fit
+
+ORDERED = np.array([True, True, False])
+
+
+def rows(count: int, seed: int = 0) -> np.ndarray:
+    drawn = np.random.default_rng(seed).random((count, 3))
+    drawn[:, 2] = np.round(drawn[:, 2] * 2) / 3
+    return drawn
+
+
+def values(x: np.ndarray) -> np.ndarray:
+    return np.sin(3 * x[:, 0]) + 0.5 * (x[:, 2] > 0.1)
+
+
+def test_gradient_agrees_with_differences() -> None:
+    kernel = MixedKernel(np.array([0.5, 1.0, 2.0]), np.array([0.3, 0.2, 0.4, 0.6]), ORDERED)
+    points = rows(9)
+    _, gradient = kernel(points, eval_gradient=True)
+    for place in range(7):
+        step = np.zeros(7)
+        step[place] = 1e-5
+        up = kernel.clone_with_theta(kernel.theta + step)(points)
+        down = kernel.clone_with_theta(kernel.theta - step)(points)
+        assert np.allclose(gradient[..., place], (up - down) / 2e-5, atol=1e-7)
+
+
+def test_one_column_is_enough() -> None:
+    points = rows(8)[:, :1]
+    model = fit(points, values(rows(8)) - 1.0, ORDERED[:1])
+    assert model.predict(points)[0].shape == (8,)
+
+
+def test_covariance_is_positive_and_diag_agrees() -> None:
+    kernel = MixedKernel(np.full(3, 0.7), np.full(4, 0.5), ORDERED)
+    points = rows(20)
+    covariance = kernel(points)
+    assert np.allclose(np.diag(covariance), kernel.diag(points))
+    assert np.linalg.eigvalsh(covariance).min() > -1e-9
+
+
+def test_predicts_between_and_doubts_outside() -> None:
+    seen = rows(25)
+    model = fit(seen, values(seen) - values(seen).mean(), ORDERED)
+    new = rows(50, seed=1)
+    mean, deviation = model.predict(new)
+    assert np.abs(mean + values(seen).mean() - values(new)).mean() < 0.1
+    far = new.copy()
+    far[:, 0] = 4.0
+    assert model.predict(far)[1].mean() > deviation.mean()
+
+
+def test_believed_rows_lower_the_doubt_and_keep_the_mean() -> None:
+    seen = rows(10)
+    waiting = rows(1, seed=5)
+    target = values(seen) - values(seen).mean()
+    plain, lied = fit(seen, target, ORDERED), fit(seen, target, ORDERED, believe=(waiting, 0.0))
+    assert lied.predict(waiting)[0] == pytest.approx(plain.predict(waiting)[0], abs=1e-3)
+    assert lied.predict(waiting)[1] < 0.7 * plain.predict(waiting)[1]
+
+
+def test_noisy_values_are_trusted_less() -> None:
+    seen = rows(12)
+    target = values(seen) - values(seen).mean()
+    target[0] += 2.0
+    error = np.full(12, 0.01)
+    trusting = fit(seen, target, ORDERED, error=error)
+    error[0] = 3.0
+    doubting = fit(seen, target, ORDERED, error=error)
+    at = seen[:1]
+    assert abs(doubting.predict(at)[0][0] - (target[0] - 2.0)) < abs(
+        trusting.predict(at)[0][0] - (target[0] - 2.0)
+    )
