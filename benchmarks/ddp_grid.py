@@ -104,7 +104,8 @@ def main() -> int:
     for arm, values in readings.items():
         middle = statistics.median(values)
         print(
-            f"| {arm} | {middle:.1f} ({min(values):.1f} to {max(values):.1f}) | {middle / base:.3f}x |"
+            f"| {arm} | {middle:.1f} ({min(values):.1f} to {max(values):.1f}) "
+            f"| {middle / base:.3f}x |"
         )
     return 0
 

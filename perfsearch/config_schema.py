@@ -37,12 +37,10 @@ class ObjectiveSettings:
 
     Attributes:
         metric: samples per second, milliseconds a step, or floating-point operations per second.
-        min_gain: smallest relative gain that is worth having, 0.03 for 3%.
 
     """
 
     metric: Metric = Metric.THROUGHPUT
-    min_gain: float = option(0.03, low=0.0, high=10.0)
 
 
 @dataclass(frozen=True)
@@ -133,24 +131,12 @@ class MetricsSettings:
 
     Attributes:
         interval_s: seconds between two readings of the system metrics.
-        begin_step: first scored step whose timings are kept.
-        end_step: one past the last scored step whose timings are kept; ``None`` is no end.
         detail: timings of phases, ``light`` while scoring or ``full``.
-        trace: keep a Chrome trace of a few steps of baseline and best.
 
     """
 
     interval_s: float = option(1.0, low=0.1)
-    begin_step: int = option(0, low=0)
-    end_step: int | None = option(None, low=1)
     detail: Literal["light", "full"] = "light"
-    trace: bool = False
-
-    def __post_init__(self) -> None:
-        if self.end_step is not None and self.end_step <= self.begin_step:
-            raise ValueError(
-                f"end_step={self.end_step} must be above begin_step={self.begin_step}."
-            )
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.config import to_plain
+from perfsearch.search.space import key_of
 from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.stages.confirm import BASELINE, Verdict
 from perfsearch.stages.session import Session
@@ -70,7 +72,7 @@ def close_record(session: Session, result: Result) -> None:
     write_text(run_dir / "system.jsonl", lines)
     session.tracker.summary(summary, tags=_tags(result), note=_note(session, result))
     session.tracker.artifacts([run_dir / name for name in _ARTIFACTS if (run_dir / name).exists()])
-    for line in trial_cost_lines(session.trials):
+    for line in [*trial_cost_lines(session.trials), break_even_line(session, result.verdict)]:
         session.view.note(line)
     session.view.result(_rows(session, result.verdict), result.verdict.reason, files)
     session.tracker.close("FINISHED" if result.exit_code == 0 else "FAILED")
@@ -129,6 +131,31 @@ def trials_until_within(trials: list[Trial], fraction: float) -> int | None:
         return None
     limit = best * (1 + fraction)
     return next(i for i, cost in enumerate(history, start=1) if cost is not None and cost <= limit)
+
+
+def break_even_line(session: Session, verdict: Verdict) -> str:
+    """After how many steps of training the search has paid for itself; empty without a gain."""
+    if verdict.winner is None or BASELINE not in verdict.costs:
+        return ""
+    steps = {
+        arm: statistics.median(
+            t.measurement.step_time_s
+            for t in verdict.trials
+            if t.measurement is not None and key_of(t.configuration) == key_of(configuration)
+        )
+        for arm, configuration in (
+            (BASELINE, session.runner.baseline),
+            (verdict.winner, session.numbered(verdict.winner).configuration),
+        )
+    }
+    saved_s = steps[BASELINE] - steps[verdict.winner]
+    spent_s = sum(t.seconds for t in session.trials)
+    if saved_s <= 0:
+        return ""
+    return (
+        f"the search took {spent_s:.0f} s of trials and has paid for itself after "
+        f"{math.ceil(spent_s / saved_s)} steps"
+    )
 
 
 def trial_cost_lines(trials: list[Trial]) -> list[str]:

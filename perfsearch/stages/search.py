@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 
 from perfsearch.search.knob import Value
@@ -42,6 +43,9 @@ def run(session: Session) -> str:
         configuration, number = _next(session)
         if configuration is None:
             return session.strategy.stop_reason or "the strategy has nothing more to propose"
+        unprofitable = "" if number is not None else _no_longer_pays(session)
+        if unprofitable:
+            return unprofitable
         if number is None and _answered_without_running(session, configuration):
             served += 1
             continue
@@ -62,6 +66,29 @@ def _next(session: Session) -> tuple[dict[str, Value] | None, int | None]:
     if configuration is not None:
         session.journal.append("asked", configuration=configuration)
     return configuration, None
+
+
+def _no_longer_pays(session: Session) -> str:
+    """Why the next trial would cost more time than its promised gain can save; or empty.
+
+    Over ``budget.remaining_steps`` steps of training, by the gain that the strategy expects of its
+    last proposal.
+    """
+    steps, gain, best = (
+        session.settings.budget.remaining_steps,
+        session.strategy.expected_gain,
+        session.best,
+    )
+    if steps is None or gain is None or best is None or best.measurement is None:
+        return ""
+    cost_s = statistics.median(t.seconds for t in session.search_trials)
+    saving_s = steps * best.measurement.step_time_s * gain
+    if saving_s >= cost_s:
+        return ""
+    return (
+        f"budget.remaining_steps={steps}: the next trial would cost {cost_s:.1f} s and promises "
+        f"to save {saving_s:.1f} s"
+    )
 
 
 def _answered_without_running(session: Session, configuration: dict[str, Value]) -> bool:

@@ -201,3 +201,16 @@ def test_a_finalist_that_fails_when_confirmed_is_out(search: Search) -> None:
     result = search(SyntheticRunner(fail=only_warm))
     assert result.best != {"bucket": 32, "view": True}
     assert "in fresh processes" in search.view.text
+
+
+def test_the_search_says_after_how_many_steps_it_has_paid_for_itself(search: Search) -> None:
+    search()
+    assert "has paid for itself after" in search.view.text
+
+
+def test_it_ends_when_a_trial_costs_more_than_it_can_save(search: Search) -> None:
+    settings = {"strategy": {"name": "bayes"}, "sentinel_every": 0}
+    result = search(budget={"trials": 12, "seconds": None, "remaining_steps": 0}, **settings)
+    assert "budget.remaining_steps=0: the next trial would cost" in result.reason
+    many = search(budget={"trials": 12, "seconds": None, "remaining_steps": 10**9}, **settings)
+    assert "remaining_steps" not in many.reason
