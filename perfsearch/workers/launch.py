@@ -23,6 +23,7 @@ from perfsearch.workers import processes
 from perfsearch.workers.messages import EXIT_FILE, LAUNCHER_REPORT, Startup
 from perfsearch.workers.watch import EXIT_ORPHANED, watch_controller
 
+RENDEZVOUS_FILE = "rendezvous"
 _ORPHAN_CHECK_S = 2.0
 
 
@@ -31,7 +32,9 @@ def torchrun_arguments(startup: Startup, directory: Path) -> list[str]:
     spec = startup.spec
     arguments = [f"--nproc-per-node={spec.nproc}", "--max-restarts=0", "--rdzv-backend=c10d"]
     if spec.nnodes == 1:
-        arguments += ["--nnodes=1", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
+        # Through a file: torch's TCP store listens on every interface, and reads pickles.
+        arguments += ["--nnodes=1", "--rdzv-conf=store_type=file", "--local-addr=localhost"]
+        arguments += [f"--rdzv-endpoint={directory / RENDEZVOUS_FILE}"]
         arguments += [f"--rdzv-id={directory.name}"]
     else:
         arguments += [f"--nnodes={spec.nnodes}", f"--rdzv-endpoint={spec.rdzv_endpoint}"]
@@ -51,6 +54,8 @@ def run_group(directory: Path) -> int:
     watch_controller(startup)
     report: dict[str, Any] = {"failures": [], "error": None}
     try:
+        if startup.spec.nnodes == 1:
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # nobody needs that one either
         config, _, _ = run.config_from_args(run.parse_args(torchrun_arguments(startup, directory)))
         elastic_launch(config=config, entrypoint=serve)(str(directory))
     except ChildFailedError as error:
