@@ -9,6 +9,7 @@ what libraries read of the environment while they are imported (see ``preload.LA
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ from perfsearch.workers.watch import EXIT_ORPHANED, watch_controller
 
 RENDEZVOUS_FILE = "rendezvous"
 _ORPHAN_CHECK_S = 2.0
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def torchrun_arguments(startup: Startup, directory: Path) -> list[str]:
@@ -74,6 +76,7 @@ def run_group(directory: Path) -> int:
 
 def serve_forks(controller_pid: int, controller_started: float) -> int:
     """Fork a group for each line on standard input, until it closes or the controller is gone."""
+    _adopt_orphans()
     directories: dict[int, Path] = {}
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -128,15 +131,27 @@ def _be_group(request: Mapping[str, Any]) -> NoReturn:
 
 def _reap(directories: dict[int, Path]) -> None:
     """Leave the exit code of each fork that ended where the controller looks for it."""
-    for pid in list(directories):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            directory = directories.pop(pid)
-            code = os.waitstatus_to_exitcode(status)
-            if directory.exists():
-                unfinished = directory / f"{EXIT_FILE}.tmp"
-                unfinished.write_text(str(code))
-                unfinished.rename(directory / EXIT_FILE)
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        directory = directories.pop(pid, None)  # none of an orphan that was adopted
+        if directory is not None and directory.exists():
+            unfinished = directory / f"{EXIT_FILE}.tmp"
+            unfinished.write_text(str(os.waitstatus_to_exitcode(status)))
+            unfinished.rename(directory / EXIT_FILE)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of every descendant that loses its own, so that none gets out of sight.
+
+    One that has also lost its environment could not be found by the group's token.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 _NEEDED_BY_RANKS = (
