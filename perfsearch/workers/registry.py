@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 from perfsearch.workers import processes
@@ -56,7 +57,8 @@ def reap(run_dir: Path, grace_s: float = 2.0) -> int:
         if pid != os.getpid() and processes.is_alive(pid, started):
             continue
         ended += processes.end_all(token, grace_s)
-        if control.name.startswith("perfsearch-"):
+        ours = control.parent in (Path(tempfile.gettempdir()), Path("/tmp"))
+        if ours and control.name.startswith("perfsearch-"):
             shutil.rmtree(control, ignore_errors=True)
         forget(run_dir, token)
     return ended
