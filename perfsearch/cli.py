@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from perfsearch import __version__
 from perfsearch.cli_errors import explain
 from perfsearch.cli_job import Job, JobFailedError, plain
+from perfsearch.cli_recorded import take_recorded_configuration
+from perfsearch.cli_trust import check_hydra, check_paths
 from perfsearch.config import GROUPS, validate
 from perfsearch.config_options import ConfigError
 from perfsearch.exits import ExitCode, Interrupted, interruptible
@@ -21,16 +23,6 @@ if TYPE_CHECKING:
     import argparse
 
 _CONFIG_MODULE = "pkg://perfsearch.conf"
-_HYDRA_SETTINGS = (
-    "hydra.output_subdir=null",
-    "hydra.run.dir=.",
-    "hydra.sweep.dir=outputs/sweeps/${now:%Y%m%d-%H%M%S-%f}",
-    "hydra.sweep.subdir=.",
-    "hydra.job.name=perfsearch",
-    "hydra/job_logging=none",
-    "hydra/hydra_logging=none",
-)
-"""What ``conf/config.yaml`` says of Hydra, for a configuration file that does not."""
 _SIGPIPE = 141
 """What a shell reports of a command whose reader went away."""
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -104,7 +96,7 @@ def _command(arguments: list[str]) -> int:
     arguments = _overrides_first(arguments)
     flags = _parse(arguments)
     if flags.config_path is not None:
-        _take_recorded_configuration(arguments, flags)
+        take_recorded_configuration(arguments, flags)
     job = Job()
     try:
         _check_group_choices(flags)
@@ -152,21 +144,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return flags
 
 
-def _take_recorded_configuration(arguments: list[str], flags: argparse.Namespace) -> None:
-    """``--config-path RUN/best`` runs exactly what ``RUN/best/config.yaml`` says."""
-    directory = os.path.abspath(flags.config_path)
-    file = os.path.join(directory, f"{flags.config_name or 'config'}.yaml")
-    if not os.path.isfile(file):
-        raise BadInputError(
-            f"--config-path {flags.config_path}: there is no {file}. Give the directory of a "
-            "config.yaml that a search wrote; options of your own come by --config-dir."
-        )
-    arguments[:0] = _HYDRA_SETTINGS
-    arguments += ["--config-path", directory]
-    flags.overrides[:0] = _HYDRA_SETTINGS
-    flags.config_path = directory
-
-
 @contextmanager
 def _hydra_environment(arguments: list[str]) -> Iterator[None]:
     """Let Hydra read ``arguments``, and let it raise its errors rather than print them."""
@@ -184,16 +161,16 @@ def _hydra_environment(arguments: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _composer(flags: argparse.Namespace) -> Iterator[Any]:
-    """Hydra with the same search path that its command line will use."""
+def _composer(flags: argparse.Namespace, own: bool = False) -> Iterator[Any]:
+    """Hydra with the same search path that its command line will use, or with our files only."""
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
 
-    path = create_config_search_path(flags.config_path or _CONFIG_MODULE)
-    if flags.config_dir is not None:
+    path = create_config_search_path(_CONFIG_MODULE if own else flags.config_path or _CONFIG_MODULE)
+    if flags.config_dir is not None and not own:
         directory = os.path.abspath(flags.config_dir)
         if not os.path.isdir(directory):
             raise BadInputError(f"--config-dir {flags.config_dir}: there is no such directory.")
@@ -207,9 +184,7 @@ def _composer(flags: argparse.Namespace) -> Iterator[Any]:
 
 def _check_group_choices(flags: argparse.Namespace) -> None:
     """Refuse a list or mapping where an option's name is needed; Hydra would stumble over it."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    for override in OverridesParser.create().parse_overrides(flags.overrides):
+    for override in _parsed(flags.overrides):
         key = override.key_or_group
         if key in GROUPS and isinstance(override.value(), list | dict):
             raise ConfigError(
@@ -224,6 +199,7 @@ def _check_before_anything_starts(flags: argparse.Namespace) -> None:
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
+    overridden = [o.key_or_group for o in _parsed(flags.overrides)]
     with _composer(flags) as hydra:
         name = flags.config_name or "config"
         mode = hydra.get_mode(config_name=name, overrides=flags.overrides)
@@ -239,11 +215,34 @@ def _check_before_anything_starts(flags: argparse.Namespace) -> None:
                 "hydra.callbacks",
                 "hydra.callbacks: nothing is built from names in a configuration. Remove it.",
             )
+        check_paths(OmegaConf.to_container(master), overridden)
+        composed = OmegaConf.to_container(master.hydra)
         if sweeps and OmegaConf.select(master, "hydra.sweeper._target_") == _BASIC_SWEEPER:
             for overrides in _jobs_of_sweep(hydra.config_loader, master):
                 config = hydra.config_loader.load_sweep_config(master, overrides)
                 HydraConfig.instance().set_config(config)
-                _check_job(plain(config))
+                job = plain(config)
+                check_paths(job, overridden)
+                _check_job(job)
+    with _composer(flags, own=True) as hydra:
+        alone = hydra.compose_config(
+            config_name="config",
+            overrides=[o.input_line for o in _parsed(flags.overrides) if _is_hydras(o)],
+            run_mode=RunMode.MULTIRUN if sweeps else RunMode.RUN,
+            with_log_configuration=False,
+        )
+        check_hydra(composed, OmegaConf.to_container(alone.hydra))
+
+
+def _parsed(overrides: Sequence[str]) -> list[Any]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed: list[Any] = OverridesParser.create().parse_overrides(list(overrides))
+    return parsed
+
+
+def _is_hydras(override: Any) -> bool:
+    return bool(override.key_or_group.partition("/")[0].partition(".")[0] == "hydra")
 
 
 def _jobs_of_sweep(config_loader: Any, master: Any) -> list[list[str]]:

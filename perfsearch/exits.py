@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -41,7 +42,8 @@ class Interrupted(BaseException):
 def interruptible() -> Iterator[None]:
     """Turn SIGINT and SIGTERM into ``Interrupted`` while the block runs.
 
-    The first signal raises, so that the record is finished and processes are ended. The second
+    The first signal raises, at the end of a ``deferred`` block where it comes inside one, so
+    that the record is finished and processes are ended. The second
     is only answered, as that is still under way. The third ends the process at once; its
     workers see their control channel close.
     """
@@ -52,6 +54,9 @@ def interruptible() -> Iterator[None]:
         received += 1
         code = ExitCode.SIGINT if number == signal.SIGINT else ExitCode.SIGTERM
         if received == 1:
+            if _deferral.depth:
+                _deferral.pending = code
+                return
             raise Interrupted(code)
         if received == 2:
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _STILL_ENDING)
@@ -65,6 +70,36 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class _Deferral:
+    """Blocks that may not be broken off, and the signal that came inside of one."""
+
+    depth: int = 0
+    pending: ExitCode | None = None
+
+
+_deferral = _Deferral()
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let a signal of ``interruptible`` wait for the end of a short block of the main thread.
+
+    For what must not stop half-way: taking a trial into the record, ending processes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are only ever raised in the main thread
+        return
+    _deferral.depth += 1
+    try:
+        yield
+    finally:
+        _deferral.depth -= 1
+        pending = _deferral.pending
+        if pending is not None and not _deferral.depth:
+            _deferral.pending = None
+            raise Interrupted(pending)
 
 
 _STILL_ENDING = b"\nEnding: the record is being finished. Once more to end at once.\n"

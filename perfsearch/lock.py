@@ -60,7 +60,7 @@ def _waiting(device: str, pid: str) -> str:
 def _lock_file(device: str) -> Path:
     directory = Path(tempfile.gettempdir()) / f"perfsearch-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
-    if directory.stat().st_uid != os.getuid():
+    if directory.lstat().st_uid != os.getuid():  # nor a link that another user laid
         raise LockError(f"{directory} belongs to another user; set TMPDIR to a directory of yours.")
     return directory / f"{hashlib.sha256(device.encode()).hexdigest()[:16]}.lock"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfsearch.config import default_run_dir
-from perfsearch.exits import ExitCode
+from perfsearch.exits import ExitCode, deferred
 from perfsearch.lock import device_lock, run_directory_lock
 from perfsearch.runners.base import Runner
 from perfsearch.search.hints import Hints
@@ -84,13 +85,13 @@ def search(
     """
     begin = time.monotonic()
     with ExitStack() as stack:
-        stack.callback(runner.close)
+        stack.callback(_close, runner)
         asked = settings.run_dir or default_run_dir(settings)
         directory, resuming = opening.choose_run_dir(asked.absolute(), settings.resume)
         directory.mkdir(parents=True, exist_ok=True)
         stack.enter_context(run_directory_lock(directory))
         stack.enter_context(device_lock(runner.device_set(), view.note))
-        runner.open()
+        runner.open(directory)
         journal = opening.open_journal(directory, settings, runner, resuming)
         stack.callback(journal.close)
         if journal.dropped_line:
@@ -100,20 +101,33 @@ def search(
         session.sampler = _start_sampler(settings, runner)
         if session.sampler is not None:
             stack.callback(session.sampler.stop)
-        record.open_record(session)
         try:
+            record.open_record(session)
             result = _stages(session)
             result.seconds = time.monotonic() - begin
             record.close_record(session, result)
             journal.append("ended", exit_code=result.exit_code, reason=result.reason)
-        except JournalWriteError as error:
+        except BaseException as error:
+            _close(runner)  # no process waits for the view to be finished
+            if not _is_full_disk(error):
+                record.interrupted(session)
+                raise
             view.warning(f"{error}. Free some space, then give the same command to go on.")
             record.interrupted(session)
             result = Result(ExitCode.CIRCUIT_BREAKER, directory, session.trials, reason=str(error))
-        except BaseException:
-            record.interrupted(session)
-            raise
         return result
+
+
+def _close(runner: Runner) -> None:
+    with deferred():
+        runner.close()
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    """Whether the run directory cannot be written any more: nothing is wrong with the search."""
+    causes = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+    is_written = isinstance(error, OSError) and error.errno in causes
+    return is_written or isinstance(error, JournalWriteError)
 
 
 def _session(
@@ -150,8 +164,7 @@ def _stages(session: Session) -> Result:
         session.view.note(line)
     exit_code, verdict = ExitCode.DONE, Verdict()
     try:
-        if not session.only_rerun:
-            baseline.run(session)
+        baseline.run(session)
         reason = searching.run(session)
     except BreakerError as error:
         exit_code, reason = ExitCode.CIRCUIT_BREAKER, str(error)

@@ -90,8 +90,13 @@ class Runner(ABC):
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Run the configuration; every failure of it is an outcome, never an exception."""
 
-    def open(self) -> None:  # noqa: B027 - a runner may have nothing to prepare
-        """Get ready, its devices being held: end what a killed run of the same search left."""
+    def open(self, run_dir: Path) -> None:  # noqa: B027 - a runner may have nothing to prepare
+        """Get ready, its devices being held: end what a killed run of the same search left.
+
+        Args:
+            run_dir: the search's directory; it may be a numbered neighbour of the one asked for.
+
+        """
 
     def identity(self) -> dict[str, str]:
         """What a result depends on apart from knobs: model, world size, device names, versions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,9 +104,11 @@ class DDP(Runner):
         self._scopes = {knob.name: knob.scope for knob in declared}
         self._pool = Pool(environment, self.hardware.gpus)
 
-    def open(self) -> None:
+    def open(self, run_dir: Path) -> None:
         """End the processes that a killed controller of this search left behind."""
-        registry.reap(self._environment.run_dir)
+        self._environment = replace(self._environment, run_dir=run_dir)
+        self._pool = Pool(self._environment, self.hardware.gpus)
+        registry.reap(run_dir)
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Train the configuration in a group of ranks that fits it."""
@@ -164,8 +166,9 @@ class DDP(Runner):
         return _ddp_export.write(whole, self.hardware, self._surroundings.threads, directory)
 
     def close(self) -> None:
-        """End the warm group."""
+        """End the warm group, and what an interrupt kept from becoming one."""
         self._pool.close()
+        registry.reap(self._environment.run_dir, grace_s=0.0)
 
 
 def _applicable(

@@ -23,6 +23,13 @@ class Budget:
     gpu_hours: float | None = None
     remaining_steps: int | None = None
 
+    def seconds_left(self, seconds: float, devices: int) -> float | None:
+        """Search time that is left after ``seconds``; ``None`` without a limit."""
+        limits = [] if self.seconds is None else [self.seconds]
+        if self.gpu_hours is not None:
+            limits.append(self.gpu_hours * 3600 / devices)
+        return max(0.0, min(limits) - seconds) if limits else None
+
     def spent(self, trials: int, seconds: float, devices: int) -> str | None:
         """Why nothing more may be started, or ``None``."""
         if self.trials is not None and trials >= self.trials:

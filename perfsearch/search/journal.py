@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,9 @@ class JournalError(BadInputError):
 
 class JournalWriteError(OSError):
     """The disk is full or gone in the middle of a search; everything before is safe."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,18 @@ class Journal:
         self.header: dict[str, Any] = {"schema": SCHEMA, **header}
         self.events: list[Event] = []
         self.dropped_line = ""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        unfinished = path.with_name(f"{path.name}.new")
         try:
-            self._file = os.open(path, flags, 0o644)
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, "it exists already")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+            self._file = os.open(unfinished, flags, 0o644)
             self._write(self.header)
+            # A journal is there with its whole first line or not at all, whenever a kill comes.
+            unfinished.rename(path)
             _sync_directory(path.parent)
         except OSError as error:
+            unfinished.unlink(missing_ok=True)
             raise JournalError(f"{path}: cannot be created: {error.strerror}") from error
 
     @classmethod
@@ -79,10 +89,13 @@ class Journal:
         journal = cls.__new__(cls)
         journal.path, journal.header, journal.events = path, header, events
         journal.dropped_line = torn
-        journal._file = os.open(path, os.O_WRONLY | os.O_APPEND)
-        if torn:
-            os.ftruncate(journal._file, good_bytes)
-            os.fsync(journal._file)
+        try:
+            journal._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+            if torn:
+                os.ftruncate(journal._file, good_bytes)
+                os.fsync(journal._file)
+        except OSError as error:
+            raise JournalError(f"{path}: cannot be written: {error.strerror}") from error
         return journal
 
     def append(self, name: str, **data: Any) -> Event:
@@ -94,14 +107,19 @@ class Journal:
         """
         if name not in EVENTS:
             raise ValueError(f"unknown journal event {name!r}")
-        event = Event(len(self.events) + 1, name, data)
-        size = os.fstat(self._file).st_size
+        count, size = len(self.events), os.fstat(self._file).st_size
+        event = Event(count + 1, name, data)
         try:
+            self.events.append(event)
             self._write({"n": event.number, "event": name, **data})
-        except OSError as error:
+        except BaseException as error:
+            # Also where a signal raises in between: the file and this record of it stay the same.
+            del self.events[count:]
             os.ftruncate(self._file, size)
-            raise JournalWriteError(f"{self.path}: cannot be written: {error.strerror}") from error
-        self.events.append(event)
+            if isinstance(error, OSError):
+                message = f"{self.path}: cannot be written: {error.strerror}"
+                raise JournalWriteError(error.errno, message) from error
+            raise
         return event
 
     def of(self, *names: str) -> Iterator[Event]:

@@ -39,7 +39,17 @@ class Status(StrEnum):
     @property
     def is_failure(self) -> bool:
         """Whether the configuration itself is to blame, so that it must not be proposed again."""
-        return self not in (Status.OK, Status.PRUNED, Status.INFRASTRUCTURE, Status.INTERRUPTED)
+        return not (self in (Status.OK, Status.PRUNED, Status.INTERRUPTED) or self.is_from_outside)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something went wrong, whoever is to blame."""
+        return self.is_failure or self.is_from_outside
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether the configuration had no part in its failure: retried, never scored."""
+        return self in (Status.INFRASTRUCTURE, Status.KILLED)
 
 
 @dataclass

@@ -6,6 +6,11 @@ from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.stages.session import Session
 
 
+def _again(session: Session, known: Trial) -> bool:
+    asked = session.only_rerun and known.status.has_failed
+    return asked or known.status is Status.INTERRUPTED
+
+
 def run(session: Session) -> Trial:
     """Run trial 0 unless an earlier run of the same search has it, and tell the strategy.
 
@@ -15,7 +20,7 @@ def run(session: Session) -> Trial:
     """
     session.view.stage("baseline", "the configuration as it is today")
     known = session.baseline
-    if known is not None and known.status is not Status.INTERRUPTED:
+    if known is not None and not _again(session, known):
         return known
     trial = session.run(dict(session.runner.baseline), Purpose.BASELINE, number=0)
     session.strategy.tell(trial)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,18 +61,21 @@ def run(session: Session) -> Verdict:
         arms[BASELINE] = dict(session.runner.baseline)
     verdict = Verdict(costs={arm: [] for arm in arms})
     planned = looks(settings.max_repeats)
-    begin = time.monotonic()
     for block in range(settings.max_repeats):
-        _run_block(session, verdict, arms, block)
+        whole = _run_block(session, verdict, arms, block)
         alive = [arm for arm in arms if arm != BASELINE]
         if not alive:
             verdict.reason = "every finalist failed in fresh processes: no gain is claimed"
             return verdict
         if BASELINE not in arms:
             break
-        spent = time.monotonic() - begin
-        out_of_time = settings.seconds is not None and spent > settings.seconds
-        if block + 1 not in planned and not (out_of_time and block >= 1):
+        out_of_time = _seconds_left(session, verdict) == 0.0
+        blocks = min(len(verdict.costs[arm]) for arm in arms)
+        for arm in arms:
+            del verdict.costs[arm][blocks:]  # of a block that was cut off
+        if blocks < 2 and not whole:
+            break
+        if blocks not in planned and not (out_of_time and blocks >= 2):
             continue
         verdict.intervals = {
             arm: paired_interval(
@@ -82,7 +84,7 @@ def run(session: Session) -> Verdict:
             for arm in alive
         }
         intervals = {str(arm): vars(i) for arm, i in verdict.intervals.items()}
-        session.journal.append("confirmed", blocks=block + 1, intervals=intervals)
+        session.journal.append("confirmed", blocks=blocks, intervals=intervals)
         if out_of_time or decided(verdict.intervals, settings.precision):
             break
     _decide(session, verdict, arms)
@@ -103,15 +105,22 @@ def choose_finalists(session: Session) -> list[Trial]:
 
 def _run_block(
     session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]], block: int
-) -> None:
-    """One process for each arm; the order is drawn, and reversed in every other block."""
+) -> bool:
+    """One process for each arm; the order is drawn, and reversed in every other block.
+
+    Returns:
+        Whether there was time for all of it.
+
+    """
     generator = np.random.default_rng([session.settings.seed, 7, block // 2])
     order = [list(arms)[i] for i in generator.permutation(len(arms))]
     if block % 2:
         order.reverse()
     for arm in order:
-        trial = _measured(session, arms[arm], arm, block)
+        trial = _measured(session, arms[arm], block, _seconds_left(session, verdict))
         verdict.trials.append(trial)
+        if trial.status is Status.INTERRUPTED:
+            return False
         if trial.status is Status.OK and trial.cost is not None:
             verdict.costs[arm].append(trial.cost)
             continue
@@ -121,9 +130,18 @@ def _run_block(
         )
         del arms[arm]
         verdict.intervals.pop(arm, None)
+    return True
 
 
-def _measured(session: Session, configuration: dict[str, Value], arm: int, block: int) -> Trial:
+def _seconds_left(session: Session, verdict: Verdict) -> float | None:
+    """What the stage may still spend, earlier runs of the same search included."""
+    limit = session.settings.confirm.seconds
+    return None if limit is None else max(0.0, limit - sum(t.seconds for t in verdict.trials))
+
+
+def _measured(
+    session: Session, configuration: dict[str, Value], block: int, seconds_left: float | None
+) -> Trial:
     """The trial of this arm and block: from an earlier run of the same search, or run now."""
     done = [t for t in session.trials if t.purpose is Purpose.CONFIRM]
     same = [t for t in done if key_of(t.configuration) == key_of(configuration)]
@@ -131,12 +149,22 @@ def _measured(session: Session, configuration: dict[str, Value], arm: int, block
     if len(whole) > block:
         return whole[block]
     torn = [t.number for t in same if t.status is Status.INTERRUPTED]
-    return session.run(configuration, Purpose.CONFIRM, fresh=True, number=torn[0] if torn else None)
+    return session.run(
+        configuration,
+        Purpose.CONFIRM,
+        fresh=True,
+        number=torn[0] if torn else None,
+        seconds_left=seconds_left,
+    )
 
 
 def _decide(session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]]) -> None:
     alive = [arm for arm in arms if arm != BASELINE]
+    if BASELINE not in arms and not any(verdict.costs[arm] for arm in alive):
+        verdict.reason = "no finalist could be confirmed in confirm.seconds: no gain is claimed"
+        return
     if BASELINE not in arms:
+        alive = [arm for arm in alive if verdict.costs[arm]]
         best = min(alive, key=lambda arm: min(verdict.costs[arm]))
         verdict.winner = best
         verdict.intervals = {}

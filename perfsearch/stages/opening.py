@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.runners.base import Runner
 from perfsearch.search.errors import BadInputError
-from perfsearch.search.journal import Journal, JournalError, read
+from perfsearch.search.journal import Event, Journal, JournalError, read
 from perfsearch.search.knob import Value, same_value
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.trial import Purpose, Status, Trial
@@ -96,33 +97,35 @@ def adopt(session: Session) -> str:
     """Bring strategy and session to where the journal ends; return a line for people.
 
     With the same definition the asks are repeated too, so the next proposal is the one that an
-    undisturbed search would make. With a changed one, trials that still fit are told.
+    undisturbed search would make. Of what came before a change of the definition, trials that
+    still fit are told.
     """
     now = definition(session.settings, session.runner)
-    opened = list(session.journal.of("opened"))
-    unchanged = bool(opened) and opened[-1].data.get("definition") == now
+    events = session.journal.events
+    opened = [e for e in events if e.name == "opened"]
+    same = list(itertools.takewhile(lambda e: e.data.get("definition") == now, reversed(opened)))
+    begin = same[-1].number - 1 if same else len(events)
+    before = [e for e in opened if e.number <= begin]
     line = ""
-    if opened:
-        line = _replay(session) if unchanged else _adopt_fitting(session, opened[-1].data)
+    if before:
+        line = _adopt_fitting(session, events[:begin], before)
+    if same:
+        _replay(session, events[begin:])
+        line = f"going on with {len(session.trials)} finished trials"
     session.journal.append("opened", pid=os.getpid(), unix_s=time.time(), definition=now)
-    failures = [t.status.is_failure for t in session.trials if t.purpose is Purpose.SEARCH]
-    for failed in reversed(failures):
-        if not failed:
-            break
-        session.consecutive_failures += 1
     if session.settings.resume == "failed" and opened:
-        failed_trials = [t for t in session.search_trials if t.status.is_failure]
-        session.rerun = [(t.configuration, t.number) for t in failed_trials]
+        failed = [t for t in session.search_trials if t.status.has_failed]
+        session.rerun = [(t.configuration, t.number) for t in failed]
         session.only_rerun = True
-        line = f"running the {len(failed_trials)} failed trials again"
+        line = f"running the {len(failed)} failed trials again"
     return line
 
 
-def _replay(session: Session) -> str:
+def _replay(session: Session, events: Sequence[Event]) -> None:
     strategy, pending = session.strategy, None
     started: dict[int, dict[str, Any]] = {}
-    told: set[int] = set()
-    for event in session.journal.events:
+    told = {t.number for t in session.trials}
+    for event in events:
         data = event.data
         if event.name == "asked":
             proposal = strategy.ask()
@@ -137,7 +140,9 @@ def _replay(session: Session) -> str:
             started[data["trial"]] = data
             pending = None if data["purpose"] == Purpose.SEARCH else pending
         elif event.name == "finished":
-            session.add(Trial.from_json(data["trial"]))
+            trial = Trial.from_json(data["trial"])
+            session.add(trial)
+            told.discard(trial.number)
         elif event.name == "told":
             trial = session.numbered(data["trial"])
             strategy.tell(trial)
@@ -156,30 +161,36 @@ def _replay(session: Session) -> str:
             session.rerun.append((dict(data["configuration"]), number))
     if pending is not None:
         session.rerun.append((pending, None))
-    return f"going on with {len(session.trials)} finished trials"
 
 
-def _adopt_fitting(session: Session, before: Mapping[str, Any]) -> str:
-    """Tell the trials of a changed search that still fit, under new numbers' own order."""
-    was_pinned: dict[str, Value] = before.get("definition", {}).get("pinned", {})
-    latest: dict[int, Trial] = {}
-    for event in session.journal.of("finished"):
-        trial = Trial.from_json(event.data["trial"])
-        latest[trial.number] = trial
-    session.numbers_from = max(latest, default=-1) + 1
-    kept = 0
-    for trial in latest.values():
-        if trial.purpose is not Purpose.SEARCH or trial.status is Status.INTERRUPTED:
+def _adopt_fitting(session: Session, events: Sequence[Event], opened: Sequence[Event]) -> str:
+    """Tell the trials of a search that was changed since, as far as they still fit."""
+    runner = session.runner
+    pinned_at = [(e.number, e.data.get("definition", {}).get("pinned", {})) for e in opened]
+    latest: dict[int, tuple[Trial, Mapping[str, Value]]] = {}
+    for event in events:
+        if event.name == "finished":
+            trial = Trial.from_json(event.data["trial"])
+            known = [p for number, p in pinned_at if number < event.number]
+            latest[trial.number] = trial, known[-1]
+        elif event.name == "started":
+            session.numbers_from = max(session.numbers_from, event.data["trial"] + 1)
+        elif event.name == "told":
+            session.search_seconds = event.data["search_seconds"]
+    kept = total = 0
+    for trial, pinned in latest.values():
+        if trial.purpose not in (Purpose.BASELINE, Purpose.SEARCH):
             continue
-        whole = {**was_pinned, **trial.configuration}
-        fitted = _fit(session.runner.space, session.runner.pinned, whole)
-        if fitted is None:
+        total += trial.purpose is Purpose.SEARCH
+        fitted = _fit(runner.space, runner.pinned, {**pinned, **trial.configuration})
+        if fitted is None or trial.status is Status.INTERRUPTED:
+            continue
+        if trial.purpose is Purpose.BASELINE and key_of(fitted) != key_of(runner.baseline):
             continue
         trial.configuration = fitted
         session.add(trial)
         session.strategy.tell(trial)
-        kept += 1
-    total = sum(t.purpose is Purpose.SEARCH for t in latest.values())
+        kept += trial.purpose is Purpose.SEARCH
     return f"the search was changed: {kept} of {total} earlier trials still fit and are kept"
 
 
@@ -203,7 +214,7 @@ def _numbered(base: Path) -> list[Path]:
     return found
 
 
-def _since_opened(events: list[Any]) -> list[Any]:
+def _since_opened(events: list[Event]) -> list[Event]:
     places = [i for i, event in enumerate(events) if event.name == "opened"]
     return events[places[-1] :] if places else events
 

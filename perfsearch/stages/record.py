@@ -99,7 +99,7 @@ def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
     numbers: dict[str, float] = {
         "search/seconds": session.search_seconds,
         "search/trials": len(session.search_trials),
-        "search/failed_trials": sum(t.status.is_failure for t in session.search_trials),
+        "search/failed_trials": sum(t.status.has_failed for t in session.search_trials),
         "search/screened": session.screened,
         "confirm/seconds": sum(t.seconds for t in verdict.trials),
     }
@@ -190,6 +190,7 @@ def _best_files(session: Session, result: Result) -> list[str]:
     best = dict(session.runner.baseline) if trial is None else trial.configuration
     plain = to_plain(session.settings)
     plain["runner"]["knobs"] = result.best
+    plain.update(run_dir=None, resume="auto")  # fed back it is a search of its own
     export.write_config(directory / "config.yaml", plain)
     summary = {
         "verdict": result.verdict.reason,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
+from collections.abc import Sequence
 
 from perfsearch.search.knob import Value
 from perfsearch.search.trial import Purpose, Status, Trial
@@ -27,7 +29,7 @@ def run(session: Session) -> str:
     """
     session.view.stage("search", session.strategy.describe())
     budget, served = session.settings.budget.budget(), 0
-    _check_breakers(session, session.baseline)
+    _check_breakers(session)
     _sentinel(session)
     while True:
         begin = time.monotonic()
@@ -50,9 +52,14 @@ def run(session: Session) -> str:
             served += 1
             continue
         served = 0
-        trial = session.run(configuration, Purpose.SEARCH, number=number)
-        session.strategy.tell(trial)
+        left = budget.seconds_left(session.search_seconds, session.runner.devices)
+        if left is not None:
+            left = max(0.0, left - (time.monotonic() - begin))
+        trial = session.run(configuration, Purpose.SEARCH, number=number, seconds_left=left)
         session.search_seconds += time.monotonic() - begin
+        if trial.status is Status.INTERRUPTED:
+            continue  # cut off, which the budget says in its turn
+        session.strategy.tell(trial)
         session.told(trial=trial.number)
         _check_breakers(session, trial)
         _sentinel(session)
@@ -113,12 +120,30 @@ def screened_trial(configuration: dict[str, Value], reason: str) -> Trial:
     return Trial(-1, configuration, Purpose.SEARCH, Status.INVALID, reason=reason)
 
 
-def _check_breakers(session: Session, trial: Trial | None) -> None:
+def failures_in_a_row(trials: Sequence[Trial]) -> int:
+    """How many of the latest baseline and search trials failed, whoever is to blame."""
+    latest_first = filter(_counts, reversed(trials))
+    return sum(1 for _ in itertools.takewhile(lambda t: t.status.has_failed, latest_first))
+
+
+def _counts(trial: Trial) -> bool:
+    of_search = trial.purpose in (Purpose.BASELINE, Purpose.SEARCH)
+    return of_search and trial.status is not Status.INTERRUPTED
+
+
+def _check_breakers(session: Session, trial: Trial | None = None) -> None:
+    """Stop after too many failures; without ``trial`` by what an earlier run left."""
     if trial is None:
-        return
-    failed = trial.status.is_failure or trial.status is Status.INFRASTRUCTURE
-    session.consecutive_failures = session.consecutive_failures + 1 if failed else 0
-    if failed and session.settings.on_failure == "stop":
+        if session.only_rerun:
+            return  # their failures are what is being run again
+        session.consecutive_failures = failures_in_a_row(session.trials)
+        trial = next((t for t in reversed(session.trials) if _counts(t)), None)
+        if trial is None:
+            return
+    else:
+        failed = trial.status.has_failed
+        session.consecutive_failures = session.consecutive_failures + 1 if failed else 0
+    if trial.status.has_failed and session.settings.on_failure == "stop":
         raise BreakerError(f"on_failure=stop: trial {trial.number} ended {trial.status}")
     limit = session.settings.limits.consecutive_failures
     if session.consecutive_failures >= limit:
@@ -132,11 +157,12 @@ def _sentinel(session: Session) -> None:
     """Measure the baseline again every so often; drift beyond the noise recycles the processes."""
     every, count = session.settings.sentinel_every, len(session.search_trials)
     before = session.baseline_cost
-    ended = [t for t in session.trials if t.status is not Status.INTERRUPTED]
-    done = sum(t.purpose is Purpose.SENTINEL for t in ended)
-    if not every or before is None or count // every <= done:
+    sentinels = [t for t in session.trials if t.purpose is Purpose.SENTINEL]
+    broken_off = [t.number for t in sentinels if t.status is Status.INTERRUPTED]
+    if not every or before is None or count // every <= len(sentinels) - len(broken_off):
         return
-    trial = session.run(dict(session.runner.baseline), Purpose.SENTINEL)
+    number = broken_off[0] if broken_off else None
+    trial = session.run(dict(session.runner.baseline), Purpose.SENTINEL, number=number)
     session.strategy.tell(trial)
     session.told(trial=trial.number)
     if trial.cost is None:

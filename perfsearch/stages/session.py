@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perfsearch.exits import deferred
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.journal import Journal, JournalError
 from perfsearch.search.knob import Value
 from perfsearch.search.objective import Objective, log_cost_error
 from perfsearch.search.space import key_of
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.stages import guard
 from perfsearch.stages.same_computation import disagreement
 from perfsearch.strategies.base import Strategy
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from perfsearch.metrics.system import SystemSampler
     from perfsearch.tracking import Tracker
     from perfsearch.view import View
+
+CUT_OFF = "the time for it was over"
+"""Reason of a trial that was ended because the search's time was."""
 
 MAX_RETRIES = 2
 """How often a trial is started again after a failure that is not the configuration's."""
@@ -65,8 +70,9 @@ class Session:
 
     @property
     def search_trials(self) -> list[Trial]:
-        """Trials of the search stage that ended."""
-        return [t for t in self.trials if t.purpose is Purpose.SEARCH]
+        """Trials of the search stage that came to an end of their own."""
+        searched = [t for t in self.trials if t.purpose is Purpose.SEARCH]
+        return [t for t in searched if t.status is not Status.INTERRUPTED]
 
     @property
     def best(self) -> Trial | None:
@@ -106,7 +112,7 @@ class Session:
         """The trial that already answers ``configuration``, if there is one."""
         key = key_of(configuration)
         for trial in self.trials:
-            unfit = trial.status in (Status.INFRASTRUCTURE, Status.INTERRUPTED)
+            unfit = trial.status is Status.INTERRUPTED or trial.status.is_from_outside
             same = key_of(trial.configuration) == key
             if same and trial.purpose is not Purpose.CONFIRM and not unfit:
                 return trial
@@ -119,10 +125,20 @@ class Session:
         *,
         fresh: bool = False,
         number: int | None = None,
+        seconds_left: float | None = None,
     ) -> Trial:
         """Measure a configuration, record how it ended, and return it; never raises for a failure.
 
-        Infrastructure failures are started again up to ``MAX_RETRIES`` times, in new processes.
+        Failures from outside are started again up to ``MAX_RETRIES`` times, in new processes.
+
+        Args:
+            configuration: what to measure.
+            purpose: why.
+            fresh: whether in new processes.
+            number: of the trial; by default the next one.
+            seconds_left: what the stage may still spend. With the grace time on top it bounds the
+                trial, which is then ``interrupted``, as the configuration may be a good one.
+
         """
         number = self.next_number if number is None else number
         begin = time.monotonic()
@@ -138,9 +154,15 @@ class Session:
                     configuration=configuration,
                     attempt=attempt,
                 )
+                left = None
+                if seconds_left is not None:
+                    left = max(0.0, seconds_left - (time.monotonic() - begin))
                 plan = self._plan(number, purpose, attempt, fresh or self.recycle or attempt > 0)
-                outcome = self.runner.measure(configuration, plan)
-                if outcome.status not in (Status.INFRASTRUCTURE, Status.KILLED):
+                plan = self._bounded(plan, left)
+                outcome = guard.measure(self.runner, configuration, plan)
+                if outcome.status is Status.TIMEOUT and plan.time_limit_s < self._trial_limit_s:
+                    outcome = replace(outcome, status=Status.INTERRUPTED, reason=CUT_OFF)
+                if not outcome.status.is_from_outside or left == 0.0 or attempt == MAX_RETRIES:
                     break
                 self.view.warning(f"trial {number}: {outcome.reason}; starting it again")
             self.recycle = False
@@ -169,14 +191,23 @@ class Session:
         self.journal.append("told", search_seconds=round(self.search_seconds, 3), **data)
         self._last_told = time.monotonic()
 
+    @property
+    def _trial_limit_s(self) -> float:
+        return self.settings.limits.trial_s
+
+    def _bounded(self, plan: Plan, seconds_left: float | None) -> Plan:
+        if seconds_left is None:
+            return plan
+        limit_s = seconds_left + self.settings.limits.grace_s
+        return replace(plan, time_limit_s=min(plan.time_limit_s, limit_s))
+
     def _plan(self, number: int, purpose: Purpose, attempt: int, fresh: bool) -> Plan:
-        limits = self.settings.limits
         plan = Plan(
             number=number,
             purpose=purpose,
             fresh=fresh,
             attempt=attempt,
-            time_limit_s=limits.trial_s,
+            time_limit_s=self._trial_limit_s,
             log_directory=self.run_dir / "logs" / f"{number:04d}",
             detail=self.settings.metrics.detail,
         )
@@ -242,9 +273,10 @@ class Session:
         return disagreement(reference, measurement.first_losses, tolerance)
 
     def _finish(self, trial: Trial) -> None:
-        self.journal.append("finished", trial=trial.to_json())
-        self.add(trial)
-        self.tracker.trial(trial)
+        with deferred():  # recorded, known and shown, or none of it
+            self.journal.append("finished", trial=trial.to_json())
+            self.add(trial)
+            self.tracker.trial(trial)
         left = self._seconds_left()
         self.view.trial_finished(trial, self.best, self.baseline, left)
 

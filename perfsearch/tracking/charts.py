@@ -75,7 +75,7 @@ def progress(trials: Sequence[Trial], objective: Objective, winner: int | None) 
         radius = 6 if style in ("winner", "baseline") else 4
         canvas.dot((x(trial.number), y(value)), style, describe(trial), radius)
     for trial in shown:
-        if trial.status.is_failure:
+        if trial.status.has_failed:
             canvas.cross((x(trial.number), 320 - 46), "failed", describe(trial))
     return canvas.render()
 

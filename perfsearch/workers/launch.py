@@ -9,6 +9,7 @@ what libraries read of the environment while they are imported (see ``preload.LA
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -23,7 +24,9 @@ from perfsearch.workers import processes
 from perfsearch.workers.messages import EXIT_FILE, LAUNCHER_REPORT, Startup
 from perfsearch.workers.watch import EXIT_ORPHANED, watch_controller
 
+RENDEZVOUS_FILE = "rendezvous"
 _ORPHAN_CHECK_S = 2.0
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def torchrun_arguments(startup: Startup, directory: Path) -> list[str]:
@@ -31,7 +34,9 @@ def torchrun_arguments(startup: Startup, directory: Path) -> list[str]:
     spec = startup.spec
     arguments = [f"--nproc-per-node={spec.nproc}", "--max-restarts=0", "--rdzv-backend=c10d"]
     if spec.nnodes == 1:
-        arguments += ["--nnodes=1", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
+        # Through a file: torch's TCP store listens on every interface, and reads pickles.
+        arguments += ["--nnodes=1", "--rdzv-conf=store_type=file", "--local-addr=localhost"]
+        arguments += [f"--rdzv-endpoint={directory / RENDEZVOUS_FILE}"]
         arguments += [f"--rdzv-id={directory.name}"]
     else:
         arguments += [f"--nnodes={spec.nnodes}", f"--rdzv-endpoint={spec.rdzv_endpoint}"]
@@ -51,6 +56,8 @@ def run_group(directory: Path) -> int:
     watch_controller(startup, directory)
     report: dict[str, Any] = {"failures": [], "error": None}
     try:
+        if startup.spec.nnodes == 1:
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # nobody needs that one either
         config, _, _ = run.config_from_args(run.parse_args(torchrun_arguments(startup, directory)))
         elastic_launch(config=config, entrypoint=serve)(str(directory))
     except ChildFailedError as error:
@@ -69,6 +76,7 @@ def run_group(directory: Path) -> int:
 
 def serve_forks(controller_pid: int, controller_started: float) -> int:
     """Fork a group for each line on standard input, until it closes or the controller is gone."""
+    _adopt_orphans()
     directories: dict[int, Path] = {}
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -126,15 +134,27 @@ def _be_group(request: Mapping[str, Any]) -> NoReturn:
 
 def _reap(directories: dict[int, Path]) -> None:
     """Leave the exit code of each fork that ended where the controller looks for it."""
-    for pid in list(directories):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            directory = directories.pop(pid)
-            code = os.waitstatus_to_exitcode(status)
-            if directory.exists():
-                unfinished = directory / f"{EXIT_FILE}.tmp"
-                unfinished.write_text(str(code))
-                unfinished.rename(directory / EXIT_FILE)
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        directory = directories.pop(pid, None)  # none of an orphan that was adopted
+        if directory is not None and directory.exists():
+            unfinished = directory / f"{EXIT_FILE}.tmp"
+            unfinished.write_text(str(os.waitstatus_to_exitcode(status)))
+            unfinished.rename(directory / EXIT_FILE)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of every descendant that loses its own, so that none gets out of sight.
+
+    One that has also lost its environment could not be found by the group's token.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 _NEEDED_BY_RANKS = (

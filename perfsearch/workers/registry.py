@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 from perfsearch.workers import processes
@@ -19,6 +21,7 @@ def record(run_dir: Path, token: str, control_directory: Path) -> None:
     entry = {
         "token": token,
         "host": socket.gethostname(),
+        "controller": [os.getpid(), processes.started_at(os.getpid())],
         "control_directory": str(control_directory),
     }
     unfinished = directory / f"{token}.tmp"
@@ -36,7 +39,8 @@ def reap(run_dir: Path, grace_s: float = 2.0) -> int:
 
     Processes are found by the token in their environment, so that a reused pid is never hit and
     one that was started just before the end is not missed.
-    Groups of other hosts that share the directory are left alone.
+    Groups of other hosts that share the directory, and those of another controller that is still
+    alive, are left alone.
     """
     ended = 0
     for path in sorted((run_dir / _DIRECTORY).glob("*.json")):
@@ -44,13 +48,17 @@ def reap(run_dir: Path, grace_s: float = 2.0) -> int:
             entry = json.loads(path.read_text())
             token, host = str(entry["token"]), str(entry["host"])
             control = Path(entry["control_directory"])
-        except (ValueError, KeyError):
+            pid, started = entry["controller"]
+        except (ValueError, KeyError, TypeError):
             path.unlink(missing_ok=True)  # nothing can be learnt from it
             continue
         if host != socket.gethostname():
             continue
+        if pid != os.getpid() and processes.is_alive(pid, started):
+            continue
         ended += processes.end_all(token, grace_s)
-        if control.name.startswith("perfsearch-"):
+        ours = control.parent in (Path(tempfile.gettempdir()), Path("/tmp"))
+        if ours and control.name.startswith("perfsearch-"):
             shutil.rmtree(control, ignore_errors=True)
         forget(run_dir, token)
     return ended

@@ -89,6 +89,50 @@ def test_a_full_disk_leaves_a_valid_journal(tmp_path: Path, monkeypatch) -> None
     assert [e.name for e in read(journal.path)[1]] == ["opened", "asked"]
 
 
+def test_an_interrupt_in_the_middle_of_an_event_leaves_none_of_it(
+    tmp_path: Path, monkeypatch
+) -> None:
+    journal = make(tmp_path / "j")
+    for call in (os.write, os.fsync):
+        real = call
+
+        def interrupted(*arguments, real=real):
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(os, call.__name__, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            journal.append("told", trial=0)
+        monkeypatch.undo()
+        assert len(journal.events) == len(read(journal.path)[1]) == 2
+    journal.append("told", trial=0)
+    assert [e.number for e in read(journal.path)[1]] == [1, 2, 3]
+
+
+def test_a_kill_in_the_first_line_leaves_no_journal(tmp_path: Path, monkeypatch) -> None:
+    def killed(self, record):
+        os.write(self._file, b'{"sch')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "j")
+    monkeypatch.undo()
+    assert not (tmp_path / "j").exists()
+    assert len(make(tmp_path / "j").events) == 2
+
+
+def test_a_journal_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch) -> None:
+    make(tmp_path / "j").close()
+
+    def read_only(*arguments):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(JournalError, match="cannot be written: Read-only"):
+        Journal.reopen(tmp_path / "j")
+
+
 def test_numbers_that_are_not_finite_never_reach_the_file(tmp_path: Path) -> None:
     journal = make(tmp_path / "j")
     with pytest.raises(ValueError, match="JSON compliant"):

@@ -1,6 +1,8 @@
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import uuid
 
@@ -71,7 +73,8 @@ def test_a_reused_pid_is_told_apart():
     assert not processes.is_alive(child.pid, started)
 
 
-def test_leftovers_on_record_are_reaped(tree, tmp_path):
+def test_leftovers_on_record_are_reaped(tree, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     token, _root = tree
     control = tmp_path / "perfsearch-control"
     control.mkdir()
@@ -82,6 +85,27 @@ def test_leftovers_on_record_are_reaped(tree, tmp_path):
     assert not control.exists()
     assert not list((tmp_path / "groups").iterdir())
     assert registry.reap(tmp_path) == 0
+
+
+def test_a_record_cannot_have_a_directory_removed_elsewhere(tmp_path):
+    precious = tmp_path / "perfsearch-results"
+    precious.mkdir()
+    registry.record(tmp_path, uuid.uuid4().hex, precious)
+    assert registry.reap(tmp_path) == 0
+    assert precious.exists()
+
+
+def test_groups_of_another_living_controller_are_left_alone(tree, tmp_path):
+    token, _root = tree
+    registry.record(tmp_path, token, tmp_path)
+    path = tmp_path / "groups" / f"{token}.json"
+    entry = json.loads(path.read_text())
+    parent = os.getppid()
+    path.write_text(json.dumps({**entry, "controller": [parent, processes.started_at(parent)]}))
+    assert registry.reap(tmp_path) == 0
+    assert len(processes.members(token)) == 3
+    path.write_text(json.dumps({**entry, "controller": [parent, 1.0]}))
+    assert registry.reap(tmp_path, grace_s=0.2) == 3
 
 
 def test_groups_of_other_hosts_are_left_alone(tree, tmp_path, monkeypatch):

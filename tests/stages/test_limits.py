@@ -1,0 +1,160 @@
+"""Time that is over, and failures in a row."""
+
+import time
+
+import pytest
+from stages.conftest import Search
+from stages.synthetic import SyntheticRunner
+
+from perfsearch.runners.base import Outcome
+from perfsearch.search.budget import Budget
+from perfsearch.search.trial import Purpose, Status
+from perfsearch.stages.session import CUT_OFF
+
+
+def hang(seconds: float, purpose: Purpose):
+    """As a group does: what lasts longer than its limit is a timeout."""
+
+    def fail(configuration, plan):
+        if plan.purpose is not purpose or plan.number < 2:
+            return None
+        time.sleep(min(seconds, plan.time_limit_s))
+        if seconds < plan.time_limit_s:
+            return None
+        return Outcome(Status.TIMEOUT, reason=f"took longer than {plan.time_limit_s:g} s")
+
+    return fail
+
+
+def test_a_trial_is_cut_off_when_the_search_is_over(search: Search) -> None:
+    runner = SyntheticRunner(fail=hang(30, Purpose.SEARCH))
+    begin = time.monotonic()
+    result = search(
+        runner, budget={"trials": 9, "seconds": 0.3}, limits={"grace_s": 0.2}, sentinel_every=0
+    )
+    assert time.monotonic() - begin < 10
+    cut = [t for t in result.trials if t.status is Status.INTERRUPTED]
+    assert [(t.number, t.reason) for t in cut] == [(2, CUT_OFF)]
+    assert result.reason == "budget.seconds=0.3 spent"
+    assert result.exit_code == 0
+    limited = next(p for p in runner.plans if p.number == 2)
+    assert limited.time_limit_s <= 0.5
+
+
+def test_confirmation_ends_too(search: Search) -> None:
+    runner = SyntheticRunner(fail=hang(30, Purpose.CONFIRM))
+    begin = time.monotonic()
+    result = search(
+        runner, confirm={"seconds": 0.3}, limits={"grace_s": 0.2}, budget={"trials": 3}
+    )
+    assert time.monotonic() - begin < 10
+    assert result.verdict.winner is None
+    assert "too few repeats" in result.verdict.reason
+    assert result.trials[-1].reason == CUT_OFF
+
+
+def test_without_a_baseline_a_confirmation_that_is_cut_off_claims_nothing(search: Search) -> None:
+    slow = hang(30, Purpose.CONFIRM)
+
+    def fail(configuration, plan):
+        if plan.purpose is Purpose.BASELINE:
+            return Outcome(Status.OOM, reason="oom")
+        return slow(configuration, plan)
+
+    result = search(
+        SyntheticRunner(fail=fail),
+        confirm={"seconds": 0.1},
+        limits={"grace_s": 0.1},
+        budget={"trials": 3},
+    )
+    assert result.verdict.winner is None
+    assert "no finalist could be confirmed" in result.verdict.reason
+
+
+def test_what_is_cut_off_in_a_later_block_leaves_the_whole_blocks(search: Search) -> None:
+    def fail(configuration, plan):
+        if plan.purpose is Purpose.CONFIRM and plan.number >= 11:
+            time.sleep(plan.time_limit_s)
+            return Outcome(Status.TIMEOUT, reason="slow")
+        return None
+
+    result = search(
+        SyntheticRunner(fail=fail),
+        confirm={"seconds": 0.3, "finalists": 1, "max_repeats": 8, "precision": 1e-6},
+        limits={"grace_s": 0.2},
+        budget={"trials": 4},
+        sentinel_every=0,
+    )
+    assert result.verdict.interval is not None
+    assert {len(c) for c in result.verdict.costs.values()} == {3}
+
+
+def test_hardware_hours_are_a_time_limit_too() -> None:
+    budget = Budget(seconds=100.0, gpu_hours=0.1)
+    assert budget.seconds_left(10.0, devices=8) == pytest.approx(35.0)
+    assert budget.seconds_left(90.0, devices=1) == pytest.approx(10.0)
+    assert budget.seconds_left(900.0, devices=1) == 0.0
+    assert Budget().seconds_left(5.0, devices=1) is None
+
+
+def failing_from(number: int, interrupted_at: int = -1):
+    def fail(configuration, plan):
+        if plan.number == interrupted_at:
+            raise KeyboardInterrupt
+        return Outcome(Status.OOM, reason="oom") if plan.number >= number else None
+
+    return fail
+
+
+def test_failures_in_a_row_are_counted_over_a_resume(search: Search) -> None:
+    """wandb/wandb#1655: a search that is started again and again does not fail for ever."""
+    options = {"limits": {"consecutive_failures": 4}, "sentinel_every": 0}
+    with pytest.raises(KeyboardInterrupt):
+        search(SyntheticRunner(fail=failing_from(2, interrupted_at=4)), **options)
+    result = search(SyntheticRunner(fail=failing_from(2)), **options)
+    assert result.exit_code == 3
+    failed = [t.number for t in result.trials if t.status is Status.OOM]
+    assert failed[:4] == [2, 3, 4, 5]
+    assert {t.purpose for t in result.trials if t.number > 5} == {Purpose.CONFIRM}
+
+
+def test_a_stop_at_the_first_failure_holds_over_a_resume(search: Search) -> None:
+    def killed_after(name, **data):
+        event = append(name, **data)
+        if name == "told" and data["trial"] == 2:
+            raise KeyboardInterrupt
+        return event
+
+    from perfsearch.search.journal import Journal
+
+    append = None
+    real = Journal.append
+
+    def patched(self, name, **data):
+        nonlocal append
+        append = real.__get__(self)
+        return killed_after(name, **data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "append", patched)
+        with pytest.raises(KeyboardInterrupt):
+            search(SyntheticRunner(fail=failing_from(2)), on_failure="stop")
+    result = search(on_failure="stop")
+    assert result.exit_code == 3
+    assert search.runner.plans == [] or all(
+        p.purpose is Purpose.CONFIRM for p in search.runner.plans
+    )
+
+
+def test_who_is_killed_again_and_again_is_not_to_blame(search: Search) -> None:
+    def killed(configuration, plan):
+        if plan.number == 3:
+            return Outcome(Status.KILLED, reason="rank 1 was ended by SIGKILL")
+        return None
+
+    result = search(SyntheticRunner(fail=killed))
+    trial = next(t for t in result.trials if t.number == 3)
+    assert trial.status is Status.KILLED
+    assert trial.cost is None
+    assert not trial.status.is_failure
+    assert sum(p.number == 3 for p in search.runner.plans) == 3
