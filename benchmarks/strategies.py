@@ -43,6 +43,8 @@ SEEDS = {"optuna_gp": 10}
 """Contenders with fewer than 30 seeds, as an ask of theirs takes more than 0.1 s."""
 
 _FREE_PROPOSALS = 50
+_FEWEST_SEEDS = 5
+"""Contenders with fewer seeds on a surface are not reported."""
 
 
 @dataclass
@@ -196,6 +198,9 @@ def report(races: Sequence[Race]) -> str:
         for item in races:
             if item.surface == surface:
                 groups.setdefault(item.contender, []).append(item)
+        groups = {name: group for name, group in groups.items() if len(group) >= _FEWEST_SEEDS}
+        if not groups:
+            continue
         tolerance = next(iter(groups.values()))[0].tolerance
         lines += [
             f"## {surface}",
