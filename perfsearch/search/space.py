@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -100,6 +99,12 @@ class Space:
         """Whether ``configuration`` may be proposed."""
         return not self.violations(configuration)
 
+    def _satisfies(self, canonical: dict[str, Value]) -> bool:
+        """Whether a configuration whose values are the knobs' own may be proposed."""
+        if self._index is not None and self._explicit:
+            return key_of(canonical) in self._index
+        return all(c.holds(canonical) for c in self.constraints)
+
     @property
     def combinations(self) -> int | None:
         """Number of value combinations before constraints; ``None`` without end."""
@@ -165,7 +170,7 @@ class Space:
         for knob in self.knobs:
             for value in _next_values(knob, here[knob.name]):
                 candidate = self.canonical({**here, knob.name: value})
-                if key_of(candidate) != key_of(here) and self.feasible(candidate):
+                if candidate != here and self._satisfies(candidate):
                     found.append(candidate)
         return _distinct(found)
 
@@ -194,11 +199,11 @@ class Space:
 
 def key_of(configuration: Configuration) -> str:
     """A string that two configurations share exactly when they are the same."""
-    plain = {
-        k: float(v) if isinstance(v, int | float) and not isinstance(v, bool) else v
-        for k, v in configuration.items()
-    }
-    return json.dumps(plain, sort_keys=True)
+    # ``1`` and ``1.0`` are the same value, ``1`` and ``True`` are not; called very often.
+    return "\n".join(
+        f"{name}={float(value) if value.__class__ is int else value!r}"
+        for name, value in sorted(configuration.items())
+    )
 
 
 def _distinct(points: Sequence[Mapping[str, Value]]) -> list[dict[str, Value]]:

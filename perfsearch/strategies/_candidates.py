@@ -26,6 +26,7 @@ class Candidates:
         listed = space.listed()
         self._whole = listed if listed is not None and len(listed) <= SCORED_WHOLE else None
         self._rows = None if self._whole is None else space.encode(self._whole)
+        self._pool: tuple[dict[str, dict[str, Value]], np.ndarray] | None = None
 
     def list(
         self, generator: np.random.Generator, near: Sequence[Configuration] = ()
@@ -34,7 +35,10 @@ class Candidates:
         if self._whole is not None and self._rows is not None:
             free = [i for i, point in enumerate(self._whole) if not self._record.taken(point)]
             return [self._whole[i] for i in free], self._rows[free]
-        found: dict[str, dict[str, Value]] = {}
+        if self._pool is None:
+            self._pool = self._draw(generator)
+        found, pool_rows = dict(self._pool[0]), self._pool[1]
+        pooled = len(found)
         for center in near:
             ring = self.space.neighbours(center)
             for point in ring:
@@ -42,14 +46,23 @@ class Candidates:
             for point in ring[:: max(1, len(ring) // 8)]:
                 for second in self.space.neighbours(point):
                     found.setdefault(key_of(second), second)
+        points = list(found.values())
+        rows = np.vstack([pool_rows, self.space.encode(points[pooled:])])
+        free = [i for i, point in enumerate(points) if not self._record.taken(point)]
+        return [points[i] for i in free], rows[free]
+
+    def _draw(
+        self, generator: np.random.Generator
+    ) -> tuple[dict[str, dict[str, Value]], np.ndarray]:
+        """A sample of a large space and its rows, drawn once: it takes most of an ask's time."""
+        pool: dict[str, dict[str, Value]] = {}
         for _ in range(_SAMPLE):
             try:
                 point = self.space.sample(generator)
             except LookupError:
                 break
-            found.setdefault(key_of(point), point)
-        points = [point for point in found.values() if not self._record.taken(point)]
-        return points, self.space.encode(points)
+            pool.setdefault(key_of(point), point)
+        return pool, self.space.encode(list(pool.values()))
 
 
 def spread_out(

@@ -91,6 +91,7 @@ class Prior:
     Attributes:
         length_scale: of every column.
         main: variance of each column's own term, times the number of columns.
+        weight: relative size of the columns' own terms, shape (columns,); ``None``: all alike.
         product: variance of the product term.
         noise: variance of the noise.
 
@@ -98,6 +99,7 @@ class Prior:
 
     length_scale: tuple[float, float] = (0.7, 0.8)
     main: tuple[float, float] = (1.0, 1.5)
+    weight: np.ndarray | None = None
     product: tuple[float, float] = (0.5, 1.5)
     noise: tuple[float, float] = (0.01, 1.0)
 
@@ -142,10 +144,11 @@ def fit(
     """
     prior = prior or Prior()
     columns = rows.shape[1]
+    weight = np.ones(columns) if prior.weight is None else prior.weight / np.mean(prior.weight)
     medians = np.concatenate(
         [
             np.full(columns, prior.length_scale[0]),
-            np.full(columns, prior.main[0] / columns),
+            prior.main[0] / columns * weight,
             [prior.product[0], prior.noise[0] if noise is None else noise**2],
         ]
     )

@@ -27,6 +27,12 @@ _UNEXPLAINED = 0.05
 """With more learned noise than this, the model does not explain the costs, and its promise of no
 further gain is not believed."""
 
+_DECAY = 0.75
+"""Expected variance of a knob's own effect over that of the knob expected to matter more."""
+
+_FEWEST_INITIAL, _MOST_INITIAL = 3, 6
+"""Bounds on the spread-out trials: in a wide space the model's own choices teach it more."""
+
 _BOUND_ERROR = 0.1
 """Error of the logarithm of a cost that is known as a lower bound only."""
 
@@ -53,7 +59,7 @@ class Bayes(Strategy):
                 ``autotune-gaussian-process-noise``; ``None`` learns it.
             initial_points: trials spread over the space before the model decides, the baseline
                 and other trials told from outside included; ``None`` is as
-                many as there are knobs, and at least 3.
+                many as there are knobs, at least 3 and at most 6.
             max_samples: proposals after which it ends; ``None`` leaves that to the budget.
             xi: improvement, relative, that a proposal must promise beyond the best so far.
             min_gain: it ends when no configuration promises a larger relative gain than this,
@@ -85,7 +91,9 @@ class Bayes(Strategy):
         self._candidates: Candidates | None = None
         self._asked = 0
         self._noise = 0.0
-        self._initial: int = self.options.initial_points or max(3, len(space.knobs))
+        self._weight = _expected_effects(space, hints)
+        few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
+        self._initial: int = self.options.initial_points or few
 
     def ask(self) -> dict[str, Value] | None:
         """Return the configuration of largest expected gain, ``None`` when it is done."""
@@ -160,7 +168,7 @@ class Bayes(Strategy):
             self.space.ordered_columns,
             error=errors / scale,
             noise=self.options.alpha,
-            prior=Prior(noise=((_NOISE / scale) ** 2, 1.5)),
+            prior=Prior(noise=((_NOISE / scale) ** 2, 1.5), weight=self._weight),
             believe=(waiting, 0.0),
         )
         self._noise = scale * math.sqrt(model.noise_variance)
@@ -191,6 +199,15 @@ class Bayes(Strategy):
             return np.zeros(len(points))
         costs = [self.hints.predict(point).cost for point in points]
         return np.log([start if c is None or c <= 0 else c for c in costs])
+
+
+def _expected_effects(space: Space, hints: Hints) -> np.ndarray | None:
+    """How much each knob is expected to matter, relative to the others, by the runner's order."""
+    order = [name for name in hints.effect_order if name in space.by_name]
+    if len(order) < 3:
+        return None
+    rank = {name: place for place, name in enumerate(order)}
+    return np.array([_DECAY ** rank.get(k.name, len(order)) for k in space.knobs])
 
 
 def _cost(trial: Trial) -> float:
