@@ -15,7 +15,16 @@ from perfsearch.config_options import ConfigError, show
 PATH_KEYS = ("run_dir", "tracking.uri")
 """Keys of our own that decide where something is written."""
 
-_FREE = ("sweeper.params", "mode", "runtime", "overrides", "job", "help", "hydra_help", "searchpath")
+_FREE = (
+    "sweeper.params",
+    "mode",
+    "runtime",
+    "overrides",
+    "job",
+    "help",
+    "hydra_help",
+    "searchpath",
+)
 """Parts of Hydra's own node that a file may set, or that tell of the command line itself."""
 
 _LOCAL_STORES = ("file", "sqlite")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import perfsearch.cli
 import perfsearch.pipeline
-import perfsearch.view  # noqa: F401
+import perfsearch.view
 from perfsearch.search.journal import Journal
 
 

@@ -44,9 +44,7 @@ def test_a_trial_is_cut_off_when_the_search_is_over(search: Search) -> None:
 def test_confirmation_ends_too(search: Search) -> None:
     runner = SyntheticRunner(fail=hang(30, Purpose.CONFIRM))
     begin = time.monotonic()
-    result = search(
-        runner, confirm={"seconds": 0.3}, limits={"grace_s": 0.2}, budget={"trials": 3}
-    )
+    result = search(runner, confirm={"seconds": 0.3}, limits={"grace_s": 0.2}, budget={"trials": 3})
     assert time.monotonic() - begin < 10
     assert result.verdict.winner is None
     assert "too few repeats" in result.verdict.reason

@@ -141,7 +141,7 @@ def test_never_more_than_one_trial_at_a_time(search: Search) -> None:
 
 
 def test_the_numbered_directories(search: Search) -> None:
-    """automl/hypersweeper#18: a finished search is left alone, an unfinished one is gone on with."""
+    """automl/hypersweeper#18: finished searches are left alone, unfinished ones gone on with."""
     first = search()
     kept = {p: p.read_bytes() for p in first.run_dir.rglob("*") if p.is_file()}
     with pytest.raises(KeyboardInterrupt):
