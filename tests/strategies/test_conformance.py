@@ -47,7 +47,7 @@ def test_yaml_lists_the_options_with_their_defaults(name: str) -> None:
 
 
 def test_proposes_feasible_configurations_only_and_none_twice(name: str) -> None:
-    """optuna/optuna#2021, optuna/optuna#4237, optuna/optuna#5440: no point twice in a finite space."""
+    """optuna/optuna#2021, optuna/optuna#4237, optuna/optuna#5440: no repeats in a finite space"""
     for space in (mixed_space(), endless_space()):
         seen = drive(make(name, space, **NEVER_STOP.get(name, {})), 15)
         assert len(seen) == 15 or name in ("fast", "grid")

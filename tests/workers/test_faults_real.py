@@ -171,7 +171,7 @@ def test_a_rank_that_dies_takes_the_trial_down(warm, fault, status, reason):
 
 
 def test_a_hang_is_cut_with_its_grandchildren(warm):
-    """morganlinton/VulcanBench#112, cfengine/core#6305, deepspeedai/DeepSpeed#4100: a grandchild."""
+    """morganlinton/VulcanBench#112, cfengine/core#6305, deepspeedai/DeepSpeed#4100: all of it."""
     token = warm.token
     began = time.monotonic()
     outcome = warm.measure({"kind": "grandchild", "rank": 0}, time_limit_s=4.0)
