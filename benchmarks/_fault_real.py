@@ -93,6 +93,7 @@ class _Case:
     run_dir: Path
     arguments: list[str]
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    may_go_on: bool = False
     codes: list[int] = field(default_factory=list)
     found: Findings = field(default_factory=Findings)
 
@@ -151,6 +152,7 @@ def run(fault: Fault, home: Path, database: Path) -> Outcome:
     (directory / "fault.json").write_text(json.dumps(told))
     arguments = [*_SEARCH, f"seed={draw.randrange(2**31)}", f"run_dir={run_dir}"]
     case = _Case(fault, directory, run_dir, arguments)
+    case.may_go_on = fault.kind == "SIGKILL of the launcher" and told["generation"] == 1
     outcome = Outcome(fault, f"trial {told['trial']}, rank {told['rank']}")
     if on_small_disk:
         with small_disk(directory / "disk", "2m") as reason:
@@ -214,5 +216,6 @@ def _check(case: _Case, before: list[list[Any]], database: Path) -> None:
     check_trials(case.run_dir, expected, before, case.found)
     check_view(case.run_dir, database, case.codes[-1], case.found)
     retried = kind in ("SIGKILL of a rank", "SIGKILL of the launcher", "port taken")
+    retried = retried and not case.may_go_on
     if struck is not None and retried and attempts(case.run_dir, struck) < 2:
         case.found.wrong_status.append(f"trial {struck} was not started again")

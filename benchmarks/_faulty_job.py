@@ -75,7 +75,8 @@ def _strike(fault):
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "SIGKILL of the launcher":
         os.kill(_launchers()[fault["generation"]], signal.SIGKILL)
-        time.sleep(600)
+        if fault["generation"] == 0:
+            time.sleep(600)  # without the process that groups are forked from, ranks can go on
     if kind in ("SIGKILL of the controller", "torn journal", "SIGINT", "SIGTERM"):
         number = getattr(signal, kind) if kind.startswith("SIG") and " " not in kind else 9
         time.sleep(fault["delay_s"])

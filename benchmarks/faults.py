@@ -37,7 +37,7 @@ from _fault_common import (  # noqa: E402
     migrated_database,
 )
 
-SHORT_REAL = ("SIGKILL of a rank",)
+SHORT_REAL = ("grandchild holding a pipe",)
 SHORT_REPLAY = ("exception", "SIGKILL of the controller", "torn journal", "port taken", "SIGTERM")
 COUNTS = {
     "trials_lost": "trials lost",

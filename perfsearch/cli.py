@@ -224,6 +224,8 @@ def _check_before_anything_starts(flags: argparse.Namespace) -> None:
                 job = plain(config)
                 check_paths(job, overridden)
                 _check_job(job)
+    if not (flags.config_path or flags.config_dir or composed["searchpath"]):
+        return  # no file but our own had a say
     with _composer(flags, own=True) as hydra:
         alone = hydra.compose_config(
             config_name="config",

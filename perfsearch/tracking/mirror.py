@@ -203,6 +203,8 @@ class Mirror:
             SyncError: the journal cannot be read.
 
         """
+        if not (self.run_dir / recorded.JOURNAL).exists():
+            return  # nothing was recorded
         records = recorded.read_records(self.run_dir)
         for record, trial in recorded.with_moments(recorded.read_trials(self.run_dir), records):
             self.trial(trial, record["knobs"], record["time_ms"])

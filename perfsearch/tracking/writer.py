@@ -87,8 +87,21 @@ class Writer:
         """Write what is left, for a bounded time, and end; whether everything was written."""
         self._deadline = time.monotonic() + timeout_s
         self._queue.put(None)
-        self._thread.join(timeout_s)
+        down_since: float | None = None
+        while self._thread.is_alive() and time.monotonic() < self._deadline:
+            self._thread.join(min(CLOSING_RETRY_S, max(0.0, self._deadline - time.monotonic())))
+            # A call under way when its server died goes on for minutes by itself.
+            down_since = None if self._is_reachable() else down_since or time.monotonic()
+            if down_since is not None and time.monotonic() - down_since >= GIVE_UP_S:
+                break
         return not self._thread.is_alive() and self._pending == 0 and not self._aside
+
+    def _is_reachable(self) -> bool:
+        try:
+            self._mirror.check_reachable()
+        except ConnectionError:
+            return False
+        return True
 
     def _run(self) -> None:
         self._first()

@@ -37,7 +37,7 @@ class Search:
         self.runner = SyntheticRunner()
 
     def __call__(self, runner: SyntheticRunner | None = None, **changes: Any) -> Result:
-        settings = make_settings(run_dir=str(self.run_dir), **changes)
+        settings = make_settings(**{"run_dir": str(self.run_dir), **changes})
         self.runner = runner or SyntheticRunner()
         self.view, self.tracker = KeptView(), KeptTracker()
         strategy = load(settings.strategy.name)

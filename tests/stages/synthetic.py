@@ -38,6 +38,9 @@ class SyntheticRunner(Runner):
         self._fail, self._screen, self._identity = fail, screen, identity or {"model": "synthetic"}
         self.closed = False
 
+    def open(self, run_dir: Path) -> None:
+        self.opened = run_dir
+
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         self.plans.append(plan)
         failure = self._fail(configuration, plan)

@@ -49,6 +49,7 @@ def test_the_best_was_itself_measured_and_says_where(search: Search) -> None:
 
 
 def test_confirmation_is_interleaved_in_fresh_processes(search: Search) -> None:
+    """Lightning-AI/pytorch-lightning#8028: what won in warm processes is measured in fresh ones."""
     result = search()
     confirm = [p for p in search.runner.plans if p.purpose is Purpose.CONFIRM]
     assert confirm

@@ -47,6 +47,7 @@ def test_yaml_lists_the_options_with_their_defaults(name: str) -> None:
 
 
 def test_proposes_feasible_configurations_only_and_none_twice(name: str) -> None:
+    """optuna/optuna#2021, optuna/optuna#4237, optuna/optuna#5440: no repeats in a finite space"""
     for space in (mixed_space(), endless_space()):
         seen = drive(make(name, space, **NEVER_STOP.get(name, {})), 15)
         assert len(seen) == 15 or name in ("fast", "grid")
@@ -72,6 +73,7 @@ def test_uses_up_a_space_whose_every_trial_fails(name: str) -> None:
 
 
 def test_outstanding_proposals_are_distinct(name: str) -> None:
+    """optuna/optuna#6392: asks before any tell are distinct points."""
     strategy = make(name, mixed_space(), **NEVER_STOP.get(name, {}))
     strategy.tell(ended(0, baseline_of(strategy.space), 0.02))
     drive(strategy, 6)
@@ -159,6 +161,7 @@ def test_equal_costs_do_no_harm(name: str) -> None:
 
 
 def test_a_hundred_asks_under_a_thin_constraint_are_bounded(name: str) -> None:
+    """facebook/Ax#1568, and nevergrad 1.0.12's ask that does not return: feasible, or a stop."""
     space = thin_space()
     strategy = make(name, space)
     size = space.size
@@ -190,6 +193,7 @@ def test_says_in_one_line_what_it_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bayes", *(n for n in names() if n == "auto")])
 def test_the_share_of_failures_drops(name: str) -> None:
+    """optuna/optuna#332: failures are told as bad, so the region is left."""
     values = tuple(range(1, 11))
     space = Space([Knob("x", Kind.ORDINAL, 1, values), Knob("y", Kind.ORDINAL, 1, values)])
     early, late = 0, 0

@@ -171,7 +171,7 @@ def test_a_rank_that_dies_takes_the_trial_down(warm, fault, status, reason):
 
 
 def test_a_hang_is_cut_with_its_grandchildren(warm):
-    """VulcanBench#112, DeepSpeed#4100: a grandchild in its own session holds the output open."""
+    """morganlinton/VulcanBench#112, cfengine/core#6305, deepspeedai/DeepSpeed#4100: all of it."""
     token = warm.token
     began = time.monotonic()
     outcome = warm.measure({"kind": "grandchild", "rank": 0}, time_limit_s=4.0)
@@ -233,7 +233,7 @@ def test_a_job_that_cannot_be_built_says_why(tmp_path, monkeypatch):
 
 
 def test_two_groups_on_one_host(warm, tmp_path):
-    """pytorch/pytorch#126510, TorchDR#249: each has a rendezvous of its own."""
+    """pytorch/pytorch#126510, TorchDR/TorchDR#249: each has a rendezvous of its own."""
     other = Bench(tmp_path)
     try:
         with ThreadPoolExecutor(2) as both:

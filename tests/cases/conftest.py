@@ -1,0 +1,3 @@
+"""The small search of ``tests/stages`` serves the cases too."""
+
+from stages.conftest import search  # noqa: F401

@@ -1,0 +1,156 @@
+"""What a file from somebody else cannot do, and who can reach the control channels."""
+
+import os
+import re
+import stat
+import sys
+from pathlib import Path
+
+import front_fakes
+import pytest
+
+from perfsearch import cli
+from perfsearch.cli_trust import check_hydra, check_paths
+from perfsearch.config_options import ConfigError
+from perfsearch.lock import LockError, device_lock
+
+PACKAGE = Path(cli.__file__).parent
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    """The command over the fakes, in an empty directory; returns exit code and errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setitem(sys.modules, "perfsearch.pipeline", sys.modules.get("perfsearch.pipeline"))
+    front_fakes.install(monkeypatch.setattr)
+    front_fakes.calls.clear()
+
+    def run(*arguments):
+        code = cli.main([*front_fakes.PREFIX, *arguments])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def experiment(tmp_path, text):
+    """A file of somebody else's, chosen by ``experiment=theirs``."""
+    directory = tmp_path / "given" / "experiment"
+    directory.mkdir(parents=True)
+    (directory / "theirs.yaml").write_text(f"# @package _global_\n{text}\n")
+    return ["hydra.searchpath=[file://given]", "experiment=theirs"]
+
+
+PWN = '{version: 1, handlers: {h: {"()": os.mkdir, path: pwned}}, root: {handlers: [h]}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("workload: {_target_: os.system}", "workload._target_"),
+        ("runner: {knobs: {bucket_cap_mb: {_target_: os.getcwd}}}", "runner.knobs"),
+        ("hydra: {callbacks: {x: {_target_: os.getcwd}}}", "hydra.callbacks"),
+        (f"hydra: {{job_logging: {PWN}}}", "hydra.job_logging"),
+        ("hydra: {run: {dir: ../outside}}", "hydra.run.dir=../outside"),
+        ("hydra: {sweeper: {_target_: os.getcwd}}", "hydra.sweeper._target_"),
+        ("run_dir: ../outside", "run_dir=../outside"),
+        ("tracking: {uri: 'sqlite:////tmp/outside.db'}", "tracking.uri=sqlite"),
+        (
+            "hydra: {sweeper: {params: {run_dir: '/tmp/a,/tmp/b'}}, mode: MULTIRUN}",
+            "run_dir=/tmp/a",
+        ),
+    ],
+)
+def test_a_file_cannot_name_code_or_places_outside(command, tmp_path, text, key):
+    code, errors = command(*experiment(tmp_path, text))
+    assert code == 2
+    assert errors.startswith(f"perfsearch: {key}")
+    assert errors.count("\n") == 1
+    assert front_fakes.calls == []
+    assert [p.name for p in tmp_path.iterdir()] == ["given"]
+
+
+def test_a_file_may_name_places_inside_and_the_command_line_any(command, tmp_path):
+    text = "run_dir: ../other\ntracking: {uri: ../x}\nhydra: {sweeper: {params: {seed: 1}}}"
+    theirs = experiment(tmp_path, text)
+    code, errors = command(*theirs, "run_dir=../mine", "tracking.uri=b", "hydra.verbose=true")
+    assert code == 0, errors
+    assert len(front_fakes.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["/tmp/x", "../x", "file:///tmp/x", "file:/tmp/x", "file://localhost/tmp/x",
+     "sqlite:////tmp/x.db", "sqlite:///../x.db", "sqlite+pysqlite:////tmp/x.db?a=b"],
+)  # fmt: skip
+def test_local_stores_outside_are_recognised(monkeypatch, tmp_path, uri):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"tracking\.uri"):
+        check_paths({"tracking": {"uri": uri}}, ["run_dir"])
+    check_paths({"tracking": {"uri": uri}}, ["tracking"])
+
+
+@pytest.mark.parametrize(
+    "uri", ["http://h:5000", "postgresql://u@h/db", "databricks", "sqlite:///x.db", "mlruns",
+            "file:mlruns", "sqlite:///sub/x.db"],
+)  # fmt: skip
+def test_servers_and_places_inside_are_taken(monkeypatch, tmp_path, uri):
+    monkeypatch.chdir(tmp_path)
+    check_paths({"run_dir": "outputs/mine", "tracking": {"uri": uri}}, [])
+
+
+def test_a_symbolic_link_does_not_lead_out(monkeypatch, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "in")
+    with pytest.raises(ConfigError, match="below the current directory"):
+        check_paths({"run_dir": "link/x"}, [])
+    check_paths({"run_dir": "link/x"}, ["run_dir"])
+    check_paths({"run_dir": None, "tracking": {"uri": None}}, [])
+
+
+def test_hydras_own_settings_are_compared_leaf_by_leaf():
+    alone = {"run": {"dir": "."}, "job_logging": {"root": None}}
+    check_hydra({**alone, "overrides": {"task": ["a=1"]}, "mode": "RUN"}, alone)
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=/x"):
+        check_hydra({**alone, "run": {"dir": "/x"}}, alone)
+
+
+def test_nothing_reads_a_pickle_or_runs_text():
+    """What lies on a disk, or comes over a channel, is JSON, CSV or plain YAML."""
+    unsafe = re.compile(
+        r"\bimport pickle|pickle\.loads?\(|torch\.load\(|joblib\.load|\beval\(|"
+        r"yaml\.(load|unsafe_load|full_load)\(|"
+        r"\bexec\(|shelve|marshal|hydra\.utils\.instantiate|allow_pickle"
+    )
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if unsafe.search(line.partition("#")[0])
+    ]
+    assert found == []
+
+
+def test_one_node_has_no_store_that_others_could_reach(tmp_path):
+    """torch's TCP store listens on every interface, and its rendezvous unpickles what it reads."""
+    from perfsearch.workers.launch import torchrun_arguments
+    from perfsearch.workers.messages import GroupSpec, Startup
+
+    spec = GroupSpec(workload={}, device="cpu", nproc=2, nnodes=1)
+    startup = Startup(spec, "token", 1, 1.0, str(tmp_path))
+    arguments = torchrun_arguments(startup, tmp_path)
+    assert "--rdzv-conf=store_type=file" in arguments
+    assert f"--rdzv-endpoint={tmp_path}/rendezvous" in arguments
+
+
+def test_locks_are_not_laid_in_another_users_directory(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with device_lock("cpu", lambda line: None):
+        made = tmp_path / f"perfsearch-{os.getuid()}"
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    (tmp_path / "perfsearch-4242").symlink_to(made)
+    with pytest.raises(LockError, match="belongs to another user"), device_lock("cpu", print):
+        pass
