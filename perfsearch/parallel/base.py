@@ -101,6 +101,12 @@ class TrainStep(ABC):
         """Numbers for the diagnosis, in the unit that the name ends with."""
         return {}
 
+    def survive(self) -> None:  # noqa: B027 - a recipe may have nothing to try
+        """Do what a real run does now and then and needs more memory for; an error ends the trial.
+
+        Called on every rank after the scored steps, where ``recipe_options`` has ``survive``.
+        """
+
     def close(self) -> None:  # noqa: B027 - a recipe may have nothing to undo
         """Give back what was built; torch's global switches are restored by the loop."""
 

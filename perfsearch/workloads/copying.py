@@ -31,6 +31,8 @@ def copy_job(job: Job, place: Place) -> Job:
     """
     memo: dict[int, object] = {}
     for parameter in job.model.parameters():
+        if type(parameter) is not nn.Parameter:
+            raise TypeError(f"a parameter is a {type(parameter).__name__}, which is not copied")
         with torch.no_grad():
             memo[id(parameter)] = nn.Parameter(place(parameter), parameter.requires_grad)
     for buffer in job.model.buffers():
