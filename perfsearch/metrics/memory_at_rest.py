@@ -25,9 +25,7 @@ class AtRest:
     @property
     def total(self) -> float:
         """All of them."""
-        return (
-            self.parameters + self.gradients + self.optimizer + self.buffers + self.buckets
-        )
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.buckets
 
 
 def at_rest(facts: MemoryFacts, layout: Layout) -> AtRest:

@@ -53,6 +53,7 @@ class MemoryFacts:
         parameters: each once.
         buffer_bytes: of all buffers.
         blocks: number of repeated blocks.
+        block_class: name of their class.
         optimizer_bytes: bytes of state an element, by the parameter's item size.
         cast_bytes: item size that mixed precision computes in; ``None`` without.
         activations: ``precision/spacing`` to bytes that do not and that do grow with the
@@ -64,6 +65,7 @@ class MemoryFacts:
     parameters: tuple[Parameter, ...]
     buffer_bytes: int = 0
     blocks: int = 0
+    block_class: str = ""
     optimizer_bytes: Mapping[int, float] = field(default_factory=lambda: {4: 8.0})
     cast_bytes: int | None = None
     activations: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class MemoryFacts:
             ),
             buffer_bytes=record["buffer_bytes"],
             blocks=record["blocks"],
+            block_class=record["block_class"],
             optimizer_bytes={int(k): float(v) for k, v in record["optimizer_bytes"].items()},
             cast_bytes=record["cast_bytes"],
             activations={k: (v[0], v[1]) for k, v in record["activations"].items()},

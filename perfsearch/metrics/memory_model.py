@@ -152,13 +152,11 @@ class MemoryModel:
 
     def surely_too_large(self, layout: Layout) -> str:
         """Why a configuration cannot fit, in words; empty where it may."""
-        if self.capacity_gib is None:
-            return ""
         failed = self.dominated(layout)
         if failed is not None:
-            return (
-                f"micro_batch={failed.micro_batch} ran out of memory with the same other values"
-            )
+            return f"micro_batch={failed.micro_batch} ran out of memory with the same other values"
+        if self.capacity_gib is None:
+            return ""
         estimate = self.predict(layout)
         if estimate.low_gib > self.capacity_gib:
             return (

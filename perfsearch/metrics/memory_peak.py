@@ -94,7 +94,7 @@ def _kept_gradients(facts: MemoryFacts, layout: Layout) -> float:
 
 
 def _reduce_ratio(facts: MemoryFacts, layout: Layout) -> float:
-    """Bytes of the input of a reduction beside a gradient of the unit; reductions are in float32."""
+    """Bytes of the float32 input of a reduction for a byte of the unit's gradient."""
     if layout.precision != "policy" or facts.cast_bytes is None:
         return 1.0
     return 4.0 / facts.cast_bytes

@@ -50,6 +50,7 @@ def describe(job: Job, device: str) -> dict[str, Any]:
         "parameters": _parameters(job),
         "buffer_bytes": sum(b.numel() * b.element_size() for b in job.model.buffers()),
         "blocks": len(job.blocks),
+        "block_class": type(job.blocks[0]).__name__ if job.blocks else "",
         "optimizer_bytes": _optimizer_bytes(job),
         "cast_bytes": None if dtype is None else dtype.itemsize,
         **_activations(job, dtype),

@@ -28,9 +28,7 @@ class ReplicatedModel:
 
     """
 
-    def __init__(
-        self, job: Job, configuration: Mapping[str, Value], device: torch.device
-    ) -> None:
+    def __init__(self, job: Job, configuration: Mapping[str, Value], device: torch.device) -> None:
         self.net = DistributedDataParallel(
             job.model,
             device_ids=[device.index] if device.type == "cuda" else None,

@@ -97,7 +97,7 @@ class ShardedModel:
                 module.set_modules_to_backward_prefetch(first[max(0, place - behind) : place][::-1])
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch: reduce gradients now, or keep them whole."""
+        """Around forward and backward: reduce gradients now, or keep them whole."""
         self.net.set_requires_gradient_sync(last or self._sharding.sync_each)
         if hasattr(self.net, "set_is_last_backward"):
             self.net.set_is_last_backward(last)
@@ -123,18 +123,21 @@ class ShardedModel:
         sharding = self._sharding
         groups = self._parameter_groups()
         whole = {state == _GATHERED for state in self._after_forward}
-        stage: Value = "neither 2 nor 3: units differ" if len(whole) > 1 else 2 if True in whole else 3
+        stage: Value = (
+            "neither 2 nor 3: units differ" if len(whole) > 1 else 2 if True in whole else 3
+        )
         if not self._is_spread():
             stage = "not sharded"
         offloaded = {p.device.type for p in self.net.parameters()} == {"cpu"}
         found: dict[str, Value] = {
             "zero_stage": stage,
             "shard_group_size": self._read_shard_group(),
-            "blocks_per_unit": max((len(unit) for unit in self._units), default=0),
             "gradient_sync_each": bool(sharding.sync_each),
             "sharding_units": len(groups),
             "resharded_to": _reshard_width(groups),
         }
+        if self._units:
+            found["blocks_per_unit"] = max(len(unit) for unit in self._units)
         if self._groups.device.type != "cpu":
             found["cpu_offload"] = offloaded
         return found

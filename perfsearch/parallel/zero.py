@@ -103,7 +103,8 @@ class ZeroStep(TrainStep):
     def in_force(self) -> dict[str, Value]:
         """Read back from wrappers, blocks, the optimizer, and the batches that came."""
         found = {
-            "micro_batch": self._seen_batch,
+            "micro_batch": self.loader.micro_batch,
+            "micro_batch_seen": self._seen_batch,
             "gradient_accumulation": self._forwards,
             "activation_checkpointing": self._checkpointing.every,
             "optimizer_implementation": self._optimizer_in_force(),
