@@ -52,6 +52,8 @@ class BuildContext:
         job: gives model, data, loss and optimizer in the state that every trial starts from;
             with ``reuse=False`` the model is a new object that the recipe may take apart.
         options: further plain values from the runner.
+        host_job: gives the same with a new model that is still on the host; its values may be
+            shared and must not be written before they are moved.
 
     """
 
@@ -60,6 +62,7 @@ class BuildContext:
     local_batch: int
     job: Callable[[bool], Job]
     options: Mapping[str, Any]
+    host_job: Callable[[], Job]
 
     @property
     def device(self) -> torch.device:

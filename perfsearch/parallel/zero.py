@@ -37,7 +37,8 @@ class ZeroStep(TrainStep):
                 "be cut into such"
             )
         self.loader = LoaderOptions(micro_batch=self._micro_batch)
-        self.job = context.job(stage < 2)
+        # shards are cut from the host's copy, so the whole model need not fit on the device
+        self.job = context.job(True) if stage < 2 else context.host_job()
         dtype = self.job.autocast_dtype.get(self._device.type)
         self._by_policy = stage >= 2 and configuration.get("mixed_precision") != "autocast"
         every = int(configuration.get("activation_checkpointing") or 0)

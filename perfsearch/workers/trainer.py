@@ -75,6 +75,24 @@ class Trainer:
         self._snapshot.restore(job.model)
         return job
 
+    def host_job(self) -> Job:
+        """A job of its own in its starting state, its model still on the host.
+
+        For what moves a model to the device part by part, and may be too large for it as a whole.
+        Where the device is another one, the values are the snapshot's own and must not be written.
+        """
+        self._warm = None
+        _settle_heap()
+        if self._bare is None:
+            job = self._make_job()
+            self._snapshot.restore(job.model)
+            return job
+        kept = self._snapshot.values_of(self._bare.model)
+        shared = self.groups.device.type != "cpu"
+        return copy_job(
+            self._bare, lambda t: kept[id(t)].detach() if shared else kept[id(t)].clone()
+        )
+
     def reset(self) -> None:
         """Put memory, torch's switches and the random generators back to where trials start."""
         self.release()
@@ -89,6 +107,7 @@ class Trainer:
             groups=self.groups,
             local_batch=request.samples_per_step // self.groups.world_size,
             job=self.job,
+            host_job=self.host_job,
             options=request.recipe_options,
         )
         return load(request.recipe).build(context)
