@@ -156,6 +156,8 @@ class Fast(Strategy):
                 low = place
                 if gained < self.options.plateau:
                     break
+            if low + 1 >= high:
+                break
             if top is not None and low == top and high == len(ladder):
                 if not self._may_fit(ladder[top + 1]):
                     break
