@@ -100,7 +100,8 @@ class Terms:
 
     def _noise(self, layout: Layout, found: Peak) -> float:
         wrapped = 0.0 if layout.sharded else 0.25 * self.facts.trainable_bytes / GIB
-        return 0.1 + 0.02 * found.total / GIB + wrapped
+        blind = 0.1 * _UNKNOWN_SLOPE_GIB * layout.micro_batch if found.activations is None else 0.0
+        return 0.1 + 0.02 * found.total / GIB + wrapped + blind
 
 
 class MemoryModel:
