@@ -133,9 +133,10 @@ def settle(batch: Batch, knobs: Mapping[str, Any]) -> dict[str, Any]:
                 )
     if batch.rule == "free":
         return settled
-    wanted = settled.pop("gradient_accumulation", SEARCH)
+    wanted = settled.get("gradient_accumulation", SEARCH)
     if wanted in (SEARCH, None):
         return settled
+    del settled["gradient_accumulation"]
     follows = sorted(batch.share // value for value in _numbers(wanted))
     if not follows:
         raise KnobError(

@@ -162,16 +162,31 @@ class Memory:
         if self.capacity_gib is not None:
             over = least.peak_gib - self.capacity_gib
             text += f", {over:.1f} GiB too much" if over > 0 else ", which should fit"
-        remedies = [
-            f"runner.knobs.{name}={setting}"
-            for name, setting, done in (
-                ("cpu_offload", "search", whole.get("cpu_offload") or not self._on_gpu),
-                ("gradient_sync_each", "search", whole.get("gradient_sync_each")),
-                ("activation_checkpointing", "search", whole.get("activation_checkpointing")),
-                ("zero_stage", "3", whole.get("zero_stage") == 3),
-                ("micro_batch", "1", whole.get("micro_batch") == 1),
-            )
-            if not done
+        return f"{text}; {self._beyond(whole, least.peak_gib, trials)}"
+
+    def _beyond(
+        self, closest: Mapping[str, Value], least_gib: float, trials: Sequence[Trial]
+    ) -> str:
+        """What a configuration outside of the search would need, the mildest that fits first."""
+        facts = self.facts.get()
+        steps: list[dict[str, Value]] = [
+            {"zero_stage": 3, "activation_checkpointing": int(bool(facts and facts.blocks))},
+            {"micro_batch": 1, "gradient_sync_each": True},
+            {"cpu_offload": True} if self._on_gpu else {},
         ]
-        more = " or ".join([*remedies, "more devices"])
-        return f"{text}; next: {more}"
+        changed = dict(closest)
+        asked: dict[str, Value] = {}
+        said = ""
+        for step in steps:
+            asked.update({k: v for k, v in step.items() if closest.get(k) != v})
+            changed.update(step)
+            found = self.estimate(changed, trials)
+            if found is None or found.peak_gib >= least_gib:
+                continue
+            keys = " ".join(f"runner.knobs.{k}={v}" for k, v in asked.items())
+            said = f"{keys} would need about {found.peak_gib:.1f} GiB"
+            if self.limit_gib is None or found.peak_gib <= self.limit_gib:
+                return f"next: {said}"
+        if said:
+            return f"even {said}: it takes more devices"
+        return "no other setting of this runner should need less: it takes more devices"
