@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 _SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation", "activation_checkpointing")
 
+_FAR_SLOWER = 2.0
+"""A step that takes so many times the best one ends its trial early."""
+
 
 @dataclass(frozen=True)
 class ZeroOptions:
@@ -173,6 +176,7 @@ class Zero(Runner):
             samples_per_step=samples,
             recipe_options={"survive": survive},
         )
+        plan = self._bounded(plan)
         spec = _ranks.group_spec(self._environment, self.hardware, self.workload, {})
         counted = self.workload.samples_per_step
         if counted is not None:
@@ -187,6 +191,20 @@ class Zero(Runner):
         if survive:
             self._survived.add(key)
         return outcome
+
+    def _bounded(self, plan: Plan) -> Plan:
+        """Stop what is surely far slower than the best so far, where steps can be compared.
+
+        A small micro-batch of a sharded stage may take many times as long as what is known.
+        """
+        times = [
+            t.measurement.step_time_s
+            for t in self._trials
+            if t.status is Status.OK and t.measurement is not None
+        ]
+        if plan.purpose is not Purpose.SEARCH or self.batch.rule == "free" or not times:
+            return plan
+        return replace(plan, stop_above_cost_s=_FAR_SLOWER * min(times))
 
     def identity(self) -> dict[str, str]:
         """Model, ranks, devices, versions and rule of the batch: what a result holds for."""
