@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from perfsearch.parallel.base import BuildContext, TrainStep, load
+from perfsearch.workers import measure
 from perfsearch.workers.bootstrap import Groups
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.state import GlobalSwitches, Snapshot, seed_everything
@@ -83,6 +84,8 @@ class Trainer:
         """
         self._warm = None
         _settle_heap()
+        self.release()
+        measure.reset_peaks(self.groups.device)  # the model that was dropped is none of the trial's
         if self._bare is None:
             job = self._make_job()
             self._snapshot.restore(job.model)

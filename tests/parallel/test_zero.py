@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from parallel.zero_ranks import launch
+from parallel.zero_ranks import launch, launch_forms
 
 from perfsearch.metrics.memory_at_rest import at_rest
 from perfsearch.metrics.memory_facts import Layout, MemoryFacts
 from perfsearch.parallel.facts import describe
+from perfsearch.runners._zero_frameworks import Job
+from perfsearch.runners._zero_torch_form import code
 from perfsearch.workloads import gpt
 from perfsearch.workloads.spec import WorkloadSpec
 
@@ -83,6 +85,19 @@ def test_the_formula_gives_the_bytes_of_real_tensors(ranks, stage):
     assert fullest["gradients"] == expected.gradients
     assert 0 <= fullest["optimizer"] - expected.optimizer <= counters
     assert fullest["buffers"] == expected.buffers
+
+
+def test_the_exported_lines_build_exactly_what_was_measured(ranks, tmp_path):
+    job = Job(world_size=2, nodes=1, on_gpu=False, half=False, block_class="Block")
+    places = [p for p in range(len(CONFIGURATIONS)) if not CONFIGURATIONS[p].get("cpu_offload")]
+    forms = []
+    for place in places:
+        micro = CONFIGURATIONS[place]["micro_batch"]
+        whole = {**CONFIGURATIONS[place], "gradient_accumulation": 4 // micro}
+        forms.append((code(whole, job), micro, 4 // micro))
+    for place, weights in zip(places, launch_forms(tmp_path, 2, forms), strict=True):
+        for name, tensor in ranks[0][place]["weights"].items():
+            assert torch.equal(weights[name], tensor), (CONFIGURATIONS[place], name)
 
 
 SCALE_MATTERS = [

@@ -2,11 +2,13 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from perfsearch.parallel.base import LoaderOptions
 from perfsearch.workers.bootstrap import Groups
 from perfsearch.workers.messages import GroupSpec, TrialRequest
 from perfsearch.workers.trainer import Trainer
@@ -47,6 +49,38 @@ def one(trainer, request):
         return result
     finally:
         step.close()
+
+
+def run_form(rank, directory, world_size, forms):
+    """Train with the exported lines alone, on the same data from the same start."""
+    torch.set_num_threads(1)
+    spec = WorkloadSpec("gpt").resolve("cpu", None, world_size)
+    group = GroupSpec(workload=asdict(spec), device="cpu", nproc=world_size)
+    groups = Groups(group, Path(directory), rank, rank, world_size, torch.device("cpu"))
+    trainer = Trainer(groups)
+    groups.ensure({}, {}, 60.0)
+    found = []
+    for code, micro_batch, times in forms:
+        trainer.reset()
+        job = trainer.host_job()
+        names = {}
+        exec(compile(code, "zero.py", "exec"), names)
+        net, optimizer = names["build"](job.model, job.blocks, job.optimizer)
+        step = SimpleNamespace(job=job, loader=LoaderOptions(micro_batch))
+        feed = _Feed(trainer, step, SAMPLES_PER_RANK * world_size)
+        for _ in range(STEPS):
+            names["train_step"](net, optimizer, job.loss, [feed() for _ in range(times)])
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(net, options=options)
+        found.append({k.removeprefix("module."): v.clone() for k, v in weights.items()})
+    torch.save(found, Path(directory) / f"rank{rank}.pt")
+    groups.destroy()
+
+
+def launch_forms(directory, world_size, forms):
+    """The weights that each exported form ends with."""
+    torch.multiprocessing.spawn(run_form, (str(directory), world_size, forms), nprocs=world_size)
+    return torch.load(Path(directory) / "rank0.pt")
 
 
 def launch(directory, world_size, configurations, workload="gpt"):

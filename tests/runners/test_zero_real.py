@@ -28,7 +28,8 @@ class Data(Dataset):
         return torch.randn(16, generator=generator), torch.randn(1, generator=generator)
 
 def build():
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    layers = [nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)]
+    model = nn.Sequential(*layers)
     def loss(model, batch):
         x, y = batch
         if len(x) >= OOM_FROM and not x.is_meta:
@@ -36,7 +37,9 @@ def build():
         scale = 2.0 if len(x) == DIVERGES_AT else 1.0
         return scale * nn.functional.mse_loss(model(x), y)
     from perfsearch.workloads.base import Job
-    return Job(model, Data(), loss, lambda p: torch.optim.SGD(p, lr=0.05), blocks=[model[0], model[2]])
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+    return Job(model, Data(), loss, optimizer, blocks=[model[0], model[2]])
 """
 
 
