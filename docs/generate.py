@@ -88,7 +88,21 @@ def runners_page() -> str:
 
 def declared_knobs(runner: str) -> list[Knob]:
     """Every knob that a runner can have, on machines that have everything; the GPUs' first."""
-    return _ddp_knobs() if runner == "ddp" else []
+    makers = {"ddp": _ddp_knobs, "zero": _zero_knobs}
+    return makers[runner]() if runner in makers else []
+
+
+def _zero_knobs() -> list[Knob]:
+    from perfsearch.runners import _zero_knobs as zero
+    from perfsearch.runners._zero_batch import Batch
+
+    found: dict[str, Knob] = {}
+    for rule in ("fixed", "free"):
+        batch = Batch(rule, global_batch=64, world_size=16, micro_batch=4)
+        for knob in zero.declare(batch, on_gpu=True)[0]:
+            found.setdefault(knob.name, knob)
+    order = {name: place for place, name in enumerate(zero.EFFECT_ORDER)}
+    return sorted(found.values(), key=lambda k: order[k.name])
 
 
 def _ddp_knobs() -> list[Knob]:

@@ -174,7 +174,9 @@ def _stages(session: Session) -> Result:
         verdict = confirm.run(session)
     else:
         exit_code = ExitCode.NO_TRIAL_SUCCEEDED
-        verdict.reason = _nothing_succeeded(session.trials)
+        advice = session.runner.advice(session.trials)
+        reason_why = _nothing_succeeded(session.trials)
+        verdict.reason = f"{reason_why}. {advice}" if advice else reason_why
     best = session.runner.baseline
     if verdict.winner is not None:
         best = session.numbered(verdict.winner).configuration

@@ -53,6 +53,8 @@ class BuildContext:
             with ``reuse=False`` the model is a new object that the recipe may take apart.
         options: further plain values from the runner, and ``detail``: ``light`` or ``full``
             timings.
+        host_job: gives the same with a new model that is still on the host; its values may be
+            shared and must not be written before they are moved.
 
     """
 
@@ -61,6 +63,7 @@ class BuildContext:
     local_batch: int
     job: Callable[[bool], Job]
     options: Mapping[str, Any]
+    host_job: Callable[[], Job]
 
     @property
     def device(self) -> torch.device:
@@ -101,6 +104,12 @@ class TrainStep(ABC):
     def evidence(self) -> dict[str, float]:
         """Numbers for the diagnosis, in the unit that the name ends with."""
         return {}
+
+    def survive(self) -> None:  # noqa: B027 - a recipe may have nothing to try
+        """Do what a real run does now and then and needs more memory for; an error ends the trial.
+
+        Called on every rank after the scored steps, where ``recipe_options`` has ``survive``.
+        """
 
     def close(self) -> None:  # noqa: B027 - a recipe may have nothing to undo
         """Give back what was built; torch's global switches are restored by the loop."""

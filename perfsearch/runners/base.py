@@ -118,6 +118,10 @@ class Runner(ABC):
         """What to expect of the configuration; pure in ``trials``."""
         return Prediction()
 
+    def advice(self, trials: Sequence[Trial]) -> str:
+        """What the user could do where no trial succeeded; empty where nothing is known."""
+        return ""
+
     def export(self, configuration: Configuration, directory: Path) -> list[Path]:
         """Write the configuration in forms that work without perfsearch; return the files."""
         return []

@@ -257,19 +257,21 @@ class Session:
 
     def _different_computation(self, measurement: Measurement) -> str:
         """Why the first losses are not the reference's; empty when they agree."""
+        free = self.settings.batch == "free"
         reference = next(
             (
                 t.measurement.first_losses
                 for t in self.trials
-                if t.status is Status.OK and t.measurement and t.measurement.first_losses
+                if t.status is Status.OK
+                and t.measurement
+                and t.measurement.first_losses
+                and (not free or t.measurement.samples_per_step == measurement.samples_per_step)
             ),
             None,
         )
         if reference is None:
             return ""
         tolerance = self.settings.limits.loss_tolerance
-        if self.settings.batch == "free":
-            return ""
         return disagreement(reference, measurement.first_losses, tolerance)
 
     def _finish(self, trial: Trial) -> None:

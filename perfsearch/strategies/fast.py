@@ -156,6 +156,8 @@ class Fast(Strategy):
                 low = place
                 if gained < self.options.plateau:
                     break
+            if low + 1 >= high:
+                break
             if top is not None and low == top and high == len(ladder):
                 if not self._may_fit(ladder[top + 1]):
                     break
@@ -221,9 +223,8 @@ class Fast(Strategy):
 
     def _cost(self, point: dict[str, Value]) -> float | None:
         key = key_of(point)
-        costs = [
-            t.cost for t in self._record.measured() if self._record.key(t.configuration) == key
-        ]
+        ran = [*self._record.measured(), *self._record.bounded()]  # what was cut short fits too
+        costs = [t.cost for t in ran if self._record.key(t.configuration) == key]
         return min((c for c in costs if c is not None), default=None)
 
     def _since_best(self) -> int:

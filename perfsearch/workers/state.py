@@ -29,6 +29,10 @@ class Snapshot:
         self._requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
         self._training = {name: module.training for name, module in model.named_modules()}
 
+    def values_of(self, model: torch.nn.Module) -> dict[int, torch.Tensor]:
+        """The kept tensors on the host, by the ``id`` of the tensor of ``model`` they are for."""
+        return {id(tensor): self._tensors[name] for name, tensor in _tensors(model).items()}
+
     def restore(self, model: torch.nn.Module) -> None:
         """Give ``model`` back what it had, gradients gone."""
         with torch.no_grad():

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from perfsearch.parallel.base import BuildContext, TrainStep, load
+from perfsearch.workers import measure
 from perfsearch.workers.bootstrap import Groups
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.state import GlobalSwitches, Snapshot, seed_everything
 from perfsearch.workloads.base import Job
+from perfsearch.workloads.copying import copy_job, empty_on
 from perfsearch.workloads.spec import WorkloadSpec
 
 
@@ -35,6 +37,7 @@ class Trainer:
         self._workload = WorkloadSpec(**groups.spec.workload)
         self._switches = GlobalSwitches.read()
         job = self._make_job()
+        self._bare = _bare(job)
         self._snapshot = Snapshot(job.model, pin=groups.device.type == "cuda")
         self._warm: Job | None = self._placed(job)
         _settle_heap()
@@ -44,6 +47,12 @@ class Trainer:
         module = importlib.import_module(f"perfsearch.workloads.{self._workload.name}")
         job: Job = module.build(self._workload, self.groups.spec.seed)
         return job
+
+    def _new_job(self) -> Job:
+        """A job with a model of its own, whose values are yet to be restored."""
+        if self._bare is None:
+            return self._make_job()
+        return copy_job(self._bare, empty_on(self.groups.device))
 
     def _placed(self, job: Job) -> Job:
         job.model.to(self.groups.device)
@@ -60,12 +69,32 @@ class Trainer:
         if self._warm is None or not reuse:
             self._warm = None
             _settle_heap()
-            job = self._placed(self._make_job())
+            job = self._placed(self._new_job())
             self._warm = job if reuse else None
         else:
             job = self._warm
         self._snapshot.restore(job.model)
         return job
+
+    def host_job(self) -> Job:
+        """A job of its own in its starting state, its model still on the host.
+
+        For what moves a model to the device part by part, and may be too large for it as a whole.
+        Where the device is another one, the values are the snapshot's own and must not be written.
+        """
+        self._warm = None
+        _settle_heap()
+        self.release()
+        measure.reset_peaks(self.groups.device)  # the model that was dropped is none of the trial's
+        if self._bare is None:
+            job = self._make_job()
+            self._snapshot.restore(job.model)
+            return job
+        kept = self._snapshot.values_of(self._bare.model)
+        shared = self.groups.device.type != "cpu"
+        return copy_job(
+            self._bare, lambda t: kept[id(t)].detach() if shared else kept[id(t)].clone()
+        )
 
     def reset(self) -> None:
         """Put memory, torch's switches and the random generators back to where trials start."""
@@ -81,6 +110,7 @@ class Trainer:
             groups=self.groups,
             local_batch=request.samples_per_step // self.groups.world_size,
             job=self.job,
+            host_job=self.host_job,
             options={**request.recipe_options, "detail": request.detail},
         )
         return load(request.recipe).build(context)
@@ -104,6 +134,15 @@ class Trainer:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }
+
+
+def _bare(job: Job) -> Job | None:
+    """The job without values: from it new models are made in no time."""
+    try:
+        return copy_job(job, empty_on("meta"))
+    except (TypeError, RuntimeError, ValueError) as error:
+        print(f"the model cannot be copied, so it is built anew where needed: {error}", flush=True)
+        return None
 
 
 def _settle_heap() -> None:

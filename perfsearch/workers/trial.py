@@ -152,6 +152,9 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
         in_force={**feed.in_force, **step.in_force()},
         evidence=step.evidence(),
     )
+    if request.recipe_options.get("survive"):
+        step.survive()
+        result.peaks = measure.read_peaks(device)
     bad = next((i for i, v in enumerate(values) if not math.isfinite(v)), None)
     if bad is not None:
         where = f"step {bad + 1}" if bad < len(values) - 1 else "the last scored step"

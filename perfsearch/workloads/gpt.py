@@ -33,6 +33,20 @@ SIZES = {
 }
 
 
+class Linear(nn.Linear):  # type: ignore[misc]
+    """Without torch's own initial values, which would only be drawn to be drawn anew."""
+
+    def reset_parameters(self) -> None:
+        """Leave the values to ``GPT``."""
+
+
+class Embedding(nn.Embedding):  # type: ignore[misc]
+    """The same for embeddings."""
+
+    def reset_parameters(self) -> None:
+        """Leave the values to ``GPT``."""
+
+
 class Block(nn.Module):  # type: ignore[misc]
     """Attention and feed-forward, each behind a layer norm and beside a residual."""
 
@@ -40,11 +54,11 @@ class Block(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.heads = heads
         self.norm_attention = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
+        self.query_key_value = Linear(width, 3 * width)
+        self.project = Linear(width, width)
         self.norm_feedforward = nn.LayerNorm(width)
-        self.expand = nn.Linear(width, 4 * width)
-        self.contract = nn.Linear(4 * width, width)
+        self.expand = Linear(width, 4 * width)
+        self.contract = Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (batch, sequence, width) to the same shape."""
@@ -63,11 +77,11 @@ class GPT(nn.Module):  # type: ignore[misc]
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
-        self.positions = nn.Embedding(shape.sequence_length, shape.width)
+        self.tokens = Embedding(shape.vocabulary, shape.width)
+        self.positions = Embedding(shape.sequence_length, shape.width)
         self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head = Linear(shape.width, shape.vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         self.apply(_initialise)
         for block in self.blocks:  # residual branches add up over the depth

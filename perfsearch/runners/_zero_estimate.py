@@ -1,0 +1,132 @@
+"""The table of ``mode=estimate``: what would fit, stage by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from perfsearch.metrics.memory_facts import GIB
+from perfsearch.metrics.memory_model import MARGIN_DEVIATIONS
+from perfsearch.runners._zero_batch import Batch
+from perfsearch.runners._zero_memory import Memory
+from perfsearch.search.knob import Value
+from perfsearch.workloads.spec import WorkloadSpec
+
+_COLUMNS = 8
+_STAGES = (
+    (0, "0 replicated"),
+    (1, "1 optimizer sharded"),
+    (2, "2 + gradients"),
+    (3, "3 + parameters"),
+)
+
+
+def table(
+    memory: Memory, batch: Batch, workload: WorkloadSpec, pinned: Mapping[str, Value]
+) -> list[str]:
+    """Lines to print; one saying why where there is no estimate."""
+    facts = memory.facts.get()
+    if facts is None:
+        return [f"no estimate: the job could not be described ({memory.facts.error})"]
+    columns = _micro_batches(memory, batch)
+    elements = sum(p.elements for p in facts.parameters)
+    lines = [
+        f"{workload.name} {workload.size}: {elements / 1e6:.1f} M parameters "
+        f"({facts.parameter_bytes / GIB:.2f} GiB), {facts.blocks} blocks, "
+        f"{batch.world_size} ranks, batch={batch.rule}, global batch {batch.global_batch}",
+        _budget_line(memory),
+    ]
+    if facts.activation_error:
+        lines.append(f"activations are not known before a trial: {facts.activation_error}")
+    accumulation = [_accumulation(batch, m) for m in columns]
+    rows = [["ZeRO stage", "checkpointing", "at rest", *(f"{m} x {a}" for m, a in
+             zip(columns, accumulation, strict=True))]]  # fmt: skip
+    rows += [
+        [label, "all" if every else "none", *_row(memory, stage, every, columns, accumulation)]
+        for stage, label in _STAGES
+        for every in ((0, 1) if facts.blocks else (0,))
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines += [
+        "  ".join(cell.rjust(w) if i > 1 else cell.ljust(w)
+                  for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]  # fmt: skip
+    lines.append(
+        "columns: micro-batch x accumulation; cells: predicted peak in GiB of a rank's device, and "
+        "whether it fits with the headroom (? where the margin leaves it open); "
+        f"margin: {MARGIN_DEVIATIONS:g} standard deviations, "
+        f"{_margin(memory, columns, accumulation):.0%} here before any trial"
+    )
+    return lines
+
+
+def _budget_line(memory: Memory) -> str:
+    if memory.capacity_gib is None:
+        return (
+            "no limit is known: set runner.device_memory_gib=80 or runner.card=H100 to see what "
+            "fits"
+        )
+    return (
+        f"{memory.capacity_gib:.1f} GiB a device, of which {memory.limit_gib:.1f} may be used "
+        f"(runner.memory_headroom={memory.headroom:g})"
+    )
+
+
+def _micro_batches(memory: Memory, batch: Batch) -> list[int]:
+    """At most ``_COLUMNS`` columns; where the batch is free, doublings up to what fits nowhere."""
+    if batch.rule == "fixed":
+        possible = list(batch.micro_batches())
+        return possible if len(possible) <= _COLUMNS else possible[-_COLUMNS:]
+    most = batch.micro_batches()[-1]
+    doubled = [2**i for i in range(12) if 2**i <= most]
+    least = [memory.estimate(_configuration(3, 1, m, 1), ()) for m in doubled]
+    capacity = memory.capacity_gib
+    too_large = [
+        m for m, e in zip(doubled, least, strict=True)
+        if capacity is not None and e is not None and e.low_gib > capacity
+    ]  # fmt: skip
+    kept = [m for m in doubled if not too_large or m <= too_large[0]]
+    return sorted({*kept[-_COLUMNS:], batch.micro_batch})
+
+
+def _accumulation(batch: Batch, micro_batch: int) -> int:
+    return batch.share // micro_batch if batch.rule == "fixed" else 1
+
+
+def _configuration(stage: int, every: int, micro: int, accumulation: int) -> dict[str, Value]:
+    return {
+        "zero_stage": stage,
+        "activation_checkpointing": every,
+        "micro_batch": micro,
+        "gradient_accumulation": accumulation,
+    }
+
+
+def _row(
+    memory: Memory, stage: int, every: int, columns: list[int], accumulation: list[int]
+) -> list[str]:
+    cells: list[str] = []
+    at_rest = ""
+    for micro, times in zip(columns, accumulation, strict=True):
+        found = memory.estimate(_configuration(stage, every, micro, times), ())
+        assert found is not None
+        at_rest = f"{found.at_rest_gib:.2f}"
+        capacity, limit = memory.capacity_gib, memory.limit_gib
+        verdict = ""
+        if capacity is not None and limit is not None:
+            verdict = " ok" if found.peak_gib <= limit else " no"
+            if found.low_gib <= capacity and found.high_gib > limit:
+                verdict += "?"
+        cells.append(f"{found.peak_gib:.2f}{verdict}")
+    return [at_rest, *cells]
+
+
+def _margin(memory: Memory, columns: list[int], accumulation: list[int]) -> float:
+    """Half the width of the margin, relative to the prediction, at its widest."""
+    widest = 0.0
+    for stage, _ in _STAGES:
+        for micro, times in zip(columns, accumulation, strict=True):
+            found = memory.estimate(_configuration(stage, 0, micro, times), ())
+            assert found is not None
+            widest = max(widest, (found.high_gib - found.peak_gib) / found.peak_gib)
+    return widest

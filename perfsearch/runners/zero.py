@@ -1,0 +1,300 @@
+"""ZeRO stages, batches and activation checkpointing, measured on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from perfsearch.config_options import build_options, option
+from perfsearch.metrics.cards import MEMORY_GIB
+from perfsearch.parallel import torch_features
+from perfsearch.runners import _ranks, _zero_estimate, _zero_export, _zero_knobs
+from perfsearch.runners._zero_batch import Batch, divisors, nearest_possible, settle
+from perfsearch.runners._zero_facts import FactsSource
+from perfsearch.runners._zero_memory import Memory
+from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.runners.ddp import environment_of
+from perfsearch.search.errors import BadInputError
+from perfsearch.search.hints import Hints, Prediction
+from perfsearch.search.knob import Configuration, Numerics, Scope
+from perfsearch.search.narrow import SEARCH, narrow
+from perfsearch.search.space import Space, key_of
+from perfsearch.search.suggest import nearest
+from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.workers import devices, registry
+from perfsearch.workers.environment import Environment, detect
+from perfsearch.workers.messages import TrialRequest
+from perfsearch.workers.pool import Pool
+from perfsearch.workloads.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+    from perfsearch.view import View
+
+_SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation", "activation_checkpointing")
+
+_FAR_SLOWER = 2.0
+"""A step that takes so many times the best one ends its trial early."""
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """The ``runner.*`` keys of this runner.
+
+    Attributes:
+        device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
+        micro_batch: samples of a forward pass today; ``null``: a rank's whole share of the global
+            batch, that is, no accumulation.
+        max_train_batch_size: largest global batch, with ``batch=free``.
+        min_train_batch_size: smallest global batch, with ``batch=free``.
+        memory_headroom: share of a device's memory that a configuration must leave unused.
+        device_memory_gib: memory to plan for; ``null``: the devices' own.
+        card: a card to plan for, which need not be here; gives ``device_memory_gib``.
+        knobs: ``runner.knobs``, as ``perfsearch.search.narrow`` reads it.
+
+    """
+
+    device: str = "auto"
+    micro_batch: int | None = option(None, low=1)
+    max_train_batch_size: int | None = option(None, low=1)
+    min_train_batch_size: int = option(1, low=1)
+    memory_headroom: float = option(0.05, low=0, high=0.9)
+    device_memory_gib: float | None = option(None, above=0)
+    card: str | None = None
+    knobs: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(_SEARCHED, SEARCH))
+
+    def __post_init__(self) -> None:
+        if self.card is not None and self.card not in MEMORY_GIB:
+            raise ValueError(
+                f"runner.card={self.card}: unknown. {nearest(self.card, MEMORY_GIB)} "
+                "Or give runner.device_memory_gib"
+            )
+
+
+class Zero(Runner):
+    """Searches ZeRO stage, micro-batch, accumulation and activation checkpointing.
+
+    With ``batch=fixed`` every configuration trains the baseline's global batch exactly. What
+    surely does not fit is refused without a trial; what leaves less than
+    ``runner.memory_headroom`` of a GPU unused counts as out of memory, and a finalist must also
+    live through its longest batch and the making of a checkpoint.
+
+    Args:
+        options: the ``runner.*`` keys.
+        workload: the ``workload.*`` keys.
+        environment: where and within which limits to run.
+        batch: ``fixed`` or ``free``.
+        planning: nothing will be run, so the devices need not be here.
+
+    Attributes:
+        pinned: knobs that every configuration shares, the baseline too.
+        left_out: knobs that are not searched although they were asked for by default, and why.
+        batch: the arithmetic of batches.
+        memory: predictions.
+
+    Raises:
+        ValueError: a key has a value that cannot work here; nothing was started.
+
+    """
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Zero:
+        """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
+        options = build_options(ZeroOptions, settings.runner.options, "runner")
+        try:
+            workload = WorkloadSpec.from_mapping(
+                {"name": settings.workload.name, **settings.workload.options}
+            )
+            planning = settings.mode == "estimate"
+            return cls(options, workload, environment_of(settings), settings.batch, planning)
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
+
+    def __init__(
+        self,
+        options: ZeroOptions,
+        workload: WorkloadSpec,
+        environment: Environment,
+        batch: Literal["fixed", "free"] = "fixed",
+        planning: bool = False,
+    ) -> None:
+        self.options = options
+        self._environment = environment
+        self.hardware = detect(options.device, environment)
+        self.devices = self.hardware.world_size
+        capacity = options.device_memory_gib or MEMORY_GIB.get(options.card or "")
+        named = planning and capacity is not None
+        device = "cuda" if named else self.hardware.device
+        capacity = capacity or self.hardware.memory_gib
+        self.workload = workload.resolve(device, capacity, self.devices)
+        self.batch = _batch(options, self.workload, self.devices, batch)
+        declared, absent = _zero_knobs.declare(self.batch, device == "cuda")
+        settings, self.left_out = _zero_knobs.applicable(
+            settle(self.batch, options.knobs),
+            declared,
+            absent,
+            environment.numerics,
+            batch == "free",
+        )
+        searched, self.pinned = narrow(declared, settings, Numerics.ALTERING)
+        self.space = Space(searched, [self.batch.constraint(self.pinned)])
+        self.baseline = {knob.name: knob.default for knob in searched}
+        self._scopes = {knob.name: knob.scope for knob in declared}
+        facts = FactsSource(self.workload, environment.seed, device, environment.run_dir)
+        self.memory = Memory(
+            facts,
+            self.batch,
+            self.pinned,
+            capacity,
+            on_gpu=device == "cuda",
+            headroom=options.memory_headroom,
+        )
+        self._pool = Pool(environment, self.hardware.gpus)
+        self._trials: Sequence[Trial] = ()
+        self._survived: set[str] = set()
+
+    def open(self) -> None:
+        """End what a killed controller left behind; begin to describe the job's tensors."""
+        registry.reap(self._environment.run_dir)
+        self.memory.facts.start()
+
+    def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
+        """Train the configuration in a group of ranks, and hold its memory against the headroom."""
+        whole = {**self.pinned, **configuration}
+        samples = self.batch.global_batch_of(whole)
+        whole["gradient_accumulation"] = self.batch.accumulation_of(whole)
+        key = key_of(configuration)
+        is_baseline = key == key_of(self.baseline)
+        survive = plan.purpose is Purpose.CONFIRM and not is_baseline and key not in self._survived
+        request = TrialRequest(
+            serial=0,
+            recipe="zero",
+            configuration=whole,
+            group_values={n: v for n, v in whole.items() if self._scopes.get(n) is Scope.GROUP},
+            samples_per_step=samples,
+            recipe_options={"survive": survive},
+        )
+        plan = self._bounded(plan)
+        spec = _ranks.group_spec(self._environment, self.hardware, self.workload, {})
+        counted = self.workload.samples_per_step
+        if counted is not None:
+            counted = counted * samples // self.batch.global_batch
+        outcome = _ranks.measure(self._pool, spec, request, plan, counted)
+        if outcome.status is not Status.OK or is_baseline:
+            return outcome
+        if outcome.measurement is not None:
+            lack = self.memory.lacks_headroom(outcome.measurement)
+            if lack:
+                return replace(outcome, status=Status.OOM, reason=lack)
+        if survive:
+            self._survived.add(key)
+        return outcome
+
+    def _bounded(self, plan: Plan) -> Plan:
+        """Stop what is surely far slower than the best so far, where steps can be compared.
+
+        A small micro-batch of a sharded stage may take many times as long as what is known.
+        """
+        times = [
+            t.measurement.step_time_s
+            for t in self._trials
+            if t.status is Status.OK and t.measurement is not None
+        ]
+        if plan.purpose is not Purpose.SEARCH or self.batch.rule == "free" or not times:
+            return plan
+        return replace(plan, stop_above_cost_s=_FAR_SLOWER * min(times))
+
+    def identity(self) -> dict[str, str]:
+        """Model, ranks, devices, versions and rule of the batch: what a result holds for."""
+        return {
+            "workload": f"{self.workload.name}/{self.workload.size}/{self.workload.factory or ''}",
+            "global_batch": f"{self.batch.global_batch} {self.batch.rule}",
+            "world_size": str(self.hardware.world_size),
+            "gpu": self.hardware.device_name,
+            "torch": torch_features.torch_version(),
+            "nccl": torch_features.nccl_version() if self.hardware.gpus else "",
+            "driver": devices.driver_version() if self.hardware.gpus else "",
+        }
+
+    def device_set(self) -> str:
+        """``cpu``, or the UUIDs of the GPUs used."""
+        return ",".join(sorted(gpu.uuid for gpu in self.hardware.gpus)) or "cpu"
+
+    def hints(self, trials: Sequence[Trial]) -> Hints:
+        """Larger micro-batches are faster until memory ends; stages in order; predicted peaks."""
+        self._trials = trials
+        names = self.space.by_name
+        return Hints(
+            baseline=dict(self.baseline),
+            effect_order=tuple(n for n in _zero_knobs.EFFECT_ORDER if n in names),
+            monotonic={"micro_batch": 1} if "micro_batch" in names else {},
+            stage_knob="zero_stage" if "zero_stage" in names else None,
+            memory_limit_gib=self.memory.limit_gib,
+            predict=lambda configuration: self.predict(configuration, trials),
+        )
+
+    def predict(self, configuration: Configuration, trials: Sequence[Trial]) -> Prediction:
+        """The peak of a rank's memory, from the tensors' shapes and the trials so far."""
+        return self.memory.predict(configuration, trials)
+
+    def screen(self, configuration: Configuration) -> str | None:
+        """Refuse what surely does not fit, and what the model's blocks do not allow."""
+        return self.memory.refusal(configuration, self._trials)
+
+    def advice(self, trials: Sequence[Trial]) -> str:
+        """What to do when nothing ran: what came closest, and by how much it is too large."""
+        return self.memory.advice(self.space, trials)
+
+    def estimate(self, settings: Settings, view: View) -> int:
+        """Print what would fit, stage by micro-batch, without a search (``mode=estimate``)."""
+        lines = _zero_estimate.table(self.memory, self.batch, self.workload, self.pinned)
+        for line in lines:
+            view.note(line)
+        return 0 if self.memory.facts.get() is not None else 1
+
+    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
+        """Write the torch form, DeepSpeed's, Trainer's and Accelerate's, and a summary table."""
+        whole = {**self.pinned, **configuration}
+        facts = self.memory.facts.get()
+        return _zero_export.write(whole, self.batch, self.hardware, facts, self._trials, directory)
+
+    def close(self) -> None:
+        """End the warm group and the process that describes the job."""
+        self.memory.facts.close()
+        self._pool.close()
+
+
+def _batch(
+    options: ZeroOptions,
+    workload: WorkloadSpec,
+    world_size: int,
+    rule: Literal["fixed", "free"],
+) -> Batch:
+    """The baseline's batch and its bounds, checked."""
+    assert workload.global_batch is not None
+    share = workload.global_batch // world_size
+    micro = share if options.micro_batch is None else options.micro_batch
+    if share % micro:
+        raise ValueError(
+            f"runner.micro_batch={micro}: each of {world_size} ranks trains {share} samples a step "
+            f"(workload.global_batch={workload.global_batch}), which it does not divide. Nearest "
+            f"possible: {nearest_possible(micro, divisors(share))}"
+        )
+    low, high = options.min_train_batch_size, options.max_train_batch_size
+    if rule == "fixed" and (high is not None or low != 1):
+        key = "max_train_batch_size" if high is not None else "min_train_batch_size"
+        raise ValueError(
+            f"runner.{key}={high if high is not None else low}: batch=fixed trains the global "
+            f"batch {workload.global_batch} always. Set batch=free to bound it"
+        )
+    if high is not None and high < low:
+        raise ValueError(
+            f"runner.max_train_batch_size={high}: below runner.min_train_batch_size={low}"
+        )
+    if high is not None and high < world_size:
+        raise ValueError(
+            f"runner.max_train_batch_size={high}: {world_size} ranks train at least {world_size}"
+        )
+    return Batch(rule, workload.global_batch, world_size, micro, low, high)

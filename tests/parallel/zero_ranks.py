@@ -1,0 +1,90 @@
+"""What each of several gloo ranks runs for ``test_zero``: configurations one after another."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.multiprocessing
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from perfsearch.parallel.base import LoaderOptions
+from perfsearch.workers.bootstrap import Groups
+from perfsearch.workers.messages import GroupSpec, TrialRequest
+from perfsearch.workers.trainer import Trainer
+from perfsearch.workers.trial import _Feed
+from perfsearch.workloads.spec import WorkloadSpec
+
+STEPS = 4
+SAMPLES_PER_RANK = 4
+
+
+def run(rank, directory, world_size, workload, configurations):
+    torch.set_num_threads(1)
+    spec = WorkloadSpec(workload).resolve("cpu", None, world_size)
+    group = GroupSpec(workload=asdict(spec), device="cpu", nproc=world_size)
+    groups = Groups(group, Path(directory), rank, rank, world_size, torch.device("cpu"))
+    trainer = Trainer(groups)
+    request = TrialRequest(0, "zero", {}, samples_per_step=SAMPLES_PER_RANK * world_size)
+    found = [one(trainer, replace(request, configuration=c,
+                                  group_values={"shard": c.get("shard_group_size")}))
+             for c in configurations]  # fmt: skip
+    torch.save(found, Path(directory) / f"rank{rank}.pt")
+    groups.destroy()
+
+
+def one(trainer, request):
+    trainer.reset()
+    trainer.groups.ensure(request.group_values, {}, 60.0)
+    step = trainer.build(request)
+    try:
+        feed = _Feed(trainer, step, request.samples_per_step)
+        losses = [float(step.run(feed, lambda phase: None)) for _ in range(STEPS)]
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(step.net, options=options)
+        weights = {k.removeprefix("module."): v.clone() for k, v in weights.items()}
+        result = {"losses": losses, "weights": weights, "in_force": step.in_force(),
+                  "bytes": {k: round(v * 2**30) for k, v in step.evidence().items()}}  # fmt: skip
+        step.survive()
+        return result
+    finally:
+        step.close()
+
+
+def run_form(rank, directory, world_size, forms):
+    """Train with the exported lines alone, on the same data from the same start."""
+    torch.set_num_threads(1)
+    spec = WorkloadSpec("gpt").resolve("cpu", None, world_size)
+    group = GroupSpec(workload=asdict(spec), device="cpu", nproc=world_size)
+    groups = Groups(group, Path(directory), rank, rank, world_size, torch.device("cpu"))
+    trainer = Trainer(groups)
+    groups.ensure({}, {}, 60.0)
+    found = []
+    for code, micro_batch, times in forms:
+        trainer.reset()
+        job = trainer.host_job()
+        names = {}
+        exec(compile(code, "zero.py", "exec"), names)
+        net, optimizer = names["build"](job.model, job.blocks, job.optimizer)
+        step = SimpleNamespace(job=job, loader=LoaderOptions(micro_batch))
+        feed = _Feed(trainer, step, SAMPLES_PER_RANK * world_size)
+        for _ in range(STEPS):
+            names["train_step"](net, optimizer, job.loss, [feed() for _ in range(times)])
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(net, options=options)
+        found.append({k.removeprefix("module."): v.clone() for k, v in weights.items()})
+    torch.save(found, Path(directory) / f"rank{rank}.pt")
+    groups.destroy()
+
+
+def launch_forms(directory, world_size, forms):
+    """The weights that each exported form ends with."""
+    torch.multiprocessing.spawn(run_form, (str(directory), world_size, forms), nprocs=world_size)
+    return torch.load(Path(directory) / "rank0.pt")
+
+
+def launch(directory, world_size, configurations, workload="gpt"):
+    """Run them in new processes; what each rank found, in a list a rank."""
+    arguments = (str(directory), world_size, workload, configurations)
+    torch.multiprocessing.spawn(run, arguments, nprocs=world_size)
+    return [torch.load(Path(directory) / f"rank{r}.pt") for r in range(world_size)]
