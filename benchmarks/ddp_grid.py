@@ -68,7 +68,7 @@ def main() -> int:
             print(f"  {outcome.status}: {outcome.reason[:120]}", flush=True)
         return samples_per_s(outcome)
 
-    runner.open()
+    runner.open(Path(plain["run_dir"]))
     results: list[tuple[float, dict[str, Value]]] = []
     try:
         begin = time.monotonic()

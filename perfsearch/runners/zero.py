@@ -155,9 +155,11 @@ class Zero(Runner):
         self._trials: Sequence[Trial] = ()
         self._survived: set[str] = set()
 
-    def open(self) -> None:
+    def open(self, run_dir: Path) -> None:
         """End what a killed controller left behind; begin to describe the job's tensors."""
-        registry.reap(self._environment.run_dir)
+        self._environment = replace(self._environment, run_dir=run_dir)
+        self._pool = Pool(self._environment, self.hardware.gpus)
+        registry.reap(run_dir)
         self.memory.facts.start()
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
