@@ -134,7 +134,7 @@ class Bench:
             from dataclasses import replace
 
             made = Zero.from_settings(replace(settings, run_dir=Path(directory)))
-            made.open()
+            made.open(Path(directory))
             try:
                 yield made
             finally:
