@@ -65,7 +65,7 @@ def _visible(nvml: Any) -> list[Gpu]:
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
-        return [_gpu(nvml, handle) for handle in handles]
+        return [_gpu(nvml, _as_cuda_sees(nvml, handle)) for handle in handles]
     chosen = []
     for entry in (part.strip() for part in wanted.split(",") if part.strip()):
         if entry == "-1":
@@ -77,7 +77,7 @@ def _visible(nvml: Any) -> list[Gpu]:
 def _find(nvml: Any, handles: Sequence[Any], entry: str) -> Any:
     if entry.isdigit():
         if int(entry) < len(handles):
-            return handles[int(entry)]
+            return _as_cuda_sees(nvml, handles[int(entry)])
     else:
         if entry.startswith("MIG-"):
             return nvml.nvmlDeviceGetHandleByUUID(entry)
@@ -88,6 +88,21 @@ def _find(nvml: Any, handles: Sequence[Any], entry: str) -> Any:
         f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}: there is no GPU {entry}; "
         f"the driver knows {len(handles)}"
     )
+
+
+def _as_cuda_sees(nvml: Any, card: Any) -> Any:
+    """The card, or its first instance where it is partitioned: CUDA shows no more of it."""
+    try:
+        if nvml.nvmlDeviceGetMigMode(card)[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+            return card
+    except nvml.NVMLError:
+        return card  # a card that knows no partitions
+    for slot in range(nvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+        try:
+            return nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, slot)
+        except nvml.NVMLError:
+            continue  # an empty slot
+    return card
 
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:

@@ -11,6 +11,8 @@ class FakeNvml:
     """As ``pynvml``, for three cards; memory in use is read off ``used_gib``, call by call."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = range(3)
+    NVML_DEVICE_MIG_ENABLE = 1
+    partitioned = ()
 
     class NVMLError(Exception):
         pass
@@ -24,6 +26,19 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByIndex(self, index):
         return index
+
+    def nvmlDeviceGetMigMode(self, handle):
+        if handle == 2:
+            raise self.NVMLError  # it knows no partitions
+        return [int(handle in self.partitioned), 0]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, slot):
+        if slot < 2:
+            raise self.NVMLError
+        return f"MIG-{handle}-{slot}"
 
     def nvmlDeviceGetUUID(self, handle):
         return handle if isinstance(handle, str) else f"GPU-{handle}abc"
@@ -68,6 +83,15 @@ def test_visible_devices_are_respected(monkeypatch, visible, uuids):
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [gpu.uuid for gpu in devices.visible_gpus(FakeNvml())] == uuids
+
+
+def test_an_index_of_a_partitioned_card_is_its_first_instance(monkeypatch):
+    nvml = FakeNvml()
+    nvml.partitioned = (1,)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert [gpu.uuid for gpu in devices.visible_gpus(nvml)] == ["MIG-1-2", "GPU-0abc"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert [g.uuid for g in devices.visible_gpus(nvml)] == ["GPU-0abc", "MIG-1-2", "GPU-2abc"]
 
 
 def test_a_device_that_is_not_there(monkeypatch):
