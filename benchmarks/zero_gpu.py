@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,6 @@ class Bench:
     def runner(self, settings: Settings) -> Iterator[Zero]:
         """A runner of its own, with processes of its own."""
         with tempfile.TemporaryDirectory() as directory:
-            from dataclasses import replace
-
             made = Zero.from_settings(replace(settings, run_dir=Path(directory)))
             made.open(Path(directory))
             try:
@@ -232,6 +231,10 @@ def run_search(bench: Bench, part: str, name: str, settings: Settings) -> None:
         described_s = time.monotonic() - begin
         baseline.run(session)
         baseline_s = time.monotonic() - begin
+        allowed = settings.budget.seconds
+        if allowed is not None:  # here the start of processes counts, too
+            left = replace(settings.budget, seconds=max(1.0, allowed - baseline_s))
+            session.settings = replace(settings, budget=left)
         try:
             reason = searching.run(session)
         except searching.BreakerError as error:

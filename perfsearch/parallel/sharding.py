@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from perfsearch.workers.bootstrap import Groups
 from perfsearch.workloads.base import Job
 
 _GATHERED = "UNSHARDED"
-_meshes: dict[tuple[int, int], DeviceMesh] = {}
+_meshes: dict[tuple[int, int, int], DeviceMesh] = {}
 """Meshes by generation of process groups and shard size: making one makes communicators."""
 
 
@@ -78,6 +78,9 @@ class ShardedModel:
         self._units = units_of(job.blocks, sharding.blocks_per_unit)
         for unit in self._units:
             fully_shard(unit if len(unit) > 1 else unit[0], **arguments)
+        if sharding.dtype is not None:
+            # losses are computed in float32, as autocast does
+            arguments["mp_policy"] = replace(arguments["mp_policy"], output_dtype=torch.float32)
         self.net = fully_shard(job.model, **arguments)
         assert isinstance(self.net, FSDPModule)
         if isinstance(sharding.reshard, bool) and hasattr(self.net, "set_reshard_after_forward"):
@@ -164,9 +167,10 @@ class ShardedModel:
 
 def mesh_of(groups: Groups, shard_group: int) -> DeviceMesh:
     """Ranks as replicas by shards, or one dimension where there is one copy only."""
-    key = (groups.generation, shard_group)
+    present = (id(groups), groups.generation)
+    key = (*present, shard_group)
     if key not in _meshes:
-        for old in [k for k in _meshes if k[0] != groups.generation]:
+        for old in [k for k in _meshes if k[:2] != present]:
             del _meshes[old]
         kind, world = groups.device.type, groups.world_size
         if shard_group == world:

@@ -123,6 +123,13 @@ def _sharded(whole: Mapping[str, Value], job: Job) -> list[str]:
             f"    unit = list(blocks[first : first + {size}])",
             "    fully_shard(unit if len(unit) > 1 else unit[0], **how)",
         ]
+    if _by_policy(whole, job):
+        lines += [
+            "how['mp_policy'] = MixedPrecisionPolicy(",
+            "    param_dtype=torch.bfloat16, reduce_dtype=torch.float32,",
+            "    output_dtype=torch.float32,  # of the outermost module alone",
+            ")",
+        ]
     lines += ["fully_shard(model, **how)"]
     if isinstance(reshard, bool):
         lines += [f"model.set_reshard_after_forward({reshard})  # the outermost module too"]

@@ -74,6 +74,8 @@ def close_record(session: Session, result: Result) -> None:
     session.tracker.artifacts([run_dir / name for name in _ARTIFACTS if (run_dir / name).exists()])
     for line in [*trial_cost_lines(session.trials), break_even_line(session, result.verdict)]:
         session.view.note(line)
+    if session.settings.batch == "free":
+        session.view.note(_batch_line(session, result))
     session.view.result(_rows(session, result.verdict), result.verdict.reason, files)
     session.tracker.close("FINISHED" if result.exit_code == 0 else "FAILED")
     session.view.note(session.tracker.how_to_open())
@@ -264,8 +266,18 @@ def _tags(result: Result) -> dict[str, str]:
     }
 
 
+def _batch_line(session: Session, result: Result) -> str:
+    """What became of the global batch, which ``batch=free`` lets change."""
+    numbers = (0, result.verdict.winner or 0)
+    trials = [session.find(n) for n in numbers]
+    sizes = [t.measurement.samples_per_step if t and t.measurement else None for t in trials]
+    if None in sizes or sizes[0] == sizes[1]:
+        return "batch=free: the global batch may differ from the baseline's"
+    return f"batch=free: the global batch is {sizes[1]}, the baseline's is {sizes[0]}"
+
+
 def _note(session: Session, result: Result) -> str:
     lines = [result.verdict.reason, f"search ended: {result.reason}"]
     if session.settings.batch == "free":
-        lines.append("batch=free: the global batch may differ from the baseline's")
+        lines.append(_batch_line(session, result))
     return "\n\n".join(line for line in lines if line)

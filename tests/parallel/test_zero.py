@@ -100,6 +100,25 @@ def test_the_exported_lines_build_exactly_what_was_measured(ranks, tmp_path):
             assert torch.equal(weights[name], tensor), (CONFIGURATIONS[place], name)
 
 
+HALF = [
+    {"zero_stage": 0, "micro_batch": 4},
+    {"zero_stage": 2, "micro_batch": 4},
+    {"zero_stage": 3, "micro_batch": 2, "mixed_precision": "autocast"},
+    {"zero_stage": 3, "micro_batch": 2, "blocks_per_unit": 2, "activation_checkpointing": 1},
+]
+
+
+def test_mixed_precision_keeps_master_weights_and_the_losses(tmp_path):
+    """bfloat16 has three digits; the search's own tolerance (1e-3) holds."""
+    ranks = launch(tmp_path, 2, HALF, half=True)
+    expected = ranks[0][0]["losses"]
+    plain = launch(tmp_path, 2, HALF[:1])[0][0]["losses"]
+    assert expected != plain  # it is really lower
+    for found in ranks[0][1:]:
+        assert found["losses"] == pytest.approx(expected, rel=1e-3)
+        assert {w.dtype for w in found["weights"].values()} == {torch.float32}
+
+
 SCALE_MATTERS = [
     {"zero_stage": 0, "micro_batch": 4},
     {"zero_stage": 0, "micro_batch": 1},

@@ -1,5 +1,6 @@
 """What each of several gloo ranks runs for ``test_zero``: configurations one after another."""
 
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +20,14 @@ STEPS = 4
 SAMPLES_PER_RANK = 4
 
 
-def run(rank, directory, world_size, workload, configurations):
+def run(rank, directory, world_size, workload, half, configurations):
     torch.set_num_threads(1)
     spec = WorkloadSpec(workload).resolve("cpu", None, world_size)
     group = GroupSpec(workload=asdict(spec), device="cpu", nproc=world_size)
     groups = Groups(group, Path(directory), rank, rank, world_size, torch.device("cpu"))
     trainer = Trainer(groups)
+    if half:
+        trainer.job(True).autocast_dtype["cpu"] = torch.bfloat16  # shared by every copy of it
     request = TrialRequest(0, "zero", {}, samples_per_step=SAMPLES_PER_RANK * world_size)
     found = [one(trainer, replace(request, configuration=c,
                                   group_values={"shard": c.get("shard_group_size")}))
@@ -79,12 +82,14 @@ def run_form(rank, directory, world_size, forms):
 
 def launch_forms(directory, world_size, forms):
     """The weights that each exported form ends with."""
-    torch.multiprocessing.spawn(run_form, (str(directory), world_size, forms), nprocs=world_size)
+    directory = tempfile.mkdtemp(dir=directory)
+    torch.multiprocessing.spawn(run_form, (directory, world_size, forms), nprocs=world_size)
     return torch.load(Path(directory) / "rank0.pt")
 
 
-def launch(directory, world_size, configurations, workload="gpt"):
+def launch(directory, world_size, configurations, workload="gpt", half=False):
     """Run them in new processes; what each rank found, in a list a rank."""
-    arguments = (str(directory), world_size, workload, configurations)
+    directory = tempfile.mkdtemp(dir=directory)  # a store of its own
+    arguments = (directory, world_size, workload, half, configurations)
     torch.multiprocessing.spawn(run, arguments, nprocs=world_size)
     return [torch.load(Path(directory) / f"rank{r}.pt") for r in range(world_size)]
