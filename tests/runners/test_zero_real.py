@@ -8,6 +8,7 @@ from stages.synthetic import KeptTracker, KeptView
 
 from perfsearch.config import validate
 from perfsearch.pipeline import search
+from perfsearch.runners import zero
 from perfsearch.runners.zero import Zero
 from perfsearch.search.trial import Purpose, Status
 from perfsearch.strategies import load
@@ -47,6 +48,7 @@ def run(directory, monkeypatch, oom_from, diverges_at, **changes):
     source = FACTORY.replace("OOM_FROM", str(oom_from)).replace("DIVERGES_AT", str(diverges_at))
     (directory / "zero_job.py").write_text(textwrap.dedent(source))
     monkeypatch.chdir(directory)
+    monkeypatch.setattr(zero, "_FAR_SLOWER", 1e9)  # here every trial is to run to its end
     settings = validate(
         {
             "runner": {"name": "zero", "device": "cpu", **changes.pop("runner", {})},
