@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from perfsearch.metrics.diagnosis import diagnose, report
 from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.stages.session import Session
 
@@ -28,4 +29,6 @@ def run(session: Session) -> Trial:
     if trial.status is not Status.OK:
         log = f" Full log: {trial.log_path}" if trial.log_path else ""
         session.view.warning(f"the baseline failed: {trial.status}, {trial.reason}.{log}")
+    elif trial.measurement is not None and trial.measurement.phases_ms:
+        session.view.note("what holds it back:\n" + report(diagnose(trial.measurement)))
     return trial
