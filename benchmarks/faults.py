@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -194,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "report":
         print(report(load(options.store), options.commit or _commit()), end="")
         return 0
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # servers are ended too
     if options.short:
         faults = [Fault("real", kind, i, options.seed) for i, kind in enumerate(SHORT_REAL)]
         faults += [Fault("replay", kind, i, options.seed) for i, kind in enumerate(SHORT_REPLAY)]
