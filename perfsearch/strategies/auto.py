@@ -52,8 +52,11 @@ class Auto(Strategy):
             self._why = "the runner predicts costs, so the search walks on predictions"
             self._chosen = Mcmc(space, hints, seed)
         else:
-            many = "too many to list" if size is None else f"{size}"
-            self._why = f"{many} configurations are too many to try all"
+            self._why = (
+                "there are more configurations than can be listed"
+                if size is None
+                else f"{size} configurations are too many to try all"
+            )
             options = Bayes.Options(min_gain=self.options.min_gain)
             self._chosen = Bayes(space, hints, seed, options)
 

@@ -11,6 +11,7 @@ pytest.importorskip("nevergrad")
 
 @pytest.mark.parametrize("optimizer", ALLOWED)
 def test_every_allowed_optimizer_runs_sixty_trials(optimizer: str) -> None:
+    """facebookresearch/nevergrad#1612: what is allowed runs on the installed numpy."""
     space = endless_space()
     strategy = make("nevergrad", space, 0, optimizer=optimizer)
     strategy.tell(ended(0, baseline_of(space), cost_of(space, baseline_of(space))))
@@ -23,6 +24,7 @@ def test_every_allowed_optimizer_runs_sixty_trials(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["TwoPointsDE", "NGOpt", "PortfolioDiscreteOnePlusOne"])
 def test_sixteen_outstanding_asks_are_bounded_and_distinct(optimizer: str) -> None:
+    """facebookresearch/nevergrad#1506: many asks without a tell come to an end."""
     strategy = make("nevergrad", mixed_space(), 0, optimizer=optimizer)
     points = [strategy.ask() for _ in range(16)]
     assert len({key_of(p) for p in points if p is not None}) == 16
