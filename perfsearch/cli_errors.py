@@ -74,7 +74,7 @@ def no_such_key(key: str, tree: Mapping[str, Any]) -> str:
         level = level[part]
     else:
         # Hydra says of a key whose value is null that it does not exist.
-        return f"~{key}: it is null, which is as good as dropped. Leave it out."
+        return f"{key}: it is null here. Nothing is left to drop; to set it write {key}=VALUE."
     assert isinstance(level, Mapping)
     elsewhere = [path for path in _leaves(tree) if path.split(".")[-1] == parts[-1]]
     if elsewhere:

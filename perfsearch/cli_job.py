@@ -55,7 +55,7 @@ class Job:
         os.environ.pop("HYDRA_FULL_ERROR", None)
         code = _exit_code(config)
         self.exit_codes.append(code)
-        if code in (ExitCode.SIGINT, ExitCode.SIGTERM):
+        if code in (ExitCode.SIGHUP, ExitCode.SIGINT, ExitCode.SIGTERM):
             raise Interrupted(ExitCode(code))
         if code and os.getpid() != self.process:
             raise JobFailedError(code)

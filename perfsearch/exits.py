@@ -19,17 +19,18 @@ class ExitCode(IntEnum):
     NO_TRIAL_SUCCEEDED = 1
     BAD_INPUT = 2
     CIRCUIT_BREAKER = 3
+    SIGHUP = 129
     SIGINT = 130
     SIGTERM = 143
 
 
 class Interrupted(BaseException):
-    """SIGINT or SIGTERM reached the command; raised once, in the main thread.
+    """SIGHUP, SIGINT or SIGTERM reached the command; raised once, in the main thread.
 
     It is no ``Exception``, so that nothing that catches a failing trial catches it.
 
     Attributes:
-        exit_code: 130 or 143.
+        exit_code: 129, 130 or 143.
 
     """
 
@@ -40,7 +41,7 @@ class Interrupted(BaseException):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into ``Interrupted`` while the block runs.
+    """Turn SIGHUP, SIGINT and SIGTERM into ``Interrupted`` while the block runs.
 
     The first signal raises, at the end of a ``deferred`` block where it comes inside one, so
     that the record is finished and processes are ended. The second
@@ -52,7 +53,7 @@ def interruptible() -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal received
         received += 1
-        code = ExitCode.SIGINT if number == signal.SIGINT else ExitCode.SIGTERM
+        code = ExitCode(128 + number)
         if received == 1:
             if _deferral.depth:
                 _deferral.pending = code
@@ -63,7 +64,9 @@ def interruptible() -> Iterator[None]:
             return
         os._exit(code)
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)  # not under nohup
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield

@@ -81,7 +81,10 @@ def _locked(path: Path, wait: Callable[[str], None] | None) -> Iterator[str]:
                 holder = ""
         if not holder:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            try:
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            except OSError as error:
+                raise LockError(f"{path}: cannot be written: {error.strerror}.") from error
         yield holder
     finally:
         os.close(descriptor)

@@ -126,5 +126,9 @@ class Runner(ABC):
         """Write the configuration in forms that work without perfsearch; return the files."""
         return []
 
+    def settings_of(self, configuration: Configuration) -> dict[str, Any]:
+        """The ``runner.*`` keys under which exactly ``configuration`` runs, and nothing else."""
+        return {"knobs": {**self.pinned, **configuration}}
+
     def close(self) -> None:  # noqa: B027 - a runner may have nothing to end
         """End every process that it started."""

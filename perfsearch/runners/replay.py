@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -120,6 +120,10 @@ class Replay(Runner):
             monotonic={"micro_batch": 1} if "micro_batch" in ordered else {},
             stage_knob="zero_stage" if "zero_stage" in self.space.by_name else None,
         )
+
+    def settings_of(self, configuration: Configuration) -> dict[str, Any]:
+        """The table's row that is served as the baseline."""
+        return {"baseline": dict(configuration)}
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Draw step times for ``configuration``, or serve the failure that was recorded."""

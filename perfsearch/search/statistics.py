@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 CONFIDENCE = 0.95
 
+LEAST_SPREAD = 2e-3
+"""Relative standard deviation below which repeated timings are not believed to agree."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -73,7 +76,8 @@ def paired_interval(
     logs = [math.log(b / f) for b, f in zip(baseline_costs, finalist_costs, strict=True)]
     mean, count = statistics.fmean(logs), len(logs)
     alpha = (1 - CONFIDENCE) / (looks * finalists)
-    spread = student_quantile(1 - alpha / 2, count - 1) * statistics.stdev(logs) / math.sqrt(count)
+    deviation = max(statistics.stdev(logs), LEAST_SPREAD)
+    spread = student_quantile(1 - alpha / 2, count - 1) * deviation / math.sqrt(count)
     return Interval(math.exp(mean), math.exp(mean - spread), math.exp(mean + spread), count)
 
 

@@ -49,13 +49,15 @@ def run(session: Session) -> Verdict:
     fails once is out. Without a working baseline the best finalist that runs is handed over, with
     no speed-up stated.
     """
+    settings = session.settings.confirm
+    for key in ("finalists", "max_repeats"):
+        if getattr(settings, key) == 0:
+            return Verdict(reason=f"not confirmed (confirm.{key}=0), so no gain is claimed")
     finalists = choose_finalists(session)
     if not finalists:
         return Verdict(reason="no trial was faster than the baseline: no gain")
-    settings = session.settings.confirm
-    if settings.finalists == 0 or settings.max_repeats == 0:
-        return Verdict(reason="confirmation is off, so no gain is claimed")
-    session.view.stage("confirm", f"{len(finalists)} finalists against the baseline")
+    many = "one finalist" if len(finalists) == 1 else f"{len(finalists)} finalists"
+    session.view.stage("confirm", f"{many} against the baseline")
     arms: dict[int, dict[str, Value]] = {t.number: t.configuration for t in finalists}
     if session.baseline_cost is not None:
         arms[BASELINE] = dict(session.runner.baseline)
@@ -75,6 +77,8 @@ def run(session: Session) -> Verdict:
             del verdict.costs[arm][blocks:]  # of a block that was cut off
         if blocks < 2 and not whole:
             break
+        if blocks < 2:
+            continue  # one pair has no spread
         if blocks not in planned and not (out_of_time and blocks >= 2):
             continue
         verdict.intervals = {

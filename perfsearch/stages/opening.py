@@ -17,6 +17,7 @@ from perfsearch.search.errors import BadInputError
 from perfsearch.search.journal import Event, Journal, JournalError, read
 from perfsearch.search.knob import Value, same_value
 from perfsearch.search.space import Space, key_of
+from perfsearch.search.suggest import nearest
 from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.stages.search import screened_trial
 
@@ -64,10 +65,19 @@ def open_journal(run_dir: Path, settings: Settings, runner: Runner, resuming: bo
 
     """
     identity = runner.identity()
+    for name in settings.resume_force:
+        if name not in identity:
+            allowed = nearest(name, identity) if identity else "This runner has none."
+            raise RefusedError(f"resume_force=[{name}]: not part of what is compared. {allowed}")
     if not resuming:
         header = {"search_id": uuid.uuid4().hex, "started_unix_s": time.time()}
         return Journal(run_dir / JOURNAL, {**header, "identity": identity})
     journal = Journal.reopen(run_dir / JOURNAL)
+    if settings.resume == "failed":
+        reason = _why_not_again(journal)
+        if reason:
+            journal.close()
+            raise RefusedError(f"resume=failed: {run_dir}: {reason}")
     before: dict[str, str] = journal.header.get("identity", {})
     for name in sorted(before.keys() | identity.keys()):
         if before.get(name) != identity.get(name) and name not in settings.resume_force:
@@ -78,6 +88,16 @@ def open_journal(run_dir: Path, settings: Settings, runner: Runner, resuming: bo
                 f"resume_force=[{name}] to mix them."
             )
     return journal
+
+
+def _why_not_again(journal: Journal) -> str:
+    """Why failed trials cannot be run again now; empty where they can."""
+    if not journal.ended:
+        return "the search is not finished. The same command without resume=failed goes on."
+    last = {e.data["trial"]["number"]: e.data["trial"]["status"] for e in journal.of("finished")}
+    if not any(Status(status).has_failed for status in last.values()):
+        return "no trial of it failed, so there is nothing to run again."
+    return ""
 
 
 def definition(settings: Settings, runner: Runner) -> dict[str, Any]:

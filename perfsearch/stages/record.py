@@ -191,7 +191,7 @@ def _best_files(session: Session, result: Result) -> list[str]:
     trial = session.find(number)
     best = dict(session.runner.baseline) if trial is None else trial.configuration
     plain = to_plain(session.settings)
-    plain["runner"]["knobs"] = result.best
+    plain["runner"].update(session.runner.settings_of(best))
     plain.update(run_dir=None, resume="auto")  # fed back it is a search of its own
     export.write_config(directory / "config.yaml", plain)
     summary = {

@@ -62,6 +62,7 @@ def locate(uri: str | None, directory: Path | None = None) -> StoreLocation:
                 "sqlite:////path/mlflow.db."
             )
         file = base / path
+        _require_writable(uri, file)
         return StoreLocation(f"sqlite:///{file}", (file.parent / "mlruns").as_uri())
     is_path = scheme is None and uri not in ("databricks", "databricks-uc")
     if is_path or uri.startswith("file:"):
@@ -75,6 +76,23 @@ def locate(uri: str | None, directory: Path | None = None) -> StoreLocation:
     if uri.split("://", 1)[0].split("+")[0] in ("postgresql", "mysql", "mssql"):
         return StoreLocation(uri, (base / "mlruns").as_uri())
     return StoreLocation(uri, None)
+
+
+def _require_writable(uri: str, file: Path) -> None:
+    """Find out now what MLflow would try again and again at the end.
+
+    Raises:
+        TrackingError: the database cannot be made or written.
+
+    """
+    place = file
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK):
+        raise TrackingError(
+            f"tracking.uri={uri}: {place} cannot be written. Set tracking.uri to a database that "
+            "can, or tracking.enabled=false."
+        )
 
 
 def without_credentials(uri: str) -> str:

@@ -215,3 +215,21 @@ def test_it_ends_when_a_trial_costs_more_than_it_can_save(search: Search) -> Non
     assert "budget.remaining_steps=0: the next trial would cost" in result.reason
     many = search(budget={"trials": 12, "seconds": None, "remaining_steps": 10**9}, **settings)
     assert "remaining_steps" not in many.reason
+
+
+@pytest.mark.parametrize("key", ["finalists", "max_repeats"])
+def test_without_confirmation_nothing_is_claimed(search: Search, key: str) -> None:
+    result = search(confirm={key: 0})
+    assert result.verdict.reason == f"not confirmed (confirm.{key}=0), so no gain is claimed"
+
+
+def test_one_repeat_gives_no_interval(search: Search) -> None:
+    result = search(confirm={"max_repeats": 1})
+    assert result.exit_code == 0
+    assert result.verdict.winner is None
+    assert "too few repeats for an interval" in result.verdict.reason
+
+
+def test_readings_that_agree_by_chance_are_no_proof(search: Search) -> None:
+    result = search(SyntheticRunner(spread=0.0, gain=0.01), confirm={"max_repeats": 2})
+    assert result.verdict.winner is None

@@ -193,3 +193,23 @@ def test_two_of_the_same_search_do_not_mix(search: Search) -> None:
     search.run_dir.mkdir()
     with run_directory_lock(search.run_dir), pytest.raises(LockError, match="is running this"):
         search()
+
+
+def test_failed_trials_of_an_unfinished_search_are_not_run_again_yet(search: Search) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        search(SyntheticRunner(fail=interrupt_at(4)))
+    before = (search.run_dir / "journal.jsonl").read_bytes()
+    with pytest.raises(RefusedError, match="the search is not finished"):
+        search(resume="failed")
+    assert (search.run_dir / "journal.jsonl").read_bytes() == before
+
+
+def test_there_may_be_nothing_to_run_again(search: Search) -> None:
+    search()
+    with pytest.raises(RefusedError, match="no trial of it failed"):
+        search(resume="failed")
+
+
+def test_what_is_forced_must_be_something_that_is_compared(search: Search) -> None:
+    with pytest.raises(RefusedError, match=r"resume_force=\[modell\].*Did you mean 'model'"):
+        search(resume_force=["modell"])
