@@ -281,7 +281,7 @@ def _nearest_configuration(flags: argparse.Namespace) -> dict[str, Any]:
                     run_mode=RunMode.MULTIRUN,
                     with_log_configuration=False,
                 )
-                composed, kept = plain(config), candidate
+                composed, kept = plain(config, complete=False), candidate
             except Exception as error:
                 if explain(error, dict) is None:
                     raise

@@ -13,13 +13,19 @@ from perfsearch.exits import ExitCode, Interrupted
 from perfsearch.search.errors import BadInputError
 
 
-def plain(config: Any) -> dict[str, Any]:
-    """The composed configuration as plain dicts, lists and scalars, without Hydra's own node."""
+def plain(config: Any, complete: bool = True) -> dict[str, Any]:
+    """The composed configuration as plain dicts, lists and scalars, without Hydra's own node.
+
+    Args:
+        config: what Hydra composed.
+        complete: whether a key that still needs a value is an error.
+
+    """
     from omegaconf import OmegaConf, open_dict
 
     with open_dict(config):
         config.pop("hydra", None)
-    container = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    container = OmegaConf.to_container(config, resolve=True, throw_on_missing=complete)
     assert isinstance(container, dict)
     return {str(k): v for k, v in container.items()}
 

@@ -272,8 +272,16 @@ def _pool(point: dict[str, Value], rows: Sequence[Mapping[str, str]], path: Path
 
 
 def _numbers(rows: Sequence[Mapping[str, str]], column: str) -> list[float]:
-    return [float(row[column]) for row in rows if (row.get(column) or "").strip()]
+    texts = [row.get(column) or "" for row in rows]
+    return [_number(text, column) for text in texts if text.strip()]
+
+
+def _number(text: str, column: str = "step_ms") -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"runner.table: {text!r} in a column {column} is no number") from None
 
 
 def _list(text: str | None) -> list[float]:
-    return [float(word) for word in (text or "").split()]
+    return [_number(word) for word in (text or "").split()]
