@@ -195,11 +195,16 @@ def test_ranks_that_do_not_recover_are_ended_after_the_grace_time(warm):
 def test_an_interrupt_ends_the_group(warm):
     """CenterMask#58, SimpleTuner#1901: Ctrl-C left workers that held the device."""
     token = warm.token
+    # Where the tests themselves run in the background, SIGINT is ignored from the start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        warm.measure({"kind": "hang", "rank": 0})
-    interrupt.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            warm.measure({"kind": "hang", "rank": 0})
+    finally:
+        interrupt.join()
+        signal.signal(signal.SIGINT, before)
     assert warm.left(token) == []
 
 
