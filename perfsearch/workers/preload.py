@@ -6,11 +6,12 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from perfsearch.workers import processes, registry
@@ -29,8 +30,11 @@ class LauncherGone(RuntimeError):
 class ForkedLauncher:
     """torch's launcher for one group, in a fork of the preloaded process."""
 
-    def __init__(self, pid: int, started: float, directory: Path) -> None:
+    def __init__(
+        self, pid: int, started: float, directory: Path, parent_runs: Callable[[], bool]
+    ) -> None:
         self.pid = pid
+        self._parent_runs = parent_runs
         self._started = started
         self._exit_file = directory / EXIT_FILE
         self._code: int | None = None
@@ -39,10 +43,11 @@ class ForkedLauncher:
         """Its exit code once it has ended (negative: by that signal), ``None`` while it runs."""
         if self._code is None and self._exit_file.exists():
             self._code = int(self._exit_file.read_text())
-        if self._code is None and not processes.is_alive(self.pid, self._started):
-            # its parent may be about to write the file, or be gone too
-            time.sleep(_POLL_S)
-            self._code = int(self._exit_file.read_text()) if self._exit_file.exists() else -9
+        # Its parent reaps it and writes the file; only without a parent nobody will.
+        nobody_writes = not self._parent_runs() or not self._exit_file.parent.exists()
+        if self._code is None and nobody_writes and not self._runs():
+            written = self._exit_file.exists()
+            self._code = int(self._exit_file.read_text()) if written else -signal.SIGKILL
         return self._code
 
     def wait(self, timeout_s: float | None = None) -> int:
@@ -58,10 +63,13 @@ class ForkedLauncher:
             time.sleep(_POLL_S)
         return code
 
+    def _runs(self) -> bool:
+        return processes.is_alive(self.pid, self._started)
+
     def kill(self) -> None:
         """Send it SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, 9)
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class Preloaded:
@@ -143,7 +151,8 @@ class Preloaded:
         except OSError as error:
             raise LauncherGone("the launcher is gone") from error
         answer = self._answer(deadline)
-        return ForkedLauncher(int(answer["pid"]), float(answer["started"]), directory)
+        pid, started = int(answer["pid"]), float(answer["started"])
+        return ForkedLauncher(pid, started, directory, lambda: self.alive)
 
     def _answer(self, deadline: float) -> dict[str, float]:
         assert self._process.stdout is not None
