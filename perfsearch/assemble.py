@@ -55,8 +55,10 @@ def build_runner(settings: Settings) -> Runner:
     """
     name = settings.runner.name
     runner: type[Runner] = _load(runners.load, "runner", name)
-    if settings.mode != "search" and not callable(getattr(runner, settings.mode, None)):
-        raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode=search.")
+    modes = ["search", *(["profile"] if runner.trains else [])]
+    if settings.mode not in modes and _own(runner, settings.mode) is None:
+        has = " and mode=".join(modes)
+        raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
     return runner.from_settings(settings)
 
 
@@ -73,14 +75,21 @@ def run(settings: Settings) -> int:
     _require_writable(settings.run_dir or default_run_dir(settings))
     runner = build_runner(settings)
     with open_view(settings) as view:
-        if settings.mode == "search":
+        own = _own(runner, settings.mode)
+        if own is None:
             from perfsearch.pipeline import search
 
             return int(search(settings, runner, strategy, view).exit_code)
         try:
-            return int(getattr(runner, settings.mode)(settings, view))
+            return int(own(settings, view))
         finally:
             runner.close()
+
+
+def _own(runner: Any, mode: str) -> Callable[[Settings, Any], int] | None:
+    """The runner's own way to do what ``mode`` asks for; ``None``: the pipeline does it."""
+    method = None if mode == "search" else getattr(runner, mode, None)
+    return method if callable(method) else None
 
 
 def _require_writable(directory: Path) -> None:
