@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from perfsearch.config import Settings, default_run_dir
 from perfsearch.config_options import ConfigError, build_options
 from perfsearch.runners import Runner
 from perfsearch.search.hints import Hints
+from perfsearch.search.narrow import is_auto
 from perfsearch.search.space import Space
 from perfsearch.strategies import Strategy
 
@@ -27,8 +28,13 @@ class _Factory:
     strategy: type[Strategy]
     seed: int
     options: Any
+    by_bound: bool = False
 
     def __call__(self, space: Space, hints: Hints) -> Strategy:
+        if self.by_bound:
+            from perfsearch.strategies._by_bound import ByBound
+
+            return ByBound(space, hints, self.seed, replace(self, by_bound=False))
         return self.strategy(space, hints, self.seed, self.options)
 
 
@@ -42,7 +48,7 @@ def strategy_factory(settings: Settings) -> StrategyFactory:
     name = settings.strategy.name
     strategy: type[Strategy] = _load(strategies.load, "strategy", name)
     options = build_options(strategy.Options, settings.strategy.options, "strategy")
-    return _Factory(strategy, settings.seed, options)
+    return _Factory(strategy, settings.seed, options, is_auto(settings.runner.options))
 
 
 def build_runner(settings: Settings) -> Runner:
