@@ -77,6 +77,8 @@ class Replay(Runner):
 
     """
 
+    trains = False
+
     @classmethod
     def from_settings(cls, settings: Settings) -> Replay:
         """Build it from ``runner.*`` and ``seed``."""
