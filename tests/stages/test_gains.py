@@ -71,7 +71,8 @@ def test_a_search_that_cannot_gain_enough_says_what_would_help_instead(search):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"objective": {"min_gain": 0}}, {"objective": {"min_gain": 0.01}}, {"batch": "free"}]
+    "changes",
+    [{"objective": {"min_gain": 0}}, {"objective": {"min_gain": 0.01}}, {"batch": "free"}],
 )
 def test_it_is_started_where_a_smaller_gain_is_wanted_or_nothing_is_bounded(search, changes):
     result = search(Watched(exposed_ms=1.0), **changes)
