@@ -7,13 +7,8 @@ import math
 from perfsearch.metrics.bounds import PARTS, Bound, bound_of, bounds, gain_of, searched
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.findings import Severity
-from perfsearch.search.trial import Measurement, Status
+from perfsearch.search.trial import Status
 from perfsearch.stages.session import Session
-
-
-def diagnosis_lines(measurement: Measurement) -> list[str]:
-    """What holds a measured configuration back, a line a finding; empty where nobody looked."""
-    return [f"- {finding}" for finding in measurement.environment.get("findings", [])]
 
 
 def show(session: Session) -> None:

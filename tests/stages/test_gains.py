@@ -71,7 +71,8 @@ def test_a_search_that_cannot_gain_enough_says_what_would_help_instead(search):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"objective": {"min_gain": 0}}, {"objective": {"min_gain": 0.01}}, {"batch": "free"}]
+    "changes",
+    [{"objective": {"min_gain": 0}}, {"objective": {"min_gain": 0.01}}, {"batch": "free"}],
 )
 def test_it_is_started_where_a_smaller_gain_is_wanted_or_nothing_is_bounded(search, changes):
     result = search(Watched(exposed_ms=1.0), **changes)
@@ -107,7 +108,7 @@ def test_a_profile_measures_the_baseline_and_nothing_else(search):
     assert (search.run_dir / "report.html").exists()
     assert not (search.run_dir / "best").exists()
     assert search.tracker.tags["perfsearch.bottleneck_baseline"] == "balanced"
-    assert "What holds the baseline back:" in search.tracker.note
+    assert "what holds the baseline back:" in search.tracker.note
 
 
 def test_thresholds_of_the_configuration_decide(search):
