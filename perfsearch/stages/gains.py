@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from perfsearch.metrics.bounds import PARTS, Bound, bound_of, bounds, gain_of, searched
+from perfsearch.metrics.bounds import PARTS, Bound, bound_of, bounds, gain_of, percent, searched
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.findings import Severity
 from perfsearch.search.trial import Status
@@ -41,13 +39,6 @@ def reason_to_stop(session: Session) -> str:
         f"these knobs can gain {percent(total)} at most, less than objective.min_gain={least:g} "
         f"(0 searches all the same). {_instead(session, found)}"
     )
-
-
-def percent(gain: float) -> str:
-    """A relative gain for people."""
-    if math.isinf(gain):
-        return "without a bound"
-    return f"{gain:+.1%}" if gain < 1 else f"{1 + gain:.1f}x"
 
 
 def _instead(session: Session, found: list[Bound]) -> str:
