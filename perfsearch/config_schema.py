@@ -211,6 +211,12 @@ class Settings:
     sentinel_every: int = option(10, low=0)
 
     def __post_init__(self) -> None:
+        if self.run_dir is not None and str(self.run_dir) in ("", "."):
+            raise ConfigError(
+                "run_dir",
+                f"run_dir={self.run_dir}: the run needs a directory of its own. "
+                "Name one, or leave the key out for outputs/RUNNER-STRATEGY-HASH.",
+            )
         if self.launcher == "local" and self.nnodes > 1:
             raise ConfigError(
                 "nnodes",
