@@ -17,6 +17,7 @@ def markdown(store: Store) -> str:
         ("events", "Event timings against torch's profiler", _events),
         ("smi", "System metrics against nvidia-smi", _smi),
         ("cost", "What the timings cost", _cost),
+        ("bound", "Confirmed gains against the bounds printed before", _bound),
         ("tuning", "GPT-2 before and after tuning", _tuning),
     ):
         records = store.of(part)
@@ -125,6 +126,18 @@ def _cost(records: list[dict[str, Any]]) -> str:
     return text + _table(["what", "step, ms", "adds", "95% interval", "blocks"], rows)
 
 
+def _bound(records: list[dict[str, Any]]) -> str:
+    rows = [
+        [r["key"], _percent(r["bound"]), _percent(r["gain"]), "yes" if r["holds"] else "no"]
+        for r in records
+    ]
+    return _table(["search", "bound", "confirmed gain (95% interval's lower end)", "holds"], rows)
+
+
+def _percent(value: float | None) -> str:
+    return "none" if value is None else f"{value:+.1%}"
+
+
 def _tuning(records: list[dict[str, Any]]) -> str:
     arms = [r for r in records if "phases_ms" in r]
     rows = [
@@ -142,7 +155,6 @@ def _tuning(records: list[dict[str, Any]]) -> str:
         text += f"\n{r['key']}: {phases} ms; {evidence}.\n\n{findings}"
     for r in records:
         if "reason" in r:
-            gain = "none" if r["gain"] is None else f"{r['gain']:+.1%}"
-            bound = "none" if r["bound"] is None else f"{r['bound']:+.1%}"
+            gain, bound = _percent(r["gain"]), _percent(r["bound"])
             text += f"\n{r['key']}: {r['reason']}. Gain {gain}, bound printed before {bound}.\n"
     return text

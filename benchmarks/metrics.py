@@ -9,8 +9,9 @@ Parts on processors (``cpu``): ``loader`` (one that sleeps), ``phases`` (they su
 (``gpu``): ``events`` (phases against torch's profiler for the same steps), ``smi`` (utilisation,
 memory and power against nvidia-smi), ``cost`` (of light and full timings and of the sampler, on
 against off, interleaved), ``tuning`` (MFU and diagnosis of GPT-2 before and after a search, on all
-visible GPUs). Each part appends to the store as it goes and skips what is there. Needs torch,
-numpy, psutil and pynvml, ``tuning`` scikit-learn.
+visible GPUs). ``bound --runs DIRECTORY...`` holds the confirmed gains of finished searches against
+the bounds that were printed for them. Each part appends to the store as it goes and skips what is
+there. Needs torch, numpy, psutil and pynvml, ``tuning`` scikit-learn.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import _metrics_bounds
 import _metrics_cpu
 import _metrics_gpu
 import _metrics_report
@@ -62,10 +64,14 @@ def main() -> int:
             store, arguments.size, arguments.seconds, arguments.device
         ),
     }
+    held: dict[str, Part] = {
+        "bound": lambda store: _metrics_bounds.check(store, arguments.runs),
+    }
     hidden: dict[str, Part] = {"link-rank": _metrics_cpu.link_rank}
-    everything = {**cpu, **gpu, **hidden}
+    everything = {**cpu, **gpu, **held, **hidden}
     parser.add_argument("parts", nargs="+", choices=["cpu", "gpu", "report", *everything])
     parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="run directories, `bound`")
     parser.add_argument("--size", default="large", help="GPT-2's, for the parts on a GPU")
     parser.add_argument("--device", default="cuda", help="cpu tries `cost` and `tuning` themselves")
     parser.add_argument("--blocks", type=int, default=30, help="of `cost`")

@@ -42,7 +42,8 @@ def diagnose(measurement: Measurement, limits: Thresholds | None = None) -> list
         computing = _compute(facts)
         found += [] if computing is None else [computing]
     if found:
-        return found
+        order = list(Severity)
+        return sorted(found, key=lambda f: order.index(f.severity))
     closely = "detailed_step_ms" in evidence
     do = "Search" if closely else "Measure with metrics.detail=full, or search"
     return [

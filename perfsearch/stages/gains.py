@@ -16,13 +16,18 @@ def show(session: Session) -> None:
         return
     names = searched(session.runner.space.knobs)
     lines = ["what there is to gain, at most, by what a knob can make shorter:"]
-    for bound in found:
-        knobs = ", ".join(names[bound.part]) or "no knob is searched"
-        lines.append(f"- {bound.part} {percent(bound.gain)}: {bound.evidence}; {knobs}")
-    total = bound_of(found, session.runner.space.knobs)
+    for one in found:
+        knobs = ", ".join(names[one.part]) or "no knob is searched"
+        lines.append(f"- {one.part} {percent(one.gain)}: {one.evidence}; {knobs}")
+    total = bound(session)
     if total is not None:
         lines.append(f"all that is searched: {percent(total)}")
     session.view.note("\n".join(lines))
+
+
+def bound(session: Session) -> float | None:
+    """The most that the searched knobs can gain, relative; ``None`` where it is not known."""
+    return bound_of(_bounds(session), session.runner.space.knobs)
 
 
 def reason_to_stop(session: Session) -> str:
@@ -32,7 +37,7 @@ def reason_to_stop(session: Session) -> str:
     """
     settings, found = session.settings, _bounds(session)
     least = settings.objective.min_gain
-    total = bound_of(found, session.runner.space.knobs)
+    total = bound(session)
     if total is None or total >= least or settings.batch == "free" or session.only_rerun:
         return ""
     return (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from perfsearch.config import to_plain
 from perfsearch.search.space import key_of
 from perfsearch.search.trial import Purpose, Status, Trial
-from perfsearch.stages import looks
+from perfsearch.stages import gains, looks
 from perfsearch.stages.confirm import BASELINE, Verdict
 from perfsearch.stages.session import Session
 from perfsearch.tracking import export, report
@@ -124,6 +124,9 @@ def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
         numbers["search/speed_up"] = interval.ratio
         numbers["search/speed_up_low"] = interval.low
         numbers["search/speed_up_high"] = interval.high
+    bound = gains.bound(session)
+    if bound is not None and math.isfinite(bound):
+        numbers["search/speed_up_bound"] = 1 + bound
     warm = [t.overhead_seconds for t in session.search_trials if not t.fresh_process]
     if warm:
         numbers["search/warm_trial_overhead_s"] = statistics.median(warm)
