@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perfsearch import runners, strategies
 from perfsearch.config import Settings, default_run_dir
@@ -15,6 +15,9 @@ from perfsearch.runners import Runner
 from perfsearch.search.hints import Hints
 from perfsearch.search.space import Space
 from perfsearch.strategies import Strategy
+
+if TYPE_CHECKING:
+    from perfsearch.pipeline import Result
 
 StrategyFactory = Callable[[Space, Hints], Strategy]
 """Makes the strategy once the runner's space and hints are known."""
@@ -69,18 +72,34 @@ def run(settings: Settings) -> int:
     """
     from perfsearch.view import open_view
 
-    strategy = strategy_factory(settings)
+    if settings.mode == "search":
+        return int(search(settings).exit_code)
+    strategy_factory(settings)
     _require_writable(settings.run_dir or default_run_dir(settings))
     runner = build_runner(settings)
     with open_view(settings) as view:
-        if settings.mode == "search":
-            from perfsearch.pipeline import search
-
-            return int(search(settings, runner, strategy, view).exit_code)
         try:
             return int(getattr(runner, settings.mode)(settings, view))
         finally:
             runner.close()
+
+
+def search(settings: Settings) -> Result:
+    """Search with a view in this terminal.
+
+    Raises:
+        BadInputError: something asked for cannot be done; nothing was started.
+        Interrupted: a signal came; finished trials are recorded first.
+
+    """
+    from perfsearch.pipeline import search as run_search
+    from perfsearch.view import open_view
+
+    strategy = strategy_factory(settings)
+    _require_writable(settings.run_dir or default_run_dir(settings))
+    runner = build_runner(settings)
+    with open_view(settings) as view:
+        return run_search(settings, runner, strategy, view)
 
 
 def _require_writable(directory: Path) -> None:

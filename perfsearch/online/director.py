@@ -1,8 +1,8 @@
 """What rank 0 decides between two steps. No torch, no processes: it is plain logic.
 
 The director is a generator: it yields an instruction for all ranks and gets every rank's report
-on it. Today's configuration is sample 0, and what is kept is never slower than it: finalists whose
-scores lie close together are measured again, in turn, and all samples of each are pooled.
+on it. Today's configuration is sample 0, and where others are not clearly faster it is measured
+again beside them, in turn, before one is kept.
 """
 
 from __future__ import annotations
@@ -122,12 +122,16 @@ class Director:
             self._keep(sampler.arm_of(sampler.current), _why_nothing(described))
             return
         self._announce(described)
-        baseline = yield from self._sample(sampler.current, Purpose.BASELINE)
+        today = {**sampler.current, **described["pinned"]}
+        today = {name: today[name] for name in sampler.current}
+        baseline = yield from self._sample(today, Purpose.BASELINE)
+        if not baseline.costs:
+            self._keep(sampler.arm_of(sampler.current), "the fixed values could not be applied")
+            return
         if self._earlier is not None:
             yield from self._tell_earlier(self._earlier, baseline)
         reason = yield from self._search()
-        yield from self._settle(baseline)
-        best = sampler.best
+        best = yield from self._settle(baseline)
         failure = yield from sampler.apply(best.configuration)
         if failure:
             reason = f"{reason}; the best could not be put back: {failure}"
@@ -156,8 +160,11 @@ class Director:
             yield from self._sample(configuration, Purpose.SEARCH)
         return f"autotune.max_samples={self._options.max_samples} spent"
 
-    def _settle(self, baseline: Arm) -> Steps:
-        """Measure those again that lie close to the best, in turn, there and back."""
+    def _settle(self, baseline: Arm) -> Generator[Instruction, list[Report], Arm]:
+        """The best; where others lie close, all are measured again, in turn, there and back.
+
+        Only what was measured again counts then: the search's best reading is the luckiest too.
+        """
         ranked = sorted(self._sampler.arms, key=lambda arm: arm.cost)
         best = ranked[0]
         close = [
@@ -169,10 +176,13 @@ class Director:
         if baseline in close and baseline not in finalists:
             finalists.append(baseline)
         if len(finalists) < 2:
-            return
+            return best
+        for arm in finalists:
+            arm.forget()
         for number in range(_ROUNDS):
             for arm in finalists if number % 2 == 0 else finalists[::-1]:
                 yield from self._sample(arm.configuration, Purpose.CONFIRM)
+        return min(finalists, key=lambda arm: arm.cost)
 
     def _sample(
         self, configuration: Mapping[str, Value], purpose: Purpose
@@ -197,8 +207,6 @@ class Director:
 
     def _tell_earlier(self, earlier: Log, baseline: Arm) -> Steps:
         """Pass on an earlier run's trials, at the speed of today, and measure its best here."""
-        if not baseline.costs:
-            return
         scale = _scale(earlier, baseline)
         known = set(self._sampler.current)
         told = 0
@@ -245,10 +253,13 @@ class Director:
 
     def unfinished(self, why: str) -> Entry | None:
         """The last row where training or tuning ends too early; ``None`` once one is kept."""
-        if self.kept is not None or not self._sampler.arms:
+        sampler = self._sampler
+        if self.kept is not None or not sampler.current:
             return None
-        best, at = self._sampler.best, self._sampler.train_iter
-        return Entry(best.trial, FINAL, "unfinished", at, best.configuration, (), best.cost, why)
+        best = sampler.best if sampler.arms else sampler.arm_of(sampler.current)
+        cost = best.cost if best.costs else None
+        at = sampler.train_iter
+        return Entry(best.trial, FINAL, "unfinished", at, best.configuration, (), cost, why)
 
 
 def merge(facts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -11,6 +13,17 @@ from perfsearch.online import session
 from perfsearch.online.options import AutotuneOptions
 
 _options: list[AutotuneOptions] = []
+_pauses: list[None] = []
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Construct a wrapper inside without tuning it."""
+    _pauses.append(None)
+    try:
+        yield
+    finally:
+        _pauses.pop()
 
 
 def patch(options: AutotuneOptions) -> None:
@@ -24,7 +37,7 @@ def patch(options: AutotuneOptions) -> None:
     @functools.wraps(construct)
     def constructed(self: Any, *arguments: Any, **named: Any) -> None:
         construct(self, *arguments, **named)
-        if type(self) is DistributedDataParallel:
+        if type(self) is DistributedDataParallel and not _pauses:
             session.begin(self, _options[0])
 
     DistributedDataParallel.__init__ = constructed

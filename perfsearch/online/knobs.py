@@ -18,7 +18,7 @@ from perfsearch.workloads.spec import Traits
 _ON_REQUEST = {
     "static_graph": "that the graph never changes is a promise which only you can give",
 }
-_LARGEST_BUCKET_MB = 512.0
+_SMALLEST_BUCKET_MB, _LARGEST_BUCKET_MB = 1 / 16, 512.0
 _PLAIN = Traits(samples_per_rank={}, auto_cpu="", auto_gpu="")
 
 
@@ -41,7 +41,7 @@ def make_space(
 
     """
     present: Mapping[str, Value] = facts["configuration"]
-    declared, left_out = _declare(facts)
+    declared, left_out = _declare(facts, options)
     settings: dict[str, Any] = {}
     for knob in declared:
         asked = options.knobs.get(knob.name, SEARCH)
@@ -68,7 +68,9 @@ def make_space(
     return Space(searched, _constraints(searched, present)), pinned, left_out
 
 
-def _declare(facts: Mapping[str, Any]) -> tuple[list[Knob], dict[str, str]]:
+def _declare(
+    facts: Mapping[str, Any], options: AutotuneOptions
+) -> tuple[list[Knob], dict[str, str]]:
     hardware = Hardware(facts["device"], facts["ranks_per_node"], facts["nodes"], gpus=(), cores=1)
     takes = frozenset(facts["wrapper_parameters"])
     everything, absent = _ddp_knobs.declare(_ddp_knobs.Surroundings(hardware, _PLAIN, {}, takes))
@@ -82,7 +84,12 @@ def _declare(facts: Mapping[str, Any]) -> tuple[list[Knob], dict[str, str]]:
             left_out[knob.name] = "it cannot be changed in this job"
             continue
         knob = replace(knob, default=present[knob.name], scope=Scope.STEP)
-        if knob.name == "bucket_cap_mb":
+        chosen = options.knobs.get(knob.name, SEARCH) != SEARCH
+        if knob.name in ("bucket_cap_mb", "first_bucket_mb") and chosen:
+            knob = replace(
+                knob, kind=Kind.REAL, values=(), low=_SMALLEST_BUCKET_MB, high=_LARGEST_BUCKET_MB
+            )
+        elif knob.name == "bucket_cap_mb":
             knob = _buckets_of(knob, float(facts["gradient_mib"]))
         elif knob.name == "first_bucket_mb":
             knob = _up_to(knob, max(1.0, float(facts["gradient_mib"])))

@@ -52,6 +52,7 @@ class Report:
     Attributes:
         train_iter: optimizer steps of this model so far.
         failure: why a configuration could not be put into force; empty where it was.
+        applied_s: seconds that this took.
         discarded_s: seconds of each step that is not scored.
         step_s: seconds of each scored step.
         facts: what there is to tune, in the first report.
@@ -60,6 +61,7 @@ class Report:
 
     train_iter: int
     failure: str = ""
+    applied_s: float = 0.0
     discarded_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)

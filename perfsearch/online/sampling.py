@@ -76,8 +76,12 @@ class Arm:
 
     @property
     def cost(self) -> float:
-        """Mean of the samples' scores, seconds a step."""
-        return statistics.fmean(self.costs)
+        """Mean of the samples' scores, seconds a step; without end where there is none."""
+        return statistics.fmean(self.costs) if self.costs else math.inf
+
+    def forget(self) -> None:
+        """Drop the samples."""
+        self.costs, self.errors = [], []
 
     @property
     def error(self) -> float:
@@ -108,11 +112,11 @@ class Sampler:
     @property
     def arms(self) -> list[Arm]:
         """Every configuration with a score, today's first."""
-        return list(self._arms.values())
+        return [arm for arm in self._arms.values() if arm.costs]
 
     @property
     def best(self) -> Arm:
-        """The one of least cost, all its samples pooled."""
+        """The one of least cost."""
         return min(self._arms.values(), key=lambda arm: arm.cost)
 
     def forget(self) -> None:
@@ -150,7 +154,7 @@ class Sampler:
     ) -> Generator[Instruction, list[Report], tuple[Arm, Trial]]:
         """Put a configuration into force and score it; a failing one is rolled back."""
         arm = self.arm_of(configuration)
-        if not arm.costs:
+        if arm.trial == self._trials:
             self._trials += 1
         failure = yield from self.apply(configuration)
         if failure:
@@ -184,6 +188,9 @@ class Sampler:
         reports = yield Instruction(APPLY, dict(configuration))
         self._settled = False
         failures = [r.failure for r in reports if r.failure]
+        took_s, limit_s = max(r.applied_s for r in reports), self._options.time_limit_s
+        if took_s > limit_s:
+            failures.append(f"{NOT_IN_TIME} {limit_s:g} s but {took_s:.3g} s")
         if not failures:
             self.current = dict(configuration)
             return ""
@@ -204,12 +211,12 @@ class Sampler:
         return trial
 
     def _limit_s(self) -> float:
-        today_s = self.arms[0].cost if self._arms else math.inf
+        today_s = self.arms[0].cost if self.arms else math.inf
         return min(self._options.time_limit_s, _TOO_SLOW * today_s)
 
     def _steps_of_a_sample(self) -> int:
         seconds, least = self._options.sampling_confidence_time, self._options.steps_per_sample
-        step_s = self.best.cost if self._arms else self.step_s
+        step_s = self.best.cost if self.arms else self.step_s
         if not seconds or math.isinf(step_s) or step_s <= 0:
             return least
         return max(least, math.ceil(seconds / step_s))

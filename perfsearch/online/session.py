@@ -21,7 +21,7 @@ from perfsearch.online.facts import job_name
 from perfsearch.online.options import AutotuneOptions
 from perfsearch.online.participant import Participant
 from perfsearch.online.strategy_process import StrategyProcess
-from perfsearch.online.wrapper import adopt
+from perfsearch.online.wrapper import TunedDataParallel, adopt
 
 _LONGEST_ROUND = 2.0
 """A round waits this many time limits for a rank: one that is late must still be able to say so."""
@@ -160,6 +160,8 @@ def begin(model: DistributedDataParallel, options: AutotuneOptions) -> Distribut
         BadInputError: a log that was given cannot be read.
 
     """
+    if type(model) is TunedDataParallel:
+        return model  # it is being tuned, or was
     adopt(model)
     if options.level == 0 or dist.get_world_size(model.process_group) < 2:
         return model

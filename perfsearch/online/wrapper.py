@@ -11,6 +11,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ constructor_parameters = frozenset(inspect.signature(_construct).parameters)
 _hierarchies: weakref.WeakKeyDictionary[Any, HierarchicalAllReduce] = weakref.WeakKeyDictionary()
 """Wrappers whose gradients are reduced by our own hook; beside them, so that they still pickle."""
 
+_accumulating: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Wrappers whose gradients were accumulated without reduction at some time."""
+
 
 class TunedDataParallel(DistributedDataParallel):  # type: ignore[misc]
     """A wrapper that is being tuned; made by ``adopt``, never constructed."""
@@ -70,6 +74,12 @@ class TunedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         if self in _hierarchies:
             rewrap(self, {"hierarchical_group_size": 0})
         super().register_comm_hook(state, hook)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients; noted, since not every setting goes with it."""
+        _accumulating.add(self)
+        context: AbstractContextManager[None] = super().no_sync()
+        return context
 
 
 def adopt(wrapper: DistributedDataParallel) -> None:
@@ -115,7 +125,12 @@ def why_not_each(wrapper: DistributedDataParallel) -> dict[str, str]:
         fixed.update(dict.fromkeys(_WRAPPER_KNOBS, why))
     if not is_whole_world(wrapper):
         fixed["hierarchical_group_size"] = "the model is replicated over some of the ranks only"
-    if wrapper.static_graph:
+    if wrapper in _accumulating:
+        why = "torch cannot begin a static graph with gradients that are not reduced"
+        fixed.update(
+            dict.fromkeys(_WRAPPER_KNOBS if wrapper.static_graph else ["static_graph"], why)
+        )
+    elif wrapper.static_graph:
         fixed["static_graph"] = "the script says so"
     return fixed
 

@@ -92,7 +92,7 @@ def test_a_refused_configuration_is_rolled_back_and_never_proposed_again():
         return ""
 
     job = Job(valley, refuses=refuses)
-    director, recorder, proposer = tune(job)
+    director, recorder, _ = tune(job)
     failed = [r for r in recorder.rows if r.status == Status.OOM]
     assert failed
     assert len({key_of(r.configuration) for r in failed}) == len(failed)
