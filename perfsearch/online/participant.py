@@ -25,6 +25,9 @@ from perfsearch.workers.measure import Clock, make_clock, synchronize
 
 _PROBE_ELEMENTS = 1024
 
+_LEADERS_OWN = ("log_file", "start_from", "freeze")
+"""Options that only the deciding rank looks at, and that may differ elsewhere."""
+
 
 class Participant:
     """Tunes one model on one rank.
@@ -143,10 +146,11 @@ class Participant:
     def _facts(self, model: DistributedDataParallel) -> dict[str, Any]:
         optimizer = None if self._optimizer is None else self._optimizer()
         assert optimizer is not None
-        return {
-            **facts_of(model, optimizer, None if self._switch is None else self._switch.choice),
-            "options": self._options.to_plain(),
-        }
+        options = self._options.to_plain()
+        for name in _LEADERS_OWN:
+            options.pop(name)
+        choice = None if self._switch is None else self._switch.choice
+        return {**facts_of(model, optimizer, choice), "options": options}
 
     def _decide(self) -> Instruction:
         assert self._director is not None
@@ -191,6 +195,8 @@ class Participant:
         outcome: queue.Queue[Exception | None] = queue.Queue()
 
         def probe() -> None:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # which each thread has of its own
             try:
                 hierarchy.reduce_and_wait(tensor)
             except Exception as error:  # raised in the thread that waits for it

@@ -7,6 +7,7 @@ import functools
 import itertools
 import sys
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from perfsearch.online.facts import job_name
 from perfsearch.online.options import AutotuneOptions
 from perfsearch.online.participant import Participant
 from perfsearch.online.strategy_process import StrategyProcess
-from perfsearch.online.wrapper import TunedDataParallel, adopt
+from perfsearch.online.wrapper import adopt
 
 _LONGEST_ROUND = 2.0
 """A round waits this many time limits for a rank: one that is late must still be able to say so."""
@@ -129,6 +130,7 @@ class Session:
 
 
 _sessions: list[Session] = []
+_begun: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _serial = itertools.count()
 
 
@@ -160,8 +162,9 @@ def begin(model: DistributedDataParallel, options: AutotuneOptions) -> Distribut
         BadInputError: a log that was given cannot be read.
 
     """
-    if type(model) is TunedDataParallel:
-        return model  # it is being tuned, or was
+    if model in _begun:
+        return model
+    _begun.add(model)
     adopt(model)
     if options.level == 0 or dist.get_world_size(model.process_group) < 2:
         return model
