@@ -43,8 +43,6 @@ def search(*overrides: str, **keys: Any) -> Result:
     from perfsearch.config import validate
 
     settings = validate(compose(overrides, keys))
-    if settings.mode != "search":
-        raise BadInputError(f"mode={settings.mode}: from Python there is mode=search only.")
     with _interruptible():
         return assemble.search(settings)
 

@@ -11,8 +11,11 @@ from typing import Any
 from perfsearch.cli_errors import explain
 from perfsearch.cli_job import plain
 from perfsearch.config import GROUPS
-from perfsearch.config_options import ConfigError
+from perfsearch.config_options import ConfigError, join
 from perfsearch.search.errors import BadInputError
+
+_MISSING = "???"
+"""What OmegaConf holds for a key that still needs a value."""
 
 _CONFIG_MODULE = "pkg://perfsearch.conf"
 
@@ -36,8 +39,8 @@ def compose(overrides: Sequence[str], values: Mapping[str, Any]) -> dict[str, An
         if key in GROUPS:
             name, rest = _option(key, value)
             words += [f"{key}={name}"] if name else []
-            value = rest
-        if value != {}:
+            merged[key] = _plain(rest)
+        else:
             merged[key] = _plain(value)
     with _hydra_as_it_was():
         try:
@@ -49,7 +52,9 @@ def compose(overrides: Sequence[str], values: Mapping[str, Any]) -> dict[str, An
             if message is None:
                 raise
             raise BadInputError(message) from error
-    return _merge(composed, merged)
+    whole = _merge(composed, merged)
+    _refuse_missing(whole, "")
+    return whole
 
 
 def _option(group: str, value: Any) -> tuple[str, Any]:
@@ -95,7 +100,15 @@ def _compose(overrides: list[str]) -> dict[str, Any]:
         )
     finally:
         _forget_hydra()
-    return plain(config)
+    return plain(config, complete=False)
+
+
+def _refuse_missing(node: Any, key: str) -> None:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            _refuse_missing(value, join(key, name))
+    elif node == _MISSING:
+        raise ConfigError(key, f"{key}: it needs a value, and has no default. Set {key}=VALUE.")
 
 
 def _forget_hydra() -> None:
