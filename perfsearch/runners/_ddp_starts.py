@@ -29,10 +29,10 @@ def starts(knobs: Mapping[str, Knob], baseline: Mapping[str, Value]) -> list[dic
         able = {n: v for n, v in wanted.items() if n in knobs and knobs[n].contains(v)}
         return {**baseline, **able}
 
-    bucket = {"bucket_cap_mb": _BUCKET_MIB}
+    bucket: dict[str, Value] = {"bucket_cap_mb": _BUCKET_MIB}
     found = [with_values(bucket | dict(_SELDOM_HARMFUL))]
     if {"nccl_nsocks_perthread", "nccl_socket_nthreads"} & set(knobs):
-        pairs = [
+        pairs: list[dict[str, Value]] = [
             {"nccl_nsocks_perthread": each, "nccl_socket_nthreads": threads}
             for each, threads in _SOCKETS
         ]
