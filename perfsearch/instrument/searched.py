@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from perfsearch.instrument.batches import BatchTape
 from perfsearch.instrument.rewind import Rewinder
 from perfsearch.instrument.script import Script
+from perfsearch.instrument.sockets import socket_path
 from perfsearch.workers import measure
 from perfsearch.workers.channel import Channel
 
@@ -21,11 +21,6 @@ _MOST_SWALLOWED = 3
 
 class Finished(SystemExit):
     """The window is full: the script has done what it was started for."""
-
-
-def socket_path(directory: str | Path, rank: int) -> Path:
-    """Where rank ``rank`` meets the controller."""
-    return Path(directory) / f"rank{rank}.sock"
 
 
 class Searched:
