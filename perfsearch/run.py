@@ -7,12 +7,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from perfsearch import __version__
 from perfsearch.exits import ExitCode
-from perfsearch.instrument.mapping import Mapped, apply, parse_map, parse_map_file
+from perfsearch.instrument.mapping import Mapped, apply
 from perfsearch.instrument.orders import ENTRY, Orders
-from perfsearch.instrument.presets import preset
+from perfsearch.instrument.presets import gather
 from perfsearch.run_arguments import RunArguments, own_parser, split
 from perfsearch.run_knobs import plan, read_knobs
 from perfsearch.search.errors import BadInputError
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.search:
             from perfsearch.run_search import search
 
+            maps_of(asked)  # what is wrong with them is told before anything is composed
             return int(search(asked))
         return start(asked)
     except BadInputError as error:
@@ -82,37 +84,25 @@ def check(asked: RunArguments) -> None:
         raise BadInputError(f"{path}: no such script.{near}{hint}")
 
 
-def maps_of(asked: RunArguments) -> tuple[list[Mapped], list[str]]:
-    """Where the script takes knobs from, and arguments that silence it in trials.
-
-    What is named on the command line goes before what a preset says.
+def maps_of(asked: RunArguments) -> list[Mapped]:
+    """Where the script takes knobs from.
 
     Raises:
         BadInputError: a map is not of the right form, or two are for the same knob.
 
     """
-    maps = [parse_map(text) for text in asked.maps]
-    maps += [parse_map_file(text) for text in asked.map_files]
-    names = [mapped.name for mapped in maps]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
-        raise BadInputError(f"--map {twice}=...: mapped twice. Keep one.")
-    silence: list[str] = []
-    if asked.preset:
-        known = preset(asked.preset, asked.arguments)
-        maps += [mapped for mapped in known.maps if mapped.name not in names]
-        silence = list(known.silence)
-    return maps, silence
+    return gather(asked.maps, asked.map_files, asked.preset, asked.arguments)[0]
 
 
 def start(asked: RunArguments) -> int:
     """Start the script as torchrun does; return the exit code of the launcher."""
     knobs: dict[str, Value] = {}
-    workload: dict[str, object] = {}
+    workload: dict[str, Any] = {}
     if asked.knobs:
         knobs, workload = read_knobs(asked.knobs)
-    maps, _ = maps_of(asked)
-    maps += _recorded_maps(workload, {mapped.name for mapped in maps})
+    maps = maps_of(asked)
+    named = {mapped.name for mapped in maps}
+    maps += [mapped for mapped in _recorded_maps(workload, asked) if mapped.name not in named]
     planned = plan(knobs, maps)
     directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-")) if maps else Path()
     arguments, told = apply(asked.arguments, maps, planned.mapped, directory)
@@ -125,7 +115,7 @@ def start(asked: RunArguments) -> int:
         )
     os.environ.update(planned.environment)
     if asked.autotune is not None:
-        _require_online()
+        _require_online(asked.autotune)
     if asked.parsed.no_python:
         return _torchrun([*asked.torchrun, asked.script, *arguments])
     orders = Orders(
@@ -152,20 +142,21 @@ def _variables(environment: dict[str, str]) -> list[tuple[str, str, str]]:
     return [(names[k], k, v) for k, v in environment.items() if k in names]
 
 
-def _recorded_maps(workload: dict[str, object], named: set[str]) -> list[Mapped]:
+def _recorded_maps(workload: dict[str, Any], asked: RunArguments) -> list[Mapped]:
     """Maps of the search that wrote the knobs, where it was one over a script."""
-    recorded = workload.get("maps")
-    if workload.get("name") != "script" or not isinstance(recorded, list):
+    if workload.get("name") != "script":
         return []
-    found = [Mapped(**entry) for entry in recorded]
-    return [mapped for mapped in found if mapped.name not in named]
+    recorded = (workload.get("map") or (), workload.get("map_file") or (), workload.get("preset"))
+    return gather(*recorded, asked.arguments)[0]
 
 
-def _require_online() -> None:
+def _require_online(autotune: dict[str, object]) -> None:
     import importlib.util
 
     if importlib.util.find_spec("perfsearch.online") is None:
         raise BadInputError("--autotune: this perfsearch cannot tune while it trains")
+    options = importlib.import_module("perfsearch.online.options").AutotuneOptions
+    options.from_mapping(autotune)  # what is wrong with it is told here, not in every rank
 
 
 def _torchrun(arguments: list[str]) -> int:

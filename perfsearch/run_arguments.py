@@ -17,7 +17,12 @@ AUTOTUNE = {
     "gaussian_process_noise": (float, "how noisy scores are taken to be, 0 to 1"),
     "sampling_confidence_time": (float, "seconds that one sample covers at least"),
     "warmup_time": (float, "seconds of training before the first sample"),
-    "log_file": (str, "CSV file of the samples; an existing one is where tuning starts from"),
+    "log_file": (str, "CSV file for the samples and the result"),
+    "start_from": (str, "log file of an earlier run to start from"),
+    "freeze": (str, "log file of an earlier run whose result is used as it is"),
+    "discard_steps": (int, "steps that are thrown away after each change"),
+    "min_gain": (float, "share of the score below which a change is not kept"),
+    "time_limit_s": (float, "seconds after which a configuration that hangs is rolled back"),
 }
 """Options ``--autotune-...`` with their types and meaning."""
 
@@ -102,6 +107,10 @@ def own_parser() -> argparse.ArgumentParser:
     tuning = parser.add_argument_group("of tuning while it trains (each implies --autotune)")
     for name, (kind, text) in AUTOTUNE.items():
         tuning.add_argument(f"--autotune-{name.replace('_', '-')}", type=kind, help=text)
+    tuning.add_argument(
+        "--autotune-knobs", action="append", default=[], metavar="NAME=VALUE",
+        help="a value that is fixed, so that it is not tuned",
+    )  # fmt: skip
     tuning.add_argument("--retune-on-drift", action="store_true", help="tune again when it drifts")
     return parser
 
@@ -157,6 +166,8 @@ def split(argv: Sequence[str]) -> RunArguments:
     tuning = {name: value for name, value in given.items() if value is not None}
     if options.retune_on_drift:
         tuning["retune_on_drift"] = True
+    if options.autotune_knobs:
+        tuning["knobs"] = dict(_fixed(text) for text in options.autotune_knobs)
     return RunArguments(
         script=script,
         arguments=arguments,
@@ -171,6 +182,18 @@ def split(argv: Sequence[str]) -> RunArguments:
         preset=options.preset,
         quiet=options.quiet,
     )
+
+
+def _fixed(text: str) -> tuple[str, Any]:
+    """``NAME=VALUE`` with the value as a number or truth value where it is one."""
+    from perfsearch.instrument.mapping import as_value
+
+    name, sign, value = text.partition("=")
+    if not sign or not name.isidentifier():
+        raise BadInputError(
+            f"--autotune-knobs {text}: give it as NAME=VALUE, as in bucket_cap_mb=25"
+        )
+    return name, as_value(value)
 
 
 def _action(parser: argparse.ArgumentParser, token: str) -> argparse.Action:

@@ -121,6 +121,8 @@ def arguments(own: Mapping[str, Any], knobs: Mapping[str, Value]) -> dict[str, A
     for name in ("gradient_as_bucket_view", "static_graph"):
         if name in asked:
             merged.pop(name, None)
+    if "find_unused_parameters" in asked:
+        merged["find_unused_parameters"] = asked["find_unused_parameters"]
     return {**merged, **wrapper_arguments(asked)}
 
 
@@ -134,4 +136,5 @@ def values_of(wrapper: Any) -> dict[str, Value]:
         "first_bucket_mb": listed[0] / MIB if listed else usual,
         "gradient_as_bucket_view": bool(wrapper.gradient_as_bucket_view),
         "static_graph": bool(wrapper.static_graph),
+        "find_unused_parameters": bool(wrapper.find_unused_parameters),
     }

@@ -7,7 +7,13 @@ from typing import Any
 
 from perfsearch.search.knob import Value
 
-WRAPPER_KNOBS = ("bucket_cap_mb", "first_bucket_mb", "gradient_as_bucket_view", "static_graph")
+WRAPPER_KNOBS = (
+    "bucket_cap_mb",
+    "first_bucket_mb",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "find_unused_parameters",
+)
 SHARDED_KNOBS = ("zero_stage",)
 FSDP1_KNOBS = ("fsdp_backward_prefetch", "fsdp_forward_prefetch")
 LOADER_KNOBS = ("dataloader_workers", "prefetch_factor", "persistent_workers", "pin_memory")

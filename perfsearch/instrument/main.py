@@ -99,7 +99,8 @@ def main() -> int:
     _reporting(script, orders)
     watch_for_launchers(orders.script, _once_said())
     if orders.autotune is not None:
-        importlib.import_module("perfsearch.online").enable(orders.autotune)
+        options = importlib.import_module("perfsearch.online.options").AutotuneOptions
+        importlib.import_module("perfsearch.online").enable(options.from_mapping(orders.autotune))
     try:
         run_script(orders, sys.argv[2:])
     except SystemExit:

@@ -138,8 +138,8 @@ def current(arguments: Sequence[str], mapped: Mapped) -> Value:
         return mapped.default
     token = arguments[place]
     if "=" in token:
-        return _number(token.partition("=")[2])
-    return True if _is_bare(arguments, place) else _number(arguments[place + 1])
+        return as_value(token.partition("=")[2])
+    return True if _is_bare(arguments, place) else as_value(arguments[place + 1])
 
 
 def apply(
@@ -240,7 +240,7 @@ def _is_bare(arguments: Sequence[str], place: int) -> bool:
     if place + 1 == len(arguments):
         return True
     following = arguments[place + 1]
-    return following.startswith("-") and not isinstance(_number(following), int | float)
+    return following.startswith("-") and not isinstance(as_value(following), int | float)
 
 
 def _with_argument(arguments: Sequence[str], argument: str, value: Value) -> list[str]:
@@ -264,7 +264,8 @@ def _with_argument(arguments: Sequence[str], argument: str, value: Value) -> lis
     return given
 
 
-def _number(text: str) -> Value:
+def as_value(text: str) -> Value:
+    """A word of a command line as the truth value or number that it is, else as it stands."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

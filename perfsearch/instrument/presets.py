@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perfsearch.instrument.mapping import FILE_KEYS, Mapped, read_file
+from perfsearch.instrument.mapping import FILE_KEYS, Mapped, parse_map, parse_map_file, read_file
 from perfsearch.search.errors import BadInputError
 
 
@@ -87,3 +87,30 @@ def preset(name: str, arguments: Sequence[str]) -> Preset:
         "--preset deepspeed: no argument of the script names DeepSpeed's configuration (a .json "
         "file with zero_optimization). Name the file by an argument, or use --map-file"
     )
+
+
+def gather(
+    maps: Sequence[str], map_files: Sequence[str], name: str | None, arguments: Sequence[str]
+) -> tuple[list[Mapped], list[str]]:
+    """Where a script takes knobs from, and the arguments that silence it in trials.
+
+    Args:
+        maps: ``NAME=ARGUMENT``.
+        map_files: ``FILE:KEY`` or ``NAME=FILE:KEY``.
+        name: of a preset, which gives way to what is named expressly.
+        arguments: the script's.
+
+    Raises:
+        BadInputError: one is not of that form, or two are for the same knob.
+
+    """
+    found = [parse_map(text) for text in maps]
+    found += [parse_map_file(text) for text in map_files]
+    names = [mapped.name for mapped in found]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice:
+        raise BadInputError(f"--map {twice}=...: mapped twice. Keep one.")
+    if name is None:
+        return found, []
+    known = preset(name, arguments)
+    return [*found, *(m for m in known.maps if m.name not in names)], list(known.silence)

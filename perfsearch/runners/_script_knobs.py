@@ -35,6 +35,7 @@ EFFECT_ORDER = (
     "first_bucket_mb",
     "fsdp_backward_prefetch",
     "fsdp_forward_prefetch",
+    "find_unused_parameters",
     "static_graph",
     "pin_memory",
     "persistent_workers",
@@ -77,6 +78,8 @@ def _of_objects(where: ScriptSurroundings) -> list[Made]:
             made.append((name, "the installed torch takes no list of bucket sizes"))
         elif name == "pin_memory" and not where.on_gpu:
             made.append((name, "no GPU is used"))
+        elif name == "find_unused_parameters" and not _looks_for_unused(where):
+            made.append((name, "the script does not ask for it"))
         else:
             made.append(at_todays_value(maker(where), where.facts))
     switch = "cudnn_benchmark"
@@ -89,6 +92,10 @@ def _of_objects(where: ScriptSurroundings) -> list[Made]:
     else:
         made.append((switch, "no GPU is used"))
     return made
+
+
+def _looks_for_unused(where: ScriptSurroundings) -> bool:
+    return where.facts is not None and where.facts.values.get("find_unused_parameters") is True
 
 
 def _threads(where: ScriptSurroundings) -> Made:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from perfsearch.instrument.facts import Facts
+from perfsearch.instrument.facts import LOADER_KNOBS, WRAPPER_KNOBS, Facts
 from perfsearch.instrument.mapping import Mapped
 from perfsearch.search.knob import Kind, Knob, Numerics, Scope, Value
 from perfsearch.workers.environment import Hardware
@@ -134,6 +134,9 @@ MAKERS: dict[str, _Maker] = {
         "gradient_as_bucket_view", "gradients live in the buckets, which saves a copy"
     ),
     "static_graph": _flag("static_graph", "the same parameters are used in every step"),
+    "find_unused_parameters": _flag(
+        "find_unused_parameters", "each step looks for parameters that get no gradient"
+    ),
     "zero_stage": _stage,
     "fsdp_backward_prefetch": _choice(
         "fsdp_backward_prefetch", ("pre", "post", "none"),
@@ -161,7 +164,7 @@ MAKERS: dict[str, _Maker] = {
 
 MISSING = {
     **dict.fromkeys(
-        ("bucket_cap_mb", "first_bucket_mb", "gradient_as_bucket_view", "static_graph"),
+        WRAPPER_KNOBS,
         "the script makes no DistributedDataParallel",
     ),
     "zero_stage": "the script makes no FSDP module",
@@ -169,7 +172,7 @@ MISSING = {
     "fsdp_forward_prefetch": "the script makes no FullyShardedDataParallel",
     "optimizer_implementation": "the script makes no torch optimizer",
     **dict.fromkeys(
-        ("dataloader_workers", "prefetch_factor", "persistent_workers", "pin_memory"),
+        LOADER_KNOBS,
         "the script makes no DataLoader",
     ),
 }

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from perfsearch.config_options import ConfigError, option
-from perfsearch.instrument.mapping import Mapped, parse_map, parse_map_file
-from perfsearch.instrument.presets import preset
+from perfsearch.instrument.mapping import Mapped
+from perfsearch.instrument.presets import gather
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,5 @@ class ScriptOptions:
             BadInputError: a map has a wrong form, or its file cannot be read.
 
         """
-        maps = [parse_map(text) for text in self.map]
-        maps += [parse_map_file(text) for text in self.map_file]
-        named = {mapped.name for mapped in maps}
-        silence = list(self.silence)
-        if self.preset:
-            known = preset(self.preset, self.words[1:])
-            maps += [mapped for mapped in known.maps if mapped.name not in named]
-            silence += known.silence
-        return maps, silence
+        maps, silence = gather(self.map, self.map_file, self.preset, self.words[1:])
+        return maps, [*self.silence, *silence]
