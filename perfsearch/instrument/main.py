@@ -106,7 +106,8 @@ def main() -> int:
     except SystemExit:
         raise
     except BaseException as error:
-        sys.excepthook(type(error), error, without_our_frames(error.__traceback__))
+        error.__traceback__ = without_our_frames(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 

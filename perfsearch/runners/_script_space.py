@@ -86,7 +86,8 @@ def settle(where: ScriptSurroundings, allowed: Numerics) -> ScriptSpace:
 
     """
     declared, absent = declare(where)
-    settings, left_out = _applicable(where.wanted, declared, absent, allowed)
+    mapped = frozenset(m.name for m in where.maps)
+    settings, left_out = _applicable(where.wanted, mapped, declared, absent, allowed)
     searched, pinned = narrow(declared, settings, allowed)
     return ScriptSpace(
         space=Space(searched),
@@ -101,6 +102,7 @@ def settle(where: ScriptSurroundings, allowed: Numerics) -> ScriptSpace:
 
 def _applicable(
     wanted: Mapping[str, Any],
+    mapped: frozenset[str],
     declared: Sequence[Knob],
     absent: Mapping[str, str],
     allowed: Numerics,
@@ -125,7 +127,7 @@ def _applicable(
             everything = {*by_name, *absent}
             raise KnobError(f"runner.knobs.{name}: no such knob. {nearest(name, everything)}")
     if SEARCH in [s for s in wanted.values() if isinstance(s, str)]:
-        for name in by_name.keys() - wanted.keys() - _OF_FILES:
+        for name in by_name.keys() - wanted.keys() - (_OF_FILES - mapped):
             if by_name[name].numerics.rank <= allowed.rank and by_name[name].count != 1:
                 settings[name] = SEARCH
     return settings, left_out
