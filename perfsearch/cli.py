@@ -12,7 +12,7 @@ from perfsearch import __version__
 from perfsearch.cli_errors import explain
 from perfsearch.cli_job import Job, JobFailedError, plain
 from perfsearch.cli_recorded import take_recorded_configuration
-from perfsearch.cli_trust import check_hydra, check_paths
+from perfsearch.cli_trust import check_hydra, check_hydra_keys, check_paths
 from perfsearch.config import GROUPS, validate
 from perfsearch.config_options import ConfigError
 from perfsearch.exits import ExitCode, Interrupted, interruptible
@@ -219,6 +219,7 @@ def _check_before_anything_starts(flags: argparse.Namespace) -> None:
             )
         check_paths(OmegaConf.to_container(master), overridden)
         composed = OmegaConf.to_container(master.hydra)
+        check_hydra_keys(composed, _added_to_hydra(flags.overrides))
         if sweeps and OmegaConf.select(master, "hydra.sweeper._target_") == _BASIC_SWEEPER:
             for overrides in _jobs_of_sweep(hydra.config_loader, master):
                 config = hydra.config_loader.load_sweep_config(master, overrides)
@@ -243,6 +244,15 @@ def _parsed(overrides: Sequence[str]) -> list[Any]:
 
     parsed: list[Any] = OverridesParser.create().parse_overrides(list(overrides))
     return parsed
+
+
+def _added_to_hydra(overrides: Sequence[str]) -> list[str]:
+    """Keys below ``hydra`` that the command line gives with a plus sign."""
+    return [
+        o.key_or_group.removeprefix("hydra.")
+        for o in _parsed(overrides)
+        if o.is_add() and o.key_or_group.startswith("hydra.")
+    ]
 
 
 def _is_hydras(override: Any) -> bool:

@@ -60,8 +60,13 @@ class Script(Runner):
     """
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Script:
-        """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
+    def from_options(cls, settings: Settings, given: Mapping[str, Any]) -> Script:
+        """Build it from the checked settings, and the ``runner.*`` keys of whoever was asked for.
+
+        Raises:
+            BadInputError: with the message for the user.
+
+        """
         from perfsearch.runners.ddp import environment_of
 
         if settings.mode != "search":
@@ -69,7 +74,6 @@ class Script(Runner):
                 "mode", f"mode={settings.mode}: workload=script has only mode=search."
             )
         options = build_options(ScriptOptions, settings.workload.options, "workload")
-        given = settings.runner.options
         try:
             return cls(
                 str(given.get("device", "auto")),

@@ -16,7 +16,7 @@ from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
 from perfsearch.search.knob import Configuration, Knob, Scope, Value
-from perfsearch.search.narrow import SEARCH, KnobError, narrow
+from perfsearch.search.narrow import SEARCH, KnobError, expanded, narrow
 from perfsearch.search.space import Space
 from perfsearch.search.suggest import nearest
 from perfsearch.search.trial import Trial
@@ -36,7 +36,7 @@ class DdpOptions:
 
     Attributes:
         device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
-        knobs: ``runner.knobs``, as ``perfsearch.search.narrow`` reads it.
+        knobs: ``runner.knobs``, as ``perfsearch.search.narrow`` reads it, or ``auto``.
 
     """
 
@@ -71,11 +71,12 @@ class DDP(Runner):
     @classmethod
     def from_settings(cls, settings: Settings) -> Runner:
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
-        options = build_options(DdpOptions, settings.runner.options, "runner")
+        chosen = expanded(settings.runner.options, DdpOptions().knobs)
+        options = build_options(DdpOptions, chosen, "runner")
         if settings.workload.name == SCRIPT:
             from perfsearch.runners._script import Script
 
-            return Script.from_settings(settings)
+            return Script.from_options(settings, chosen)
         try:
             workload = WorkloadSpec.from_mapping(
                 {"name": settings.workload.name, **settings.workload.options}

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 import statistics
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.config import to_plain
+from perfsearch.metrics.looks import closest_look
 from perfsearch.search.space import key_of
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 from perfsearch.stages.confirm import BASELINE, Verdict
+from perfsearch.stages.gains import diagnosis_lines
 from perfsearch.stages.session import Session
 from perfsearch.tracking import export, report
 from perfsearch.tracking.files import write_text
@@ -28,6 +31,7 @@ _ARTIFACTS = (
     "report.html",
     "system.jsonl",
     "best",
+    "trace",
     "logs",
 )
 
@@ -56,7 +60,8 @@ def close_record(session: Session, result: Result) -> None:
     """Write every file, finish the MLflow view, and show the closing table."""
     run_dir, runner = session.run_dir, session.runner
     export.write_trials(run_dir, session.trials, runner.space.knobs, runner.pinned)
-    files = _best_files(session, result) if result.exit_code != 1 else []
+    searched = session.settings.mode == "search"
+    files = _best_files(session, result) if searched and result.exit_code != 1 else []
     summary = summarise(session, result.verdict)
     series = [] if session.sampler is None else session.sampler.series()
     report.write_report(
@@ -70,8 +75,12 @@ def close_record(session: Session, result: Result) -> None:
     )
     lines = "".join(json.dumps(sample) + "\n" for sample in series)
     write_text(run_dir / "system.jsonl", lines)
-    session.tracker.summary(summary, tags=_tags(result), note=_note(session, result))
+    traces = keep_traces(session, result.verdict)
+    session.tracker.summary(summary, tags=_tags(session, result), note=_note(session, result))
     session.tracker.artifacts([run_dir / name for name in _ARTIFACTS if (run_dir / name).exists()])
+    files += traces
+    for line in _explanation(session, result):
+        session.view.note(line)
     for line in [*trial_cost_lines(session.trials), break_even_line(session, result.verdict)]:
         session.view.note(line)
     if session.settings.batch == "free":
@@ -257,13 +266,54 @@ def _row(
     }
 
 
-def _tags(result: Result) -> dict[str, str]:
+def _tags(session: Session, result: Result) -> dict[str, str]:
     winner = result.verdict.winner
+    bottlenecks = {
+        f"perfsearch.bottleneck_{label}": str(measured.environment["bottleneck"])
+        for label, measured in _looked_at(session, result.verdict).items()
+        if "bottleneck" in measured.environment
+    }
     return {
         "perfsearch.verdict": "gain" if winner is not None else "no gain",
         "perfsearch.best_trial": str(0 if winner is None else winner),
         "perfsearch.ended": result.reason,
+        **bottlenecks,
     }
+
+
+def _looked_at(session: Session, verdict: Verdict) -> dict[str, Measurement]:
+    """The closest look at the baseline, and at what is handed over where that is another."""
+    wanted = {"baseline": session.runner.baseline}
+    if verdict.winner is not None:
+        wanted["best"] = session.numbered(verdict.winner).configuration
+    looks = {label: closest_look(session.trials, c) for label, c in wanted.items()}
+    return {label: found for label, found in looks.items() if found is not None}
+
+
+def _explanation(session: Session, result: Result) -> list[str]:
+    """What holds the best configuration back now; the baseline's was said when it was measured."""
+    best = _looked_at(session, result.verdict).get("best")
+    lines = [] if best is None else diagnosis_lines(best)
+    return ["what holds the best back:", *lines] if lines else []
+
+
+def keep_traces(session: Session, verdict: Verdict) -> list[str]:
+    """Copy the Chrome traces of the baseline and the best to ``trace/``; return their paths."""
+    wanted = {"baseline": session.runner.baseline}
+    if verdict.winner is not None:
+        wanted["best"] = session.numbered(verdict.winner).configuration
+    kept = []
+    for label, configuration in wanted.items():
+        key = key_of(configuration)
+        for trial in session.trials:
+            logs = session.run_dir / "logs" / f"{trial.number:04d}"
+            traces = sorted(logs.glob("rank*.trace.json.gz"))
+            if traces and key_of(trial.configuration) == key:
+                target = session.run_dir / "trace" / label
+                target.mkdir(parents=True, exist_ok=True)
+                kept += [str(shutil.copy(trace, target)) for trace in traces]
+                break
+    return kept
 
 
 def _batch_line(session: Session, result: Result) -> str:
@@ -278,6 +328,10 @@ def _batch_line(session: Session, result: Result) -> str:
 
 def _note(session: Session, result: Result) -> str:
     lines = [result.verdict.reason, f"search ended: {result.reason}"]
+    for label, measured in _looked_at(session, result.verdict).items():
+        found = diagnosis_lines(measured)
+        if found:
+            lines.append("\n".join([f"What holds the {label} back:", *found]))
     if session.settings.batch == "free":
         lines.append(_batch_line(session, result))
     return "\n\n".join(line for line in lines if line)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfsearch.exits import deferred
+from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.journal import Journal, JournalError
 from perfsearch.search.knob import Value
@@ -126,6 +127,7 @@ class Session:
         fresh: bool = False,
         number: int | None = None,
         seconds_left: float | None = None,
+        closely: bool = False,
     ) -> Trial:
         """Measure a configuration, record how it ended, and return it; never raises for a failure.
 
@@ -138,6 +140,7 @@ class Session:
             number: of the trial; by default the next one.
             seconds_left: what the stage may still spend. With the grace time on top it bounds the
                 trial, which is then ``interrupted``, as the configuration may be a good one.
+            closely: whether its steps are looked at closely, after those that are scored.
 
         """
         number = self.next_number if number is None else number
@@ -158,14 +161,14 @@ class Session:
                 if seconds_left is not None:
                     left = max(0.0, seconds_left - (time.monotonic() - begin))
                 plan = self._plan(number, purpose, attempt, fresh or self.recycle or attempt > 0)
-                plan = self._bounded(plan, left)
+                plan = self._bounded(self._detailed(plan, closely), left)
                 outcome = guard.measure(self.runner, configuration, plan)
                 if outcome.status is Status.TIMEOUT and plan.time_limit_s < self._trial_limit_s:
                     outcome = replace(outcome, status=Status.INTERRUPTED, reason=CUT_OFF)
                 if not outcome.status.is_from_outside or left == 0.0 or attempt == MAX_RETRIES:
                     break
                 self.view.warning(f"trial {number}: {outcome.reason}; starting it again")
-            self.recycle = False
+            self.recycle = self._leaves_traces(outcome)
         except BaseException:
             trial = Trial(number, configuration, purpose, Status.INTERRUPTED, reason="interrupted")
             trial.seconds = time.monotonic() - begin
@@ -177,9 +180,12 @@ class Session:
         steps_s = 0.0
         if trial.measurement is not None:
             scored_s = sum(trial.measurement.step_seconds)
-            steps_s = scored_s + trial.measurement.discarded_seconds
+            detail_s = trial.measurement.detail_seconds
+            steps_s = scored_s + trial.measurement.discarded_seconds + detail_s
             if self.sampler is not None:
-                trial.measurement.system = self.sampler.window(max(begin, now - scored_s), now)
+                end = max(begin, now - detail_s)
+                trial.measurement.system = self.sampler.window(max(begin, end - scored_s), end)
+            self._diagnose(trial.measurement)
         # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
         since = self._last_told if purpose is Purpose.SEARCH else begin
         trial.overhead_seconds = max(0.0, now - since - steps_s)
@@ -195,6 +201,30 @@ class Session:
     def _trial_limit_s(self) -> float:
         return self.settings.limits.trial_s
 
+    def _detailed(self, plan: Plan, closely: bool) -> Plan:
+        metrics = self.settings.metrics
+        if not closely and metrics.detail == "light":
+            return plan
+        return replace(
+            plan,
+            detail="full",
+            begin_step=metrics.begin_step,
+            end_step=metrics.end_step,
+            trace=metrics.trace and closely,
+        )
+
+    def _leaves_traces(self, outcome: Outcome) -> bool:
+        """Whether the processes ran under the profiler, whose hooks stay in a GPU's driver."""
+        measured = outcome.measurement
+        return measured is not None and "device_busy_ms" in measured.bottleneck_evidence
+
+    def _diagnose(self, measurement: Measurement) -> None:
+        """Note what holds it back, by the thresholds of this search, for every view of it."""
+        if measurement.step_seconds and measurement.phases_ms and not measurement.not_finite():
+            found = diagnose(measurement, self.settings.metrics.thresholds)
+            measurement.environment["bottleneck"] = found[0].name
+            measurement.environment["findings"] = [str(finding) for finding in found]
+
     def _bounded(self, plan: Plan, seconds_left: float | None) -> Plan:
         if seconds_left is None:
             return plan
@@ -209,7 +239,6 @@ class Session:
             attempt=attempt,
             time_limit_s=self._trial_limit_s,
             log_directory=self.run_dir / "logs" / f"{number:04d}",
-            detail=self.settings.metrics.detail,
         )
         if purpose is Purpose.CONFIRM:
             plan = replace(plan, scored_seconds=2 * plan.scored_seconds)

@@ -102,17 +102,23 @@ def speed_ups(intervals: Mapping[int, Ratio], winner: int | None) -> str:
 def phase_parts(measurement: Measurement) -> dict[str, float]:
     """Milliseconds of phases that do not overlap and sum to the mean step.
 
-    ``comm_exposed`` lies inside of the backward pass and is taken out of it; ``train_batch`` is
-    shown only where its parts are not known; what no phase covers is ``rest``.
+    After a close look they are means over ranks, otherwise the slowest rank's. Where
+    ``comm_exposed`` was measured apart it lies inside of the backward pass and is taken out of it;
+    ``train_batch`` is shown only where its parts are not known; what no phase covers is ``rest``.
     """
-    phases = dict(measurement.phases_ms)
+    ranks = [r["phases_ms"] for r in measurement.environment.get("ranks", []) if "phases_ms" in r]
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    phases = {n: statistics.fmean(r.get(n, 0.0) for r in ranks) for n in names}
+    inside = "comm_exposed" not in phases
+    phases = {**measurement.phases_ms, **phases}
     if any(name in phases for name in _INSIDE):
         phases.pop("train_batch", None)
     exposed = phases.get("comm_exposed", 0.0)
-    if exposed and "backward" in phases:
+    if inside and exposed and "backward" in phases:
         phases["comm_exposed"] = min(exposed, phases["backward"])
         phases["backward"] -= phases["comm_exposed"]
-    step_ms = statistics.fmean(measurement.step_seconds) * 1e3
+    scored_ms = statistics.fmean(measurement.step_seconds) * 1e3
+    step_ms = measurement.bottleneck_evidence.get("detailed_step_ms", scored_ms)
     rest = step_ms - sum(phases.values())
     if rest > 0:
         phases["rest"] = rest

@@ -37,17 +37,28 @@ class Clock(ABC):
 
     def read(self) -> tuple[list[float], dict[str, float]]:
         """Seconds of each step, and mean seconds a step of each phase."""
-        steps: list[float] = []
+        steps, by_step = self.read_steps()
         totals: dict[str, float] = {}
+        for phases in by_step:
+            for phase, seconds in phases.items():
+                totals[phase] = totals.get(phase, 0.0) + seconds
+        return steps, {p: total / max(1, len(steps)) for p, total in totals.items()}
+
+    def read_steps(self) -> tuple[list[float], list[dict[str, float]]]:
+        """Seconds of each step, and of each phase in it."""
+        steps: list[float] = []
+        by_step: list[dict[str, float]] = []
+        phases: dict[str, float] = {}
         step_start = previous = self._points[0][1]
         for phase, point in self._points[1:]:
             if phase == "step":
                 steps.append(self.between(step_start, point))
-                step_start = point
+                by_step.append(phases)
+                step_start, phases = point, {}
             else:
-                totals[phase] = totals.get(phase, 0.0) + self.duration(phase, previous, point)
+                phases[phase] = phases.get(phase, 0.0) + self.duration(phase, previous, point)
             previous = point
-        return steps, {p: total / max(1, len(steps)) for p, total in totals.items()}
+        return steps, by_step
 
     def duration(self, phase: str, earlier: Any, later: Any) -> float:
         """Seconds of one phase."""
