@@ -19,6 +19,11 @@ _MOST_SWALLOWED = 3
 """How often a script may catch ``Finished`` before its process is ended without asking."""
 
 
+def _name_of(device: torch.device) -> str:
+    on_gpu = device.type == "cuda"
+    return str(torch.cuda.get_device_properties(device).uuid) if on_gpu else str(device)
+
+
 class Finished(SystemExit):
     """The window is full: the script has done what it was started for."""
 
@@ -119,6 +124,7 @@ class Searched:
                 "samples": loaders.samples - samples,
                 "tokens": loaders.tokens - tokens,
                 "peaks": measure.read_peaks(device),
+                "place": {"host": os.uname().nodename, "device": _name_of(device)},
                 "facts": facts.to_json(),
                 "why_not_again": self._script.why_not_again(),
             }

@@ -15,6 +15,7 @@ from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.orders import Orders
 from perfsearch.instrument.report import without_effect
 from perfsearch.parallel import nccl, torch_features
+from perfsearch.parallel.wrapper import DEFAULT_BUCKET_MB
 from perfsearch.run_knobs import plan as sort_knobs
 from perfsearch.runners import _script_export, _script_space
 from perfsearch.runners._ranks import threads_today
@@ -74,10 +75,13 @@ class Script(Runner):
                 "mode", f"mode={settings.mode}: workload=script has only mode=search."
             )
         options = build_options(ScriptOptions, settings.workload.options, "workload")
+        knobs = dict(given.get("knobs") or {})
+        if settings.runner.name == "zero" and knobs.get("bucket_cap_mb") == DEFAULT_BUCKET_MB:
+            del knobs["bucket_cap_mb"]  # the option file's, not a wish for this script
         try:
             return cls(
                 str(given.get("device", "auto")),
-                given.get("knobs") or {},
+                knobs,
                 options,
                 environment_of(settings),
                 settings.batch,
@@ -181,7 +185,7 @@ class Script(Runner):
         except BaseException:
             runs.end(kill=True)
             raise
-        measurement.environment = surroundings
+        measurement.environment.update(surroundings)
         measurement.rewrap_seconds = 0.0 if fresh else ready_s
         status, reason = self._judge(measurement, start.losses, without_effect(knobs, start.facts))
         return Outcome(

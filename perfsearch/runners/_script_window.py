@@ -159,6 +159,7 @@ def score(
             "peaks": m["peaks"],
             "in_force": in_force(Facts(**m["facts"])),
             "evidence": {},
+            "environment": m["place"],
         }
         for m in messages
     ]
