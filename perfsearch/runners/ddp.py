@@ -24,7 +24,7 @@ from perfsearch.workers import devices, registry
 from perfsearch.workers.environment import Environment, Limits, detect
 from perfsearch.workers.messages import GroupSpec, TrialRequest
 from perfsearch.workers.pool import Pool
-from perfsearch.workloads.spec import WorkloadSpec
+from perfsearch.workloads.spec import SCRIPT, WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
@@ -69,10 +69,14 @@ class DDP(Runner):
     """
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> DDP:
+    def from_settings(cls, settings: Settings) -> Runner:
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
         chosen = expanded(settings.runner.options, DdpOptions().knobs)
         options = build_options(DdpOptions, chosen, "runner")
+        if settings.workload.name == SCRIPT:
+            from perfsearch.runners._script import Script
+
+            return Script.from_options(settings, chosen)
         try:
             workload = WorkloadSpec.from_mapping(
                 {"name": settings.workload.name, **settings.workload.options}
