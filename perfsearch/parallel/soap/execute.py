@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from perfsearch.parallel.soap.axes import Rectangle
 from perfsearch.parallel.soap.capture import Captured
 from perfsearch.parallel.soap.communicators import Communicators
 from perfsearch.parallel.soap.configuration import Plan, validate

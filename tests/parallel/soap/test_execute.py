@@ -6,6 +6,7 @@ from parallel.soap.soap_ranks import launch
 TOLERANCE = 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "dlrm", "conv", "transformer"])
 def test_random_plans_give_what_one_process_gives(name, tmp_path):
     errors, controls = launch(tmp_path, 4, name, count=30)
