@@ -119,7 +119,9 @@ class Graph:
     Attributes:
         operators: in topological order, which is the order of the user's code.
         inputs: names of those that every device can have without a transfer: tensors of the
-            batch, buffers, and what is computed from them alone. A plan leaves them out.
+            batch, buffers, and what is computed from them, or from parameters but no samples. A
+            plan leaves them out: a device computes as much of them as its parts read, and a
+            parameter that is read this way is replicated as far as that goes.
         output: name of the loss.
         batch: samples.
 

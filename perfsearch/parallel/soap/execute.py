@@ -1,0 +1,327 @@
+"""A plan, really run: each rank computes its parts, and gets what it lacks from the others.
+
+The backward pass is a walk over the operators in reverse, the same on all ranks, rather than one
+call of autograd: a rank that only has a source of a value then needs no graph of its own, and
+communication has one order everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from perfsearch.parallel.soap.axes import Rectangle
+from perfsearch.parallel.soap.capture import Captured
+from perfsearch.parallel.soap.communicators import Communicators
+from perfsearch.parallel.soap.configuration import Plan, validate
+from perfsearch.parallel.soap.exchange import Exchange, groups_of, make
+from perfsearch.parallel.soap.graph import Operator
+from perfsearch.parallel.soap.node import Node, differentiable, drawing, function, sources, uses
+from perfsearch.parallel.soap.placement import placements, tiles
+from perfsearch.parallel.soap.rectangles import within
+from perfsearch.parallel.soap.redistribute import redistributions
+from perfsearch.parallel.soap.rules import sizes
+from perfsearch.parallel.soap.storage import buffers_of, tile_of
+from perfsearch.parallel.soap.sums import groups_needed, surroundings
+from perfsearch.parallel.soap.synchronise import Synchroniser, buckets
+
+_FRESH = frozenset(
+    {
+        "linear",
+        "matmul",
+        "embedding",
+        "embedding_bag",
+        "convolution",
+        "layer_norm",
+        "rms_norm",
+    }
+)
+"""Kinds whose gradients of parameters are tensors of their own."""
+
+
+class Execution:
+    """Trains one rank's share of a plan.
+
+    Args:
+        captured: the model.
+        plan: fits it and the number of ranks.
+        model: in its starting state, on any device; it is copied from, and its buffers are
+            updated.
+        device: where this rank computes.
+        groups: of the default process group, whose ranks are the plan's devices.
+
+    Attributes:
+        parameters: what this rank trains, by key: the tile that it stores.
+        gradients: of these, after ``backward``.
+        samples: range of the global batch that this rank must be given.
+
+    Raises:
+        PlanError: the plan does not fit.
+
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        plan: Plan,
+        model: nn.Module,
+        device: torch.device,
+        groups: Communicators,
+    ) -> None:
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        validate(captured.graph, plan, world)
+        self._captured, self._plan, self._device = captured, plan, device
+        self._graph = captured.graph
+        self._groups = groups
+        placed = placements(self._graph, plan, world)
+        self._mine = placed[self.rank]
+        self._tiles = tiles(self._graph, self._mine)
+        tensors = dict(model.named_parameters())
+        self.parameters = {
+            key: nn.Parameter(
+                tile_of(tensors[key], self._tiles[key].rectangle, device),
+                tensors[key].requires_grad,
+            )
+            for key in tensors
+            if key in self._tiles
+        }
+        self.gradients: dict[str, torch.Tensor] = {}
+        self._buffers = buffers_of(captured, model, device)
+        moves = redistributions(self._graph, placed)
+        synchronised = buckets(self._graph, placed)
+        groups.ensure(
+            [
+                *(groups_of(m) for m in moves if m.participants),
+                *(b.devices for b in synchronised),
+                *groups_needed(self._graph, plan),
+            ]
+        )
+        self._synchroniser = Synchroniser(
+            synchronised, {k: t.rectangle for k, t in self._tiles.items()}, self.rank, groups
+        )
+        self._nodes = self._build(moves)
+        self._exchanges = [exchange for node in self._nodes for exchange in node.outgoing]
+        self._leaves = [self._places[name] for name in captured.leaves]
+        self.samples = self._sample_range()
+        self._values: list[torch.Tensor | None] = [None] * len(self._nodes)
+        self._inputs: list[list[torch.Tensor | None]] = [[] for _ in self._nodes]
+
+    def _build(self, moves: Sequence[Any]) -> list[Node]:
+        graph = self._graph
+        flows = differentiable(graph)
+        self._places = {operator.name: i for i, operator in enumerate(graph.operators)}
+        self._output = self._places[graph.output]
+        by_consumer: dict[tuple[str, int], Exchange] = {}
+        nodes = [self._node(place, o, flows) for place, o in enumerate(graph.operators)]
+        for move in moves:
+            if not move.consumers:
+                continue
+            producer = nodes[self._places[move.producer]]
+            exchange = make(move, self.rank, producer.dtype, self._device, self._groups)
+            if exchange is None:
+                continue
+            by_consumer.update(dict.fromkeys(move.consumers, exchange))
+            producer.outgoing.append(exchange)
+            if producer.differentiable:
+                first = min(self._places[name] for name, _ in move.consumers)
+                nodes[first].returning.append(exchange)
+        for node in nodes:
+            if node.rectangle is not None and not node.is_leaf:
+                node.sources = sources(
+                    graph, node.operator, self._mine, by_consumer, self._places, flows
+                )
+                node.uses = uses(node.operator, self._tiles)
+        return nodes
+
+    def _node(self, place: int, operator: Operator, flows: Mapping[str, bool]) -> Node:
+        rectangle = self._mine.get(operator.name)
+        node = Node(
+            place=place,
+            operator=operator,
+            rectangle=rectangle,
+            dtype=getattr(torch, operator.dtype),
+            differentiable=flows[operator.name],
+            draws=drawing(operator),
+        )
+        if rectangle is not None and not node.is_leaf:
+            known = surroundings(
+                operator, self._plan, self.rank, self._device, self._groups, self._buffers
+            )
+            node.function = function(operator, rectangle, known)
+        return node
+
+    def _sample_range(self) -> tuple[int, int]:
+        ranges = [
+            node.rectangle[0]
+            for node in (self._nodes[place] for place in self._leaves)
+            if node.rectangle is not None
+        ]
+        if not ranges:
+            return (0, 1)  # nothing is needed, and a loader cannot give less
+        return (min(low for low, _ in ranges), max(high for _, high in ranges))
+
+    def stored(self, key: str) -> Rectangle:
+        """What this rank has of a parameter."""
+        return self._tiles[key].rectangle
+
+    def step(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Forward and backward; returns this rank's share of the loss.
+
+        Args:
+            leaves: tensors of the batch, in ``tree_flatten`` order, of the samples in ``samples``.
+
+        """
+        loss = self.forward(leaves)
+        self.backward()
+        return loss
+
+    def forward(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The forward pass; returns this rank's share of the loss, detached."""
+        self._give(leaves)
+        received: dict[Exchange, torch.Tensor | None] = {}
+        for node in self._nodes:
+            if node.function is not None:
+                inputs = [self._input(source, received) for source in node.sources]
+                read = {
+                    use.name: self.parameters[use.key]
+                    if use.cut is None
+                    else self.parameters[use.key][use.cut]
+                    for use in node.uses
+                }
+                self._inputs[node.place] = inputs
+                self._values[node.place] = node.function(inputs, read)
+            elif node.draws:
+                node.draw(self._device)
+            value = self._values[node.place]
+            for exchange in node.outgoing:
+                exchange.start(None if value is None else value.detach())
+        for buffer, number in self._captured.counters:
+            self._buffers[buffer].add_(number)
+        for exchange in self._exchanges:
+            exchange.drain()
+        loss = self._values[self._output]
+        dtype = self._nodes[self._output].dtype
+        return torch.zeros((), dtype=dtype, device=self._device) if loss is None else loss.detach()
+
+    def _give(self, leaves: Sequence[torch.Tensor]) -> None:
+        start = self.samples[0]
+        for place, tensor in zip(self._leaves, leaves, strict=True):
+            rectangle = self._nodes[place].rectangle
+            if rectangle is not None:
+                low, high = rectangle[0]
+                rest = tuple(slice(*span) for span in rectangle[1:])
+                self._values[place] = tensor[(slice(low - start, high - start), *rest)]
+        for node in self._nodes:
+            if node.is_leaf and node.operator.name in self._buffers and node.rectangle is not None:
+                whole = node.operator.whole
+                tensor = self._buffers[node.operator.name]
+                self._values[node.place] = tensor[within(node.rectangle, whole)]
+
+    def _input(
+        self, source: Any, received: dict[Exchange, torch.Tensor | None]
+    ) -> torch.Tensor | None:
+        if source is None:
+            return None
+        if source.exchange is None:
+            value = self._values[source.place]
+            assert value is not None
+            if source.cut is not None:
+                value = value[source.cut]
+        else:
+            if source.exchange not in received:
+                received[source.exchange] = source.exchange.finish()
+            value = received[source.exchange]
+            assert value is not None
+        value = value.detach()
+        return value.requires_grad_() if source.differentiable else value
+
+    def backward(self) -> None:
+        """The backward pass; ``gradients`` are summed over those that store the same."""
+        gradients = self.gradients
+        gradients.clear()
+        here: list[torch.Tensor | None] = [None] * len(self._nodes)
+        needed: dict[Exchange, torch.Tensor] = {}
+        for node in reversed(self._nodes):
+            if node.differentiable:
+                arrived = here[node.place]
+                for exchange in node.outgoing:
+                    back = exchange.finish_back()
+                    if back is not None:
+                        arrived = back if arrived is None else arrived + back
+                if node.function is not None:
+                    self._differentiate(node, arrived, here, needed)
+            for exchange in node.returning:
+                gradient = needed.pop(exchange, None)
+                if gradient is None and exchange.need is not None:
+                    gradient = torch.zeros(
+                        sizes(exchange.need), dtype=exchange.dtype, device=self._device
+                    )
+                exchange.start_back(gradient)
+            self._synchroniser.after(node.place, gradients)
+        self._synchroniser.finish(gradients)
+        for exchange in self._exchanges:
+            exchange.drain()
+
+    def _differentiate(
+        self,
+        node: Node,
+        arrived: torch.Tensor | None,
+        here: list[torch.Tensor | None],
+        needed: dict[Exchange, torch.Tensor],
+    ) -> None:
+        """Gradients of one part's inputs and parameters."""
+        value, inputs = self._values[node.place], self._inputs[node.place]
+        self._values[node.place], self._inputs[node.place] = None, []
+        assert value is not None
+        wanted = [
+            (source, tensor)
+            for source, tensor in zip(node.sources, inputs, strict=True)
+            if source is not None and source.differentiable
+        ]
+        trained = [use for use in node.uses if use.trained]
+        leaves = [tensor for _, tensor in wanted] + [self.parameters[u.key] for u in trained]
+        found: Sequence[torch.Tensor | None] = [None] * len(leaves)
+        if value.requires_grad and (arrived is not None or node.place == self._output):
+            found = torch.autograd.grad(value, leaves, arrived, allow_unused=True)
+        for (source, _), gradient in zip(wanted, found, strict=False):
+            if gradient is None:
+                continue
+            assert source is not None
+            if source.exchange is not None:
+                before = needed.get(source.exchange)
+                needed[source.exchange] = gradient if before is None else before + gradient
+            else:
+                self._add_here(source.place, source.cut, gradient, here)
+        for use, gradient in zip(trained, found[len(wanted) :], strict=True):
+            if gradient is None:
+                gradient = torch.zeros_like(self.parameters[use.key])
+            elif node.operator.kind not in _FRESH:
+                gradient = gradient.clone()  # it may be an input's too, and is summed in place
+            known = self.gradients.get(use.key)
+            self.gradients[use.key] = gradient if known is None else known + gradient
+
+    def _add_here(
+        self, place: int, cut: Any, gradient: torch.Tensor, here: list[torch.Tensor | None]
+    ) -> None:
+        before = here[place]
+        if cut is None:
+            here[place] = gradient if before is None else before + gradient
+            return
+        if before is None:
+            rectangle = self._nodes[place].rectangle
+            assert rectangle is not None
+            before = gradient.new_zeros(sizes(rectangle))
+        else:
+            before = before.clone()  # it may be somebody else's too
+        before[cut] += gradient
+        here[place] = before
+
+    def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step of the optimizer over ``parameters``."""
+        for key, parameter in self.parameters.items():
+            parameter.grad = self.gradients.get(key)
+        optimizer.step()
