@@ -129,11 +129,7 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
 
 
 def _edges(problem: Problem) -> dict[int, Integers]:
-    place_of = {o.name: i for i, o in enumerate(problem.operators)}
-    edges = [
-        (place_of[source], place_of[target], index) for source, target, index in problem.graph.edges
-    ]
-    edges.sort(key=lambda edge: (edge[1], edge[2]))
+    edges = problem.edges
     kinds: dict[tuple[int, int, int], int] = {}
     edge_class = [
         kinds.setdefault((problem.class_of[s], problem.class_of[t], i), len(kinds))

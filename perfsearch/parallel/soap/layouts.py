@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from perfsearch.parallel.soap.axes import Rectangle
 from perfsearch.parallel.soap.configuration import OperatorConfiguration, choices, part_rectangles
@@ -88,10 +89,20 @@ def class_key(graph: Graph, operator: Operator, owned: frozenset[str]) -> Hashab
 
 
 def gradients(graph: Graph, operator: Operator) -> tuple[bool, ...]:
-    """For each input whether backward computes its gradient."""
-    return tuple(
-        name not in graph.inputs and is_real(graph.by_name[name].dtype) for name in operator.inputs
-    )
+    """For each input whether backward computes its gradient: whether a weight lies behind it."""
+    reached = _reached(graph)
+    return tuple(name in reached for name in operator.inputs)
+
+
+@lru_cache(maxsize=8)
+def _reached(graph: Graph) -> frozenset[str]:
+    """Operators through which a gradient flows to trained weights."""
+    found: set[str] = set()
+    for operator in graph.operators:
+        trained = any(p.trained for p in operator.parameters)
+        if is_real(operator.dtype) and (trained or not found.isdisjoint(operator.inputs)):
+            found.add(operator.name)
+    return frozenset(found)
 
 
 def owned_keys(graph: Graph) -> dict[str, frozenset[str]]:

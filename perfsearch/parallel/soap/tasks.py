@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,7 @@ from perfsearch.parallel.soap import machine as machines
 from perfsearch.parallel.soap import tables as table
 from perfsearch.parallel.soap.axes import Rectangle
 from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan, PlanError
+from perfsearch.parallel.soap.costs import ShardCost
 from perfsearch.parallel.soap.graph import Graph, Operator, Role
 from perfsearch.parallel.soap.layouts import (
     Layout,
@@ -33,16 +34,6 @@ CURVE_BYTES = [256 * 4**p for p in range(12)]
 _GIB = 2**30
 
 
-@dataclass(frozen=True)
-class ShardCost:
-    """Time of one part of an operator, on the device and on the host that launches it."""
-
-    forward_us: float
-    backward_us: float
-    forward_host_us: float = 0.0
-    backward_host_us: float = 0.0
-
-
 CostOf = Callable[[Operator, Rectangle, tuple[bool, ...]], ShardCost]
 """Cost of the part of an operator that computes a rectangle; which inputs get a gradient."""
 
@@ -53,6 +44,7 @@ class Class:
 
     example: Operator
     gradients: tuple[bool, ...]
+    only: tuple[OperatorConfiguration, ...] | None = None
     layouts: list[Layout] = field(default_factory=list)
     device_lists: list[list[tuple[int, ...]]] = field(default_factory=list)
     numbers: dict[OperatorConfiguration, int] = field(default_factory=dict)
@@ -68,12 +60,14 @@ class Problem:
         cost_of: times of parts.
         roles: of dimensions that may be split.
         extra: plans whose configurations must be among those that can be simulated.
+        allowed: for some operators all that they may have beside ``extra``.
 
     Attributes:
         tables: for the compiled simulator.
         curves: times of transfers, for the same.
         classes: of operators.
         class_of: (operators), index of each one's class.
+        edges: producer, consumer and the consumer's input number, in order of consumers.
 
     Raises:
         ValueError: an operator has a type or shape that cannot be planned.
@@ -87,6 +81,7 @@ class Problem:
         cost_of: CostOf,
         roles: frozenset[Role] = frozenset(Role),
         extra: tuple[Plan, ...] = (),
+        allowed: Mapping[str, tuple[OperatorConfiguration, ...]] | None = None,
     ) -> None:
         self.graph = graph
         self.machine = machine
@@ -94,7 +89,10 @@ class Problem:
         self._owned = owned_keys(graph)
         self.classes: list[Class] = []
         self.class_of: list[int] = []
-        self._classify()
+        place_of = {o.name: i for i, o in enumerate(self.operators)}
+        edges = [(place_of[source], place_of[target], i) for source, target, i in graph.edges]
+        self.edges = sorted(edges, key=lambda edge: (edge[1], edge[2]))
+        self._classify(allowed or {})
         self._configure(roles, extra)
         self.tables = self._build(cost_of)
         self.curves = curves_of(machine)
@@ -129,23 +127,30 @@ class Problem:
         """What an operator may have, in the order of their numbers."""
         return list(self.classes[self.class_of[operator]].numbers)
 
-    def _classify(self) -> None:
+    def _classify(self, allowed: Mapping[str, tuple[OperatorConfiguration, ...]]) -> None:
         found: dict[Hashable, int] = {}
         for operator in self.operators:
-            key = class_key(self.graph, operator, self._owned[operator.name])
+            only = allowed.get(operator.name)
+            key = (class_key(self.graph, operator, self._owned[operator.name]), only)
             if key not in found:
                 found[key] = len(self.classes)
-                self.classes.append(Class(operator, gradients(self.graph, operator)))
+                self.classes.append(Class(operator, gradients(self.graph, operator), only))
             self.class_of.append(found[key])
 
     def _configure(self, roles: frozenset[Role], extra: tuple[Plan, ...]) -> None:
         asked: list[dict[tuple[int, ...], list[tuple[int, ...]]]] = [{} for _ in self.classes]
         for index, kind in enumerate(self.classes):
+            if kind.only is not None:
+                for chosen in kind.only:
+                    asked[index].setdefault(chosen.degrees, []).append(chosen.devices)
+                continue
             for degrees in degrees_of(kind.example, self.machine.devices, roles):
                 asked[index][degrees] = placements(degrees, self.machine.devices)
         for plan in extra:
             for place, operator in enumerate(self.operators):
                 chosen = plan[operator.name]
+                if self.classes[self.class_of[place]].only is not None:
+                    continue
                 lists = asked[self.class_of[place]].setdefault(chosen.degrees, [])
                 if chosen.devices not in lists:
                     lists.append(chosen.devices)
