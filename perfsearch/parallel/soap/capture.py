@@ -280,7 +280,8 @@ class _Capture:
             lowered.splittable = (False,) * len(call.shape)
         dtype = self.autocast.apply(lowered, call)
         drawn = lowered.kind in _DRAWING and lowered.attributes["probability"] > 0
-        local = not drawn and all(value.local for value, _ in lowered.operands)
+        local = not drawn and lowered.kind != "batch_norm"
+        local = local and all(value.local for value, _ in lowered.operands)
         # what only parameters and places decide is computed wherever it is needed, as in data
         # parallelism; what depends on samples and has parameters is placed
         local = local and not (lowered.parameters and Role.SAMPLE in lowered.labels)

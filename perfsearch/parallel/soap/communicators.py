@@ -25,6 +25,11 @@ class Communicators:
         self._groups: dict[Devices, Any] = {self._world: dist.group.WORLD}
         self._rank = dist.get_rank()
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of the default group."""
+        return len(self._world)
+
     def ensure(self, sets: Iterable[Devices]) -> None:
         """Make and warm the groups that are missing; all ranks call it with the same sets.
 

@@ -17,6 +17,10 @@ from perfsearch.parallel.soap.rectangles import volume, within
 from perfsearch.parallel.soap.redistribute import Pattern, Redistribution, pattern, stacking
 from perfsearch.parallel.soap.rules import sizes
 
+# newer names of the same, whose old ones warn
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class Exchange(ABC):
     """Moves values forward and gradients back.
@@ -58,6 +62,17 @@ class Exchange(ABC):
     @abstractmethod
     def finish_back(self) -> torch.Tensor | None:
         """Give the gradient of this rank's part, summed over all that needed of it."""
+
+    def forget(self) -> None:
+        """Drop what was started and will never end."""
+        self._work = None
+
+    def sent_elements(self) -> tuple[int, int]:
+        """Elements that leave this rank, forward and backward."""
+        moved = [m for m in self.plan.messages if m.source != m.destination]
+        there = sum(volume(m.rectangle) for m in moved if m.source == self._rank)
+        back = sum(volume(m.rectangle) for m in moved if m.destination == self._rank)
+        return there, back
 
     def drain(self) -> None:
         """Wait for what this rank only sends, so that its buffers may go."""
@@ -225,9 +240,7 @@ class GatherExchange(Exchange):
         assert value is not None
         self._outgoing = value.contiguous()
         self._incoming = self._empty([self._count * self._part[0], *self._part[1:]])
-        self._work = dist.all_gather_into_tensor(
-            self._incoming, self._outgoing, group=self._group, async_op=True
-        )
+        self._work = _all_gather(self._incoming, self._outgoing, group=self._group, async_op=True)
 
     def finish(self) -> torch.Tensor | None:
         """Put them side by side."""
@@ -243,7 +256,7 @@ class GatherExchange(Exchange):
             gradient = torch.cat(gradient.chunk(self._count, self._dim))
         self._outgoing = gradient.contiguous()
         self._incoming = self._empty(self._part)
-        self._work = dist.reduce_scatter_tensor(
+        self._work = _reduce_scatter(
             self._incoming, self._outgoing, group=self._group, async_op=True
         )
 

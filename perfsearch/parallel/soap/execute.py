@@ -7,8 +7,7 @@ communication has one order everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,17 +16,13 @@ from torch import nn
 from perfsearch.parallel.soap.axes import Rectangle
 from perfsearch.parallel.soap.capture import Captured
 from perfsearch.parallel.soap.communicators import Communicators
-from perfsearch.parallel.soap.configuration import Plan, validate
-from perfsearch.parallel.soap.exchange import Exchange, groups_of, make
-from perfsearch.parallel.soap.graph import Operator
-from perfsearch.parallel.soap.node import Node, differentiable, drawing, function, sources, uses
-from perfsearch.parallel.soap.placement import placements, tiles
+from perfsearch.parallel.soap.configuration import Plan, share, validate
+from perfsearch.parallel.soap.exchange import Exchange
+from perfsearch.parallel.soap.layout import lay_out
+from perfsearch.parallel.soap.node import Cut, Node, Source
 from perfsearch.parallel.soap.rectangles import within
-from perfsearch.parallel.soap.redistribute import redistributions
 from perfsearch.parallel.soap.rules import sizes
-from perfsearch.parallel.soap.storage import buffers_of, tile_of
-from perfsearch.parallel.soap.sums import groups_needed, surroundings
-from perfsearch.parallel.soap.synchronise import Synchroniser, buckets
+from perfsearch.parallel.soap.storage import tile_of
 
 _FRESH = frozenset(
     {
@@ -57,7 +52,8 @@ class Execution:
     Attributes:
         parameters: what this rank trains, by key: the tile that it stores.
         gradients: of these, after ``backward``.
-        samples: range of the global batch that this rank must be given.
+        samples: range of the global batch that this rank must be given, an even share; what it
+            needs of other samples it gets from the other ranks.
 
     Raises:
         PlanError: the plan does not fit.
@@ -74,12 +70,16 @@ class Execution:
     ) -> None:
         self.rank, world = dist.get_rank(), dist.get_world_size()
         validate(captured.graph, plan, world)
-        self._captured, self._plan, self._device = captured, plan, device
-        self._graph = captured.graph
-        self._groups = groups
-        placed = placements(self._graph, plan, world)
-        self._mine = placed[self.rank]
-        self._tiles = tiles(self._graph, self._mine)
+        self._captured, self._device = captured, device
+        layout = lay_out(captured, plan, model, self.rank, device, groups)
+        self._tiles, self._nodes = layout.tiles, layout.nodes
+        self._leaves, self._given = layout.leaves, layout.given
+        self._output = layout.output
+        self._buffers, self._synchroniser = layout.buffers, layout.synchroniser
+        self._exchanges = [exchange for node in self._nodes for exchange in node.outgoing]
+        self._exchanges += [exchange for exchange in self._given if exchange is not None]
+        self._returning = {exchange for node in self._nodes for exchange in node.returning}
+        self.samples = share(captured.graph.batch, world, self.rank)
         tensors = dict(model.named_parameters())
         self.parameters = {
             key: nn.Parameter(
@@ -90,79 +90,8 @@ class Execution:
             if key in self._tiles
         }
         self.gradients: dict[str, torch.Tensor] = {}
-        self._buffers = buffers_of(captured, model, device)
-        moves = redistributions(self._graph, placed)
-        synchronised = buckets(self._graph, placed)
-        groups.ensure(
-            [
-                *(groups_of(m) for m in moves if m.participants),
-                *(b.devices for b in synchronised),
-                *groups_needed(self._graph, plan),
-            ]
-        )
-        self._synchroniser = Synchroniser(
-            synchronised, {k: t.rectangle for k, t in self._tiles.items()}, self.rank, groups
-        )
-        self._nodes = self._build(moves)
-        self._exchanges = [exchange for node in self._nodes for exchange in node.outgoing]
-        self._leaves = [self._places[name] for name in captured.leaves]
-        self.samples = self._sample_range()
         self._values: list[torch.Tensor | None] = [None] * len(self._nodes)
         self._inputs: list[list[torch.Tensor | None]] = [[] for _ in self._nodes]
-
-    def _build(self, moves: Sequence[Any]) -> list[Node]:
-        graph = self._graph
-        flows = differentiable(graph)
-        self._places = {operator.name: i for i, operator in enumerate(graph.operators)}
-        self._output = self._places[graph.output]
-        by_consumer: dict[tuple[str, int], Exchange] = {}
-        nodes = [self._node(place, o, flows) for place, o in enumerate(graph.operators)]
-        for move in moves:
-            if not move.consumers:
-                continue
-            producer = nodes[self._places[move.producer]]
-            exchange = make(move, self.rank, producer.dtype, self._device, self._groups)
-            if exchange is None:
-                continue
-            by_consumer.update(dict.fromkeys(move.consumers, exchange))
-            producer.outgoing.append(exchange)
-            if producer.differentiable:
-                first = min(self._places[name] for name, _ in move.consumers)
-                nodes[first].returning.append(exchange)
-        for node in nodes:
-            if node.rectangle is not None and not node.is_leaf:
-                node.sources = sources(
-                    graph, node.operator, self._mine, by_consumer, self._places, flows
-                )
-                node.uses = uses(node.operator, self._tiles)
-        return nodes
-
-    def _node(self, place: int, operator: Operator, flows: Mapping[str, bool]) -> Node:
-        rectangle = self._mine.get(operator.name)
-        node = Node(
-            place=place,
-            operator=operator,
-            rectangle=rectangle,
-            dtype=getattr(torch, operator.dtype),
-            differentiable=flows[operator.name],
-            draws=drawing(operator),
-        )
-        if rectangle is not None and not node.is_leaf:
-            known = surroundings(
-                operator, self._plan, self.rank, self._device, self._groups, self._buffers
-            )
-            node.function = function(operator, rectangle, known)
-        return node
-
-    def _sample_range(self) -> tuple[int, int]:
-        ranges = [
-            node.rectangle[0]
-            for node in (self._nodes[place] for place in self._leaves)
-            if node.rectangle is not None
-        ]
-        if not ranges:
-            return (0, 1)  # nothing is needed, and a loader cannot give less
-        return (min(low for low, _ in ranges), max(high for _, high in ranges))
 
     def stored(self, key: str) -> Rectangle:
         """What this rank has of a parameter."""
@@ -208,13 +137,14 @@ class Execution:
         return torch.zeros((), dtype=dtype, device=self._device) if loss is None else loss.detach()
 
     def _give(self, leaves: Sequence[torch.Tensor]) -> None:
-        start = self.samples[0]
-        for place, tensor in zip(self._leaves, leaves, strict=True):
-            rectangle = self._nodes[place].rectangle
-            if rectangle is not None:
-                low, high = rectangle[0]
-                rest = tuple(slice(*span) for span in rectangle[1:])
-                self._values[place] = tensor[(slice(low - start, high - start), *rest)]
+        for exchange, tensor in zip(self._given, leaves, strict=True):
+            if exchange is not None:
+                exchange.start(tensor)
+        for exchange, leaf in zip(self._given, self._leaves, strict=True):
+            if exchange is not None and leaf.rectangle is not None:
+                value = exchange.finish()
+                assert value is not None and exchange.need is not None
+                self._values[leaf.place] = value[within(leaf.rectangle, exchange.need)]
         for node in self._nodes:
             if node.is_leaf and node.operator.name in self._buffers and node.rectangle is not None:
                 whole = node.operator.whole
@@ -222,7 +152,7 @@ class Execution:
                 self._values[node.place] = tensor[within(node.rectangle, whole)]
 
     def _input(
-        self, source: Any, received: dict[Exchange, torch.Tensor | None]
+        self, source: Source | None, received: dict[Exchange, torch.Tensor | None]
     ) -> torch.Tensor | None:
         if source is None:
             return None
@@ -305,7 +235,7 @@ class Execution:
             self.gradients[use.key] = gradient if known is None else known + gradient
 
     def _add_here(
-        self, place: int, cut: Any, gradient: torch.Tensor, here: list[torch.Tensor | None]
+        self, place: int, cut: Cut, gradient: torch.Tensor, here: list[torch.Tensor | None]
     ) -> None:
         before = here[place]
         if cut is None:
@@ -320,8 +250,28 @@ class Execution:
         before[cut] += gradient
         here[place] = before
 
-    def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step of the optimizer over ``parameters``."""
+    def reset(self) -> None:
+        """Forget a step that was broken off."""
+        for exchange in self._exchanges:
+            exchange.forget()
+        self._synchroniser.forget()
+        self._values = [None] * len(self._nodes)
+        self._inputs = [[] for _ in self._nodes]
+        self.gradients.clear()
+
+    def apply_gradients(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """One step of the optimizer over ``parameters``; none where this rank has none."""
         for key, parameter in self.parameters.items():
             parameter.grad = self.gradients.get(key)
-        optimizer.step()
+        if optimizer is not None:
+            optimizer.step()
+
+    def traffic_bytes(self) -> dict[str, int]:
+        """What this rank sends to others in one step: values and gradients, and in sums."""
+        moved = 0
+        for exchange in self._exchanges:
+            there, back = exchange.sent_elements()
+            moved += (
+                there + (back if exchange in self._returning else 0)
+            ) * exchange.dtype.itemsize
+        return {"redistributed_mib": moved, "summed_mib": self._synchroniser.summed_bytes}

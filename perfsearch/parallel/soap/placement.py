@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from perfsearch.parallel.soap.axes import Rectangle
 from perfsearch.parallel.soap.configuration import Plan, part_rectangles
-from perfsearch.parallel.soap.graph import Graph, Operator, Parameter
+from perfsearch.parallel.soap.graph import INPUT, Graph, Operator, Parameter
 from perfsearch.parallel.soap.rectangles import hull, volume
 from perfsearch.parallel.soap.rules import input_rectangle, parameter_rectangles
 
@@ -38,7 +38,7 @@ def _add_inputs(graph: Graph, mine: dict[str, Rectangle]) -> None:
     needs: dict[str, list[Rectangle]] = {}
     for operator in reversed(graph.operators):
         if operator.name in graph.inputs and operator.name in needs:
-            mine[operator.name] = hull(needs[operator.name])
+            mine[operator.name] = _computable(operator, hull(needs[operator.name]))
         rectangle = mine.get(operator.name)
         if rectangle is None:
             continue
@@ -46,6 +46,16 @@ def _add_inputs(graph: Graph, mine: dict[str, Rectangle]) -> None:
             need = input_rectangle(operator, index, rectangle)
             if need is not None and name in graph.inputs:
                 needs.setdefault(name, []).append(need)
+
+
+def _computable(operator: Operator, need: Rectangle) -> Rectangle:
+    """What has to be computed for it: all of the dimensions that may not be split."""
+    if operator.kind == INPUT:
+        return need
+    return tuple(
+        span if role is not None else (0, size)
+        for span, role, size in zip(need, operator.roles, operator.shape, strict=True)
+    )
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from perfsearch.parallel.soap.axes import Rectangle
+from perfsearch.parallel.soap.configuration import share
 from perfsearch.parallel.soap.graph import Graph
 from perfsearch.parallel.soap.rectangles import intersection, volume
 from perfsearch.parallel.soap.rules import input_rectangle
@@ -102,6 +103,27 @@ def redistributions(graph: Graph, placed: list[dict[str, Rectangle]]) -> list[Re
             needed = dict(key)
             moves = messages(owned, needed)
             found.append(Redistribution(operator.name, owned, needed, moves, tuple(consumers)))
+    return found
+
+
+def batch_redistributions(
+    leaves: Sequence[str], graph: Graph, placed: Sequence[Mapping[str, Rectangle]]
+) -> list[Redistribution]:
+    """Each tensor of the batch, from the even shares of samples that all ranks load.
+
+    Args:
+        leaves: names of the batch's tensors.
+        graph: of the model.
+        placed: by ``placement.placements``.
+
+    """
+    found = []
+    for name in leaves:
+        _, *rest = graph.by_name[name].whole
+        shares = [share(graph.batch, len(placed), device) for device in range(len(placed))]
+        owned = {d: (span, *rest) for d, span in enumerate(shares) if span[0] < span[1]}
+        needed = {d: (mine[name][0], *rest) for d, mine in enumerate(placed) if name in mine}
+        found.append(Redistribution(name, owned, needed, messages(owned, needed)))
     return found
 
 

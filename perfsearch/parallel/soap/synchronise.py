@@ -99,6 +99,9 @@ class Synchroniser:
         rank: this device.
         groups: where the buckets' devices were ensured.
 
+    Attributes:
+        summed_bytes: of gradients that this rank sums with others.
+
     """
 
     def __init__(
@@ -109,6 +112,11 @@ class Synchroniser:
         groups: Communicators,
     ) -> None:
         self._by_place: dict[int, list[_OneBucket]] = {}
+        self.summed_bytes = sum(
+            bucket.elements * getattr(torch, bucket.dtype).itemsize
+            for bucket in plan
+            if rank in bucket.devices
+        )
         for bucket in plan:
             if rank in bucket.devices:
                 one = _OneBucket(bucket, stored, groups.of(bucket.devices))
@@ -120,6 +128,10 @@ class Synchroniser:
         for bucket in self._by_place.get(place, ()):
             bucket.start(gradients)
             self._started.append(bucket)
+
+    def forget(self) -> None:
+        """Drop what was started and will never end."""
+        self._started.clear()
 
     def finish(self, gradients: Gradients) -> None:
         """Wait for all, and put the sums where the gradients were."""
