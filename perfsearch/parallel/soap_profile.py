@@ -15,28 +15,15 @@ import torch.distributed as dist
 
 from perfsearch.parallel.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
 from perfsearch.parallel.soap import costs, graph_file, measure_costs, measure_machine
-from perfsearch.parallel.soap.capture import Captured, capture
 from perfsearch.parallel.soap.costs import CostTable
 from perfsearch.parallel.soap.graph import Graph, Role
+from perfsearch.parallel.soap_step import captured_of
 from perfsearch.parallel.torch_features import torch_version
 from perfsearch.search.knob import Value
 from perfsearch.workloads.base import Job
 
 GRAPH, MACHINE, COSTS = "graph.json", "machine.json", "costs.json"
 """What rank 0 leaves in the directory."""
-
-
-def capture_job(job: Job, samples: int, device: torch.device) -> Captured:
-    """Capture a job's step at a global batch.
-
-    Raises:
-        CaptureError: it cannot be captured.
-
-    """
-    collate = job.collate or torch.utils.data.default_collate
-    batch = collate([job.data[i % len(job.data)] for i in range(samples)])  # type: ignore[arg-type]
-    batch = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
-    return capture(job.model, job.loss, batch, job.autocast_dtype.get(device.type))
 
 
 class ProfileStep(TrainStep):
@@ -64,8 +51,7 @@ def build(context: BuildContext) -> ProfileStep:
     options, device = context.options, context.device
     directory = Path(options["directory"])
     job = context.job(True)
-    captured = capture_job(job, options["samples"], device)
-    graph = captured.graph
+    graph = captured_of(job, options["samples"], device).graph
     first = context.groups.rank == 0
     if first:
         directory.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ class Shard:
     @property
     def key(self) -> str:
         """The same for parts that take the same time, in every process."""
-        words = repr((signature(self.operator, self.part), self.gradients))
+        words = _words((signature(self.operator, self.part), self.gradients))
         return hashlib.blake2b(words.encode(), digest_size=12).hexdigest()
 
     @property
@@ -59,6 +59,13 @@ class Shard:
         """For people."""
         sizes = "x".join(str(high - low) for low, high in self.part)
         return f"{'+'.join(stage.kind for stage in self.operator.stages)} {sizes}"
+
+
+def _words(value: object) -> str:
+    """A text that a value and the text it is saved as share."""
+    if isinstance(value, tuple):
+        return f"({','.join(map(_words, value))})"
+    return value if isinstance(value, str) else repr(value)
 
 
 class CostTable:
