@@ -31,6 +31,7 @@ def tables(problem: Problem, cost_of: CostOf) -> Integers:
         table.DEVICES: machine.devices,
         table.CONFIGS: len(found[table.CONFIG]),
         table.EDGES: len(problem.graph.edges),
+        table.NEED_COUNT: int(found[table.NEED_OF].max(initial=0)) + 1,
         table.POINTS: len(tasks.CURVE_BYTES),
         **tasks.behaviour(machine, host_is_free=not hosts.any()),
     }
@@ -50,7 +51,9 @@ def _make_absolute(packed: Integers, configs: int, edge_classes: int) -> None:
     ):
         rows[:, column] += packed[of]
     rows = packed[packed[table.EDGE_CLASS] :][: edge_classes * table.E_WIDTH]
-    rows.reshape(edge_classes, -1)[:, table.E_NEEDS] += packed[table.NEEDS]
+    rows = rows.reshape(edge_classes, -1)
+    rows[:, table.E_NEEDS] += packed[table.NEEDS]
+    rows[:, table.E_NEED_OF] += packed[table.NEED_OF]
 
 
 class _Pool:
@@ -95,8 +98,8 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
                 cost = cost_of(kind.example, part, kind.gradients)
                 weights_mib = layout.weight_bytes[place] / 2**20
                 microseconds = (
-                    cost.forward_us,
-                    cost.backward_us,
+                    cost.forward_us + machine.task_us,
+                    cost.backward_us + machine.task_us,
                     cost.forward_host_us,
                     cost.backward_host_us,
                 )
@@ -104,8 +107,9 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
                 parts.add([layout.resident_bytes[place]])
                 parts.add([_nanoseconds(machine.optimizer_us_per_mib * weights_mib)])
             at = len(groups.values)
-            for group, _ in layout.syncs:
-                groups.add([len(group), *group])
+            for group, size in layout.syncs:
+                packing = _nanoseconds(tasks.pack_us(machine, size))
+                groups.add([len(group), packing, *group])
             for chosen in lists:
                 sums = [
                     _nanoseconds(tasks.sync_us(machine, tuple(chosen[m] for m in group), size))
@@ -140,19 +144,29 @@ def _edges(problem: Problem) -> dict[int, Integers]:
         rectangles.rectangles(layout.parts) for kind in problem.classes for layout in kind.layouts
     ]
     records: list[list[int]] = []
+    need_of = _Pool()
+    offset_of: dict[int, tuple[Rectangle, ...]] = {}
+    shared: dict[tuple[tuple[Rectangle, ...], tuple[int, ...]], int] = {}
     for source, target, index in kinds:
         producer, consumer = problem.classes[source], problem.classes[target]
         dims = len(producer.example.shape)
-        offsets = [
-            rectangles.rectangles(tasks.needed(consumer, index, p, dims) for p in layout.parts)
-            for layout in consumer.layouts
-        ]
+        offsets = []
+        for layout in consumer.layouts:
+            read = tuple(tasks.needed(consumer, index, p, dims) for p in layout.parts)
+            offsets.append(rectangles.rectangles(read))
+            offset_of[offsets[-1]] = read
         size, gradient = item_bytes(producer.example.dtype), consumer.gradients[index]
         back, on = (
             copies.add(_matches(consumer, producer)),
             copies.add(_matches(producer, consumer)),
         )
-        records.append([size, int(gradient), dims, needs.add(offsets), back, on])
+        numbers = [
+            shared.setdefault((offset_of[offset], devices), len(shared))
+            for offset, lists in zip(offsets, consumer.device_lists, strict=True)
+            for devices in lists
+        ]
+        places = [needs.add(offsets), need_of.add(numbers)]
+        records.append([size, int(gradient), dims, *places, back, on])
     outs: list[list[int]] = [[] for _ in problem.operators]
     for number, (source, _, _) in enumerate(edges):
         outs[source].append(number)
@@ -165,6 +179,7 @@ def _edges(problem: Problem) -> dict[int, Integers]:
         table.OUT_EDGES: _array([number for out in outs for number in out]),
         table.EDGE_CLASS: _array(records).reshape(-1, table.E_WIDTH),
         table.NEEDS: needs.array(),
+        table.NEED_OF: need_of.array(),
         table.OWNED: _array(owned),
         table.RECTANGLES: rectangles.array(),
         table.COPIES: copies.array(),
@@ -186,14 +201,11 @@ def _matches(own: Class, other: Class) -> list[int]:
 
 
 def _live(edges: Sequence[tuple[int, int]], count: int) -> dict[int, Integers]:
-    """Of which operators the output is still read across each boundary, forward and backward."""
+    """The edges across each boundary between operators."""
+    across: list[list[int]] = [[] for _ in range(count)]
+    for number, (source, target) in enumerate(edges):
+        for boundary in range(source, target):
+            across[boundary].append(number)
     pool = _Pool()
-    first = []
-    for side in (0, 1):
-        across: list[set[int]] = [set() for _ in range(count)]
-        for edge in edges:
-            for boundary in range(edge[0], edge[1]):
-                across[boundary].add(edge[side])
-        row = [pool.add(sorted(live)) for live in across]
-        first.append([*row, len(pool.values)])
-    return {table.LIVE_FIRST: _array(first), table.LIVE: pool.array()}
+    first = [pool.add(live) for live in across]
+    return {table.LIVE_FIRST: _array([*first, len(pool.values)]), table.LIVE: pool.array()}

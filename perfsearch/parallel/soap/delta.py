@@ -13,7 +13,8 @@ from perfsearch.parallel.soap.compiled import compiled
 from perfsearch.parallel.soap.routes import NO_SPACE, find_route
 from perfsearch.parallel.soap.steps import finish, run
 from perfsearch.parallel.soap.tables import (
-    BACKWARD_DONE,
+    ARRIVED,
+    ARRIVED_BACK,
     BEFORE,
     C_DEVICES,
     C_PARTS,
@@ -30,7 +31,6 @@ from perfsearch.parallel.soap.tables import (
     EDGES,
     END_FROM,
     END_SHIFT,
-    FORWARD_DONE,
     HOST_IS_FREE,
     IN_FIRST,
     MEMORY,
@@ -105,10 +105,9 @@ def _account_route(t: Integers, w: Integers, route: int, sign: int) -> None:
     """Add what arrives over an edge and is kept for backward."""
     if route == 0:
         return
-    place = route + w[route + 4]
-    for _ in range(w[route + 2]):
-        place += 2 + w[place] + 2 * w[place + 1]
-    place += 2 * w[route + 3]
+    place = route + w[route + 4] + 3 * w[route + 2]
+    for _ in range(w[route + 3]):
+        place += 2 + w[place] + 3 * w[place + 1]
     for _ in range(w[route + 7]):
         w[w[MEMORY] + t[DEVICES] + w[place]] += sign * w[place + 1]
         place += 2
@@ -166,21 +165,19 @@ def evaluate(t: Integers, w: Integers) -> int:
     w[CLOCK] += 1
     w[SKIP_FROM] = w[SKIP_TO] = 0
     w[END_FROM] = last_step + 1
-    low, high, reads, writes = operators, -1, -1, operators
+    low, high = operators, -1
     for k in range(w[CHANGED_COUNT]):
         operator = w[w[CHANGED] + k]
-        low, high = min(low, operator), max(high, operator)
-        for out in range(t[t[OUT_FIRST] + operator], t[t[OUT_FIRST] + operator + 1]):
-            reads = max(reads, t[t[EDGE] + 3 * t[t[OUT_EDGES] + out] + 1])
+        low, high = min(low, operator), max(high, _last_reader(t, operator))
         for edge in range(t[t[IN_FIRST] + operator], t[t[IN_FIRST] + operator + 1]):
-            writes = min(writes, t[t[EDGE] + 3 * edge])
+            source = t[t[EDGE] + 3 * edge]
+            # Which of a producer's consumers share a transfer may have changed.
+            low, high = min(low, source), max(high, _last_reader(t, source))
     if high < 0:
         _later(t, w, last_step, 0)
-        w[END_FROM], w[END_SHIFT] = 0, 0
         return finish(t, w, 1)
-    reads, writes = max(reads, high), min(writes, low)
     _later(t, w, low, 0)
-    reached = run(t, w, low, operators, reads + 1, 1)
+    reached = run(t, w, low, operators, high + 1, 1)
     resume = operators
     if reached < operators:
         shift = _shift(t, w, reached)
@@ -189,12 +186,21 @@ def evaluate(t: Integers, w: Integers) -> int:
         for operator in range(high + 1, operators):
             w[w[MOVED] + operator] = shift
         _later(t, w, resume, shift)
-    reached = run(t, w, resume, last_step, last_step - writes, 1)
+    reached = run(t, w, resume, last_step, last_step - low, 1)
     if reached < last_step:
         shift = _shift(t, w, reached)
         w[END_FROM], w[END_SHIFT] = reached, shift
         _later(t, w, last_step, shift)
     return finish(t, w, 1)
+
+
+@compiled
+def _last_reader(t: Integers, operator: int) -> int:
+    """The last operator that reads of it, or itself."""
+    last: int = operator
+    for k in range(t[t[OUT_FIRST] + operator], t[t[OUT_FIRST] + operator + 1]):
+        last = max(last, t[t[EDGE] + 3 * t[t[OUT_EDGES] + k] + 1])
+    return last
 
 
 @compiled
@@ -235,7 +241,10 @@ def accept(t: Integers, w: Integers) -> None:
     last_step, size = 2 * operators, 4 * devices
     first = operators
     for k in range(w[CHANGED_COUNT]):
-        first = min(first, w[w[CHANGED] + k])
+        operator = w[w[CHANGED] + k]
+        first = min(first, operator)
+        for edge in range(t[t[IN_FIRST] + operator], t[t[IN_FIRST] + operator + 1]):
+            first = min(first, t[t[EDGE] + 3 * edge])
     if first == operators:
         return
     _copy_changed(t, w, 1, 0)
@@ -253,15 +262,22 @@ def accept(t: Integers, w: Integers) -> None:
             _delay(w, here + hosts, size - hosts, shift)
         else:
             _take_over(w, here, size, (last_step + 1) * size)
-        if step == last_step:
-            break
-        row = w[FORWARD_DONE] + step * devices
-        if step >= operators:
-            row = w[BACKWARD_DONE] + (last_step - 1 - step) * devices
-        if skipped:
-            _delay(w, row, devices, shift)
-        else:
-            _take_over(w, row, devices, operators * devices)
+        if step < operators:
+            for k in range(t[t[OUT_FIRST] + step], t[t[OUT_FIRST] + step + 1]):
+                row = w[ARRIVED] + t[t[OUT_EDGES] + k] * devices
+                _update(t, w, row, skipped, shift)
+        elif step < last_step:
+            operator = last_step - 1 - step
+            for edge in range(t[t[IN_FIRST] + operator], t[t[IN_FIRST] + operator + 1]):
+                _update(t, w, w[ARRIVED_BACK] + edge * devices, skipped, shift)
+
+
+@compiled
+def _update(t: Integers, w: Integers, row: int, skipped: bool, shift: int) -> None:
+    if skipped:
+        _delay(w, row, t[DEVICES], shift)
+    else:
+        _take_over(w, row, t[DEVICES], t[EDGES] * t[DEVICES])
 
 
 @compiled

@@ -47,7 +47,9 @@ class Machine:
         optimizer_us: what the optimizer takes beside the weights' traffic.
         optimizer_us_per_mib: time for a MiB of weights.
         state_per_weight: bytes of optimizer state for a byte of weights.
-        sender_waits: whether a sender's device waits until its message is gone.
+        copy_us: time of packing what is sent, or putting together what came, beside its traffic.
+        copy_us_per_mib: of the traffic.
+        task_us: what each part of an operator takes beside its own time, each way.
         sync_on_link: whether sums of gradients queue behind other transfers of the device.
         bucket_mib: gradients that are summed together; 0: each operator's by themselves.
 
@@ -65,7 +67,9 @@ class Machine:
     optimizer_us: float = 0.0
     optimizer_us_per_mib: float = 0.0
     state_per_weight: float = 0.0
-    sender_waits: bool = True
+    copy_us: float = 0.0
+    copy_us_per_mib: float = 0.0
+    task_us: float = 0.0
     sync_on_link: bool = False
     bucket_mib: float = 25.0
 

@@ -1,12 +1,13 @@
 """What is moved between two configurations, worked out once a pair, in compiled code.
 
 A *route* in the arena is: header, forward half, backward half, bytes that arrive. A half is its
-groups - receivers that wait for the same senders - and then the senders that receive nothing:
+senders and its groups, receivers that wait for the same senders:
 
-    header    forward groups, forward senders, backward groups, backward senders,
-              start of the backward half, kind forward, kind backward, receivers of bytes,
-    group     number of sources, of receivers, sources..., then (device, duration)...
-    senders   (device, duration)...
+    header    forward senders, forward groups, backward senders, backward groups,
+              start of the backward half, kind forward, kind backward, receivers of bytes
+    senders   (device, time of packing, duration where it receives nothing, else -1)...
+    group     number of sources, of receivers, sources...,
+              then (device, duration, time of putting together)...
     bytes     (device, bytes)...
 """
 
@@ -26,11 +27,13 @@ from perfsearch.parallel.soap.tables import (
     C_WIDTH,
     CLASS_FIRST,
     CONFIG,
-    CONFIGS,
+    COPY_NS,
+    COPY_NS_PER_MIB,
     DEVICES,
     E_BYTES,
     E_DIMS,
     E_GRADIENT,
+    E_NEED_OF,
     E_NEEDS,
     E_WIDTH,
     EDGE,
@@ -39,7 +42,9 @@ from perfsearch.parallel.soap.tables import (
     KEY_SLOTS,
     KEYS,
     KEYS_USED,
+    LAYOUT_FIRST,
     LISTS,
+    NEED_COUNT,
     NODE_OF,
     OPERATOR_CLASS,
     OWNED,
@@ -78,8 +83,10 @@ def curve_time(t: Integers, c: Reals, across: int, kind: int, members: int, size
 @compiled
 def find_route(t: Integers, c: Reals, w: Integers, edge: int, source: int, target: int) -> int:
     """Place of the route of an edge between two configurations; 0 where nothing is moved."""
-    kind = t[t[EDGE] + 3 * edge + 2]
-    key = (kind * t[CONFIGS] + source) * t[CONFIGS] + target
+    record = t[EDGE_CLASS] + E_WIDTH * t[t[EDGE] + 3 * edge + 2]
+    consumer = t[t[OPERATOR_CLASS] + t[t[EDGE] + 3 * edge + 1]]
+    first = t[t[LAYOUT_FIRST] + t[t[CLASS_FIRST] + consumer]]
+    key = source * t[NEED_COUNT] + t[t[record + E_NEED_OF] + target - first]
     mask = w[KEY_SLOTS] - 1
     slot = ((key * 2654435761) >> 7) & mask
     while w[w[KEYS] + slot] != -1:
@@ -89,7 +96,7 @@ def find_route(t: Integers, c: Reals, w: Integers, edge: int, source: int, targe
         slot = (slot + 1) & mask
     parts = t[t[CONFIG] + C_WIDTH * source + C_PARTS] + t[t[CONFIG] + C_WIDTH * target + C_PARTS]
     # An upper bound: each receiver may be a group of its own.
-    longest = HEADER + 8 * parts + 2 * parts * parts
+    longest = HEADER + 12 * parts + 2 * parts * parts
     if w[ARENA_USED] + longest > w[ARENA_SIZE] or 2 * w[KEYS_USED] > mask:
         return NO_SPACE
     place: int = _build(t, c, w, edge, source, target)
@@ -211,7 +218,7 @@ def _half(
     receivers: int,
     to: int,
 ) -> int:
-    """Write groups and lone senders of one direction, gradients for ``header`` 2.
+    """Write senders and groups of one direction, gradients for ``header`` 2.
 
     Returns:
         Where they end.
@@ -250,6 +257,17 @@ def _half(
         common = curve_time(t, c, across, kind, members, float(largest))
     elif kind != EXCHANGE:
         common = curve_time(t, c, across, kind, members, total / members)
+    sending = 0
+    for i in range(senders):
+        if w[targets + i]:
+            time = -1
+            if not w[receives + t[at + i]]:
+                time = common
+                if kind == EXCHANGE:
+                    time = curve_time(t, c, across, kind, w[targets + i], float(w[sent + i]))
+            w[end], w[end + 1], w[end + 2] = t[at + i], _copy_time(t, w[sent + i]), time
+            end += 3
+            sending += 1
     groups = 0
     for j in range(receivers):
         if w[received + j] == 0:
@@ -282,22 +300,21 @@ def _half(
                 if own >= 0:
                     peers, amount = max(peers, w[targets + own]), max(amount, w[sent + own])
                 time = curve_time(t, c, across, kind, peers, float(amount))
-            w[end], w[end + 1] = t[to + k], time
-            end += 2
+            needed = 0
+            for i in range(senders):
+                needed += w[volume + k * by_receiver + i * by_sender]
+            w[end], w[end + 1], w[end + 2] = t[to + k], time, _copy_time(t, needed)
+            end += 3
             count += 1
         w[place + 1] = count
-    lone = 0
-    for i in range(senders):
-        if w[targets + i] and not w[receives + t[at + i]]:
-            time = common
-            if kind == EXCHANGE:
-                time = curve_time(t, c, across, kind, w[targets + i], float(w[sent + i]))
-            w[end], w[end + 1] = t[at + i], time
-            end += 2
-            lone += 1
-    w[start + header] = groups
-    w[start + header + 1] = lone
+    w[start + header] = sending
+    w[start + header + 1] = groups
     return end
+
+
+@compiled
+def _copy_time(t: Integers, size: int) -> int:
+    return int(t[COPY_NS] + t[COPY_NS_PER_MIB] * size / 1048576.0 + 0.5)
 
 
 @compiled

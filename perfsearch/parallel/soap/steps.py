@@ -2,20 +2,21 @@
 
 Ranks run the same schedule: operators in the order of the user's code, then backward in the
 reverse order. A task begins when the host has launched it, when its device is free, and when what
-it reads has arrived; nothing else decides, so no queue is needed and ties cannot arise. A transfer
-begins when its device has done what comes before it, as a stream that waits for another one does.
+it reads has arrived; nothing else decides, so no queue is needed and ties cannot arise.
 
 Step ``s`` is the forward task of operator ``s``, or with ``n`` operators the backward task of
-operator ``2 n - 1 - s``. An operator's step first moves what it reads: activations of its
-producers, or gradients of its consumers.
+operator ``2 n - 1 - s``. What an operator computes is sent as soon as it is there, and waited for
+where it is read first; a transfer begins at a device when that has done what comes before it, as a
+stream that waits for another one does. Consumers that need the same share one transfer.
 """
 
 from __future__ import annotations
 
 from perfsearch.parallel.soap.compiled import compiled
 from perfsearch.parallel.soap.tables import (
+    ARRIVED,
+    ARRIVED_BACK,
     BACKWARD,
-    BACKWARD_DONE,
     BEFORE,
     C_DEVICES,
     C_GROUP_COUNT,
@@ -31,7 +32,6 @@ from perfsearch.parallel.soap.tables import (
     EDGE,
     EDGES,
     FORWARD,
-    FORWARD_DONE,
     FRESH,
     HOST,
     HOST_IS_FREE,
@@ -55,7 +55,6 @@ from perfsearch.parallel.soap.tables import (
     ROUTES,
     SEND_BACKWARD,
     SEND_FORWARD,
-    SENDER_WAITS,
     STATE,
     STEP_NS,
     STEPS_RUN,
@@ -107,56 +106,55 @@ def run(t: Integers, w: Integers, first: int, stop: int, settled: int, plan: int
             w[here + k] = w[state + k]
         backward = step >= operators
         operator = 2 * operators - 1 - step if backward else step
-        done_table = w[BACKWARD_DONE] if backward else w[FORWARD_DONE]
-        fresh = w[FRESH] + operators if backward else w[FRESH]
-        low, high = t[t[IN_FIRST] + operator], t[t[IN_FIRST] + operator + 1]
         if backward:
-            low, high = t[t[OUT_FIRST] + operator], t[t[OUT_FIRST] + operator + 1]
-        for k in range(low, high):
-            edge = t[t[OUT_EDGES] + k] if backward else k
-            route = w[routes + edge]
-            if route == 0:
-                continue
-            other = t[t[EDGE] + 3 * edge + (1 if backward else 0)]
-            ready = done_table + other * devices
-            later = 0
-            if plan == 1:
-                if w[fresh + other] == clock:
-                    ready += operators * devices
-                elif backward:
-                    later = w[w[MOVED] + other]
-            _move(t, w, edge, route, backward, ready, later)
+            for k in range(t[t[OUT_FIRST] + operator], t[t[OUT_FIRST] + operator + 1]):
+                edge = t[t[OUT_EDGES] + k]
+                if w[routes + edge] and leads(t, w, edge, routes):
+                    later = 0
+                    arrived = w[ARRIVED_BACK] + edge * devices
+                    if plan == 1:
+                        other = t[t[EDGE] + 3 * edge + 1]
+                        if w[w[FRESH] + operators + other] == clock:
+                            arrived += t[EDGES] * devices
+                        else:
+                            later = w[w[MOVED] + other]
+                    _wait(t, w, w[routes + edge], 2, arrived, later)
+        else:
+            for edge in range(t[t[IN_FIRST] + operator], t[t[IN_FIRST] + operator + 1]):
+                if w[routes + edge] and leads(t, w, edge, routes):
+                    arrived = w[ARRIVED] + edge * devices
+                    if plan == 1 and w[w[FRESH] + t[t[EDGE] + 3 * edge]] == clock:
+                        arrived += t[EDGES] * devices
+                    _wait(t, w, w[routes + edge], 0, arrived, 0)
         record = t[CONFIG] + C_WIDTH * w[plans + operator]
         at, row = t[record + C_DEVICES], t[record + C_ROWS]
-        done = done_table + (plan * operators + operator) * devices
+        on_host = P_BACKWARD_HOST if backward else P_FORWARD_HOST
+        on_device = P_BACKWARD if backward else P_FORWARD
+        for k in range(at, at + t[record + C_PARTS]):
+            device = t[k]
+            launched = w[host + device] + t[row + on_host]
+            w[host + device] = launched
+            begin = max(w[free + device], launched)
+            end = begin + t[row + on_device]
+            w[free + device] = end
+            row += P_WIDTH
+            if w[TRACE_SIZE]:
+                trace(w, BACKWARD if backward else FORWARD, operator, device, begin, end)
         if backward:
-            for k in range(at, at + t[record + C_PARTS]):
-                device = t[k]
-                launched = w[host + device] + t[row + P_BACKWARD_HOST]
-                w[host + device] = launched
-                begin = max(w[free + device], launched)
-                end = begin + t[row + P_BACKWARD]
-                w[free + device] = end
-                w[done + device] = end
-                row += P_WIDTH
-                if w[TRACE_SIZE]:
-                    trace(w, BACKWARD, operator, device, begin, end)
+            arrived = w[ARRIVED_BACK] + plan * t[EDGES] * devices
+            for edge in range(t[t[IN_FIRST] + operator], t[t[IN_FIRST] + operator + 1]):
+                if w[routes + edge] and leads(t, w, edge, routes):
+                    _send(t, w, edge, w[routes + edge], 2, arrived + edge * devices)
             if t[record + C_GROUP_COUNT]:
                 _synchronise(t, w, operator, record)
         else:
-            for k in range(at, at + t[record + C_PARTS]):
-                device = t[k]
-                launched = w[host + device] + t[row + P_FORWARD_HOST]
-                w[host + device] = launched
-                begin = max(w[free + device], launched)
-                end = begin + t[row + P_FORWARD]
-                w[free + device] = end
-                w[done + device] = end
-                row += P_WIDTH
-                if w[TRACE_SIZE]:
-                    trace(w, FORWARD, operator, device, begin, end)
+            arrived = w[ARRIVED] + plan * t[EDGES] * devices
+            for k in range(t[t[OUT_FIRST] + operator], t[t[OUT_FIRST] + operator + 1]):
+                edge = t[t[OUT_EDGES] + k]
+                if w[routes + edge] and leads(t, w, edge, routes):
+                    _send(t, w, edge, w[routes + edge], 0, arrived + edge * devices)
         if plan == 1:
-            w[fresh + operator] = clock
+            w[w[FRESH] + (operators if backward else 0) + operator] = clock
         step += 1
     w[STEPS_RUN] += step - first
     if step == 2 * operators:
@@ -167,47 +165,80 @@ def run(t: Integers, w: Integers, first: int, stop: int, settled: int, plan: int
 
 
 @compiled
-def _move(
-    t: Integers, w: Integers, edge: int, route: int, backward: bool, ready: int, later: int
-) -> None:
-    """Move an edge's tensors; receivers' devices wait for what arrives."""
-    devices, launch, sender_waits = t[DEVICES], t[TRANSFER_HOST_NS], t[SENDER_WAITS]
+def leads(t: Integers, w: Integers, edge: int, routes: int) -> bool:
+    """Whether no earlier consumer has had the same moved to the same devices."""
+    source = t[t[EDGE] + 3 * edge]
+    for k in range(t[t[OUT_FIRST] + source], t[t[OUT_FIRST] + source + 1]):
+        other = t[t[OUT_EDGES] + k]
+        if other == edge:
+            return True
+        if w[routes + other] == w[routes + edge]:
+            return False
+    return True
+
+
+@compiled
+def _half(w: Integers, route: int, direction: int) -> int:
+    """Where a half's senders begin."""
+    place: int = route + 8
+    if direction:
+        place = route + w[route + 4]
+    return place
+
+
+@compiled
+def _wait(t: Integers, w: Integers, route: int, direction: int, arrived: int, later: int) -> None:
+    """Let receivers' devices wait for what arrives, and put it together."""
+    free = w[STATE] + DEVICE * t[DEVICES]
+    place = _half(w, route, direction) + 3 * w[route + direction]
+    for _ in range(w[route + direction + 1]):
+        first = place + 2 + w[place]
+        last = first + 3 * w[place + 1]
+        for k in range(first, last, 3):
+            device = w[k]
+            w[free + device] = max(w[free + device], w[arrived + device] + later) + w[k + 2]
+        place = last
+
+
+@compiled
+def _send(t: Integers, w: Integers, edge: int, route: int, direction: int, arrived: int) -> None:
+    """Move an edge's tensors, gradients for direction 2, and note when they are there."""
+    devices, launch = t[DEVICES], t[TRANSFER_HOST_NS]
     host = w[STATE] + HOST * devices
     free = w[STATE] + DEVICE * devices
     link = w[STATE] + LINK * devices
-    groups, lone = w[route], w[route + 1]
-    place = route + 8
-    if backward:
-        groups, lone = w[route + 2], w[route + 3]
-        place = route + w[route + 4]
-    kind = SEND_BACKWARD if backward else SEND_FORWARD
-    for _ in range(groups):
+    kind = SEND_BACKWARD if direction else SEND_FORWARD
+    first = _half(w, route, direction)
+    last = first + 3 * w[route + direction]
+    for k in range(first, last, 3):
+        w[free + w[k]] += w[k + 1]
+    place = last
+    for _ in range(w[route + direction + 1]):
         sources, receivers = w[place], w[place + 1]
         place += 2
         available = 0
         for k in range(place, place + sources):
-            available = max(available, w[ready + w[k]] + later)
+            available = max(available, w[free + w[k]])
         place += sources
-        for k in range(place, place + 2 * receivers, 2):
+        for k in range(place, place + 3 * receivers, 3):
             device = w[k]
             w[host + device] += launch
             begin = max(max(available, w[free + device]), max(w[link + device], w[host + device]))
             end = begin + w[k + 1]
             w[link + device] = end
-            w[free + device] = max(w[free + device], end)
+            w[arrived + device] = end
             if w[TRACE_SIZE]:
                 trace(w, kind, edge, device, begin, end)
-        place += 2 * receivers
-    for k in range(place, place + 2 * lone, 2):
-        device = w[k]
-        w[host + device] += launch
-        begin = max(w[free + device], max(w[link + device], w[host + device]))
-        end = begin + w[k + 1]
-        w[link + device] = end
-        if sender_waits:
-            w[free + device] = max(w[free + device], end)
-        if w[TRACE_SIZE]:
-            trace(w, kind, edge, device, begin, end)
+        place += 3 * receivers
+    for k in range(first, last, 3):
+        if w[k + 2] >= 0:
+            device = w[k]
+            w[host + device] += launch
+            begin = max(w[free + device], max(w[link + device], w[host + device]))
+            end = begin + w[k + 2]
+            w[link + device] = end
+            if w[TRACE_SIZE]:
+                trace(w, kind, edge, device, begin, end)
 
 
 @compiled
@@ -221,18 +252,19 @@ def _synchronise(t: Integers, w: Integers, operator: int, record: int) -> None:
     for group in range(t[record + C_GROUP_COUNT]):
         members = t[place]
         begin = 0
-        for k in range(place + 1, place + 1 + members):
+        for k in range(place + 2, place + 2 + members):
             device = t[at + t[k]]
             w[host + device] += t[SYNC_HOST_NS]
+            w[free + device] += t[place + 1]
             own = max(w[free + device], max(w[host + device], w[line + device]))
             begin = max(begin, own)
         end = begin + t[times + group]
-        for k in range(place + 1, place + 1 + members):
+        for k in range(place + 2, place + 2 + members):
             device = t[at + t[k]]
             w[line + device] = end
             if w[TRACE_SIZE]:
                 trace(w, SYNCHRONISE, operator, device, begin, end)
-        place += 1 + members
+        place += 2 + members
 
 
 @compiled
@@ -259,19 +291,29 @@ def is_shifted(t: Integers, w: Integers, step: int) -> bool:
                 return False
     side = 1 if step >= operators else 0
     boundary = 2 * operators - 1 - step if side else step - 1
-    done = w[BACKWARD_DONE] if side else w[FORWARD_DONE]
-    row = t[LIVE_FIRST] + side * (operators + 1) + boundary
+    arrived = w[ARRIVED_BACK] if side else w[ARRIVED]
+    routes = w[ROUTES] + t[EDGES]
+    row = t[LIVE_FIRST] + boundary
     for place in range(t[LIVE] + t[row], t[LIVE] + t[row + 1]):
-        other = t[place]
+        edge = t[place]
+        route = w[routes + edge]
+        if route == 0 or not leads(t, w, edge, routes):
+            continue
+        other = t[t[EDGE] + 3 * edge + side]
         if w[w[FRESH] + side * operators + other] != w[CLOCK]:
             if (w[w[MOVED] + other] if side else 0) != shift:
                 return False
             continue
-        record = t[CONFIG] + C_WIDTH * w[w[PLAN] + operators + other]
-        old = done + other * devices
-        for k in range(t[record + C_DEVICES], t[record + C_DEVICES] + t[record + C_PARTS]):
-            if w[old + operators * devices + t[k]] != w[old + t[k]] + shift:
-                return False
+        old = arrived + edge * devices
+        new = old + t[EDGES] * devices
+        k = _half(w, route, 2 * side) + 3 * w[route + 2 * side]
+        for _ in range(w[route + 2 * side + 1]):
+            first = k + 2 + w[k]
+            last = first + 3 * w[k + 1]
+            for place_of in range(first, last, 3):
+                if w[new + w[place_of]] != w[old + w[place_of]] + shift:
+                    return False
+            k = last
     return True
 
 

@@ -34,56 +34,61 @@ FORWARD, BACKWARD, SEND_FORWARD, SEND_BACKWARD, SYNCHRONISE, OPTIMIZE = range(6)
 # --- t: scalars
 OPERATORS, DEVICES, CONFIGS, POINTS = range(4)
 """Numbers of operators, devices, configurations, and points of a curve."""
-TRANSFER_HOST_NS, SYNC_HOST_NS, SYNC_ON_LINK, SENDER_WAITS = range(4, 8)
+TRANSFER_HOST_NS, SYNC_HOST_NS, SYNC_ON_LINK, NEED_COUNT = range(4, 8)
 OPTIMIZER_NS, HOST_IS_FREE, STEP_NS, EDGES = range(8, 12)
-"""How the execution behaves, see ``machine.Machine``; and the number of edges."""
-T_SCALARS = 12
+"""How the execution behaves, see ``machine.Machine``; numbers of distinct needs and of edges."""
+COPY_NS, COPY_NS_PER_MIB = range(12, 14)
+"""Time of packing, or putting together, what is moved."""
+T_SCALARS = 14
 
 # --- t: tables
-OPERATOR_CLASS = 12
+OPERATOR_CLASS = 14
 """(operators)."""
-CLASS_FIRST = 13
+CLASS_FIRST = 15
 """(classes + 1): first layout of a class."""
-LAYOUT_FIRST = 14
+LAYOUT_FIRST = 16
 """(layouts + 1): first configuration of a layout."""
-CONFIG = 15
+CONFIG = 17
 """(configurations, 8): see ``C_LAYOUT``."""
-PARTS = 16
+PARTS = 18
 """(parts of layouts, 6): see ``P_FORWARD``."""
-DEVICE_LISTS = 17
+DEVICE_LISTS = 19
 """Devices of configurations, part by part."""
-SYNC_GROUPS = 18
-"""Of each layout its groups whose gradients are summed: number of members, part numbers."""
-SYNC_TIMES = 19
+SYNC_GROUPS = 20
+"""Of each layout its groups whose gradients are summed: number of members, nanoseconds of packing,
+part numbers."""
+SYNC_TIMES = 21
 """Of each configuration a time for each group."""
-EDGE = 20
+EDGE = 22
 """(edges, 3): producer, consumer, class of the edge; in order of consumers."""
-IN_FIRST = 21
+IN_FIRST = 23
 """(operators + 1): first edge into an operator."""
-OUT_FIRST = 22
+OUT_FIRST = 24
 """(operators + 1): first place in ``OUT_EDGES``."""
-OUT_EDGES = 23
-"""Edges out of an operator."""
-EDGE_CLASS = 24
-"""(classes of edges, 6): see ``E_BYTES``."""
-NEEDS = 25
+OUT_EDGES = 25
+"""Edges out of an operator, in order of consumers."""
+EDGE_CLASS = 26
+"""(classes of edges, 7): see ``E_BYTES``."""
+NEEDS = 27
 """For each class of edges, and each layout of its consumer, a place in ``RECTANGLES``."""
-OWNED = 26
+NEED_OF = 28
+"""For each class of edges, and each configuration of its consumer, a number that those share who
+need the same on the same devices; they share its transfer, too."""
+OWNED = 29
 """(layouts): place in ``RECTANGLES`` of what each part holds."""
-RECTANGLES = 27
+RECTANGLES = 30
 """Blocks of (part, dimension, low and high)."""
-COPIES = 28
+COPIES = 31
 """Configurations that match those of another class, or -1."""
-NODE_OF = 29
+NODE_OF = 32
 """(devices)."""
-CAPACITY = 30
+CAPACITY = 33
 """(devices): bytes, the hard limit."""
-LIVE_FIRST = 31
-"""(2, operators + 1): first place in ``LIVE``: of operators up to this one whose output is read
-after it, and of operators after this one that read of it or before."""
-LIVE = 32
-"""Operators."""
-T_TABLES = 33
+LIVE_FIRST = 34
+"""(operators + 1): first place in ``LIVE``."""
+LIVE = 35
+"""Edges from an operator up to this one to one after it."""
+T_TABLES = 36
 
 C_LAYOUT, C_PARTS, C_DEVICES, C_ROWS, C_GROUP_COUNT, C_GROUPS, C_TIMES = range(7)
 """Columns of ``CONFIG``: layout, number of parts, then places in ``t`` of its devices, of its
@@ -95,11 +100,11 @@ P_FORWARD, P_BACKWARD, P_FORWARD_HOST, P_BACKWARD_HOST, P_RESIDENT, P_OPTIMIZER 
 state and kept activations; nanoseconds of the optimizer."""
 P_WIDTH = 6
 
-E_BYTES, E_GRADIENT, E_DIMS, E_NEEDS, E_COPY_BACK, E_COPY_ON = range(6)
+E_BYTES, E_GRADIENT, E_DIMS, E_NEEDS, E_NEED_OF, E_COPY_BACK, E_COPY_ON = range(7)
 """Columns of ``EDGE_CLASS``: bytes of an element, 1 where a gradient comes back, dimensions, then
-places in ``t``: of its needs, of the producer's configurations that match the consumer's, and of
-the consumer's that match the producer's."""
-E_WIDTH = 6
+places in ``t``: of its needs and their numbers, of the producer's configurations that match the
+consumer's, and of the consumer's that match the producer's."""
+E_WIDTH = 7
 
 # --- w: scalars
 ARENA_USED, KEYS_USED, CLOCK, TRACED, CHANGED_COUNT, STEPS_RUN = range(6)
@@ -129,10 +134,10 @@ STATE = 32
 """(4, devices): ends of the timelines; scratch."""
 BEFORE = 33
 """(2, 2 * operators + 1, 4, devices): the state before each step."""
-FORWARD_DONE = 34
-"""(2, operators, devices)."""
-BACKWARD_DONE = 35
-"""(2, operators, devices)."""
+ARRIVED = 34
+"""(2, edges, devices): when what an edge moves is there."""
+ARRIVED_BACK = 35
+"""(2, edges, devices): the same of its gradients."""
 FRESH = 36
 """(2, operators): the proposal that computed it last, forward and backward."""
 MOVED = 37

@@ -180,7 +180,8 @@ def behaviour(machine: Machine, host_is_free: bool) -> dict[int, int]:
         table.TRANSFER_HOST_NS: transfer,
         table.SYNC_HOST_NS: sync,
         table.SYNC_ON_LINK: int(machine.sync_on_link),
-        table.SENDER_WAITS: int(machine.sender_waits),
+        table.COPY_NS: round(1e3 * machine.copy_us),
+        table.COPY_NS_PER_MIB: round(1e3 * machine.copy_us_per_mib),
         table.OPTIMIZER_NS: round(1e3 * machine.optimizer_us),
         table.STEP_NS: round(1e3 * machine.step_us),
         table.HOST_IS_FREE: int(host_is_free and not transfer and not sync),
@@ -208,6 +209,14 @@ def sync_us(machine: Machine, devices: tuple[int, ...], size: int) -> float:
     if size >= bucket:
         return machines.at_size(curve, size)
     return machines.at_size(curve, bucket) * size / bucket
+
+
+def pack_us(machine: Machine, size: int) -> float:
+    """Time of packing a gradient into its bucket and taking it out; a large one stays in place."""
+    mib = size / 2**20
+    if mib >= machine.bucket_mib:
+        return 0.0
+    return 2 * machine.copy_us_per_mib * mib
 
 
 def capacity_bytes(machine: Machine) -> int:
