@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator as operators
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -263,6 +264,7 @@ class _Capture:
             "arguments": {n: self._slots(v, lowered) for n, v in call.arguments.items()},
             "output": output,
         }
+        lowered.flops = _least_flops(call, lowered)
         return lowered
 
     def _slots(self, argument: Any, lowered: Lowered) -> Any:
@@ -297,6 +299,24 @@ class _Capture:
             for n, (v, axes) in lowered.parameters.items()
         )
         self.drafts.append(Draft(name, lowered.kind, value, lowered, parameters, module, place))
+
+
+def _least_flops(call: Call, lowered: Lowered) -> float:
+    """By torch's own counter; an operation an element where it has no formula."""
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(getattr(call.target, "overloadpacket", None))
+    tensors = [value for value, _ in lowered.operands]
+    if formula is None:
+        return float(sum(math.prod(value.shape) for value in tensors))
+    meta = [
+        torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta")
+        if isinstance(v, Value)
+        else v
+        for v in call.arguments.values()
+    ]
+    out = torch.empty(call.shape, device="meta")
+    return float(formula(*meta, out_val=out))
 
 
 def _gives_many(node: fx.Node) -> bool:
