@@ -74,6 +74,8 @@ class Execution:
         layout = lay_out(captured, plan, model, self.rank, device, groups)
         self._tiles, self._nodes = layout.tiles, layout.nodes
         self._leaves, self._given = layout.leaves, layout.given
+        self._given_batches = layout.given_batches
+        self._groups = groups
         self._output = layout.output
         self._buffers, self._synchroniser = layout.buffers, layout.synchroniser
         self._exchanges = [exchange for node in self._nodes for exchange in node.outgoing]
@@ -128,10 +130,11 @@ class Execution:
             value = self._values[node.place]
             for exchange in node.outgoing:
                 exchange.start(None if value is None else value.detach())
+            for batch in node.launched:
+                batch.launch()
         for buffer, number in self._captured.counters:
             self._buffers[buffer].add_(number)
-        for exchange in self._exchanges:
-            exchange.drain()
+        self._drain()
         loss = self._values[self._output]
         dtype = self._nodes[self._output].dtype
         return torch.zeros((), dtype=dtype, device=self._device) if loss is None else loss.detach()
@@ -140,6 +143,8 @@ class Execution:
         for exchange, tensor in zip(self._given, leaves, strict=True):
             if exchange is not None:
                 exchange.start(tensor)
+        for batch in self._given_batches:
+            batch.launch()
         for exchange, leaf in zip(self._given, self._leaves, strict=True):
             if exchange is not None and leaf.rectangle is not None:
                 value = exchange.finish()
@@ -191,10 +196,11 @@ class Execution:
                         sizes(exchange.need), dtype=exchange.dtype, device=self._device
                     )
                 exchange.start_back(gradient)
+            for batch in node.launched_back:
+                batch.launch_back()
             self._synchroniser.after(node.place, gradients)
         self._synchroniser.finish(gradients)
-        for exchange in self._exchanges:
-            exchange.drain()
+        self._drain()
 
     def _differentiate(
         self,
@@ -254,6 +260,7 @@ class Execution:
         """Forget a step that was broken off."""
         for exchange in self._exchanges:
             exchange.forget()
+        self._groups.settled()
         self._synchroniser.forget()
         self._values = [None] * len(self._nodes)
         self._inputs = [[] for _ in self._nodes]
@@ -265,6 +272,12 @@ class Execution:
             parameter.grad = self.gradients.get(key)
         if optimizer is not None:
             optimizer.step()
+
+    def _drain(self) -> None:
+        """Wait for what this rank only sent, so that nothing of a pass is left to the next."""
+        for exchange in self._exchanges:
+            exchange.drain()
+        self._groups.settled()
 
     def traffic_bytes(self) -> dict[str, int]:
         """What this rank sends to others in one step: values and gradients, and in sums."""
