@@ -21,6 +21,7 @@ from perfsearch.parallel.soap.exchange import Exchange
 from perfsearch.parallel.soap.layout import lay_out
 from perfsearch.parallel.soap.node import Cut, Node, Source
 from perfsearch.parallel.soap.rectangles import within
+from perfsearch.parallel.soap.row_updates import RowUpdates, is_plain_descent, tables_of
 from perfsearch.parallel.soap.rules import sizes
 from perfsearch.parallel.soap.storage import tile_of
 
@@ -92,6 +93,7 @@ class Execution:
             if key in self._tiles
         }
         self.gradients: dict[str, torch.Tensor] = {}
+        self._rows: RowUpdates | None = None
         self._values: list[torch.Tensor | None] = [None] * len(self._nodes)
         self._inputs: list[list[torch.Tensor | None]] = [[] for _ in self._nodes]
 
@@ -213,6 +215,12 @@ class Execution:
         value, inputs = self._values[node.place], self._inputs[node.place]
         self._values[node.place], self._inputs[node.place] = None, []
         assert value is not None
+        if self._rows is not None and node in self._rows:
+            if arrived is not None:
+                indices = inputs[0]
+                assert indices is not None
+                self._rows.note(node, indices, arrived)
+            return
         wanted = [
             (source, tensor)
             for source, tensor in zip(node.sources, inputs, strict=True)
@@ -256,6 +264,24 @@ class Execution:
         before[cut] += gradient
         here[place] = before
 
+    def update_rows(self, optimizer: torch.optim.Optimizer | None) -> list[str]:
+        """Let tables of this rank alone be updated by rows, where that is the same.
+
+        These have no entry in ``gradients`` then.
+
+        Args:
+            optimizer: over ``parameters``.
+
+        Returns:
+            The tables' keys.
+
+        """
+        if optimizer is None or not is_plain_descent(optimizer):
+            return []
+        tables = tables_of(self._nodes, self._synchroniser.keys)
+        self._rows = RowUpdates(tables, optimizer) if tables else None
+        return list(tables)
+
     def reset(self) -> None:
         """Forget a step that was broken off."""
         for exchange in self._exchanges:
@@ -272,6 +298,8 @@ class Execution:
             parameter.grad = self.gradients.get(key)
         if optimizer is not None:
             optimizer.step()
+        if self._rows is not None:
+            self._rows.apply(self.parameters)
 
     def _drain(self) -> None:
         """Wait for what this rank only sent, so that nothing of a pass is left to the next."""

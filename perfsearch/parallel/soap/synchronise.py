@@ -99,6 +99,7 @@ class Synchroniser:
         groups: where the buckets' devices were ensured.
 
     Attributes:
+        keys: of parameters of which this rank sums anything.
         summed_bytes: of gradients that this rank sums with others.
 
     """
@@ -111,6 +112,7 @@ class Synchroniser:
         groups: Communicators,
     ) -> None:
         self._by_place: dict[int, list[_OneBucket]] = {}
+        self.keys = {c.key for b in plan if rank in b.devices for c in b.cells}
         self.summed_bytes = sum(
             bucket.elements * getattr(torch, bucket.dtype).itemsize
             for bucket in plan

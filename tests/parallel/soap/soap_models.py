@@ -134,6 +134,10 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
 
 
+def descent(parameters):
+    return torch.optim.SGD(parameters, lr=0.2)
+
+
 def adam(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
@@ -152,6 +156,7 @@ def _batch(name, generator):
             whole(20, BATCH, 3, 2),
             torch.rand(BATCH, generator=generator).double(),
         ),
+        "tables": lambda: _batch("dlrm", generator),
         "conv": lambda: (normal(BATCH, 3, 13, 13), whole(5, BATCH)),
         "transformer": lambda: whole(11, BATCH, 6),
     }[name]()
@@ -160,6 +165,7 @@ def _batch(name, generator):
 MODELS = {
     "mlp": (Mlp, mlp_loss, adam),
     "dlrm": (Dlrm, dlrm_loss, sgd),
+    "tables": (Dlrm, dlrm_loss, descent),
     "conv": (Conv, class_loss, sgd),
     "transformer": (Transformer, token_loss, sgd),
 }

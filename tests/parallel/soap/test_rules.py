@@ -33,7 +33,7 @@ def part_of(operator, rectangle, values, weights):
     return forward(operator, rectangle, inputs, parameters)
 
 
-@pytest.mark.parametrize("name", sorted(soap_models.MODELS))
+@pytest.mark.parametrize("name", ["mlp", "dlrm", "conv", "transformer"])
 def test_parts_of_every_operator_are_pieces_of_the_whole(name):
     model, loss, _, batches = soap_models.make(name, 1)
     captured = capture(model, loss, batches[0])
