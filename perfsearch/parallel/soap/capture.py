@@ -47,6 +47,11 @@ _TAKE_PARAMETERS = frozenset(
         "layer_norm",
         "rms_norm",
         "batch_norm",
+        "group_norm",
+        "instance_norm",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
     }
 )
 _CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_size"})
@@ -289,7 +294,8 @@ class _Capture:
         # parallelism; what depends on samples and has parameters is placed
         local = local and not (lowered.parameters and Role.SAMPLE in lowered.labels)
         shape = call.shape if lowered.shape is None else lowered.shape
-        value = Value(node.name, shape, dtype, lowered.labels, local=local)
+        strides = node.meta["val"].stride() if lowered.shape is None else ()
+        value = Value(node.name, shape, dtype, lowered.labels, local=local, strides=strides)
         self.values[node] = value
         self.sources[node.name] = call
         self._append(node.name, value, lowered, module_of(node), place_of(node))

@@ -106,8 +106,9 @@ class Node:
         """Draw what ranks that have a part draw, so that generators stay alike."""
         for stage in self.draws:
             shape = stage.attributes.get("scores", stage.shape)
+            order = stage.attributes.get("order", tuple(range(len(shape))))
             probability = stage.attributes["probability"]
-            whole_mask(shape, probability, getattr(torch, stage.dtype), device)
+            whole_mask(shape, order, probability, getattr(torch, stage.dtype), device)
 
 
 def differentiable(graph: Graph) -> dict[str, bool]:

@@ -1,6 +1,7 @@
 """Small models of each kind, in float64, with a batch that does not divide evenly."""
 
 import torch
+from parallel.soap.soap_odd_models import ODD, make_odd
 from torch import nn
 from torch.nn import functional
 
@@ -173,6 +174,8 @@ MODELS = {
 
 def make(name, steps=3):
     """Model, loss, optimizer factory and a batch for each step, from one seed."""
+    if name in ODD:
+        return make_odd(name, steps)
     kind, loss, optimizer = MODELS[name]
     torch.manual_seed(5)
     model = kind().double().train()

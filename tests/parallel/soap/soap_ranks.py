@@ -108,6 +108,33 @@ def _statistics(captured, plan, mine, theirs):
         yield mine[name], theirs[name]
 
 
+def launch_odd(directory, world, names, count):
+    arguments = (str(directory), world, names, count)
+    torch.multiprocessing.spawn(run_odd, arguments, nprocs=world)
+    return torch.load(f"{directory}/found.pt")
+
+
+def run_odd(rank, directory, world, names, count):
+    """Errors by model; of data parallelism first."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world
+    )
+    error_of.groups = Communicators(torch.device("cpu"))
+    found = {}
+    for name in names:
+        model, loss, _, batches = soap_models.make(name, STEPS)
+        captured = capture(model, loss, batches[0])
+        reference = single(name)
+        rng = random.Random(9)
+        plans = [data_parallel(captured.graph, range(world))]
+        plans += [random_plan(captured.graph, world, rng) for _ in range(count)]
+        found[name] = [error_of(captured, plan, name, reference) for plan in plans]
+    if rank == 0:
+        torch.save(found, f"{directory}/found.pt")
+    dist.destroy_process_group()
+
+
 def launch(directory, world, name, count):
     torch.multiprocessing.spawn(run, (str(directory), world, name, count), nprocs=world)
     return torch.load(f"{directory}/found.pt")
