@@ -61,6 +61,7 @@ class SoapStep(TrainStep):
         self.optimizer = shard_optimizer(
             self.job.optimizer, self._execution.parameters, whole, stored
         )
+        self._by_rows = self._execution.update_rows(self.optimizer)
         self._records = self._device.type == "cuda" and bool(
             context.options.get("cuda_graph", True)
         )
@@ -130,7 +131,8 @@ class SoapStep(TrainStep):
 
     def evidence(self) -> dict[str, float]:
         """What a rank sends to others in a step, and what gradients it sums with others, in MiB."""
-        return {name: size / 2**20 for name, size in self._execution.traffic_bytes().items()}
+        found = {name: size / 2**20 for name, size in self._execution.traffic_bytes().items()}
+        return {**found, "tables_by_rows": float(len(self._by_rows))}
 
     def close(self) -> None:
         """Let go of the graphs, which hold memory and communicators."""

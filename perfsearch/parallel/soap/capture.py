@@ -14,7 +14,6 @@ from perfsearch.parallel.soap import (  # noqa: F401
     rules_norm,
     rules_shape,
     rules_window,
-    tracing,
 )
 from perfsearch.parallel.soap.assembly import Draft, assemble
 from perfsearch.parallel.soap.axes import Whole
@@ -24,10 +23,18 @@ from perfsearch.parallel.soap.precision import Autocast
 from perfsearch.parallel.soap.rules_dense import embedding_bag
 from perfsearch.parallel.soap.rules_loss import total
 from perfsearch.parallel.soap.rules_pointwise import pointwise
+from perfsearch.parallel.soap.traced import (
+    draws,
+    dtype_name,
+    gives_many,
+    least_flops,
+    module_of,
+    out_of_place,
+    place_of,
+)
 from perfsearch.parallel.soap.tracing import CaptureError, Loss, Program, trace
 from perfsearch.parallel.soap.writes import Writes
 
-_TRACER = tracing.__file__
 _TAKE_PARAMETERS = frozenset(
     {
         "linear",
@@ -40,11 +47,16 @@ _TAKE_PARAMETERS = frozenset(
         "layer_norm",
         "rms_norm",
         "batch_norm",
+        "group_norm",
+        "instance_norm",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
     }
 )
-_MANY = frozenset({"unbind", "split", "split_with_sizes", "chunk", "broadcast_tensors"})
 _CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_size"})
 _HAVE_RULES = frozenset({"dropout", "scaled_dot_product_attention"})
+_UNSPLIT = "draws random numbers in a form that has no rule for splitting it"
 _DRAWING = frozenset({"dropout", "attention"})
 
 
@@ -144,7 +156,7 @@ class _Capture:
             key = next(n for n, other in self.trained.items() if other is tensor)
             labels = (Role.PARAMETER,) * tensor.dim()
             self.values[node] = Value(
-                key, tuple(tensor.shape), _dtype(tensor), labels, True, tensor.requires_grad
+                key, tuple(tensor.shape), dtype_name(tensor), labels, True, tensor.requires_grad
             )
             return
         tensor = node.meta["val"] if "val" in node.meta else program.constants[name]
@@ -153,32 +165,27 @@ class _Capture:
         labels = tuple(
             Role.SAMPLE if leaf and dim == 0 else Role.ATTRIBUTE for dim in range(len(shape))
         )
-        self.values[node] = Value(name, shape, _dtype(tensor), labels, local=True)
+        self.values[node] = Value(name, shape, dtype_name(tensor), labels, local=True)
         self.drafts.append(Draft(name, INPUT, self.values[node], None, (), "", ""))
 
     def _call(self, node: fx.Node) -> None:
         call = self._as_call(node)
         self.calls[node] = call
-        if call.name in _CHECKS or (call.name != "getitem" and _gives_many(node)):
+        if call.name in _CHECKS or (call.name != "getitem" and gives_many(node)):
             return
-        if _draws(node, call):
-            raise CaptureError(
-                f"{call.name} draws random numbers and has no rule for splitting it; {_place(node)}"
-            )
+        if draws(node) and call.name not in _HAVE_RULES:
+            raise CaptureError(f"{call.name} {_UNSPLIT}; {place_of(node)}")
         lowered = self._lower(call)
-        if lowered is None:
-            if call.name in _HAVE_RULES and call.get("dropout_p"):
-                raise CaptureError(
-                    f"{call.name} draws random numbers in a form that has no rule; {_place(node)}"
-                )
-            lowered = self._fallback(call)
+        if lowered is None and call.name in _HAVE_RULES and call.get("dropout_p"):
+            raise CaptureError(f"{call.name} {_UNSPLIT}; {place_of(node)}")
+        lowered = lowered or self._fallback(call)
         self._add(node, call, lowered)
 
     def _as_call(self, node: fx.Node) -> Call:
         if node.target is operators.getitem:
             made, index = node.args
             if made in self.values:
-                raise CaptureError(f"a tensor is indexed outside torch; {_place(node)}")
+                raise CaptureError(f"a tensor is indexed outside torch; {place_of(node)}")
             arguments: dict[str, Any] = {"made": self.calls[made], "index": index}
             name = "getitem"
         else:
@@ -190,10 +197,10 @@ class _Capture:
             name = name.removesuffix("_")
         return Call(
             name=name,
-            target=_out_of_place(node.target) if node in self.writes.in_place else node.target,
+            target=out_of_place(node.target) if node in self.writes.in_place else node.target,
             arguments=arguments,
             shape=tuple(int(size) for size in value.shape) if tensor else (),
-            dtype=_dtype(value) if tensor else "",
+            dtype=dtype_name(value) if tensor else "",
             is_output=node is self.output,
             sources=self.sources,
         )
@@ -263,6 +270,7 @@ class _Capture:
             "arguments": {n: self._slots(v, lowered) for n, v in call.arguments.items()},
             "output": output,
         }
+        lowered.flops = least_flops(call, lowered)
         return lowered
 
     def _slots(self, argument: Any, lowered: Lowered) -> Any:
@@ -286,10 +294,11 @@ class _Capture:
         # parallelism; what depends on samples and has parameters is placed
         local = local and not (lowered.parameters and Role.SAMPLE in lowered.labels)
         shape = call.shape if lowered.shape is None else lowered.shape
-        value = Value(node.name, shape, dtype, lowered.labels, local=local)
+        strides = node.meta["val"].stride() if lowered.shape is None else ()
+        value = Value(node.name, shape, dtype, lowered.labels, local=local, strides=strides)
         self.values[node] = value
         self.sources[node.name] = call
-        self._append(node.name, value, lowered, _module(node), _place(node))
+        self._append(node.name, value, lowered, module_of(node), place_of(node))
 
     def _append(self, name: str, value: Value, lowered: Lowered, module: str, place: str) -> None:
         parameters = tuple(
@@ -297,41 +306,3 @@ class _Capture:
             for n, (v, axes) in lowered.parameters.items()
         )
         self.drafts.append(Draft(name, lowered.kind, value, lowered, parameters, module, place))
-
-
-def _gives_many(node: fx.Node) -> bool:
-    return not isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _draws(node: fx.Node, call: Call) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags and call.name not in _HAVE_RULES
-
-
-def _out_of_place(target: Any) -> Any:
-    name = target._schema.name.split("::")[1].removesuffix("_")
-    packet = getattr(torch.ops.aten, name)
-    return getattr(packet, target._overloadname)
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _module(node: fx.Node) -> str:
-    """Path of the innermost module that calls it."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
-    return str(paths[-1]).removeprefix("model").removeprefix(".") if paths else ""
-
-
-def _place(node: fx.Node) -> str:
-    """The line of the user's code: the innermost one that is not torch's."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    own = [ln for ln in lines if "/torch/" not in ln and not ln.startswith(f'File "{_TRACER}"')]
-    if not own:
-        return "the loss function"
-    parts = own[-1].split(",")
-    path = parts[0].removeprefix("File ").strip('"')
-    return f"{path}:{parts[1].strip().removeprefix('line ')}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ class Communicators:
         self._world = tuple(range(dist.get_world_size()))
         self._groups: dict[Devices, Any] = {self._world: dist.group.WORLD}
         self._rank = dist.get_rank()
+        self._streams = device.type == "cuda"
+        self._last: tuple[Devices, dist.Work] | None = None
 
     @property
     def world_size(self) -> int:
@@ -35,16 +37,46 @@ class Communicators:
 
         The first operation of a group must have all its ranks, which no later one has to have.
         """
-        for devices in sorted(set(sets) - self._groups.keys()):
+        missing = {devices for devices in sets if len(devices) > 1} - self._groups.keys()
+        for devices in sorted(missing):
             group = dist.new_group(list(devices))
             self._groups[devices] = group
             if self._rank in devices:
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         dist.all_reduce(torch.zeros(1, device=self._device))
 
-    def of(self, devices: Devices) -> Any:
-        """The group of a set that was ensured."""
-        return self._groups[devices]
+    def peers(self, devices: Devices) -> Devices:
+        """Ranks, in order, of the group in which ``devices`` exchange pieces.
+
+        On NCCL pieces go by the default group, where ranks that neither send nor receive need not
+        take part: fewer communicators, and one order of everything.
+        """
+        return self._world if self._streams else devices
+
+    def launch(
+        self, devices: Devices, start: Callable[[Any], dist.Work], exchange: bool = False
+    ) -> dist.Work:
+        """Start an operation of a set of devices.
+
+        On GPUs an operation of one communicator waits for that of another before it: two at a time
+        may be run in different order by different devices, each waiting for the other.
+
+        Args:
+            devices: a set that was ensured.
+            start: starts it asynchronously in the group that it is given.
+            exchange: whether it exchanges pieces.
+
+        """
+        members = self.peers(devices) if exchange else devices
+        if self._streams and self._last is not None and self._last[0] != members:
+            self._last[1].wait()
+        work = start(self._groups[members])
+        self._last = (members, work)
+        return work
+
+    def settled(self) -> None:
+        """All that was launched has been waited for: nothing has to wait for it again."""
+        self._last = None
 
 
 _present: dict[tuple[int, int], Communicators] = {}

@@ -21,6 +21,7 @@ from perfsearch.parallel.soap.exchange import Exchange
 from perfsearch.parallel.soap.layout import lay_out
 from perfsearch.parallel.soap.node import Cut, Node, Source
 from perfsearch.parallel.soap.rectangles import within
+from perfsearch.parallel.soap.row_updates import RowUpdates, is_plain_descent, tables_of
 from perfsearch.parallel.soap.rules import sizes
 from perfsearch.parallel.soap.storage import tile_of
 
@@ -74,6 +75,8 @@ class Execution:
         layout = lay_out(captured, plan, model, self.rank, device, groups)
         self._tiles, self._nodes = layout.tiles, layout.nodes
         self._leaves, self._given = layout.leaves, layout.given
+        self._given_batches = layout.given_batches
+        self._groups = groups
         self._output = layout.output
         self._buffers, self._synchroniser = layout.buffers, layout.synchroniser
         self._exchanges = [exchange for node in self._nodes for exchange in node.outgoing]
@@ -90,6 +93,7 @@ class Execution:
             if key in self._tiles
         }
         self.gradients: dict[str, torch.Tensor] = {}
+        self._rows: RowUpdates | None = None
         self._values: list[torch.Tensor | None] = [None] * len(self._nodes)
         self._inputs: list[list[torch.Tensor | None]] = [[] for _ in self._nodes]
 
@@ -128,10 +132,11 @@ class Execution:
             value = self._values[node.place]
             for exchange in node.outgoing:
                 exchange.start(None if value is None else value.detach())
+            for batch in node.launched:
+                batch.launch()
         for buffer, number in self._captured.counters:
             self._buffers[buffer].add_(number)
-        for exchange in self._exchanges:
-            exchange.drain()
+        self._drain()
         loss = self._values[self._output]
         dtype = self._nodes[self._output].dtype
         return torch.zeros((), dtype=dtype, device=self._device) if loss is None else loss.detach()
@@ -140,6 +145,8 @@ class Execution:
         for exchange, tensor in zip(self._given, leaves, strict=True):
             if exchange is not None:
                 exchange.start(tensor)
+        for batch in self._given_batches:
+            batch.launch()
         for exchange, leaf in zip(self._given, self._leaves, strict=True):
             if exchange is not None and leaf.rectangle is not None:
                 value = exchange.finish()
@@ -191,10 +198,11 @@ class Execution:
                         sizes(exchange.need), dtype=exchange.dtype, device=self._device
                     )
                 exchange.start_back(gradient)
+            for batch in node.launched_back:
+                batch.launch_back()
             self._synchroniser.after(node.place, gradients)
         self._synchroniser.finish(gradients)
-        for exchange in self._exchanges:
-            exchange.drain()
+        self._drain()
 
     def _differentiate(
         self,
@@ -207,6 +215,12 @@ class Execution:
         value, inputs = self._values[node.place], self._inputs[node.place]
         self._values[node.place], self._inputs[node.place] = None, []
         assert value is not None
+        if self._rows is not None and node in self._rows:
+            if arrived is not None:
+                indices = inputs[0]
+                assert indices is not None
+                self._rows.note(node, indices, arrived)
+            return
         wanted = [
             (source, tensor)
             for source, tensor in zip(node.sources, inputs, strict=True)
@@ -250,10 +264,29 @@ class Execution:
         before[cut] += gradient
         here[place] = before
 
+    def update_rows(self, optimizer: torch.optim.Optimizer | None) -> list[str]:
+        """Let tables of this rank alone be updated by rows, where that is the same.
+
+        These have no entry in ``gradients`` then.
+
+        Args:
+            optimizer: over ``parameters``.
+
+        Returns:
+            The tables' keys.
+
+        """
+        if optimizer is None or not is_plain_descent(optimizer):
+            return []
+        tables = tables_of(self._nodes, self._synchroniser.keys)
+        self._rows = RowUpdates(tables, optimizer) if tables else None
+        return list(tables)
+
     def reset(self) -> None:
         """Forget a step that was broken off."""
         for exchange in self._exchanges:
             exchange.forget()
+        self._groups.settled()
         self._synchroniser.forget()
         self._values = [None] * len(self._nodes)
         self._inputs = [[] for _ in self._nodes]
@@ -265,6 +298,14 @@ class Execution:
             parameter.grad = self.gradients.get(key)
         if optimizer is not None:
             optimizer.step()
+        if self._rows is not None:
+            self._rows.apply(self.parameters)
+
+    def _drain(self) -> None:
+        """Wait for what this rank only sent, so that nothing of a pass is left to the next."""
+        for exchange in self._exchanges:
+            exchange.drain()
+        self._groups.settled()
 
     def traffic_bytes(self) -> dict[str, int]:
         """What this rank sends to others in one step: values and gradients, and in sums."""

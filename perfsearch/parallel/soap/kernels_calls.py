@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,10 +94,24 @@ def parameter(piece: Piece) -> Function:
 
 
 def whole_mask(
-    shape: tuple[int, ...], probability: float, dtype: torch.dtype, device: torch.device
+    shape: Sequence[int],
+    order: Sequence[int],
+    probability: float,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
-    """What one device would draw for the whole tensor, scaled."""
-    ones = torch.ones(shape, dtype=dtype, device=device)
+    """What one device would draw for the whole tensor, scaled.
+
+    Args:
+        shape: of the whole.
+        order: its dimensions as they lie in memory, in which numbers are drawn.
+        probability: of zero.
+        dtype: of the tensor.
+        device: where it is.
+
+    """
+    laid = torch.ones([shape[d] for d in order], dtype=dtype, device=device)
+    ones = laid.permute([list(order).index(d) for d in range(len(order))])
     return functional.dropout(ones, probability, training=True)
 
 
@@ -105,11 +119,11 @@ def whole_mask(
 def dropout(piece: Piece) -> Function:
     """Its part of the mask of the whole tensor."""
     mine = within(piece.rectangle, tuple((0, size) for size in piece.stage.shape))
-    shape, probability = piece.stage.shape, piece["probability"]
+    shape, order, probability = piece.stage.shape, piece["order"], piece["probability"]
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
         value = inputs[0]
         assert value is not None
-        return value * whole_mask(shape, probability, value.dtype, value.device)[mine]
+        return value * whole_mask(shape, order, probability, value.dtype, value.device)[mine]
 
     return run

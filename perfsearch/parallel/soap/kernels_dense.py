@@ -72,6 +72,7 @@ def attention(piece: Piece) -> Function:
     count = len(piece.stage.shape)
     rows = piece.rectangle[count - 2]
     scores: tuple[int, ...] = piece["scores"]
+    order = tuple(range(len(scores)))
     causal, scale, probability = piece["causal"], piece["scale"], piece["probability"]
     partial = rows != (0, piece.stage.shape[-2])
     of_scores = (*piece.rectangle[:-1], (0, scores[-1]))
@@ -98,7 +99,7 @@ def attention(piece: Piece) -> Function:
         elif mask is not None:
             weights = weights + mask
         weights = weights.softmax(-1)
-        drawn = whole_mask(scores, probability, weights.dtype, weights.device)[mine]
+        drawn = whole_mask(scores, order, probability, weights.dtype, weights.device)[mine]
         return (weights * drawn) @ value
 
     return run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,11 @@ from perfsearch.parallel.soap.axes import Rectangle
 from perfsearch.parallel.soap.capture import Captured
 from perfsearch.parallel.soap.communicators import Communicators
 from perfsearch.parallel.soap.configuration import Plan
-from perfsearch.parallel.soap.exchange import Exchange, groups_of, make
+from perfsearch.parallel.soap.connections import Connection, Group, connect, grouped
+from perfsearch.parallel.soap.exchange import Exchange
 from perfsearch.parallel.soap.graph import Graph
 from perfsearch.parallel.soap.node import Node, differentiable, drawing, function, sources, uses
+from perfsearch.parallel.soap.piece_exchange import PieceBatch
 from perfsearch.parallel.soap.placement import Tile, placements, tiles
 from perfsearch.parallel.soap.redistribute import (
     Redistribution,
@@ -37,6 +39,7 @@ class Layout:
         buffers: of the model, on the device.
         leaves: nodes of the batch's tensors.
         given: what brings them; ``None`` where the rank neither has nor needs samples.
+        given_batches: what moves these.
         synchroniser: sums gradients.
 
     """
@@ -47,6 +50,7 @@ class Layout:
     buffers: dict[str, torch.Tensor]
     leaves: list[Node]
     given: list[Exchange | None]
+    given_batches: list[PieceBatch]
     synchroniser: Synchroniser
 
 
@@ -73,35 +77,41 @@ def lay_out(
     placed = placements(graph, plan, groups.world_size)
     mine = placed[rank]
     stored = tiles(graph, mine)
-    given = batch_redistributions(captured.leaves, graph, placed)
-    moves = redistributions(graph, placed)
+    nodes = _nodes(graph, mine)
+    places = {operator.name: i for i, operator in enumerate(graph.operators)}
+    given = grouped(
+        [
+            Connection(move, nodes[places[move.producer]].dtype, places[move.producer], -1, False)
+            for move in batch_redistributions(captured.leaves, graph, placed)
+        ]
+    )
+    moving = grouped([_connection(m, nodes, places) for m in redistributions(graph, placed)])
     synchronised = buckets(graph, placed)
     groups.ensure(
         [
-            *(groups_of(m) for m in (*given, *moves) if m.participants),
+            *(groups.peers(g.devices) if g.merged else g.devices for g in (*given, *moving)),
             *(b.devices for b in synchronised),
             *groups_needed(graph, plan),
         ]
     )
+    for group in (*given, *moving):
+        connect(group, rank, device, groups)
     buffers = buffers_of(captured, model, device)
-    nodes = _nodes(graph, mine)
     for node in nodes:
         if node.rectangle is not None and not node.is_leaf:
             known = surroundings(node.operator, plan, rank, device, groups, buffers)
             node.function = function(node.operator, node.rectangle, known)
-    _connect(graph, nodes, moves, mine, stored, lambda m, t: make(m, rank, t, device, groups))
-    places = {operator.name: i for i, operator in enumerate(graph.operators)}
+    _connect(graph, nodes, moving, mine, stored)
     leaves = [nodes[places[name]] for name in captured.leaves]
+    by_producer = {e.plan.producer: e for group in given for e in group.exchanges.values()}
     return Layout(
         nodes=nodes,
         output=places[graph.output],
         tiles=stored,
         buffers=buffers,
         leaves=leaves,
-        given=[
-            make(move, rank, leaf.dtype, device, groups)
-            for move, leaf in zip(given, leaves, strict=True)
-        ],
+        given=[by_producer.get(name) for name in captured.leaves],
+        given_batches=[group.batch for group in given if group.batch is not None],
         synchroniser=Synchroniser(
             synchronised, {key: tile.rectangle for key, tile in stored.items()}, rank, groups
         ),
@@ -123,27 +133,34 @@ def _nodes(graph: Graph, mine: Mapping[str, Rectangle]) -> list[Node]:
     ]
 
 
+def _connection(
+    move: Redistribution, nodes: Sequence[Node], places: Mapping[str, int]
+) -> Connection:
+    producer = nodes[places[move.producer]]
+    first = min(places[name] for name, _ in move.consumers)
+    return Connection(move, producer.dtype, producer.place, first, producer.differentiable)
+
+
 def _connect(
     graph: Graph,
     nodes: list[Node],
-    moves: Iterable[Redistribution],
+    moving: Iterable[Group],
     mine: Mapping[str, Rectangle],
     stored: Mapping[str, Tile],
-    exchange_of: Callable[[Redistribution, torch.dtype], Exchange | None],
 ) -> None:
     """Give nodes their inputs, exchanges and parameters."""
     places = {node.operator.name: node.place for node in nodes}
     by_consumer: dict[tuple[str, int], Exchange] = {}
-    for move in moves:
-        producer = nodes[places[move.producer]]
-        exchange = exchange_of(move, producer.dtype)
-        if exchange is None:
-            continue
-        by_consumer.update(dict.fromkeys(move.consumers, exchange))
-        producer.outgoing.append(exchange)
-        if producer.differentiable:
-            first = min(places[name] for name, _ in move.consumers)
-            nodes[first].returning.append(exchange)
+    for group in moving:
+        for exchange in group.exchanges.values():
+            by_consumer.update(dict.fromkeys(exchange.plan.consumers, exchange))
+            nodes[places[exchange.plan.producer]].outgoing.append(exchange)
+            if group.returns:
+                nodes[group.ends].returning.append(exchange)
+        if group.batch is not None:
+            nodes[group.begins].launched.append(group.batch)
+            if group.returns:
+                nodes[group.ends].launched_back.append(group.batch)
     flows = {node.operator.name: node.differentiable for node in nodes}
     for node in nodes:
         if node.function is not None:

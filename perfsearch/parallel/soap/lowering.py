@@ -22,6 +22,7 @@ class Value:
         parameter: whether it is a parameter of the model.
         trained: whether it has a gradient, where it is a parameter.
         local: whether every device can have it without a transfer.
+        strides: of the whole tensor, where they are known.
 
     """
 
@@ -32,6 +33,14 @@ class Value:
     parameter: bool = False
     trained: bool = False
     local: bool = False
+    strides: tuple[int, ...] = ()
+
+    @property
+    def memory_order(self) -> tuple[int, ...]:
+        """Dimensions from the outermost in memory to the innermost."""
+        if not self.strides:
+            return tuple(range(len(self.shape)))
+        return tuple(sorted(range(len(self.shape)), key=lambda d: -self.strides[d]))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from perfsearch.parallel.soap.exchange import Exchange
 from perfsearch.parallel.soap.graph import INPUT, Graph, Operator, Stage
 from perfsearch.parallel.soap.kernels import Function, Surroundings, prepare
 from perfsearch.parallel.soap.kernels_calls import whole_mask
+from perfsearch.parallel.soap.piece_exchange import PieceBatch
 from perfsearch.parallel.soap.placement import Tile
 from perfsearch.parallel.soap.rectangles import within
 from perfsearch.parallel.soap.rules import input_rectangle
@@ -74,8 +75,10 @@ class Node:
         uses: parameters.
         dtype: of the output.
         differentiable: whether a gradient flows through it.
-        outgoing: exchanges that it starts.
-        returning: exchanges whose gradients may start once it is done in the backward pass.
+        outgoing: exchanges that take its output.
+        launched: batches that move once it is done.
+        returning: exchanges that take gradients once it is done in the backward pass.
+        launched_back: batches that move them then.
         draws: stages that draw numbers, which a rank without a part must draw too.
 
     """
@@ -89,7 +92,9 @@ class Node:
     sources: list[Source | None] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     outgoing: list[Exchange] = field(default_factory=list)
+    launched: list[PieceBatch] = field(default_factory=list)
     returning: list[Exchange] = field(default_factory=list)
+    launched_back: list[PieceBatch] = field(default_factory=list)
     draws: list[Stage] = field(default_factory=list)
 
     @property
@@ -101,8 +106,9 @@ class Node:
         """Draw what ranks that have a part draw, so that generators stay alike."""
         for stage in self.draws:
             shape = stage.attributes.get("scores", stage.shape)
+            order = stage.attributes.get("order", tuple(range(len(shape))))
             probability = stage.attributes["probability"]
-            whole_mask(shape, probability, getattr(torch, stage.dtype), device)
+            whole_mask(shape, order, probability, getattr(torch, stage.dtype), device)
 
 
 def differentiable(graph: Graph) -> dict[str, bool]:

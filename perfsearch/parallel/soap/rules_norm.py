@@ -69,9 +69,9 @@ def batch_norm(call: Call) -> Lowered | None:
     """Over the whole batch: parts that share channels exchange their sums."""
     value, weight, bias = call["input"], call["weight"], call["bias"]
     means, variances = call["running_mean"], call["running_var"]
-    if not call["training"] or (means is None) != (variances is None):
-        return None
-    if call["momentum"] is None:
+    if not call["training"]:
+        return _frozen_norm(call)
+    if (means is None) != (variances is None) or call["momentum"] is None:
         return None
     count = len(value.shape)
     lowered = Lowered(
@@ -95,7 +95,36 @@ def batch_norm(call: Call) -> Lowered | None:
     return lowered
 
 
-@rule("mean", "sum", "amax", "amin", "prod", "var", "std", "logsumexp", "any", "all")
+def _frozen_norm(call: Call) -> Lowered | None:
+    """With kept statistics it is elementwise."""
+    value: Value = call["input"]
+    count = len(value.shape)
+    lowered = Lowered("call", value.labels, (True,) * count, flops=4.0 * math.prod(value.shape))
+    lowered.attributes = {
+        "target": str(call.target),
+        "arguments": {
+            name: lowered.operand(v, same(count) if v is value else (Same(1),), name)
+            if isinstance(v, Value)
+            else v
+            for name, v in call.arguments.items()
+        },
+    }
+    return lowered
+
+
+@rule(
+    "linalg_vector_norm",
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "prod",
+    "var",
+    "std",
+    "logsumexp",
+    "any",
+    "all",
+)
 def reduction(call: Call) -> Lowered | None:
     """Whole along what is reduced."""
     value = call["self"]

@@ -72,6 +72,6 @@ def dropout(call: Call) -> Lowered | None:
         lowered.attributes = {"dtype": call.dtype}
     else:
         lowered = Lowered("dropout", value.labels, (True,) * len(call.shape))
-        lowered.attributes = {"probability": float(call["p"])}
+        lowered.attributes = {"probability": float(call["p"]), "order": value.memory_order}
     lowered.operand(value, same(len(call.shape)))
     return lowered

@@ -74,15 +74,19 @@ def reshape(call: Call) -> Lowered | None:
             continue
         if before:
             labels[after[0]] = value.labels[before[0]]
-        if len(before) == 1 and len(after) == 1:
+        if len(before) == len(after) == 1:
             axes[before[0]], splittable[after[0]] = Same(after[0]), True
-        elif len(before) == 1:
-            block = math.prod(call.shape[d] for d in after[1:])
-            axes[before[0]], splittable[after[0]] = Unfolded(after[0], block), True
-        elif len(after) == 1 and before:
-            block = math.prod(value.shape[d] for d in before[1:])
-            axes[before[0]], splittable[after[0]] = Folded(after[0], block), True
-            folds.append((after[0], before[0], block))
+        elif before:
+            # elements behind one index of the outermost dimension, on either side
+            ours = math.prod(value.shape[d] for d in before[1:])
+            theirs = math.prod(call.shape[d] for d in after[1:])
+            if ours % theirs == 0:
+                block = ours // theirs
+                axes[before[0]], splittable[after[0]] = Folded(after[0], block), True
+                folds.append((after[0], before[0], block))
+            elif theirs % ours == 0:
+                axes[before[0]] = Unfolded(after[0], theirs // ours)
+                splittable[after[0]] = True
     lowered = Lowered("reshape", tuple(labels), tuple(splittable))
     lowered.attributes = {"folds": folds}
     lowered.operand(value, axes)
@@ -169,7 +173,7 @@ def slice_(call: Call) -> Lowered | None:
     return sliced(value, call["dim"], max(start, 0), call.get("step") or 1)
 
 
-@rule("expand")
+@rule("expand", "expand_as")
 def expand(call: Call) -> Lowered | None:
     """Repeated without a copy."""
     value = call["self"]

@@ -22,11 +22,12 @@ def convolution(call: Call) -> Lowered | None:
     spatial = len(weight.shape) - 2
     if not weight.parameter or len(value.shape) != spatial + 2:
         return None
-    if isinstance(call["padding"], str) or (bias is not None and not bias.parameter):
+    if bias is not None and not bias.parameter:
         return None
-    stride, padding, dilation = (
-        _spread(call[name], spatial) for name in ("stride", "padding", "dilation")
-    )
+    stride, dilation = (_spread(call[name], spatial) for name in ("stride", "dilation"))
+    padding = _padding(call["padding"], weight.shape[2:], dilation)
+    if padding is None:
+        return None
     groups = call["groups"]
     windows = tuple(
         Window(2 + i, value.shape[2 + i], weight.shape[2 + i], stride[i], padding[i], dilation[i])
@@ -52,6 +53,16 @@ def convolution(call: Call) -> Lowered | None:
     lowered.operand(weight, (channels, *whole(weight.shape[1:])), "weight")
     lowered.operand(bias, (channels,), "bias")
     return lowered
+
+
+def _padding(
+    setting: Sequence[int] | int | str, kernel: Sequence[int], dilation: Sequence[int]
+) -> list[int] | None:
+    """In numbers; ``None`` where the two sides differ."""
+    if not isinstance(setting, str):
+        return _spread(setting, len(kernel))
+    reach = [d * (k - 1) if setting == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
+    return None if any(total % 2 for total in reach) else [total // 2 for total in reach]
 
 
 @rule("max_pool2d", "avg_pool2d")
@@ -106,6 +117,48 @@ def by_channel(call: Call) -> Lowered | None:
             if isinstance(argument, Value)
             else argument
             for name, argument in call.arguments.items()
+        },
+    }
+    return lowered
+
+
+@rule(
+    "group_norm",
+    "instance_norm",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "pixel_shuffle",
+)
+def by_sample(call: Call) -> Lowered | None:
+    """Each sample by itself; all else is whole."""
+    value: Value = call.get("input", call.get("self"))
+    others = [v for v in call.arguments.values() if isinstance(v, Value) and v is not value]
+    if value.parameter or any(not v.parameter for v in others) or len(value.shape) < 3:
+        return None
+    if len(value.shape) != len(call.shape) or call.get("use_input_stats") is False:
+        return None
+    lowered = Lowered(
+        "call",
+        value.labels,
+        (True, *(False for _ in call.shape[1:])),
+        flops=10.0 * math.prod(value.shape),
+        precision="lower" if call.name.startswith("conv") else "keep",
+    )
+    if call.name.startswith("conv"):
+        weight: Value = call["weight"]
+        lowered.flops = 2.0 * math.prod(value.shape) * math.prod(weight.shape[1:])
+    lowered.attributes = {
+        "target": str(call.target),
+        "arguments": {
+            name: lowered.operand(
+                v, (Same(0), *whole(v.shape[1:])) if v is value else whole(v.shape), name
+            )
+            if isinstance(v, Value)
+            else v
+            for name, v in call.arguments.items()
         },
     }
     return lowered

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from perfsearch.parallel.soap.communicators import Communicators, Devices
 from perfsearch.parallel.soap.configuration import Plan, part_rectangles
 from perfsearch.parallel.soap.graph import Graph, Operator
-from perfsearch.parallel.soap.kernels import SumOver, Surroundings
+from perfsearch.parallel.soap.kernels import Surroundings
 from perfsearch.parallel.soap.rules import stage_rectangles
 
 
@@ -59,13 +59,11 @@ def surroundings(
     shared = sharing(operator, plan).get(rank, ()) if operator.name in plan else ()
     if len(shared) < 2:
         return Surroundings(device, buffers=buffers)
-    total = _sum_over(groups.of(shared))
-    return Surroundings(device, total, total, buffers)
 
-
-def _sum_over(group: dist.ProcessGroup) -> SumOver:
-    def run(tensor: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(tensor, group=group)
+    def total(tensor: torch.Tensor) -> torch.Tensor:
+        groups.launch(
+            shared, lambda group: dist.all_reduce(tensor, group=group, async_op=True)
+        ).wait()
         return tensor
 
-    return run
+    return Surroundings(device, total, total, buffers)

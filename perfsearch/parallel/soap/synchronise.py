@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,6 +99,7 @@ class Synchroniser:
         groups: where the buckets' devices were ensured.
 
     Attributes:
+        keys: of parameters of which this rank sums anything.
         summed_bytes: of gradients that this rank sums with others.
 
     """
@@ -112,6 +112,7 @@ class Synchroniser:
         groups: Communicators,
     ) -> None:
         self._by_place: dict[int, list[_OneBucket]] = {}
+        self.keys = {c.key for b in plan if rank in b.devices for c in b.cells}
         self.summed_bytes = sum(
             bucket.elements * getattr(torch, bucket.dtype).itemsize
             for bucket in plan
@@ -119,7 +120,7 @@ class Synchroniser:
         )
         for bucket in plan:
             if rank in bucket.devices:
-                one = _OneBucket(bucket, stored, groups.of(bucket.devices))
+                one = _OneBucket(bucket, stored, groups)
                 self._by_place.setdefault(bucket.ready, []).append(one)
         self._started: list[_OneBucket] = []
 
@@ -141,8 +142,11 @@ class Synchroniser:
 
 
 class _OneBucket:
-    def __init__(self, bucket: Bucket, stored: Mapping[str, Rectangle], group: Any) -> None:
-        self._group = group
+    def __init__(
+        self, bucket: Bucket, stored: Mapping[str, Rectangle], groups: Communicators
+    ) -> None:
+        self._groups = groups
+        self._devices = bucket.devices
         self._keys = [cell.key for cell in bucket.cells]
         self._cuts = [
             None if cell.rectangle == stored[cell.key] else within(cell.rectangle, stored[cell.key])
@@ -162,7 +166,10 @@ class _OneBucket:
                 for key, cut in zip(self._keys, self._cuts, strict=True)
             ]
             self._flat = torch.cat([part.reshape(-1) for part in parts])
-        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+        self._work = self._groups.launch(
+            self._devices,
+            lambda group: dist.all_reduce(self._flat, group=group, async_op=True),
+        )
 
     def finish(self, gradients: Gradients) -> None:
         self._work.wait()

@@ -1,6 +1,7 @@
 """Small models of each kind, in float64, with a batch that does not divide evenly."""
 
 import torch
+from parallel.soap.soap_odd_models import ODD, make_odd
 from torch import nn
 from torch.nn import functional
 
@@ -134,6 +135,10 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
 
 
+def descent(parameters):
+    return torch.optim.SGD(parameters, lr=0.2)
+
+
 def adam(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
@@ -152,6 +157,7 @@ def _batch(name, generator):
             whole(20, BATCH, 3, 2),
             torch.rand(BATCH, generator=generator).double(),
         ),
+        "tables": lambda: _batch("dlrm", generator),
         "conv": lambda: (normal(BATCH, 3, 13, 13), whole(5, BATCH)),
         "transformer": lambda: whole(11, BATCH, 6),
     }[name]()
@@ -160,6 +166,7 @@ def _batch(name, generator):
 MODELS = {
     "mlp": (Mlp, mlp_loss, adam),
     "dlrm": (Dlrm, dlrm_loss, sgd),
+    "tables": (Dlrm, dlrm_loss, descent),
     "conv": (Conv, class_loss, sgd),
     "transformer": (Transformer, token_loss, sgd),
 }
@@ -167,6 +174,8 @@ MODELS = {
 
 def make(name, steps=3):
     """Model, loss, optimizer factory and a batch for each step, from one seed."""
+    if name in ODD:
+        return make_odd(name, steps)
     kind, loss, optimizer = MODELS[name]
     torch.manual_seed(5)
     model = kind().double().train()

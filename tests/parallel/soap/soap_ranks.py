@@ -8,7 +8,7 @@ import torch.multiprocessing
 from parallel.soap import soap_models
 from torch.utils._pytree import tree_flatten
 
-from perfsearch.parallel.soap import exchange, synchronise
+from perfsearch.parallel.soap import synchronise
 from perfsearch.parallel.soap.capture import capture
 from perfsearch.parallel.soap.communicators import Communicators
 from perfsearch.parallel.soap.configuration import (
@@ -18,6 +18,7 @@ from perfsearch.parallel.soap.configuration import (
     part_rectangles,
 )
 from perfsearch.parallel.soap.execute import Execution
+from perfsearch.parallel.soap.piece_exchange import PieceExchange
 
 STEPS = 3
 SEED = 11
@@ -53,12 +54,14 @@ def random_plan(graph, devices, rng):
     return plan
 
 
-def error_of(captured, plan, name, reference):
+def error_of(captured, plan, name, reference, by_rows=False):
     """The largest difference from one process, relative to the tensor's largest element."""
     losses, gradients, weights, buffers = reference
     model, _, optimizer, batches = soap_models.make(name, STEPS)
     execution = Execution(captured, plan, model, torch.device("cpu"), error_of.groups)
     stepper = optimizer(execution.parameters.values()) if execution.parameters else None
+    rows = execution.update_rows(stepper) if by_rows else []
+    error_of.tables_by_rows += len(rows)
     torch.manual_seed(SEED)
     worst = 0.0
 
@@ -75,7 +78,7 @@ def error_of(captured, plan, name, reference):
         worst = max(worst, abs(share - losses[step]).item())
         for key, gradient in execution.gradients.items():
             worst = max(worst, differ(gradient, key, gradients[step][key]))
-        assert set(execution.gradients) == set(execution.parameters)
+        assert set(execution.gradients) == set(execution.parameters) - set(rows)
         if stepper is not None:
             execution.apply_gradients(stepper)
     for key, parameter in execution.parameters.items():
@@ -85,6 +88,9 @@ def error_of(captured, plan, name, reference):
     total = torch.tensor([worst, float(worst != worst)])
     dist.all_reduce(total, dist.ReduceOp.MAX)
     return total[0].item() if not total[1].item() else float("nan")
+
+
+error_of.tables_by_rows = 0
 
 
 def _statistics(captured, plan, mine, theirs):
@@ -100,6 +106,33 @@ def _statistics(captured, plan, mine, theirs):
             yield mine[name][channels], theirs[name][channels]
     for name, _ in captured.counters:
         yield mine[name], theirs[name]
+
+
+def launch_odd(directory, world, names, count):
+    arguments = (str(directory), world, names, count)
+    torch.multiprocessing.spawn(run_odd, arguments, nprocs=world)
+    return torch.load(f"{directory}/found.pt")
+
+
+def run_odd(rank, directory, world, names, count):
+    """Errors by model; of data parallelism first."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world
+    )
+    error_of.groups = Communicators(torch.device("cpu"))
+    found = {}
+    for name in names:
+        model, loss, _, batches = soap_models.make(name, STEPS)
+        captured = capture(model, loss, batches[0])
+        reference = single(name)
+        rng = random.Random(9)
+        plans = [data_parallel(captured.graph, range(world))]
+        plans += [random_plan(captured.graph, world, rng) for _ in range(count)]
+        found[name] = [error_of(captured, plan, name, reference) for plan in plans]
+    if rank == 0:
+        torch.save(found, f"{directory}/found.pt")
+    dist.destroy_process_group()
 
 
 def launch(directory, world, name, count):
@@ -120,31 +153,32 @@ def run(rank, directory, world, name, count):
         rng = random.Random(3)
         plans = [data_parallel(captured.graph, range(world))]
         plans += [random_plan(captured.graph, world, rng) for _ in range(count)]
-        errors = [error_of(captured, plan, name, reference) for plan in plans]
+        by_rows = name == "tables"
+        errors = [error_of(captured, plan, name, reference, by_rows) for plan in plans]
         controls = {
             "dropped message": _without_messages(captured, plans[1], name, reference),
             "missing all-reduce": _without_sums(captured, plans[0], name, reference),
         }
         if rank == 0:
-            torch.save((errors, controls), f"{directory}/found.pt")
+            torch.save((errors, controls, error_of.tables_by_rows), f"{directory}/found.pt")
     finally:
         dist.destroy_process_group()
 
 
 def _without_messages(captured, plan, name, reference):
     """Gradients that others send do not arrive."""
-    original = exchange.PieceExchange.finish_back
+    original = PieceExchange.finish_back
 
     def broken(self):
-        self.drain()
-        self._incoming.zero_()
+        self.batch.wait()
+        self.incoming = [torch.zeros_like(piece) for piece in self.incoming]
         return original(self)
 
-    exchange.PieceExchange.finish_back = broken
+    PieceExchange.finish_back = broken
     try:
         return error_of(captured, plan, name, reference)
     finally:
-        exchange.PieceExchange.finish_back = original
+        PieceExchange.finish_back = original
 
 
 def _without_sums(captured, plan, name, reference):

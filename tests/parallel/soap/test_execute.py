@@ -7,10 +7,11 @@ TOLERANCE = 1e-10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "dlrm", "conv", "transformer"])
+@pytest.mark.parametrize("name", ["mlp", "dlrm", "tables", "conv", "transformer"])
 def test_random_plans_give_what_one_process_gives(name, tmp_path):
-    errors, controls = launch(tmp_path, 4, name, count=30)
+    errors, controls, tables_by_rows = launch(tmp_path, 4, name, count=30)
     assert len(errors) == 31
     assert max(errors) < TOLERANCE, errors
+    assert (tables_by_rows > 0) == (name == "tables")
     for what, error in controls.items():
         assert not error < 1e-6, what  # nan is a failure too
