@@ -12,6 +12,7 @@ from perfsearch.config_options import build_options, option
 from perfsearch.parallel import torch_features
 from perfsearch.parallel.soap import strategy_file
 from perfsearch.parallel.soap.configuration import Plan, PlanError, data_parallel
+from perfsearch.parallel.soap.coverage import coverage
 from perfsearch.runners import _ranks, _soap_plans, _soap_report, _soap_tables
 from perfsearch.runners.base import Outcome, Runner
 from perfsearch.runners.base import Plan as MeasuringPlan
@@ -20,7 +21,7 @@ from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints, Prediction, Walk, WalkRequest
 from perfsearch.search.knob import Configuration, Value
 from perfsearch.search.space import Space
-from perfsearch.search.trial import Status, Trial
+from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.workers import devices, registry
 from perfsearch.workers.environment import Environment, detect
 from perfsearch.workers.messages import GroupSpec, TrialRequest
@@ -53,6 +54,7 @@ class SoapOptions:
         cache: directory of measured costs and machines that searches share; ``null``:
             ``~/.cache/perfsearch/soap``.
         device_memory_gib: memory to plan for; ``null``: the devices' own.
+        min_coverage: smallest share of operators, and of FLOPs, that must have rules for splitting.
         cuda_graph: replay the step as a CUDA graph where it allows that.
         knobs: by operator: a value such as ``4x1@0,1,2,3`` pins it, a list of them gives its
             choices; others are searched.
@@ -66,6 +68,7 @@ class SoapOptions:
     tables: str | None = None
     cache: str | None = None
     device_memory_gib: float | None = option(None, above=0)
+    min_coverage: float = option(0.5, low=0, high=1)
     cuda_graph: bool = True
     knobs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -189,17 +192,22 @@ class Soap(Runner):
             )
         self._inputs = _soap_tables.limited(inputs, self.options.device_memory_gib)
         graph = self.inputs.graph
+        self.coverage = coverage(graph)
+        refusal = self.coverage.refusal(self.options.min_coverage)
+        if refusal is not None:
+            raise BadInputError(f"runner.min_coverage={self.options.min_coverage:g}: {refusal}")
         start = data_parallel(graph, range(self.devices))
         imported = self._imported()
         allowed = _soap_plans.allowed(graph, start, self.options.knobs, self.devices)
-        self._simulator = Simulator(
-            graph,
-            self.inputs.machine,
-            self.inputs.cost_of(self.replays),
-            _soap_tables.roles_of(self.options.split),
-            (start,) if imported is None else (start, imported),
-            allowed,
-        )
+        extra = (start,) if imported is None else (start, imported)
+        roles = _soap_tables.roles_of(self.options.split)
+
+        def simulator() -> Simulator:
+            inputs, cost_of = self.inputs, self.inputs.cost_of(self.replays)
+            return Simulator(inputs.graph, inputs.machine, cost_of, roles, extra, allowed)
+
+        self._make_simulator = simulator
+        self._simulator = simulator()
         problem = self.simulator.problem
         searched, self.pinned = _soap_plans.knobs(problem, start, self.options.knobs)
         self.space = Space(searched)
@@ -324,7 +332,26 @@ class Soap(Runner):
             f"{self.inputs.machine.memory_gib:.2f} GiB"
         )
 
+    def _calibrate(self) -> None:
+        """Let the measured baseline say what steps and tasks take beside what was timed.
+
+        The result is kept with the search's tables, so that it can be walked again without it.
+        """
+        baseline = next((t for t in self._trials if t.purpose is Purpose.BASELINE), None)
+        machine = self.inputs.machine
+        if machine.calibrated or baseline is None or baseline.status is not Status.OK:
+            return
+        assert baseline.measurement is not None
+        simulated = self.simulator.estimate(self.plan(self.baseline)).seconds
+        machine = _soap_report.calibrated(
+            machine, baseline.measurement, simulated, 2 * len(self.inputs.graph.planned)
+        )
+        self._inputs = replace(self.inputs, machine=machine)
+        machine.write(self._environment.run_dir / "soap" / _soap_tables.MACHINE)
+        self._simulator = self._make_simulator()
+
     def _walk(self, request: WalkRequest) -> Walk:
+        self._calibrate()
         found = self.search(self.plan(request.start), request)
         # Operators that are pinned keep their configuration.
         points = []
@@ -333,7 +360,8 @@ class Soap(Runner):
             points.append({name: whole[name] for name in self.baseline})
         if not points:
             points = [dict(request.start)]
-        return Walk(points, found.series, _soap_report.walk_line(found))
+        lines = [self.coverage.line(), _soap_report.walk_line(found)]
+        return Walk(points, found.series, "\n".join(lines))
 
     def search(self, start: Plan, request: WalkRequest) -> Found:
         """Walk in the simulator."""

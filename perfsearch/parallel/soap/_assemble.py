@@ -99,7 +99,7 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
                 weights_mib = layout.weight_bytes[place] / 2**20
                 microseconds = (
                     cost.forward_us + machine.task_us,
-                    cost.backward_us + machine.task_us,
+                    (cost.rows_us if layout.by_rows else cost.backward_us) + machine.task_us,
                     cost.forward_host_us,
                     cost.backward_host_us,
                 )

@@ -32,12 +32,20 @@ class CostError(BadInputError):
 
 @dataclass(frozen=True)
 class ShardCost:
-    """Time of one part of an operator, on the device and on the host that launches it."""
+    """Time of one part of an operator.
+
+    Attributes:
+        forward_us: on the device; likewise backward.
+        forward_host_us: of the host that launches it; likewise backward.
+        rows_us: of a table's backward pass and update together, by the rows that were read.
+
+    """
 
     forward_us: float
     backward_us: float
     forward_host_us: float = 0.0
     backward_host_us: float = 0.0
+    rows_us: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,10 @@ ITEM_BYTES = {
 }
 
 
+TABLES = ("embedding", "embedding_bag")
+"""Kinds whose weights may be updated by the rows that were read."""
+
+
 def item_bytes(dtype: str) -> int:
     """Bytes of an element.
 
@@ -62,6 +66,8 @@ class Layout:
         resident_bytes: of each part: weights, gradients, optimizer state, kept activations.
         weight_bytes: of each part, trained weights.
         syncs: groups of parts that hold the same weights, with the bytes to be summed.
+        by_rows: whether each part's weights are a table that no other part has, so that plain
+            gradient descent updates it by rows.
 
     """
 
@@ -70,6 +76,7 @@ class Layout:
     resident_bytes: tuple[int, ...]
     weight_bytes: tuple[int, ...]
     syncs: tuple[tuple[tuple[int, ...], int], ...]
+    by_rows: bool = False
 
 
 def class_key(graph: Graph, operator: Operator, owned: frozenset[str]) -> Hashable:
@@ -128,18 +135,36 @@ def degrees_of(operator: Operator, devices: int, roles: frozenset[Role]) -> list
 
 
 def layout(
-    operator: Operator, degrees: tuple[int, ...], owned: frozenset[str], state_per_weight: float
+    operator: Operator,
+    degrees: tuple[int, ...],
+    owned: frozenset[str],
+    state_per_weight: float,
+    updates_rows: bool = False,
 ) -> Layout:
-    """Work out what follows of the degrees."""
+    """Work out what follows of the degrees.
+
+    Args:
+        operator: which.
+        degrees: along each dimension of its output.
+        owned: keys of the weights that are accounted for with it.
+        state_per_weight: bytes of optimizer state for a byte of weights.
+        updates_rows: whether tables of one device alone are updated by rows.
+
+    """
     count = math.prod(degrees)
     parts = part_rectangles(operator, OperatorConfiguration(degrees, tuple(range(count))))
+    single = len(operator.parameters) == 1 and operator.parameters[0].trained
+    table = updates_rows and operator.kind in TABLES and len(operator.stages) == 1 and single
+    tiles_of = [parameter_rectangles(operator, part) for part in parts]
+    by_rows = table and len({tuple(t.values()) for t in tiles_of}) == count
+    copies = 1 if by_rows else 2 + state_per_weight
     resident = [0] * count
     weights = [0] * count
     replicas: dict[tuple[str, Rectangle], list[int]] = {}
     for place, part in enumerate(parts):
         for stage, rectangle in zip(operator.stages, stage_rectangles(operator, part), strict=True):
             resident[place] += volume(rectangle) * item_bytes(stage.dtype)
-        tiles = parameter_rectangles(operator, part)
+        tiles = tiles_of[place]
         for parameter in operator.parameters:
             if parameter.key not in owned:
                 continue
@@ -147,8 +172,8 @@ def layout(
             if not parameter.trained:
                 resident[place] += size
                 continue
-            weights[place] += size
-            resident[place] += round(size * (2 + state_per_weight))
+            weights[place] += 0 if by_rows else size
+            resident[place] += round(size * copies)
             replicas.setdefault((parameter.name, tiles[parameter.name]), []).append(place)
     return Layout(
         degrees, tuple(parts), tuple(resident), tuple(weights), _syncs(operator, replicas)

@@ -12,6 +12,7 @@ from perfsearch.parallel.soap.axes import Rectangle
 from perfsearch.parallel.soap.costs import Shard, ShardCost
 from perfsearch.parallel.soap.graph import Operator
 from perfsearch.parallel.soap.kernels import Surroundings, prepare
+from perfsearch.parallel.soap.layouts import TABLES
 from perfsearch.parallel.soap.rules import input_rectangle, parameter_rectangles, sizes
 
 _REPEATS = 10
@@ -53,7 +54,17 @@ def measure(shard: Shard, dtypes: dict[str, str], device: torch.device) -> Shard
         torch.autograd.grad(value, leaves, above, retain_graph=True, allow_unused=True)
 
     backward_us, backward_host_us = timed(backward, device)
-    return ShardCost(forward_us, backward_us, forward_host_us, backward_host_us)
+    rows_us = 0.0
+    if operator.kind in TABLES and inputs[0] is not None:
+        rows_us = _rows(inputs[0], parameters["weight"], device)
+    return ShardCost(forward_us, backward_us, forward_host_us, backward_host_us, rows_us)
+
+
+def _rows(indices: torch.Tensor, weight: torch.Tensor, device: torch.device) -> float:
+    """Time of updating a table by the rows that were read."""
+    flat, table = indices.reshape(-1), weight.detach()
+    rows = torch.zeros(len(flat), *table.shape[1:], dtype=table.dtype, device=device)
+    return timed(lambda: table.index_add_(0, flat, rows, alpha=-1.0), device)[0]
 
 
 def timed(function: Callable[[], object], device: torch.device) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from perfsearch.parallel.soap.machine import Curve, Machine
 from perfsearch.parallel.soap.measure_costs import timed
+from perfsearch.parallel.soap.row_updates import is_plain_descent
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27)
 """Bytes at which a GPU's transfers are timed."""
@@ -51,17 +53,20 @@ def measure(
                 hosts.append(host_us)
         if inside:
             dist.destroy_process_group(group)
-    fixed_us, us_per_mib, state = _optimizer(optimizer, device)
-    (fixed_us, us_per_mib), (state, host_us) = (
-        _from_first((fixed_us, us_per_mib), device),
-        _from_first((state, statistics.median(hosts) if hosts else 0.0), device),
-    )
+    fixed_us, us_per_mib, state, rows = _optimizer(optimizer, device)
+    fixed_us, us_per_mib = _from_first((fixed_us, us_per_mib), device)
+    host_us, _ = _from_first((statistics.median(hosts) if hosts else 0.0, 0.0), device)
+    copy_us, copy_us_per_mib = _from_first(_copies(device), device)
     return Machine(
         name=name,
         devices=world,
         devices_per_node=world,
         memory_gib=memory_gib,
         within=within,
+        copy_us=copy_us,
+        copy_us_per_mib=copy_us_per_mib,
+        updates_rows=rows,
+        sync_on_link=device.type == "cuda",  # NCCL is given one order over its communicators
         transfer_host_us=host_us,
         sync_host_us=host_us,
         optimizer_us=fixed_us,
@@ -154,15 +159,32 @@ _TRANSFERS: dict[str, Callable[[Any, int, Any, int], Callable[[], object]]] = {
 }
 
 
-def _optimizer(make: Callable[[Any], Any], device: torch.device) -> tuple[float, float, float]:
-    """Microseconds of a step beside the weights' traffic, of a MiB, and state for a byte."""
+def _copies(device: torch.device) -> tuple[float, float]:
+    """Microseconds of putting two pieces side by side, beside its traffic, and of a MiB."""
+    sizes_mib = (0.0625, 64.0 if device.type == "cuda" else 4.0)
+    times = []
+    for size in sizes_mib:
+        pieces = [torch.zeros(int(size * 2**20) // 8, device=device) for _ in range(2)]
+        times.append(timed(partial(torch.cat, pieces), device)[0])
+    per_mib = max(times[1] - times[0], 0.0) / (sizes_mib[1] - sizes_mib[0])
+    return max(times[0] - per_mib * sizes_mib[0], 0.0), per_mib
+
+
+def _optimizer(
+    make: Callable[[Any], Any], device: torch.device
+) -> tuple[float, float, float, bool]:
+    """Microseconds of a step beside the weights' traffic, of a MiB, state for a byte, and whether
+    rows of tables are updated by themselves.
+    """
     times, sizes_mib, state = [], (1.0, 64.0 if device.type == "cuda" else 4.0), 0.0
+    rows = False
     for size in sizes_mib:
         count = int(size * 2**20) // 4 // 4
         weights = [nn.Parameter(torch.zeros(count, device=device)) for _ in range(4)]
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         optimizer = make(weights)
+        rows = is_plain_descent(optimizer)
         optimizer.step()
         kept = sum(
             t.numel() * t.element_size()
@@ -171,6 +193,6 @@ def _optimizer(make: Callable[[Any], Any], device: torch.device) -> tuple[float,
             if isinstance(t, torch.Tensor)
         )
         state = kept / sum(w.numel() * w.element_size() for w in weights)
-        times.append(max(timed(optimizer.step, device)))
+        times.append(timed(optimizer.step, device)[0])
     per_mib = max(times[1] - times[0], 0.0) / (sizes_mib[1] - sizes_mib[0])
-    return max(times[0] - per_mib * sizes_mib[0], 0.0), per_mib, state
+    return max(times[0] - per_mib * sizes_mib[0], 0.0), per_mib, state, rows

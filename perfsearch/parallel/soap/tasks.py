@@ -159,7 +159,13 @@ class Problem:
             owned = self._owned[kind.example.name]
             for degrees, lists in of_class.items():
                 kind.layouts.append(
-                    layout(kind.example, degrees, owned, self.machine.state_per_weight)
+                    layout(
+                        kind.example,
+                        degrees,
+                        owned,
+                        self.machine.state_per_weight,
+                        self.machine.updates_rows,
+                    )
                 )
                 kind.device_lists.append(lists)
                 for devices in lists:
