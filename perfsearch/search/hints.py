@@ -17,6 +17,43 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Walk:
+    """What a chain over simulated configurations came to.
+
+    Attributes:
+        points: the best distinct configurations seen, best first.
+        series: iteration, then the current, proposed and best predicted seconds of a step.
+        note: one line on how it went.
+
+    """
+
+    points: list[dict[str, Value]]
+    series: list[tuple[int, float, float, float]] = field(default_factory=list)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class WalkRequest:
+    """A chain that a runner is to walk by its own simulator.
+
+    Attributes:
+        start: configuration to begin with.
+        proposals: to simulate; ``None``: as many as the runner holds to be enough.
+        seed: of the draws.
+        alpha: how strictly worse states are refused, per percent of the start's cost; ``None``: as
+            the runner finds best.
+        return_every: proposals after which it goes back to the best; 0 never, ``None`` as above.
+
+    """
+
+    start: dict[str, Value]
+    proposals: int | None
+    seed: int
+    alpha: float | None = None
+    return_every: int | None = None
+
+
+@dataclass(frozen=True)
 class Hints:
     """What the runner knows about the space, as plain values and pure functions.
 
@@ -30,6 +67,9 @@ class Hints:
         stage_knob: the ordered knob whose values are visited cheapest first (a ZeRO stage).
         memory_limit_gib: what fits on a device.
         predict: prediction for a configuration, given the trials told so far.
+        start: configuration that the user wants a search to begin with; ``None``: the baseline.
+        walk: walks a Markov chain on the runner's own simulator, which is far faster than asking
+            for predictions one by one; ``None``: there is none.
 
     """
 
@@ -40,3 +80,5 @@ class Hints:
     stage_knob: str | None = None
     memory_limit_gib: float | None = None
     predict: Callable[[Configuration], Prediction] = lambda configuration: Prediction()
+    start: dict[str, Value] | None = None
+    walk: Callable[[WalkRequest], Walk] | None = None
