@@ -54,10 +54,15 @@ def build_runner(settings: Settings) -> Runner:
 
     """
     name = settings.runner.name
-    runner: type[Runner] = _load(runners.load, "runner", name)
+    runner = _runner(settings)
     if settings.mode != "search" and not callable(getattr(runner, settings.mode, None)):
         raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode=search.")
     return runner.from_settings(settings)
+
+
+def _runner(settings: Settings) -> type[Runner]:
+    runner: type[Runner] = _load(runners.load, "runner", settings.runner.name)
+    return runner
 
 
 def run(settings: Settings) -> int:
@@ -69,6 +74,7 @@ def run(settings: Settings) -> int:
     """
     from perfsearch.view import open_view
 
+    settings = _runner(settings).settle(settings)
     strategy = strategy_factory(settings)
     _require_writable(settings.run_dir or default_run_dir(settings))
     runner = build_runner(settings)
@@ -76,7 +82,10 @@ def run(settings: Settings) -> int:
         if settings.mode == "search":
             from perfsearch.pipeline import search
 
-            return int(search(settings, runner, strategy, view).exit_code)
+            result = search(settings, runner, strategy, view)
+            if result.exit_code:
+                return int(result.exit_code)
+            return runner.follow_up(result.handed_over)
         try:
             return int(getattr(runner, settings.mode)(settings, view))
         finally:
