@@ -163,7 +163,7 @@ def test_a_setting_that_did_not_take_effect_is_not_applied(measure, stand_in):
 
 
 def test_run_trains_with_the_tuned_file_after_the_search(settings, stand_in, tmp_path):
-    section = {"results_dir": "found", "overwrite": False, "arg_mappings": {}}
+    section = {"results_dir": "found", "overwrite": False, "end_profile_step": 12}
     Path("found").mkdir()
     Path("found/ds_config_optimal.json").write_text("older")
     code = run(
