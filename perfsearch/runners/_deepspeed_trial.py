@@ -87,7 +87,7 @@ def run(start: Start, time_limit_s: float) -> Outcome:
     token = uuid.uuid4().hex
     registry.record(start.run_dir, token, Path())
     used = devices.used_gib(start.gpus)
-    kills = oom_kills()
+    kills, begin = oom_kills(), time.time()
     with (logs / _LAUNCHER_LOG).open("ab") as log:
         log.write(f"{shlex.join(start.words)}\n".encode())
         log.flush()
@@ -115,6 +115,7 @@ def run(start: Start, time_limit_s: float) -> Outcome:
     results = _results(logs, start.ranks)
     if results is not None:
         return _measured(results, logs)
+    _break_build_locks(begin)
     failure = _failure(start, process, limit_s if timed_out else None, oom_kills() - kills)
     rank_file = rank_log(logs, failure.rank or 0)
     where = rank_file if rank_file.exists() else logs / _LAUNCHER_LOG
@@ -166,6 +167,20 @@ def _end(process: subprocess.Popen[bytes], token: str, start: Start) -> None:
     processes.end_all(token, 1.0)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(start.limits.grace_s)
+
+
+def _break_build_locks(begin: float) -> None:
+    """Remove locks on compiled operators that ended ranks may have left.
+
+    torch keeps such a lock while an operator is built or loaded. One that outlives its process
+    would stop every later start for good. Only those made since ``begin`` can be this trial's.
+    """
+    default = Path.home() / ".cache" / "torch_extensions"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+    for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
+        with contextlib.suppress(FileNotFoundError):
+            if lock.stat().st_mtime >= begin:
+                lock.unlink()
 
 
 def _clear(logs: Path, ranks: int) -> None:

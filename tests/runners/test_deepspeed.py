@@ -1,6 +1,7 @@
 """``runner=deepspeed`` without starting anything: command, file, section, batch, knobs, memory."""
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -8,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from perfsearch.config import validate
-from perfsearch.runners import _deepspeed_json, _deepspeed_knobs, _deepspeed_settings
+from perfsearch.runners import (
+    _deepspeed_json,
+    _deepspeed_knobs,
+    _deepspeed_settings,
+    _deepspeed_trial,
+)
 from perfsearch.runners._deepspeed_autotuning import Autotuning
 from perfsearch.runners._deepspeed_batch import today
 from perfsearch.runners._deepspeed_command import Command
@@ -464,3 +470,14 @@ def test_batches_of_the_section_bound_a_free_search():
     batch = Batch("free", 8, 2, 4, low=8, high=16)
     declared, _ = _deepspeed_knobs.declare({}, batch, Autotuning())
     assert max(next(k for k in declared if k.name == "micro_batch").values) == 8
+
+
+def test_locks_of_ended_ranks_are_broken_and_older_ones_are_left(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    locks = [tmp_path / "py312" / name / "lock" for name in ("ours", "older")]
+    for lock in locks:
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    os.utime(locks[1], (1000, 1000))
+    _deepspeed_trial._break_build_locks(begin=2000)
+    assert [lock.exists() for lock in locks] == [False, True]
