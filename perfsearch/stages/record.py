@@ -257,6 +257,8 @@ def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
     if baseline is not None:
         rows.append(_row(session, "baseline", baseline, verdict.costs.get(BASELINE), None))
     shown = [t for n in verdict.intervals if (t := session.find(n)) is not None]
+    if not shown and verdict.winner is not None:
+        shown = [session.numbered(verdict.winner)]
     if not shown and session.best is not None:
         shown = [session.best]
     for trial in shown:
