@@ -27,7 +27,7 @@ from perfsearch.workers import devices, registry
 from perfsearch.workers.environment import Environment, detect
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
-from perfsearch.workloads.spec import WorkloadSpec
+from perfsearch.workloads.spec import SCRIPT, WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
@@ -103,10 +103,14 @@ class Zero(Runner):
     """
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Zero:
+    def from_settings(cls, settings: Settings) -> Runner:
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
         chosen = expanded(settings.runner.options, dict.fromkeys(_WITH_AUTO, SEARCH))
         options = build_options(ZeroOptions, chosen, "runner")
+        if settings.workload.name == SCRIPT:
+            from perfsearch.runners._script import Script
+
+            return Script.from_options(settings, chosen)
         try:
             workload = WorkloadSpec.from_mapping(
                 {"name": settings.workload.name, **settings.workload.options}
