@@ -318,6 +318,19 @@ def applied(directory):
     }
 
 
+def uneven(directory):
+    """Under join, ranks with more data go on alone; nobody waits for anybody there."""
+    enable({"log_file": str(directory / "log.csv"), "time_limit_s": 20.0, "steps_per_sample": 2})
+    net = make(width=WIDTH)
+    net.module[0].track_running_stats = False
+    optimizer = adam(net)
+    begin = time.monotonic()
+    with net.join():
+        train(net, optimizer, 10 + 15 * dist.get_rank(), accumulate=1, clip=False)
+    seconds = time.monotonic() - begin
+    return {"seconds": seconds, "steps": session._sessions[0].participant.train_iter}
+
+
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -155,3 +155,10 @@ def test_a_found_configuration_is_applied(tmp_path):
         assert found["said"] == [
             "perfsearch.apply: not in force by itself: DataLoader(..., num_workers=2)"
         ]
+
+
+def test_under_join_nobody_is_waited_for(tmp_path):
+    ranks, output = run("uneven", tmp_path)
+    assert [found["steps"] for found in ranks] == [0, 0]
+    assert max(found["seconds"] for found in ranks) < 20
+    assert "no optimizer of torch's has stepped" in output
