@@ -3,11 +3,12 @@
     python benchmarks/overhead.py                         # two CPU processes
     python benchmarks/overhead.py --device cuda --nproc 4
 
-Arms: ``plain`` (DistributedDataParallel alone), ``tuned`` (a model that ``perfsearch.autotune`` has
-finished with), ``watched`` (the same with ``retune_on_drift``: every step is timed) and, where the
-instruments of ``perfsearch-run`` are installed, ``instrumented``. Every round trains a block of
-steps in each arm, in an order that is drawn anew; the interval is that of the mean log ratio of
-blocks beside each other, from their spread over rounds.
+Arms: ``plain`` (DistributedDataParallel alone, twice), ``tuned`` (a model that
+``perfsearch.autotune`` has finished with), ``watched`` (the same with ``retune_on_drift``: every
+step is timed), ``instrumented`` (as ``perfsearch-run --knobs`` leaves a script) and ``scored`` (as
+``perfsearch-run --search`` times one: phases and losses of every step). Every round trains a block
+of steps in each arm, in an order that is drawn anew; the interval is that of the median ratio of
+blocks of the same round, without assumptions on its distribution.
 """
 
 from __future__ import annotations
@@ -49,14 +50,44 @@ def launch() -> int:
     return subprocess.run(command, env=environment, check=False).returncode
 
 
+def patched_places() -> list[tuple[Any, str]]:
+    """Where instruments stand in the way of a step."""
+    import torch
+    from torch.utils.data import dataloader
+
+    iterator = dataloader._BaseDataLoaderIter
+    return [(torch.autograd, "backward"), (iterator, "__init__"), (iterator, "__next__")]
+
+
+class Surroundings:
+    """What is global in the process and differs between arms: hooks, and patched functions."""
+
+    def __init__(self) -> None:
+        from torch.optim import optimizer
+
+        self._hooks = (
+            optimizer._global_optimizer_pre_hooks,
+            optimizer._global_optimizer_post_hooks,
+        )
+        self._held = [dict(hooks) for hooks in self._hooks]
+        self._functions = [getattr(owner, name) for owner, name in patched_places()]
+
+    def restore(self) -> None:
+        """Make it what it was when this was made."""
+        for hooks, held in zip(self._hooks, self._held, strict=True):
+            hooks.clear()
+            hooks.update(held)
+        for (owner, name), function in zip(patched_places(), self._functions, strict=True):
+            setattr(owner, name, function)
+
+
 class Arm:
-    """A model, its optimizer, and the optimizer hooks that belong to it alone.
+    """A model, its optimizer and loader, and what is global while it trains."""
 
-    Hooks on optimizers are global; those of other arms are taken out while one trains.
-    """
-
-    def __init__(self, net: Any, optimizer: Any, hooks: dict[int, Any]) -> None:
-        self.net, self.optimizer, self.hooks = net, optimizer, hooks
+    def __init__(self, net: Any, optimizer: Any, loader: Any) -> None:
+        self.net, self.optimizer, self.loader = net, optimizer, loader
+        self.surroundings: Surroundings | None = None
+        self.script: Any = None
         self.seconds: list[float] = []
 
 
@@ -76,7 +107,8 @@ class Bench:
         dist.init_process_group("nccl" if self.on_gpu else "gloo")
         shape = (4, 513) if self.on_gpu else (4, 65)
         self.vocabulary = 8192 if self.on_gpu else 512
-        self.tokens = torch.randint(self.vocabulary, shape, device=self.device)
+        self.tokens = torch.randint(self.vocabulary, (shape[0] * options.steps, shape[1]))
+        self.untouched = Surroundings()
 
     def model(self) -> Any:
         """A small GPT, of the same weights each time."""
@@ -90,55 +122,71 @@ class Bench:
     def arm(self, kind: str) -> Arm:
         """Build an arm and let it come to rest."""
         from torch.nn.parallel import DistributedDataParallel
-        from torch.optim import optimizer as optimizers
+        from torch.utils.data import DataLoader
 
         import perfsearch
+        from perfsearch.instrument.script import Script
         from perfsearch.online import session
 
-        hooks: dict[int, Any] = optimizers._global_optimizer_post_hooks
-        before = dict(hooks)
-        undo = None
-        if kind == "instrumented":
-            from perfsearch.instrument.script import Script
-
-            undo = Script({})
+        self.untouched.restore()
+        script = Script({}) if kind in ("instrumented", "scored") else None
         net = DistributedDataParallel(self.model())
         optimizer = self.torch.optim.AdamW(net.parameters(), lr=1e-4)
-        arm = Arm(net, optimizer, {})
+        arm = Arm(net, optimizer, DataLoader(self.tokens, batch_size=4))
+        if script is not None:
+            script.losses.keeping = kind == "scored"
+        if kind == "scored":
+            arm.script = script
         if kind in ("tuned", "watched"):
-            wanted = {"bucket_cap_mb": 25.0}  # nothing to tune: settings stay what the others have
             fixed = {
-                "first_bucket_mb": 1.0, "gradient_as_bucket_view": False,
+                "bucket_cap_mb": 25.0, "first_bucket_mb": 1.0, "gradient_as_bucket_view": False,
                 "optimizer_implementation": "default", "hierarchical_group_size": 0,
             }  # fmt: skip
-            perfsearch.autotune(
-                net, knobs={**wanted, **fixed}, retune_on_drift=kind == "watched",
-                drift_tolerance=1e9, warmup_samples=0,
-            )  # fmt: skip
             session._install_hook.cache_clear()  # each arm gets the hook for itself
-        arm.hooks = {n: h for n, h in hooks.items() if n not in before}
-        self.block(arm, 30)
-        del undo
+            perfsearch.autotune(
+                net, knobs=fixed, retune_on_drift=kind == "watched", drift_tolerance=1e9,
+                warmup_samples=0,
+            )  # fmt: skip
+        arm.surroundings = Surroundings()
+        for _ in range(3):
+            self.block(arm)
         return arm
 
-    def block(self, arm: Arm, steps: int) -> float:
-        """Seconds of a step, on the slowest rank."""
-        from torch.optim import optimizer as optimizers
+    def _score(self, script: Any) -> None:
+        """Time phases and take losses, as inside the window of a trial."""
+        from perfsearch.workers.measure import make_clock
 
+        clock = make_clock(self.device)
+        clock.mark("start")
+
+        def after_step() -> None:
+            script.losses.take()
+            clock.mark("optimizer")
+            clock.mark("step")
+
+        script.loaders.mark = script.losses.mark = clock.mark
+        script.optimizers.before_step = lambda: clock.mark("other")
+        script.optimizers.after_step = after_step
+
+    def block(self, arm: Arm) -> float:
+        """Seconds of a step, on the slowest rank."""
         functional = self.torch.nn.functional
-        hooks = optimizers._global_optimizer_post_hooks
-        hooks.clear()
-        hooks.update(arm.hooks)
+        assert arm.surroundings is not None
+        arm.surroundings.restore()
         self.dist.barrier()
         self._synchronize()
+        if arm.script is not None:
+            self._score(arm.script)
         begin = time.perf_counter()
-        for _ in range(steps):
-            logits = arm.net(self.tokens[:, :-1])
-            loss = functional.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten())
+        for batch in arm.loader:
+            tokens = batch.to(self.device)
+            logits = arm.net(tokens[:, :-1])
+            loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
             arm.optimizer.step()
             arm.optimizer.zero_grad()
         self._synchronize()
+        steps = self.options.steps
         seconds = self.torch.tensor((time.perf_counter() - begin) / steps, device=self.device)
         self.dist.all_reduce(seconds, op=self.dist.ReduceOp.MAX)
         return float(seconds)
@@ -161,13 +209,7 @@ def interval(logs: list[float]) -> tuple[float, float, float]:
 def run_rank() -> int:
     options = options_of()
     bench = Bench(options)
-    kinds = ["plain", "plain again", "tuned", "watched"]
-    try:
-        import perfsearch.instrument.script  # noqa: F401
-    except ImportError:
-        pass
-    else:
-        kinds.append("instrumented")
+    kinds = ["plain", "plain again", "tuned", "watched", "instrumented", "scored"]
     arms = {kind: bench.arm(kind) for kind in kinds}
     generator = random.Random(0)
     begin = time.monotonic()
@@ -177,7 +219,7 @@ def run_rank() -> int:
         order = list(arms)
         generator.shuffle(order)
         for kind in order:
-            arms[kind].seconds.append(bench.block(arms[kind], options.steps))
+            arms[kind].seconds.append(bench.block(arms[kind]))
         rounds += 1
         stop += time.monotonic() - begin > options.seconds
         bench.dist.all_reduce(stop, op=bench.dist.ReduceOp.MAX)
