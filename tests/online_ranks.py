@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -273,6 +274,61 @@ def one_line(directory):
     )
     train(net, adam(net), 40)
     return {"type": type(net).__mro__[1].__name__, "rows": len((directory / "log.csv").read_text())}
+
+
+def frozen(directory):
+    """The log of one run is frozen in the next, and started from in a third."""
+    path = directory / "log.csv"
+
+    def run(**options):
+        net = make()
+        perfsearch.autotune(net, max_samples=2, steps_per_sample=2, **options)
+        optimizer, generator, steps = adam(net), generator_of(0), 0
+        while session._sessions and session._sessions[-1].participant.running and steps < 1000:
+            train(net, optimizer, 5, generator=generator)
+            steps += 5
+        return configuration_of(net), optimizer.param_groups[0]["fused"], steps
+
+    knobs = {"bucket_cap_mb": [0.1, 25], "first_bucket_mb": 0.1, "gradient_as_bucket_view": True}
+    first = run(log_file=path, knobs={**knobs, "optimizer_implementation": "fused"})
+    dist.barrier()
+    second = run(freeze=path)
+    third = run(start_from=path, log_file=directory / "third.csv", knobs=knobs)
+    return {"runs": [first, second, third]}
+
+
+def applied(directory):
+    """A found configuration on a model, and on one that is wrapped already."""
+    torch.manual_seed(0)
+    knobs = {"bucket_cap_mb": 0.1, "first_bucket_mb": 0.1, "gradient_as_bucket_view": True,
+             "optimizer_implementation": "foreach", "dataloader_workers": 2}  # fmt: skip
+    module = make().module
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net = perfsearch.apply(knobs, module, optimizer)
+    again = make()
+    perfsearch.apply({"gradient_as_bucket_view": True}, again)
+    train(net, optimizer, 6)
+    return {
+        "first": configuration_of(net),
+        "second": configuration_of(again),
+        "foreach": optimizer.param_groups[0]["foreach"],
+        "said": [str(w.message) for w in caught if "perfsearch" in str(w.message)],
+    }
+
+
+def uneven(directory):
+    """Under join, ranks with more data go on alone; nobody waits for anybody there."""
+    enable({"log_file": str(directory / "log.csv"), "time_limit_s": 20.0, "steps_per_sample": 2})
+    net = make(width=WIDTH)
+    net.module[0].track_running_stats = False
+    optimizer = adam(net)
+    begin = time.monotonic()
+    with net.join():
+        train(net, optimizer, 10 + 15 * dist.get_rank(), accumulate=1, clip=False)
+    seconds = time.monotonic() - begin
+    return {"seconds": seconds, "steps": session._sessions[0].participant.train_iter}
 
 
 def main():

@@ -29,7 +29,7 @@ _ROUNDS = 2
 _FINALISTS = 2
 """How many beside today's configuration."""
 
-_PATIENCE_S = 0.25
+_PATIENCE_S = 0.5
 """Shortest wait for the strategy before training goes on without its answer."""
 
 _OPENING_S = 60.0

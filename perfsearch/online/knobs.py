@@ -47,6 +47,9 @@ def make_space(
         asked = options.knobs.get(knob.name, SEARCH)
         by_default = knob.name not in options.knobs
         if knob.name in facts["fixed"]:
+            if not by_default and asked not in (SEARCH, present[knob.name]):
+                why = facts["fixed"][knob.name]
+                raise KnobError(f"autotune.knobs.{knob.name}={asked}: {why}")
             left_out[knob.name] = facts["fixed"][knob.name]
             settings[knob.name] = present[knob.name]
         elif by_default and knob.name in _ON_REQUEST:
@@ -57,9 +60,10 @@ def make_space(
             settings[knob.name] = present[knob.name]
         else:
             settings[knob.name] = asked
-    for name in options.knobs:
-        if name in left_out and name not in settings:
-            raise KnobError(f"autotune.knobs.{name}: {left_out[name]}")
+    for name, asked in options.knobs.items():
+        is_off = asked is None or asked is False or asked == 0
+        if name in left_out and name not in settings and asked != SEARCH and not is_off:
+            raise KnobError(f"autotune.knobs.{name}={asked}: {left_out[name]}")
     try:
         searched, pinned = narrow(declared, settings, options.numerics)
     except KnobError as error:

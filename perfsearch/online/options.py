@@ -60,7 +60,7 @@ class AutotuneOptions:
     steps_per_sample: int = option(8, low=1)
     sampling_confidence_time: float = option(0.0, low=0)
     discard_steps: int = option(3, low=2)
-    max_samples: int = option(20, low=1)
+    max_samples: int = option(18, low=1)
     gaussian_process_noise: float | None = option(None, above=0, high=1)
     min_gain: float = option(0.005, low=0, high=1)
     log_file: Path | None = None

@@ -41,6 +41,7 @@ class Participant:
 
     Attributes:
         running: whether tuning still goes on.
+        train_iter: steps of the model's optimizer so far.
 
     """
 
@@ -62,7 +63,7 @@ class Participant:
         self._parameters = {id(p) for p in model.module.parameters()}
         self._switch: ImplementationSwitch | None = None
         self._before: dict[str, Value] | None = None
-        self._train_iter = 0
+        self.train_iter = 0
         self._told_facts = False
         self._clock: Clock = make_clock(self._device)
         self._plan = Instruction(RUN, discard=options.warmup_samples * options.steps_per_sample)
@@ -75,7 +76,10 @@ class Participant:
         """Take note that ``optimizer`` has stepped."""
         if not self.running or not self._is_ours(optimizer):
             return
-        self._train_iter += 1
+        model = self._model()
+        if model is not None and model._join_config.enable:
+            return  # ranks with less data no longer step, and could not take part
+        self.train_iter += 1
         if not self._clock.is_open:
             self._clock.mark("start")  # the first step of all, whose beginning was not seen
         else:
@@ -104,12 +108,12 @@ class Participant:
         while True:
             self._channel.report(report)
             instruction = self._decide() if self._channel.leads else self._channel.await_decision()
-            report = Report(self._train_iter)
+            report = Report(self.train_iter)
             if instruction.kind == APPLY:
                 self._before = self._in_force(model)
                 begin = time.monotonic()
                 failure = self._apply(model, instruction.configuration)
-                report = Report(self._train_iter, failure, time.monotonic() - begin)
+                report = Report(self.train_iter, failure, time.monotonic() - begin)
                 continue
             if instruction.goes_back and self._before is not None:
                 failure = self._apply(model, self._before)
@@ -140,7 +144,7 @@ class Participant:
             facts, self._told_facts = self._facts(model), True
         count = len(seconds) - self._plan.score
         return Report(
-            self._train_iter, discarded_s=seconds[:count], step_s=seconds[count:], facts=facts
+            self.train_iter, discarded_s=seconds[:count], step_s=seconds[count:], facts=facts
         )
 
     def _facts(self, model: DistributedDataParallel) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import itertools
 import sys
 import time
 import weakref
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,17 +26,30 @@ from perfsearch.online.participant import Participant
 from perfsearch.online.strategy_process import StrategyProcess
 from perfsearch.online.wrapper import adopt
 
+_NO_STEP = (
+    "no optimizer of torch's has stepped over the model's parameters (steps inside of join() do "
+    "not count)"
+)
+
 _LONGEST_ROUND = 2.0
 """A round waits this many time limits for a rank: one that is late must still be able to say so."""
+
+
+_files: Counter[Path] = Counter()
+"""How many models of this process were to log into each file."""
 
 
 class _Recorder:
     """Rows to the log, remarks to standard error, on the deciding rank."""
 
-    def __init__(self, options: AutotuneOptions, job: str, serial: int) -> None:
+    def __init__(self, options: AutotuneOptions, job: str) -> None:
         self._path = options.log_file
-        if self._path is not None and serial:
-            self._path = self._path.with_name(f"{self._path.stem}-model{serial}{self._path.suffix}")
+        if self._path is not None:
+            number = _files[self._path]
+            _files[self._path] += 1
+            if number:  # an earlier model of this process writes there
+                name = f"{self._path.stem}-model{number}{self._path.suffix}"
+                self._path = self._path.with_name(name)
         self._job = job
         self._writer: logs.LogWriter | None = None
 
@@ -82,13 +97,13 @@ class Session:
         steps = None
         if channel.leads:
             job = job_name(model)
-            self._recorder = _Recorder(options, job, serial)
+            self._recorder = _Recorder(options, job)
             earlier = self._earlier(options, job)
             self._director = Director(
                 options, self._start_proposer, self._recorder, time.monotonic, earlier
             )
             steps = self._director.run()
-            atexit.register(self.close, "training ended before tuning did; this is the best so far")
+            atexit.register(self._close_at_exit)
         self.participant = Participant(model, options, channel, steps, self.close)
 
     def _earlier(self, options: AutotuneOptions, job: str) -> logs.Log | None:
@@ -112,6 +127,12 @@ class Session:
             old.close()
         self._proposers = [StrategyProcess()]
         return self._proposers[0]
+
+    def _close_at_exit(self) -> None:
+        if self.participant.train_iter:
+            self.close("training ended before tuning did; this is the best so far")
+        else:
+            self.close(_NO_STEP)
 
     def close(self, reason: str) -> None:
         """End the side process and the log; nothing happens the second time."""
@@ -166,7 +187,10 @@ def begin(model: DistributedDataParallel, options: AutotuneOptions) -> Distribut
         return model
     _begun.add(model)
     adopt(model)
-    if options.level == 0 or dist.get_world_size(model.process_group) < 2:
+    if options.level == 0:
+        return model
+    if dist.get_world_size(model.process_group) < 2:
+        print("perfsearch autotune: one process alone has nothing to tune", file=sys.stderr)
         return model
     _install_hook()
     _sessions.append(Session(model, options, next(_serial)))

@@ -84,7 +84,11 @@ class StrategyProcess:
         )
 
     def close(self) -> None:
-        """End it."""
+        """End it at once: it has nothing to lose, and training waits.
+
+        The end of its input would end it too, but loader processes may hold that open.
+        """
+        self._process.terminate()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is gone already
             self._process.stdin.close()

@@ -110,3 +110,19 @@ def test_impossible_values_name_key_and_remedy(knobs, message):
         space_of(knobs)
     assert message in str(caught.value)
     assert "allowed" in str(caught.value)
+
+
+def test_what_does_not_exist_here_may_be_off_but_not_on():
+    small = {"ranks_per_node": 2}
+    space, _, left_out = space_of({"hierarchical_group_size": 0}, **small)
+    assert "hierarchical_group_size" not in space.by_name
+    assert "2 ranks" in left_out["hierarchical_group_size"]
+    with pytest.raises(BadInputError, match="hierarchical_group_size=2"):
+        space_of({"hierarchical_group_size": 2}, **small)
+
+
+def test_a_value_that_the_ranks_cannot_bring_about_is_refused():
+    fixed = {"optimizer_implementation": "RMSprop is not one of them"}
+    assert space_of({"optimizer_implementation": "default"}, fixed=fixed)
+    with pytest.raises(BadInputError, match="RMSprop"):
+        space_of({"optimizer_implementation": "fused"}, fixed=fixed)

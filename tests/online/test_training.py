@@ -128,3 +128,37 @@ def test_one_line_in_a_script(tmp_path):
     assert found[0]["type"] == "DistributedDataParallel"
     record = log.read(tmp_path / "log.csv")
     assert record.trials[0].configuration["bucket_cap_mb"] == 3.0
+
+
+def test_a_log_is_frozen_or_started_from(tmp_path):
+    ranks, output = run("frozen", tmp_path)
+    first, second, third = ranks[0]["runs"]
+    assert ranks[1]["runs"] == ranks[0]["runs"]
+    assert second[:2] == first[:2]
+    assert second[1] is True
+    assert second[2] <= 15  # nothing is tuned: it is over after the warm-up
+    assert "samples of the earlier log are known" in output
+    record = log.read(tmp_path / "third.csv")
+    assert record.finished and third[2] > 0
+    # what the first run kept is measured right after today's settings
+    kept_mb = record.trials[1].configuration["bucket_cap_mb"]
+    assert kept_mb == pytest.approx(first[0]["bucket_cap_mb"], rel=1e-4)
+
+
+def test_a_found_configuration_is_applied(tmp_path):
+    for found in run("applied", tmp_path)[0]:
+        assert found["first"]["bucket_cap_mb"] == pytest.approx(0.1, rel=1e-4)
+        assert found["first"]["gradient_as_bucket_view"] is True
+        assert found["second"]["gradient_as_bucket_view"] is True
+        assert found["second"]["bucket_cap_mb"] == 25.0
+        assert found["foreach"] is True
+        assert found["said"] == [
+            "perfsearch.apply: not in force by itself: DataLoader(..., num_workers=2)"
+        ]
+
+
+def test_under_join_nobody_is_waited_for(tmp_path):
+    ranks, output = run("uneven", tmp_path)
+    assert [found["steps"] for found in ranks] == [0, 0]
+    assert max(found["seconds"] for found in ranks) < 20
+    assert "no optimizer of torch's has stepped" in output
