@@ -55,7 +55,7 @@ class Script:
         """Why other settings need another start of the script; empty where they do not."""
         if self._compiled():
             return "the model is compiled"
-        return self.wrappers.why_not_again() or self.sharding.why_not_again(self.knobs)
+        return self.wrappers.why_not_again() or self.sharding.why_not_again()
 
     def values(self) -> dict[str, Value]:
         """What is in force, by knob name, as the libraries themselves have it."""

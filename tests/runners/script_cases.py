@@ -10,9 +10,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 
+def wrapped(net, how):
+    if how == "ddp":
+        return DistributedDataParallel(net)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    if how == "fsdp1":
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=mesh)
+    return net
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault", default="none")
+    parser.add_argument("--wrap", default="ddp")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--bs", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1)
@@ -30,7 +45,7 @@ def main():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    model = net if args.fault == "apart" else DistributedDataParallel(net)
+    model = net if args.fault == "apart" else wrapped(net, args.wrap)
     generator = torch.Generator().manual_seed(rank)
     data = TensorDataset(torch.randn(512, 16, generator=generator))
     loader = DataLoader(data, args.bs, drop_last=True)
@@ -49,8 +64,9 @@ def main():
                 continue
             optimizer.step()
             optimizer.zero_grad()
-            for kept, parameter in zip(average, net.parameters(), strict=True):
-                kept.lerp_(parameter.detach(), 0.1)
+            if args.wrap == "ddp":
+                for kept, parameter in zip(average, net.parameters(), strict=True):
+                    kept.lerp_(parameter.detach(), 0.1)
             made += 1
             if made == steps:
                 break

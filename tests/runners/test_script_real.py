@@ -100,6 +100,17 @@ def test_a_script_that_cannot_be_taken_back_is_started_again(bench):
     assert other.measurement.first_losses == pytest.approx(first.measurement.first_losses)
 
 
+@pytest.mark.parametrize(("wrap", "starts_again"), [("fully_shard", False), ("fsdp1", True)])
+def test_sharded_scripts_change_their_stage(bench, wrap, starts_again):
+    one = bench("--wrap", wrap, map=(), knobs={"zero_stage": "search", "bucket_cap_mb": "search"})
+    assert one.runner.baseline["zero_stage"] == 3
+    assert "no DistributedDataParallel" in one.runner.left_out["bucket_cap_mb"]
+    first, second = one.measure(), one.measure(zero_stage=2)
+    assert (second.status, second.fresh_process) == (Status.OK, starts_again), second.reason
+    assert second.measurement.in_force["zero_stage"] == 2
+    assert second.measurement.first_losses == pytest.approx(first.measurement.first_losses)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
