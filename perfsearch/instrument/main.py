@@ -57,7 +57,9 @@ def _reporting(script: Script, orders: Orders) -> None:
 
     script.optimizers.before_step = _once(script.switches.put_into_force)
     script.losses.keeping = False
-    if orders.report and os.environ.get("RANK", "0") == "0":
+    script.loaders.counting = False
+    says = orders.autotune is None or bool(orders.knobs or orders.mapped)
+    if orders.report and says and os.environ.get("RANK", "0") == "0":
         script.optimizers.after_step = after_step
         atexit.register(say_once)
 

@@ -271,6 +271,7 @@ class Script(Runner):
             self._threads,
             self.options.words,
             self.options.module,
+            list(self._where.facts.wrappers) if self._where.facts is not None else [],
             directory,
         )
 

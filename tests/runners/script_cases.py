@@ -32,6 +32,7 @@ def main():
     parser.add_argument("--bs", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--text", default="")
+    parser.add_argument("--show", action="store_true")
     args = parser.parse_args()
     rank = int(os.environ["RANK"])
     if args.fault == "raises":
@@ -70,6 +71,12 @@ def main():
             made += 1
             if made == steps:
                 break
+    if rank == 0 and args.show:
+        made_of = optimizer.param_groups[0]
+        print(
+            f"cap={model.bucket_bytes_cap / 2**20} view={model.gradient_as_bucket_view} "
+            f"workers={loader.num_workers} foreach={made_of['foreach']} {args.bs}x{args.accumulate}"
+        )
     if rank == 0:
         print(f"trained {made} steps to {loss.item():.6f} with {args.text!r}", flush=True)
     if dist.is_initialized():
