@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perfsearch import runners, strategies
 from perfsearch.config import Settings, default_run_dir
@@ -16,6 +16,11 @@ from perfsearch.search.hints import Hints
 from perfsearch.search.narrow import is_auto
 from perfsearch.search.space import Space
 from perfsearch.strategies import Strategy
+
+if TYPE_CHECKING:
+    from perfsearch.pipeline import Result
+
+_PIPELINE_MODES = ("search", "profile")
 
 StrategyFactory = Callable[[Space, Hints], Strategy]
 """Makes the strategy once the runner's space and hints are known."""
@@ -75,6 +80,30 @@ def run(settings: Settings) -> int:
         BadInputError: something asked for cannot be done; nothing was started.
 
     """
+    outcome = _run(settings)
+    return outcome if isinstance(outcome, int) else int(outcome.exit_code)
+
+
+def search(settings: Settings) -> Result:
+    """The same, returning what the search came to.
+
+    Raises:
+        BadInputError: something asked for cannot be done, or ``settings.mode`` is none of the
+            pipeline's.
+        Interrupted: a signal came; finished trials are recorded first.
+
+    """
+    if settings.mode not in _PIPELINE_MODES:
+        allowed = " and mode=".join(_PIPELINE_MODES)
+        raise ConfigError(
+            "mode", f"mode={settings.mode}: it has no result. From Python there is mode={allowed}."
+        )
+    outcome = _run(settings)
+    assert not isinstance(outcome, int)
+    return outcome
+
+
+def _run(settings: Settings) -> Result | int:
     from perfsearch.view import open_view
 
     strategy = strategy_factory(settings)
@@ -85,7 +114,7 @@ def run(settings: Settings) -> int:
         if own is None:
             from perfsearch.pipeline import search
 
-            return int(search(settings, runner, strategy, view).exit_code)
+            return search(settings, runner, strategy, view)
         try:
             return int(own(settings, view))
         finally:

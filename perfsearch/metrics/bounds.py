@@ -79,6 +79,13 @@ def gain_of(share: float) -> float:
     return math.inf if share >= 1 else share / (1 - share)
 
 
+def percent(gain: float) -> str:
+    """A relative gain for people."""
+    if math.isinf(gain):
+        return "without a bound"
+    return f"{gain:+.1%}" if gain < 1 else f"{1 + gain:.1f}x"
+
+
 def touched(knob: str) -> tuple[str, ...]:
     """Parts of a step that a knob can make shorter."""
     return _TOUCHES.get(knob, _EVERYTHING)

@@ -42,13 +42,16 @@ def diagnose(measurement: Measurement, limits: Thresholds | None = None) -> list
         computing = _compute(facts)
         found += [] if computing is None else [computing]
     if found:
-        return found
+        order = list(Severity)
+        return sorted(found, key=lambda f: order.index(f.severity))
+    closely = "detailed_step_ms" in evidence
+    do = "Search" if closely else "Measure with metrics.detail=full, or search"
     return [
         Finding(
             "balanced",
             Severity.INFO,
             f"no phase of the {step_ms:.2f} ms step stands out",
-            "Measure with metrics.detail=full, or search: single causes are not in sight.",
+            f"{do}: single causes are not in sight.",
         )
     ]
 

@@ -131,6 +131,10 @@ class Runner(ABC):
         """What the user could do where no trial succeeded; empty where nothing is known."""
         return ""
 
+    def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
+        """What to print of the configuration that is handed over, beside its knobs."""
+        return []
+
     def export(self, configuration: Configuration, directory: Path) -> list[Path]:
         """Write the configuration in forms that work without perfsearch; return the files."""
         return []

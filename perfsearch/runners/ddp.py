@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from perfsearch.config import default_run_dir
 from perfsearch.config_options import build_options
 from perfsearch.parallel import nccl, torch_features
-from perfsearch.runners import _ddp_export, _ddp_knobs, _nccl_knobs, _ranks
+from perfsearch.runners import _ddp_export, _ddp_knobs, _ddp_starts, _nccl_knobs, _ranks
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
@@ -162,6 +162,7 @@ class DDP(Runner):
         return Hints(
             baseline=dict(self.baseline),
             effect_order=order,
+            starts=tuple(_ddp_starts.starts(self.space.by_name, self.baseline)),
             memory_limit_gib=self.hardware.memory_gib,
         )
 

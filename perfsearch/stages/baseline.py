@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perfsearch.search.trial import Purpose, Status, Trial
-from perfsearch.stages import gains
+from perfsearch.stages import gains, looks
 from perfsearch.stages.session import Session
 
 
@@ -38,7 +38,7 @@ def run(session: Session) -> Trial:
 def _explain(session: Session, trial: Trial) -> None:
     """Say what holds the job back and what there is to gain, where its steps were looked at."""
     if trial.status is Status.OK and trial.measurement is not None:
-        lines = gains.diagnosis_lines(trial.measurement)
+        lines = looks.finding_lines(trial.measurement)
         if lines:
             session.view.note("\n".join(["what holds it back:", *lines]))
             gains.show(session)

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
-from perfsearch.metrics.bounds import PARTS, Bound, bound_of, bounds, gain_of, searched
+from perfsearch.metrics.bounds import PARTS, Bound, bound_of, bounds, gain_of, percent, searched
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.findings import Severity
-from perfsearch.search.trial import Measurement, Status
+from perfsearch.search.trial import Status
 from perfsearch.stages.session import Session
-
-
-def diagnosis_lines(measurement: Measurement) -> list[str]:
-    """What holds a measured configuration back, a line a finding; empty where nobody looked."""
-    return [f"- {finding}" for finding in measurement.environment.get("findings", [])]
 
 
 def show(session: Session) -> None:
@@ -23,13 +16,18 @@ def show(session: Session) -> None:
         return
     names = searched(session.runner.space.knobs)
     lines = ["what there is to gain, at most, by what a knob can make shorter:"]
-    for bound in found:
-        knobs = ", ".join(names[bound.part]) or "no knob is searched"
-        lines.append(f"- {bound.part} {percent(bound.gain)}: {bound.evidence}; {knobs}")
-    total = bound_of(found, session.runner.space.knobs)
+    for one in found:
+        knobs = ", ".join(names[one.part]) or "no knob is searched"
+        lines.append(f"- {one.part} {percent(one.gain)}: {one.evidence}; {knobs}")
+    total = bound(session)
     if total is not None:
         lines.append(f"all that is searched: {percent(total)}")
     session.view.note("\n".join(lines))
+
+
+def bound(session: Session) -> float | None:
+    """The most that the searched knobs can gain, relative; ``None`` where it is not known."""
+    return bound_of(_bounds(session), session.runner.space.knobs)
 
 
 def reason_to_stop(session: Session) -> str:
@@ -39,20 +37,13 @@ def reason_to_stop(session: Session) -> str:
     """
     settings, found = session.settings, _bounds(session)
     least = settings.objective.min_gain
-    total = bound_of(found, session.runner.space.knobs)
+    total = bound(session)
     if total is None or total >= least or settings.batch == "free" or session.only_rerun:
         return ""
     return (
         f"these knobs can gain {percent(total)} at most, less than objective.min_gain={least:g} "
         f"(0 searches all the same). {_instead(session, found)}"
     )
-
-
-def percent(gain: float) -> str:
-    """A relative gain for people."""
-    if math.isinf(gain):
-        return "without a bound"
-    return f"{gain:+.1%}" if gain < 1 else f"{1 + gain:.1f}x"
 
 
 def _instead(session: Session, found: list[Bound]) -> str:

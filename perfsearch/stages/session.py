@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfsearch.exits import deferred
-from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.journal import Journal, JournalError
 from perfsearch.search.knob import Value
 from perfsearch.search.objective import Objective, log_cost_error
 from perfsearch.search.space import key_of
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
-from perfsearch.stages import guard
+from perfsearch.stages import guard, looks
 from perfsearch.stages.same_computation import disagreement
 from perfsearch.strategies.base import Strategy
 
@@ -161,14 +160,14 @@ class Session:
                 if seconds_left is not None:
                     left = max(0.0, seconds_left - (time.monotonic() - begin))
                 plan = self._plan(number, purpose, attempt, fresh or self.recycle or attempt > 0)
-                plan = self._bounded(self._detailed(plan, closely), left)
+                plan = self._bounded(looks.detailed(plan, self.settings.metrics, closely), left)
                 outcome = guard.measure(self.runner, configuration, plan)
                 if outcome.status is Status.TIMEOUT and plan.time_limit_s < self._trial_limit_s:
                     outcome = replace(outcome, status=Status.INTERRUPTED, reason=CUT_OFF)
                 if not outcome.status.is_from_outside or left == 0.0 or attempt == MAX_RETRIES:
                     break
                 self.view.warning(f"trial {number}: {outcome.reason}; starting it again")
-            self.recycle = self._leaves_traces(outcome)
+            self.recycle = looks.leave_traces(outcome)
         except BaseException:
             trial = Trial(number, configuration, purpose, Status.INTERRUPTED, reason="interrupted")
             trial.seconds = time.monotonic() - begin
@@ -185,7 +184,7 @@ class Session:
             if self.sampler is not None:
                 end = max(begin, now - detail_s)
                 trial.measurement.system = self.sampler.window(max(begin, end - scored_s), end)
-            self._diagnose(trial.measurement)
+            looks.note_findings(trial.measurement, self.settings.metrics.thresholds)
         # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
         since = self._last_told if purpose is Purpose.SEARCH else begin
         trial.overhead_seconds = max(0.0, now - since - steps_s)
@@ -200,30 +199,6 @@ class Session:
     @property
     def _trial_limit_s(self) -> float:
         return self.settings.limits.trial_s
-
-    def _detailed(self, plan: Plan, closely: bool) -> Plan:
-        metrics = self.settings.metrics
-        if not closely and metrics.detail == "light":
-            return plan
-        return replace(
-            plan,
-            detail="full",
-            begin_step=metrics.begin_step,
-            end_step=metrics.end_step,
-            trace=metrics.trace and closely,
-        )
-
-    def _leaves_traces(self, outcome: Outcome) -> bool:
-        """Whether the processes ran under the profiler, whose hooks stay in a GPU's driver."""
-        measured = outcome.measurement
-        return measured is not None and "device_busy_ms" in measured.bottleneck_evidence
-
-    def _diagnose(self, measurement: Measurement) -> None:
-        """Note what holds it back, by the thresholds of this search, for every view of it."""
-        if measurement.step_seconds and measurement.phases_ms and not measurement.not_finite():
-            found = diagnose(measurement, self.settings.metrics.thresholds)
-            measurement.environment["bottleneck"] = found[0].name
-            measurement.environment["findings"] = [str(finding) for finding in found]
 
     def _bounded(self, plan: Plan, seconds_left: float | None) -> Plan:
         if seconds_left is None:

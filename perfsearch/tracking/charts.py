@@ -15,6 +15,11 @@ from perfsearch.tracking.svg import Axis, Canvas, number
 WIDTH = 860.0
 _LEFT, _RIGHT = 64.0, 12.0
 _INSIDE = ("forward", "backward", "optimizer")
+_ORDER = (
+    *("dataloader_next", "to_device", "train_batch", "forward", "backward", "comm_exposed"),
+    *("optimizer", "step_lr_schedulers", "from_device", "reduce_metrics", "callbacks", "rest"),
+)
+"""Phases as they come in a step; others stand behind them."""
 _POINTS = 240
 
 
@@ -106,7 +111,8 @@ def phase_parts(measurement: Measurement) -> dict[str, float]:
     ``comm_exposed`` was measured apart it lies inside of the backward pass and is taken out of it;
     ``train_batch`` is shown only where its parts are not known; what no phase covers is ``rest``.
     """
-    ranks = [r["phases_ms"] for r in measurement.environment.get("ranks", []) if "phases_ms" in r]
+    looked_at = [r for r in measurement.environment.get("ranks", []) if "phases_ms" in r]
+    ranks = [r["phases_ms"] for r in looked_at]
     names = dict.fromkeys(name for rank in ranks for name in rank)
     phases = {n: statistics.fmean(r.get(n, 0.0) for r in ranks) for n in names}
     inside = "comm_exposed" not in phases
@@ -117,12 +123,14 @@ def phase_parts(measurement: Measurement) -> dict[str, float]:
     if inside and exposed and "backward" in phases:
         phases["comm_exposed"] = min(exposed, phases["backward"])
         phases["backward"] -= phases["comm_exposed"]
-    scored_ms = statistics.fmean(measurement.step_seconds) * 1e3
-    step_ms = measurement.bottleneck_evidence.get("detailed_step_ms", scored_ms)
+    steps_ms = [float(r["step_ms"]) for r in looked_at if r.get("step_ms")]
+    step_ms = statistics.fmean(steps_ms or [s * 1e3 for s in measurement.step_seconds])
     rest = step_ms - sum(phases.values())
     if rest > 0:
         phases["rest"] = rest
-    return {name: ms for name, ms in phases.items() if ms > 0}
+    order = {name: place for place, name in enumerate(_ORDER)}
+    listed = sorted(phases.items(), key=lambda item: order.get(item[0], len(order)))
+    return {name: ms for name, ms in listed if ms > 0}
 
 
 def phases(rows: Mapping[str, Measurement]) -> str:

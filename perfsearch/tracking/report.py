@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from perfsearch.metrics.bounds import bounds, percent
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.looks import closest_look
 from perfsearch.search.objective import Objective
@@ -71,6 +72,7 @@ def write_report(
         ("Baseline against the finalists", _speed_ups(verdict), _SPEED_UPS),
         ("Where the time of a step goes", _phases(trials, verdict.winner), _PHASES),
         ("What holds the job back", _diagnosis(trials, verdict.winner), ""),
+        ("What there was to gain, at most", _gains(trials), _GAINS),
         ("Effect of each knob", _effects(trials), _EFFECTS),
         ("Memory", _memory(trials, memory_limit_gib), _MEMORY),
         ("System", "".join(charts.system(system_series)), ""),
@@ -132,6 +134,15 @@ def _diagnosis(trials: Sequence[Trial], winner: int | None) -> str:
     return "".join(parts)
 
 
+def _gains(trials: Sequence[Trial]) -> str:
+    look = _find(trials, None).get("baseline")
+    rows = "".join(
+        f"<tr><td>{escape(b.part)}</td><td>{percent(b.gain)}</td><td>{escape(b.evidence)}</td></tr>"
+        for b in ([] if look is None else bounds(look))
+    )
+    return f"<div class=wide><table>{rows}</table></div>" if rows else ""
+
+
 def _emphasised(finding: str) -> str:
     name, space, rest = finding.partition(" ")
     return f"<b>{escape(name)}</b>{space}{escape(rest)}"
@@ -183,6 +194,10 @@ _PROGRESS = (
 _SPEED_UPS = "Measured in fresh processes, interleaved with the baseline. The line at 1 is no gain."
 _PHASES = (
     "Means over ranks after a close look, else of the slowest; 'rest' is what no phase covers."
+)
+_GAINS = (
+    "From the baseline's steps: what a part takes, or what a step took less without it, and two "
+    "standard errors. It bounds what knobs that touch only this part can give."
 )
 _EFFECTS = (
     "From an additive model of log speed, with intervals from resampling trials; grey where the "

@@ -31,6 +31,11 @@ class Clock(ABC):
     def between(self, earlier: Any, later: Any) -> float:
         """Seconds from one point to another, the window being over."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the window has begun."""
+        return bool(self._points)
+
     def mark(self, phase: str) -> None:
         """Note that ``phase`` ends here; ``step`` ends a step, ``start`` opens the window."""
         self._points.append((phase, self.now()))

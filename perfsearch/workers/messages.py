@@ -18,6 +18,8 @@ LAUNCHER_REPORT = "launcher.json"
 EXIT_FILE = "launcher.exit"
 NCCL_LOG_FILE = "nccl.%p"
 AFTER_PEER = "after a peer"
+LOOKING = "look"
+"""What a rank is doing that looks closely at steps, its trial's score being known."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,8 @@ class RankError:
         type: name of the exception.
         message: its text.
         traceback: the whole of it.
-        phase: what the rank was doing: ``start``, ``connect``, ``build``, ``train``, or ``after a
-            peer`` that had failed before.
+        phase: what the rank was doing: ``start``, ``connect``, ``build``, ``train``, ``look``, or
+            ``after a peer`` that had failed before.
         nearly_full: whether the device had almost no memory left, where it could be read.
         log: path of the rank's log.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,12 @@ class Pool:
         reply = group.run(request, time_limit_s)
         if not reply.alive or not group.alive:
             self._end_group()
+        if reply.failure is not None and reply.failure.while_looking and request.detail != "light":
+            result = self.measure(spec, replace(request, detail="light"), time_limit_s)
+            if result.measurement is not None:
+                missing = {"close look": reply.failure.reason}
+                result.measurement.environment["unsupported"] = missing
+            return replace(result, fresh=fresh)
         if reply.failure is not None:
             return _failed(reply.failure, logs, fresh)
         surroundings["devices"] = [asdict(gpu) for gpu in self._gpus]

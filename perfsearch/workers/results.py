@@ -61,6 +61,7 @@ def _environment(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         entry = {k: v for k, v in result["environment"].items() if k in ("host", "device")}
         if "detailed_steps" in common:
             entry["phases_ms"] = result["phases_ms"]
+            entry["step_ms"] = result["evidence"].get("detailed_step_ms")
         ranks.append(entry)
     return {**common, "ranks": ranks}
 

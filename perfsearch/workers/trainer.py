@@ -25,7 +25,7 @@ class Trainer:
         groups: the rank's process groups.
 
     Attributes:
-        phase: what it is doing: ``start``, ``connect``, ``build`` or ``train``.
+        phase: what it is doing: ``start``, ``connect``, ``build``, ``train`` or ``look``.
 
     """
 

@@ -16,7 +16,7 @@ from perfsearch.parallel.base import TrainStep
 from perfsearch.workers import measure
 from perfsearch.workers.detail import look_closely, most_steps
 from perfsearch.workers.loader import make_loader, to_device
-from perfsearch.workers.messages import TrialRequest
+from perfsearch.workers.messages import LOOKING, TrialRequest
 from perfsearch.workers.trainer import Trainer
 
 FIRST_LOSSES = 5
@@ -107,6 +107,9 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
         measure.synchronize(groups.device)
         rewrap_s = measure.slowest([time.perf_counter() - started], groups.device)[0]
         result = _measured(step, feed, request, rewrap_s)
+        if request.detail == "full" and result.status == "ok":
+            trainer.phase = LOOKING
+            _add_details(result, step, feed, request)
     except Exception:
         # on a broken device taking things apart fails too; the first failure is the one to tell
         with contextlib.suppress(Exception):
@@ -162,8 +165,6 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     if request.recipe_options.get("survive"):
         step.survive()
         result.peaks = measure.read_peaks(device)
-    if request.detail == "full":
-        _add_details(result, step, feed, request)
     bad = next((i for i, v in enumerate(values) if not math.isfinite(v)), None)
     if bad is not None:
         where = f"step {bad + 1}" if bad < len(values) - 1 else "the last scored step"

@@ -108,7 +108,7 @@ def test_a_profile_measures_the_baseline_and_nothing_else(search):
     assert (search.run_dir / "report.html").exists()
     assert not (search.run_dir / "best").exists()
     assert search.tracker.tags["perfsearch.bottleneck_baseline"] == "balanced"
-    assert "What holds the baseline back:" in search.tracker.note
+    assert "what holds the baseline back:" in search.tracker.note
 
 
 def test_thresholds_of_the_configuration_decide(search):

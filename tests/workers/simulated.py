@@ -121,11 +121,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, *ranks: Costs, **request: Any) -> 
             "SyncWatch",
             lambda w=world: SyncWatch(lambda tensor: True, lambda: w.now),
         )
-        value = 1.0
 
         def item(tensor: torch.Tensor, w: World = world, c: Costs = costs) -> float:
             w.spend(c.item)
-            return value
+            return 1.0
 
         monkeypatch.setattr(torch.Tensor, "item", item, raising=False)
         step, feed = SimulatedStep(world, costs), SimulatedFeed(world, costs)
