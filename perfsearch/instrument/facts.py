@@ -25,7 +25,8 @@ class Facts:
     """What a script has built so far, as read back from the objects themselves.
 
     Attributes:
-        wrappers: names of the data-parallel wrappers: ``ddp``, ``fully_shard``, ``fsdp1``.
+        wrappers: names of the data-parallel wrappers: ``ddp``, ``fully_shard``, ``fsdp1``,
+            ``deepspeed``.
         loaders: number of loaders that were made.
         optimizers: class names of the optimizers that were made.
         values: knob name to the value that is in force.
