@@ -56,6 +56,8 @@ def main():
     made = batches = 0
     while made < steps:
         for (inputs,) in loader:
+            if args.fault == "hungry" and args.bs > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
             if args.fault == "remembers":  # of what came before, out of reach of any rewind
                 loss = loss * (1 + made)

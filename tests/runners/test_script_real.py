@@ -140,6 +140,15 @@ def test_a_map_that_the_script_refuses_is_named(bench):
     assert "--depth" in refused.reason and "--map depth=--depth" in refused.reason
 
 
+def test_a_script_that_does_not_fit_is_rescued_by_a_smaller_batch(bench):
+    one = bench("--fault", "hungry", "--bs", "8", "--accumulate", "1")
+    assert one.measure().status is Status.OOM
+    assert set(one.runner.baseline) >= {"micro_batch", "bucket_cap_mb"}
+    assert "fsdp_forward_prefetch" not in one.runner.baseline
+    rescued = one.measure(micro_batch=4)
+    assert (rescued.status, rescued.measurement.samples_per_step) == (Status.OK, 16)
+
+
 def run(directory, *arguments):
     return subprocess.run(
         [sys.executable, "-m", "perfsearch.run", "--nproc-per-node", "2", *arguments],
