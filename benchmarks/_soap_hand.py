@@ -28,23 +28,28 @@ class Swap(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """A part to each."""
         out = torch.empty_like(tensor)
         dist.all_to_all_single(out, tensor)
         return out
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """And back."""
         out = torch.empty_like(gradient)
         dist.all_to_all_single(out, gradient.contiguous())
         return out
 
 
 class Rest(nn.Module):
+    """All but the tables."""
+
     def __init__(self, model: jobs.Dlrm) -> None:
         super().__init__()
         self.bottom, self.top = model.bottom, model.top
 
     def forward(self, dense: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+        """Take what the tables gave."""
         return self.top(torch.cat([self.bottom(dense), vectors], 1))
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +48,7 @@ def collate(samples: Any) -> Any:
 
 def layers(sizes: Sequence[int]) -> nn.Sequential:
     made: list[nn.Module] = []
-    for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
+    for inputs, outputs in itertools.pairwise(sizes):
         made += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*made[:-1])
 
@@ -62,6 +63,7 @@ class Dlrm(nn.Module):
         self.top = layers([576, 1024, 1024, 1024, 1])
 
     def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Map (batch, 64) and (batch, 8) to (batch, 1)."""
         vectors = [self.bottom(dense), *(t(rows[:, i]) for i, t in enumerate(self.tables))]
         return self.top(torch.cat(vectors, 1))
 
@@ -114,12 +116,13 @@ class Convolutions(nn.Module):
         self.body = nn.Sequential(
             *(
                 nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU())
-                for a, b in zip(sizes[:-1], sizes[1:], strict=True)
+                for a, b in itertools.pairwise(sizes)
             )
         )
         self.head = nn.Linear(sizes[-1], 16)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map (batch, 3, height, width) to (batch, 16)."""
         return self.head(self.body(images).mean((2, 3)))
 
 

@@ -31,9 +31,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import _soap_report
 from _soap_store import Store
@@ -48,6 +47,7 @@ from perfsearch.runners.ddp import DDP
 from perfsearch.runners.soap import Soap
 from perfsearch.search.trial import Purpose
 
+HERE = Path(__file__).parent.absolute()
 MODELS = {"dlrm": 1024, "wide": 256, "convolutions": 1024}
 """Global batch of each job."""
 ROUNDS = 5
@@ -73,6 +73,7 @@ class Bench:
         self.deadline = time.monotonic() + arguments.until_s
 
     def seconds_left(self) -> float:
+        """Until nothing more is started."""
         return self.deadline - time.monotonic()
 
     def keys(self, factory: str, batch: int) -> dict[str, Any]:
