@@ -60,6 +60,8 @@ class Hints:
     Attributes:
         baseline: the configuration that the user has today; trial 0.
         effect_order: knob names, the one with the largest expected effect first.
+        starts: configurations that somebody who knows the field would try first, in that order;
+            some may be infeasible.
         monotonic: knob name to +1 where a larger value is expected to be faster until memory ends,
             -1 for the reverse.
         stage_knob: the ordered knob whose values are visited cheapest first (a ZeRO stage).
@@ -73,6 +75,7 @@ class Hints:
 
     baseline: dict[str, Value]
     effect_order: tuple[str, ...] = ()
+    starts: tuple[dict[str, Value], ...] = ()
     monotonic: dict[str, int] = field(default_factory=dict)
     stage_knob: str | None = None
     memory_limit_gib: float | None = None

@@ -12,6 +12,7 @@ from perfsearch.config import to_plain
 from perfsearch.search.knob import Value
 from perfsearch.search.space import key_of
 from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.stages import gains, looks
 from perfsearch.stages.confirm import BASELINE, Verdict
 from perfsearch.stages.session import Session
 from perfsearch.tracking import export, report
@@ -29,6 +30,7 @@ _ARTIFACTS = (
     "report.html",
     "system.jsonl",
     "best",
+    "trace",
     "logs",
 )
 
@@ -57,7 +59,8 @@ def close_record(session: Session, result: Result) -> None:
     """Write every file, finish the MLflow view, and show the closing table."""
     run_dir, runner = session.run_dir, session.runner
     export.write_trials(run_dir, session.trials, runner.space.knobs, runner.pinned)
-    files = _best_files(session, result) if result.exit_code != 1 else []
+    searched = session.settings.mode == "search"
+    files = _best_files(session, result) if searched and result.exit_code != 1 else []
     summary = summarise(session, result.verdict)
     series = [] if session.sampler is None else session.sampler.series()
     report.write_report(
@@ -71,10 +74,18 @@ def close_record(session: Session, result: Result) -> None:
     )
     lines = "".join(json.dumps(sample) + "\n" for sample in series)
     write_text(run_dir / "system.jsonl", lines)
-    session.tracker.summary(summary, tags=_tags(result), note=_note(session, result))
+    traces = looks.keep_traces(session, result.verdict)
+    session.tracker.summary(summary, tags=_tags(session, result), note=_note(session, result))
     session.tracker.artifacts([run_dir / name for name in _ARTIFACTS if (run_dir / name).exists()])
+    files += traces
+    for text in looks.explanations(session, result.verdict)[1:]:  # the baseline's was said before
+        session.view.note(text)
     for line in [*trial_cost_lines(session.trials), break_even_line(session, result.verdict)]:
         session.view.note(line)
+    missing = {} if session.sampler is None else session.sampler.unsupported
+    if missing:
+        listed = "; ".join(f"{name} ({why})" for name, why in sorted(missing.items()))
+        session.view.note(f"system metrics that are not to be had here: {listed}")
     if session.settings.batch == "free":
         session.view.note(_batch_line(session, result))
     if result.exit_code != 1:
@@ -117,6 +128,9 @@ def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
         numbers["search/speed_up"] = interval.ratio
         numbers["search/speed_up_low"] = interval.low
         numbers["search/speed_up_high"] = interval.high
+    bound = gains.bound(session)
+    if bound is not None and math.isfinite(bound):
+        numbers["search/speed_up_bound"] = 1 + bound
     warm = [t.overhead_seconds for t in session.search_trials if not t.fresh_process]
     if warm:
         numbers["search/warm_trial_overhead_s"] = statistics.median(warm)
@@ -267,12 +281,13 @@ def _row(
     }
 
 
-def _tags(result: Result) -> dict[str, str]:
+def _tags(session: Session, result: Result) -> dict[str, str]:
     winner = result.verdict.winner
     return {
         "perfsearch.verdict": "gain" if winner is not None else "no gain",
         "perfsearch.best_trial": str(0 if winner is None else winner),
         "perfsearch.ended": result.reason,
+        **looks.bottleneck_tags(session, result.verdict),
     }
 
 
@@ -288,6 +303,7 @@ def _batch_line(session: Session, result: Result) -> str:
 
 def _note(session: Session, result: Result) -> str:
     lines = [result.verdict.reason, f"search ended: {result.reason}"]
+    lines += looks.explanations(session, result.verdict)
     if session.settings.batch == "free":
         lines.append(_batch_line(session, result))
     return "\n\n".join(line for line in lines if line)
