@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 
 from perfsearch.metrics.findings import Facts, Finding, Severity, Thresholds
-from perfsearch.metrics.throughput import model_flops_utilization, peak_flops
+from perfsearch.metrics.throughput import mfu_of
 from perfsearch.search.trial import Measurement
 
 GIB = 1024.0**3
@@ -34,22 +34,24 @@ def diagnose(measurement: Measurement, limits: Thresholds | None = None) -> list
     """
     if not measurement.step_seconds:
         raise ValueError("a measurement without step times cannot be diagnosed")
-    step_ms = statistics.fmean(measurement.step_seconds) * 1e3
-    facts = Facts(
-        measurement, limits or Thresholds(), step_ms, dict(measurement.bottleneck_evidence)
-    )
+    evidence = measurement.bottleneck_evidence
+    step_ms = evidence.get("detailed_step_ms") or statistics.fmean(measurement.step_seconds) * 1e3
+    facts = Facts(measurement, limits or Thresholds(), step_ms, dict(evidence))
     found = [finding for rule in _RULES if (finding := rule(facts)) is not None]
     if not any(f.severity is Severity.HIGH for f in found):
         computing = _compute(facts)
         found += [] if computing is None else [computing]
     if found:
-        return found
+        order = list(Severity)
+        return sorted(found, key=lambda f: order.index(f.severity))
+    closely = "detailed_step_ms" in evidence
+    do = "Search" if closely else "Measure with metrics.detail=full, or search"
     return [
         Finding(
             "balanced",
             Severity.INFO,
             f"no phase of the {step_ms:.2f} ms step stands out",
-            "Measure with metrics.detail=full, or search: single causes are not in sight.",
+            f"{do}: single causes are not in sight.",
         )
     ]
 
@@ -171,15 +173,19 @@ def _launch(facts: Facts) -> Finding | None:
 
 
 def _sync(facts: Facts) -> Finding | None:
-    share = facts.share("from_device")
+    wait_ms = facts.evidence.get("sync_wait_ms", facts.phase_ms("from_device"))
+    share = wait_ms / facts.step_ms
     if share <= facts.limits.sync_wait:
         return None
     calls = facts.evidence.get("sync_calls_per_step")
     often = "" if calls is None else f" in {calls:.1f} calls a step"
+    sites: dict[str, float] = facts.measurement.environment.get("sync_points", {})
+    where = ", ".join(f"{site} ({count:g})" for site, count in sites.items())
     return Finding(
         "sync_points",
         Severity.MODERATE,
-        f"waiting for values from the device{often} takes {facts.said('from_device')}",
+        f"waiting for values from the device{often} takes {wait_ms:.2f} ms of a "
+        f"{facts.step_ms:.2f} ms step ({share:.0%})" + (f", called at {where}" if where else ""),
         "Call .item(), .cpu() and print of tensors less often, or after the step.",
         share,
     )
@@ -209,7 +215,7 @@ def _compute(facts: Facts) -> Finding | None:
         evidence = f"forward and backward take {facts.said('forward', 'backward')}"
     else:
         return None
-    mfu = _mfu(facts.measurement)
+    mfu = mfu_of(facts.measurement)
     if mfu is not None:
         evidence += f", at {mfu:.0%} of their peak (MFU)"
     return Finding(
@@ -234,27 +240,26 @@ _RULES: tuple[Callable[[Facts], Finding | None], ...] = (
 
 
 def _device_memory_gib(measurement: Measurement) -> float | None:
-    totals = [
+    devices = measurement.environment.get("devices", [])
+    stated = [float(d["memory_gib"]) for d in devices if "memory_gib" in d]
+    read = [
         (d["memory_usage_megabytes"] + d["memory_free_megabytes"]) * MEGA / GIB
-        for d in measurement.environment.get("devices", [])
+        for d in devices
         if "memory_usage_megabytes" in d and "memory_free_megabytes" in d
     ]
-    return min(totals, default=None)
+    return min([*stated, *read], default=None)
 
 
 def _name_of(measurement: Measurement, rank: int) -> str:
+    """A rank with its device, and its host where there are several."""
+    ranks = measurement.environment.get("ranks", [])
     devices = measurement.environment.get("devices", [])
-    if len(devices) == measurement.world_size:
-        return f"rank {rank} (gpu_{devices[rank]['index']}, {devices[rank]['uuid']})"
-    return f"rank {rank}"
-
-
-def _mfu(measurement: Measurement) -> float | None:
-    devices = measurement.environment.get("devices") or [{}]
-    precision = str(measurement.environment.get("precision", ""))
-    peak = peak_flops(str(devices[0].get("name", "")), precision)
-    if peak is None or measurement.flops_per_step is None:
-        return None
-    return model_flops_utilization(
-        measurement.flops_per_step, measurement.step_time_s, measurement.world_size, peak
-    )
+    words = []
+    if len(devices) == measurement.world_size and "index" in devices[rank]:
+        words = [f"gpu_{devices[rank]['index']}", str(devices[rank]["uuid"])]
+    elif rank < len(ranks) and ranks[rank].get("device") not in (None, "cpu"):
+        words = [f"GPU {ranks[rank]['device']}"]
+    hosts = {r.get("host") for r in ranks}
+    if rank < len(ranks) and len(hosts) > 1:
+        words.append(f"on {ranks[rank]['host']}")
+    return f"rank {rank} ({', '.join(words)})" if words else f"rank {rank}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perfsearch.metrics.diagnosis import diagnose
-from perfsearch.metrics.throughput import model_flops_utilization, peak_flops, step_time_summary
+from perfsearch.metrics.throughput import mfu_of, step_time_summary
 from perfsearch.search.knob import Configuration, Kind, Knob, Value
 from perfsearch.search.trial import Measurement, Status, Trial
 
@@ -141,14 +141,7 @@ def _throughput(found: Measurement) -> dict[str, float | None]:
         metrics["throughput/device/tokens_per_s"] = found.tokens_per_s / world
     if found.flops_per_step is not None:
         metrics["throughput/device/tflops"] = found.flops_per_step / step_s / world / 1e12
-        devices = found.environment.get("devices") or [{}]
-        peak = peak_flops(
-            str(devices[0].get("name", "")), str(found.environment.get("precision", ""))
-        )
-        if peak is not None:
-            metrics["throughput/device/mfu"] = model_flops_utilization(
-                found.flops_per_step, step_s, world, peak
-            )
+        metrics["throughput/device/mfu"] = mfu_of(found)
     return metrics
 
 
@@ -183,7 +176,10 @@ def trial_tags(trial: Trial) -> dict[str, str]:
         tags["mlflow.note.content"] = trial.reason
     found = trial.measurement
     if found is not None and found.step_seconds and found.phases_ms:
-        tags["perfsearch.bottleneck"] = diagnose(found)[0].name
+        findings = found.environment.get("findings") or [str(f) for f in diagnose(found)]
+        bottleneck = found.environment.get("bottleneck") or diagnose(found)[0].name
+        tags["perfsearch.bottleneck"] = str(bottleneck)
+        tags.setdefault("mlflow.note.content", "\n".join(f"- {line}" for line in findings))
     if trial.log_path:
         tags["perfsearch.log_path"] = trial.log_path
     return tags

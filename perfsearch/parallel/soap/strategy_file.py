@@ -84,7 +84,7 @@ def _table_line(operator: Operator, chosen: OperatorConfiguration) -> str:
 
 
 def _load(text: str) -> Mapping[str, Any]:
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     try:
         record = yaml.safe_load(text)
