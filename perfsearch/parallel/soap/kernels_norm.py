@@ -75,16 +75,16 @@ def batch_norm(piece: Piece) -> Function:
         local *= piece.sizes[dim]
 
     def statistics(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        variance, mean = torch.var_mean(
-            value.float() if value.dtype.itemsize < 4 else value, dims, correction=0
-        )
+        variance, mean = torch.var_mean(value, dims, correction=0)
         mean, variance = mean.double(), variance.double()
         sums = sum_over(torch.stack([mean * local, (variance + mean * mean) * local])) / count
         return sums[0], (sums[1] - sums[0] * sums[0]).clamp_(min=0)
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
-        value = inputs[0]
-        assert value is not None
+        given = inputs[0]
+        assert given is not None
+        # as fused kernels do: half precision in and out, not in between
+        value = given.float() if given.dtype.itemsize < 4 else given
         with torch.no_grad():
             mean, variance = statistics(value)
             if kept:
@@ -99,6 +99,6 @@ def batch_norm(piece: Piece) -> Function:
             normal = normal * parameters["weight"].view(shape)
         if "bias" in parameters:
             normal = normal + parameters["bias"].view(shape)
-        return normal.to(value.dtype)
+        return normal.to(given.dtype)
 
     return run
