@@ -15,8 +15,9 @@ from perfsearch.parallel.soap import (  # noqa: F401
     rules_shape,
     rules_window,
 )
-from perfsearch.parallel.soap.assembly import Draft, assemble
+from perfsearch.parallel.soap.assembly import assemble
 from perfsearch.parallel.soap.axes import Whole
+from perfsearch.parallel.soap.draft import Draft
 from perfsearch.parallel.soap.graph import INPUT, WHOLE, Graph, Parameter, Role
 from perfsearch.parallel.soap.lowering import RULES, Call, Lowered, Slot, Value, same
 from perfsearch.parallel.soap.precision import Autocast

@@ -91,9 +91,13 @@ def _layout(operator: Operator, part: Rectangle, device_count: int) -> Layout:
             raise NotRegular(f"operator {operator.name}: more than one dimension is split")
         return dims[0] if dims else None
 
+    output = divided(head, operator.stages[0].shape)
+    blocks = operator.attributes.get("blocks", 0)
+    if blocks and output is not None and output > len(head) - blocks:
+        raise NotRegular(f"operator {operator.name}: rows of its weight are split in blocks")
     return Layout(
         input=divided(need, operator.input_shapes[0]),
-        output=divided(head, operator.stages[0].shape),
+        output=output,
         parameters=tuple(
             (parameter.name, divided(reads[parameter.name], parameter.shape))
             for parameter in operator.parameters

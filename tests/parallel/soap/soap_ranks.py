@@ -73,7 +73,7 @@ def error_of(captured, plan, name, reference, by_rows=False):
     worst = 0.0
 
     def differ(mine, key, whole):
-        rectangle = execution.stored(key)
+        rectangle, whole = execution.stored(key), whole.view(execution.shapes[key])
         theirs = whole[tuple(slice(*span) for span in rectangle)]
         return ((mine - theirs).abs().max() / whole.abs().max().clamp(min=1e-30)).item()
 
@@ -171,7 +171,7 @@ def replayed(captured, plan, name, reference, device, groups):
         losses.append(share)
     worst = max(abs(a - b).item() for a, b in zip(losses, reference[0], strict=True))
     for key, parameter in execution.parameters.items():
-        whole = reference[2][key]
+        whole = reference[2][key].view(execution.shapes[key])
         theirs = whole[tuple(slice(*span) for span in execution.stored(key))]
         worst = max(worst, ((parameter.detach() - theirs).abs().max() / whole.abs().max()).item())
     total = torch.tensor([worst, float(recording is None), float(worst != worst)], device=device)
