@@ -83,12 +83,57 @@ def runners_page() -> str:
                 "what a machine or a torch version lacks is left out there.\n"
             )
             parts.append(table(head, rows))
-    return "\n".join(parts)
+    return "\n".join([*parts, *_script_section()])
+
+
+def _script_section() -> list[str]:
+    """The user's own script, whose knobs depend on what it builds."""
+    from perfsearch.runners._script import Script
+    from perfsearch.runners._script_options import ScriptOptions
+
+    head = ("knob", "values", "default", "scope", "numerics", "what it is")
+    return [
+        f"## `workload=script`\n\n{plain(paragraphs(Script))}\n",
+        options_table(ScriptOptions, "workload"),
+        "Knobs, as far as the script builds what they belong to; defaults are the script's own "
+        "values. NCCL's are those of `runner=ddp`.\n",
+        table(head, [knob_row(k) for k in _script_knobs()]),
+    ]
+
+
+def _script_knobs() -> list[Knob]:
+    from perfsearch.instrument.facts import Facts
+    from perfsearch.instrument.mapping import Mapped
+    from perfsearch.runners import _script_knobs as script
+    from perfsearch.runners._script_objects import ScriptSurroundings
+    from perfsearch.workers.environment import Hardware
+
+    values = {"find_unused_parameters": True}
+    facts = Facts(["ddp", "fully_shard", "fsdp1"], 1, ["torch optimizer"], values)
+    maps = [
+        Mapped("micro_batch", "--batch-size", default=8),
+        Mapped("gradient_accumulation", "--accumulation", default=1),
+        Mapped("activation_checkpointing", "--checkpointing", default=False),
+    ]
+    found: dict[str, Knob] = {}
+    for device, cores in (("cuda", 64), ("cpu", 64)):
+        where = ScriptSurroundings(
+            Hardware(device, nproc=8, nnodes=1, gpus=(), cores=cores),
+            {},
+            (),
+            maps,
+            1,
+            facts,
+            torch_takes=frozenset({"bucket_cap_mb_list"}),
+        )
+        for knob in script.declare(where)[0]:
+            found.setdefault(knob.name, knob)
+    return [knob for knob in found.values() if not knob.name.startswith("nccl_")]
 
 
 def declared_knobs(runner: str) -> list[Knob]:
     """Every knob that a runner can have, on machines that have everything; the GPUs' first."""
-    makers = {"ddp": _ddp_knobs, "zero": _zero_knobs}
+    makers = {"ddp": _ddp_knobs, "zero": _zero_knobs, "deepspeed": _deepspeed_knobs}
     return makers[runner]() if runner in makers else []
 
 
@@ -103,6 +148,15 @@ def _zero_knobs() -> list[Knob]:
             found.setdefault(knob.name, knob)
     order = {name: place for place, name in enumerate(zero.EFFECT_ORDER)}
     return sorted(found.values(), key=lambda k: order[k.name])
+
+
+def _deepspeed_knobs() -> list[Knob]:
+    from perfsearch.runners import _deepspeed_knobs as deepspeed
+    from perfsearch.runners._deepspeed_autotuning import Autotuning
+    from perfsearch.runners._zero_batch import Batch
+
+    batch = Batch("free", global_batch=64, world_size=16, micro_batch=4)
+    return deepspeed.declare({}, batch, Autotuning())[0]
 
 
 def _ddp_knobs() -> list[Knob]:

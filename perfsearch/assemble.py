@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perfsearch import runners, strategies
 from perfsearch.config import Settings, default_run_dir
@@ -16,6 +16,11 @@ from perfsearch.search.hints import Hints
 from perfsearch.search.narrow import is_auto
 from perfsearch.search.space import Space
 from perfsearch.strategies import Strategy
+
+if TYPE_CHECKING:
+    from perfsearch.pipeline import Result
+
+_PIPELINE_MODES = ("search", "profile")
 
 StrategyFactory = Callable[[Space, Hints], Strategy]
 """Makes the strategy once the runner's space and hints are known."""
@@ -60,12 +65,17 @@ def build_runner(settings: Settings) -> Runner:
 
     """
     name = settings.runner.name
-    runner: type[Runner] = _load(runners.load, "runner", name)
+    runner = _runner(settings)
     modes = ["search", *(["profile"] if runner.trains else [])]
     if settings.mode not in modes and _own(runner, settings.mode) is None:
         has = " and mode=".join(modes)
         raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
     return runner.from_settings(settings)
+
+
+def _runner(settings: Settings) -> type[Runner]:
+    runner: type[Runner] = _load(runners.load, "runner", settings.runner.name)
+    return runner
 
 
 def run(settings: Settings) -> int:
@@ -75,8 +85,33 @@ def run(settings: Settings) -> int:
         BadInputError: something asked for cannot be done; nothing was started.
 
     """
+    return _run(settings)[1]
+
+
+def search(settings: Settings) -> Result:
+    """The same, returning what the search came to.
+
+    Raises:
+        BadInputError: something asked for cannot be done, or ``settings.mode`` is none of the
+            pipeline's.
+        Interrupted: a signal came; finished trials are recorded first.
+
+    """
+    if settings.mode not in _PIPELINE_MODES:
+        allowed = " and mode=".join(_PIPELINE_MODES)
+        raise ConfigError(
+            "mode", f"mode={settings.mode}: it has no result. From Python there is mode={allowed}."
+        )
+    result, _ = _run(settings)
+    assert result is not None
+    return result
+
+
+def _run(settings: Settings) -> tuple[Result | None, int]:
+    """What the search came to, where there was one, and the exit code."""
     from perfsearch.view import open_view
 
+    settings = _runner(settings).settle(settings)
     strategy = strategy_factory(settings)
     _require_writable(settings.run_dir or default_run_dir(settings))
     runner = build_runner(settings)
@@ -85,9 +120,12 @@ def run(settings: Settings) -> int:
         if own is None:
             from perfsearch.pipeline import search
 
-            return int(search(settings, runner, strategy, view).exit_code)
+            result = search(settings, runner, strategy, view)
+            if result.exit_code:
+                return result, int(result.exit_code)
+            return result, runner.follow_up(result.handed_over)
         try:
-            return int(own(settings, view))
+            return None, int(own(settings, view))
         finally:
             runner.close()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from perfsearch.config import default_run_dir
 from perfsearch.config_options import build_options
 from perfsearch.parallel import nccl, torch_features
-from perfsearch.runners import _ddp_export, _ddp_knobs, _nccl_knobs, _ranks
+from perfsearch.runners import _ddp_export, _ddp_knobs, _ddp_starts, _nccl_knobs, _ranks
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
@@ -24,7 +24,7 @@ from perfsearch.workers import devices, registry
 from perfsearch.workers.environment import Environment, Limits, detect
 from perfsearch.workers.messages import GroupSpec, TrialRequest
 from perfsearch.workers.pool import Pool
-from perfsearch.workloads.spec import WorkloadSpec
+from perfsearch.workloads.spec import SCRIPT, WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
@@ -69,10 +69,14 @@ class DDP(Runner):
     """
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> DDP:
+    def from_settings(cls, settings: Settings) -> Runner:
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
         chosen = expanded(settings.runner.options, DdpOptions().knobs)
         options = build_options(DdpOptions, chosen, "runner")
+        if settings.workload.name == SCRIPT:
+            from perfsearch.runners._script import Script
+
+            return Script.from_options(settings, chosen)
         try:
             workload = WorkloadSpec.from_mapping(
                 {"name": settings.workload.name, **settings.workload.options}
@@ -158,6 +162,7 @@ class DDP(Runner):
         return Hints(
             baseline=dict(self.baseline),
             effect_order=order,
+            starts=tuple(_ddp_starts.starts(self.space.by_name, self.baseline)),
             memory_limit_gib=self.hardware.memory_gib,
         )
 

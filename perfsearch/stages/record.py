@@ -9,6 +9,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.config import to_plain
+from perfsearch.search.knob import Value
 from perfsearch.search.space import key_of
 from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.stages import gains, looks
@@ -87,6 +88,9 @@ def close_record(session: Session, result: Result) -> None:
         session.view.note(f"system metrics that are not to be had here: {listed}")
     if session.settings.batch == "free":
         session.view.note(_batch_line(session, result))
+    if result.exit_code != 1:
+        for line in runner.closing_lines(_best_configuration(session, result), session.trials):
+            session.view.note(line)
     session.view.result(_rows(session, result.verdict), result.verdict.reason, files)
     session.tracker.close("FINISHED" if result.exit_code == 0 else "FAILED")
     session.view.note(session.tracker.how_to_open())
@@ -204,7 +208,7 @@ def _best_files(session: Session, result: Result) -> list[str]:
     winner = result.verdict.winner
     number = 0 if winner is None else winner
     trial = session.find(number)
-    best = dict(session.runner.baseline) if trial is None else trial.configuration
+    best = _best_configuration(session, result)
     plain = to_plain(session.settings)
     plain["runner"].update(session.runner.settings_of(best))
     plain.update(run_dir=None, resume="auto")  # fed back it is a search of its own
@@ -232,6 +236,12 @@ def _best_files(session: Session, result: Result) -> list[str]:
     return [str(p) for p in (directory / "config.yaml", directory / "summary.json", *written)]
 
 
+def _best_configuration(session: Session, result: Result) -> dict[str, Value]:
+    """What is handed over: the winner's, or the baseline's."""
+    trial = session.find(result.verdict.winner or 0)
+    return dict(session.runner.baseline) if trial is None else trial.configuration
+
+
 def _handed_over_cost(session: Session, verdict: Verdict) -> float | None:
     arm = BASELINE if verdict.winner is None else verdict.winner
     costs = verdict.costs.get(arm)
@@ -247,6 +257,8 @@ def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
     if baseline is not None:
         rows.append(_row(session, "baseline", baseline, verdict.costs.get(BASELINE), None))
     shown = [t for n in verdict.intervals if (t := session.find(n)) is not None]
+    if not shown and verdict.winner is not None:
+        shown = [session.numbered(verdict.winner)]
     if not shown and session.best is not None:
         shown = [session.best]
     for trial in shown:

@@ -16,6 +16,10 @@ MAX_SERVED = 200
 """Proposals answered from the record, or screened, in a row before the search ends."""
 
 
+WALK_LINES = 20
+"""Lines on the terminal for a chain over simulated configurations."""
+
+
 class BreakerError(Exception):
     """A circuit breaker ended the search; the message says which and why."""
 
@@ -36,6 +40,7 @@ def run(session: Session) -> str:
         reason = budget.spent(
             len(session.search_trials), session.search_seconds, session.runner.devices
         )
+        reason = reason or _out_of_patience(session, budget.patience)
         if reason and not session.only_rerun:
             return reason
         if session.only_rerun and not session.rerun:
@@ -70,9 +75,26 @@ def _next(session: Session) -> tuple[dict[str, Value] | None, int | None]:
     if session.rerun:
         return session.rerun.pop(0)
     configuration = session.strategy.ask()
+    _show_walks(session)
     if configuration is not None:
         session.journal.append("asked", configuration=configuration)
     return configuration, None
+
+
+def _show_walks(session: Session) -> None:
+    """Show chains over simulated configurations: some of their points here, all in MLflow."""
+    while session.strategy.walks:
+        walk = session.strategy.walks.pop(0)
+        every = -(-len(walk.series) // WALK_LINES) or 1
+        for row, (iteration, current, proposed, best) in enumerate(walk.series, start=1):
+            for name, value in (("cur", current), ("next", proposed), ("best", best)):
+                session.tracker.series(f"simulated/{name}_ms", iteration, 1e3 * value)
+            if row % every == 0:
+                session.view.note(
+                    f"iter({iteration}) cur({1e3 * current:.4g}) next({1e3 * proposed:.4g}) "
+                    f"best({1e3 * best:.4g})"
+                )
+        session.view.note(walk.note)
 
 
 def _no_longer_pays(session: Session) -> str:
@@ -96,6 +118,20 @@ def _no_longer_pays(session: Session) -> str:
         f"budget.remaining_steps={steps}: the next trial would cost {cost_s:.1f} s and promises "
         f"to save {saving_s:.1f} s"
     )
+
+
+def _out_of_patience(session: Session, patience: int | None) -> str:
+    """Whether the last trials brought no new best, the baseline being the first one."""
+    if patience is None:
+        return ""
+    best, since = session.baseline_cost, 0
+    for trial in session.search_trials:
+        valid = trial.status is Status.OK and trial.cost is not None
+        if valid and (best is None or (trial.cost or 0.0) < best):
+            best, since = trial.cost, 0
+        else:
+            since += 1
+    return f"budget.patience={patience}: no new best in {since} trials" if since >= patience else ""
 
 
 def _answered_without_running(session: Session, configuration: dict[str, Value]) -> bool:

@@ -51,11 +51,12 @@ class Bayes(Strategy):
     5/2 on ordered knobs, Hamming on the others) predicts the cost; its noise is each trial's own
     standard error plus a learned part. Failures train a model of their own
     (``_feasibility.Feasibility``), so that a good configuration beside a memory cliff is not
-    shunned. The first proposals are spread out by a Sobol sequence that leans to the promising
-    end of knobs known to be monotonic; in a wide space they are the baseline with the few knobs
-    of the largest expected effect spread out. Proposals whose trials have not ended are believed
-    to lie at the predicted mean (Ginsbourger et al., 2010, call it the kriging believer). Where
-    the runner predicts costs, the process models the ratio to its prediction.
+    shunned. The first proposals are those that the runner would try, then spread out by a Sobol
+    sequence that leans to the promising end of knobs known to be monotonic; in a wide space they
+    are the baseline with the few knobs of the largest expected effect spread out. Proposals whose
+    trials have not ended are believed to lie at the predicted mean (Ginsbourger et al., 2010, call
+    it the kriging believer). Where the runner predicts costs, the process models the ratio to its
+    prediction.
     """
 
     @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Bayes(Strategy):
         self._noise = 0.0
         self._weight = _expected_effects(space, hints)
         few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
+        few = max(few, min(len(hints.starts) + 1, _MOST_INITIAL + 1))
         self._initial: int = self.options.initial_points or few
 
     def ask(self) -> dict[str, Value] | None:
@@ -158,7 +160,13 @@ class Bayes(Strategy):
         return start if self.space.feasible(start) else None
 
     def _first(self, start: dict[str, Value] | None, known: int) -> dict[str, Value] | None:
-        """One of the first trials of a wide space whose knobs are known to differ in effect."""
+        """What the runner would try first; then one of the first trials of a wide space whose
+        knobs are known to differ in effect.
+        """
+        for point in self.hints.starts:
+            point = self.space.canonical(point)
+            if self.space.feasible(point) and not self._record.taken(point):
+                return point
         size = self.space.size
         wide = size is None or size > SCORED_WHOLE
         if start is None or self._weight is None or not wide:

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from perfsearch.workers.settling import is_steady as is_steady
+from perfsearch.workers.settling import steps_to_fill as steps_to_fill
+
 LOADING = ("dataloader_next", "to_device")
 PHASES = (*LOADING, "forward", "backward", "optimizer")
 
@@ -27,6 +30,11 @@ class Clock(ABC):
     @abstractmethod
     def between(self, earlier: Any, later: Any) -> float:
         """Seconds from one point to another, the window being over."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the window has begun."""
+        return bool(self._points)
 
     def mark(self, phase: str) -> None:
         """Note that ``phase`` ends here; ``step`` ends a step, ``start`` opens the window."""
@@ -120,27 +128,6 @@ def mean_over_ranks(values: torch.Tensor) -> list[float]:
     values = values.double()
     dist.all_reduce(values)
     return [float(v) / dist.get_world_size() for v in values.tolist()]
-
-
-def is_steady(seconds: list[float], least: int = 3, tolerance: float = 0.2) -> bool:
-    """Whether the last steps of a series look like each other.
-
-    Args:
-        seconds: of every step since the configuration was put into force.
-        least: steps that are never enough by themselves: buckets are rebuilt after the first.
-        tolerance: largest difference of the last two steps, relative to the smaller.
-
-    """
-    if len(seconds) < least:
-        return False
-    smaller, larger = sorted(seconds[-2:])
-    return larger <= smaller * (1 + tolerance)
-
-
-def steps_to_fill(seconds: float, step_seconds: float, bounds: tuple[int, int]) -> int:
-    """How many steps cover ``seconds``, within ``bounds``."""
-    low, high = bounds
-    return int(max(low, min(high, seconds / max(step_seconds, 1e-9))))
 
 
 def reset_peaks(device: torch.device) -> None:
