@@ -83,7 +83,52 @@ def runners_page() -> str:
                 "what a machine or a torch version lacks is left out there.\n"
             )
             parts.append(table(head, rows))
-    return "\n".join(parts)
+    return "\n".join([*parts, *_script_section()])
+
+
+def _script_section() -> list[str]:
+    """The user's own script, whose knobs depend on what it builds."""
+    from perfsearch.runners._script import Script
+    from perfsearch.runners._script_options import ScriptOptions
+
+    head = ("knob", "values", "default", "scope", "numerics", "what it is")
+    return [
+        f"## `workload=script`\n\n{plain(paragraphs(Script))}\n",
+        options_table(ScriptOptions, "workload"),
+        "Knobs, as far as the script builds what they belong to; defaults are the script's own "
+        "values. NCCL's are those of `runner=ddp`.\n",
+        table(head, [knob_row(k) for k in _script_knobs()]),
+    ]
+
+
+def _script_knobs() -> list[Knob]:
+    from perfsearch.instrument.facts import Facts
+    from perfsearch.instrument.mapping import Mapped
+    from perfsearch.runners import _script_knobs as script
+    from perfsearch.runners._script_objects import ScriptSurroundings
+    from perfsearch.workers.environment import Hardware
+
+    values = {"find_unused_parameters": True}
+    facts = Facts(["ddp", "fully_shard", "fsdp1"], 1, ["torch optimizer"], values)
+    maps = [
+        Mapped("micro_batch", "--batch-size", default=8),
+        Mapped("gradient_accumulation", "--accumulation", default=1),
+        Mapped("activation_checkpointing", "--checkpointing", default=False),
+    ]
+    found: dict[str, Knob] = {}
+    for device, cores in (("cuda", 64), ("cpu", 64)):
+        where = ScriptSurroundings(
+            Hardware(device, nproc=8, nnodes=1, gpus=(), cores=cores),
+            {},
+            (),
+            maps,
+            1,
+            facts,
+            torch_takes=frozenset({"bucket_cap_mb_list"}),
+        )
+        for knob in script.declare(where)[0]:
+            found.setdefault(knob.name, knob)
+    return [knob for knob in found.values() if not knob.name.startswith("nccl_")]
 
 
 def declared_knobs(runner: str) -> list[Knob]:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perfsearch import runners, strategies
 from perfsearch.config import Settings, default_run_dir
 from perfsearch.config_options import ConfigError, build_options
 from perfsearch.runners import Runner
 from perfsearch.search.hints import Hints
+from perfsearch.search.narrow import is_auto
 from perfsearch.search.space import Space
 from perfsearch.strategies import Strategy
+
+if TYPE_CHECKING:
+    from perfsearch.pipeline import Result
+
+_PIPELINE_MODES = ("search", "profile")
 
 StrategyFactory = Callable[[Space, Hints], Strategy]
 """Makes the strategy once the runner's space and hints are known."""
@@ -27,8 +33,13 @@ class _Factory:
     strategy: type[Strategy]
     seed: int
     options: Any
+    by_bound: bool = False
 
     def __call__(self, space: Space, hints: Hints) -> Strategy:
+        if self.by_bound:
+            from perfsearch.strategies._by_bound import ByBound
+
+            return ByBound(space, hints, self.seed, replace(self, by_bound=False))
         return self.strategy(space, hints, self.seed, self.options)
 
 
@@ -42,7 +53,7 @@ def strategy_factory(settings: Settings) -> StrategyFactory:
     name = settings.strategy.name
     strategy: type[Strategy] = _load(strategies.load, "strategy", name)
     options = build_options(strategy.Options, settings.strategy.options, "strategy")
-    return _Factory(strategy, settings.seed, options)
+    return _Factory(strategy, settings.seed, options, is_auto(settings.runner.options))
 
 
 def build_runner(settings: Settings) -> Runner:
@@ -55,8 +66,10 @@ def build_runner(settings: Settings) -> Runner:
     """
     name = settings.runner.name
     runner = _runner(settings)
-    if settings.mode != "search" and not callable(getattr(runner, settings.mode, None)):
-        raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode=search.")
+    modes = ["search", *(["profile"] if runner.trains else [])]
+    if settings.mode not in modes and _own(runner, settings.mode) is None:
+        has = " and mode=".join(modes)
+        raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
     return runner.from_settings(settings)
 
 
@@ -72,6 +85,30 @@ def run(settings: Settings) -> int:
         BadInputError: something asked for cannot be done; nothing was started.
 
     """
+    return _run(settings)[1]
+
+
+def search(settings: Settings) -> Result:
+    """The same, returning what the search came to.
+
+    Raises:
+        BadInputError: something asked for cannot be done, or ``settings.mode`` is none of the
+            pipeline's.
+        Interrupted: a signal came; finished trials are recorded first.
+
+    """
+    if settings.mode not in _PIPELINE_MODES:
+        allowed = " and mode=".join(_PIPELINE_MODES)
+        raise ConfigError(
+            "mode", f"mode={settings.mode}: it has no result. From Python there is mode={allowed}."
+        )
+    result, _ = _run(settings)
+    assert result is not None
+    return result
+
+
+def _run(settings: Settings) -> tuple[Result | None, int]:
+    """What the search came to, where there was one, and the exit code."""
     from perfsearch.view import open_view
 
     settings = _runner(settings).settle(settings)
@@ -79,17 +116,24 @@ def run(settings: Settings) -> int:
     _require_writable(settings.run_dir or default_run_dir(settings))
     runner = build_runner(settings)
     with open_view(settings) as view:
-        if settings.mode == "search":
+        own = _own(runner, settings.mode)
+        if own is None:
             from perfsearch.pipeline import search
 
             result = search(settings, runner, strategy, view)
             if result.exit_code:
-                return int(result.exit_code)
-            return runner.follow_up(result.handed_over)
+                return result, int(result.exit_code)
+            return result, runner.follow_up(result.handed_over)
         try:
-            return int(getattr(runner, settings.mode)(settings, view))
+            return None, int(own(settings, view))
         finally:
             runner.close()
+
+
+def _own(runner: Any, mode: str) -> Callable[[Settings, Any], int] | None:
+    """The runner's own way to do what ``mode`` asks for; ``None``: the pipeline does it."""
+    method = None if mode == "search" else getattr(runner, mode, None)
+    return method if callable(method) else None
 
 
 def _require_writable(directory: Path) -> None:

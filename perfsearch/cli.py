@@ -12,7 +12,7 @@ from perfsearch import __version__
 from perfsearch.cli_errors import explain
 from perfsearch.cli_job import Job, JobFailedError, plain
 from perfsearch.cli_recorded import take_recorded_configuration
-from perfsearch.cli_trust import check_hydra, check_paths
+from perfsearch.cli_trust import check_hydra, check_hydra_keys, check_paths
 from perfsearch.config import GROUPS, validate
 from perfsearch.config_options import ConfigError
 from perfsearch.exits import ExitCode, Interrupted, interruptible
@@ -28,16 +28,18 @@ _SIGPIPE = 141
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, given: Mapping[str, Any] | None = None) -> int:
     """Run the command and return its exit code; see ``ExitCode``.
 
     Args:
         argv: arguments without the program's name; ``None`` takes the command line's.
+        given: keys whose values are taken as they are, not as Hydra would read them; they go
+            before what ``argv`` says.
 
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _main(arguments)
+        code = _main(arguments, given or {})
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _SIGPIPE
 
 
-def _main(arguments: list[str]) -> int:
+def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
     if "--help" in arguments or "-h" in arguments:
         from perfsearch.help import help_text
 
@@ -58,7 +60,7 @@ def _main(arguments: list[str]) -> int:
     try:
         _require_supported_python()
         with interruptible():
-            return _command(arguments)
+            return _command(arguments, given)
     except Interrupted as interrupted:
         return interrupted.exit_code
     except BadInputError as error:
@@ -92,12 +94,12 @@ def _overrides_first(arguments: list[str]) -> list[str]:
     return [*overrides, *options]
 
 
-def _command(arguments: list[str]) -> int:
+def _command(arguments: list[str], given: Mapping[str, Any]) -> int:
     arguments = _overrides_first(arguments)
     flags = _parse(arguments)
     if flags.config_path is not None:
         take_recorded_configuration(arguments, flags)
-    job = Job()
+    job = Job(given)
     try:
         _check_group_choices(flags)
         if not (flags.cfg or flags.info or flags.hydra_help or flags.shell_completion):
@@ -217,6 +219,7 @@ def _check_before_anything_starts(flags: argparse.Namespace) -> None:
             )
         check_paths(OmegaConf.to_container(master), overridden)
         composed = OmegaConf.to_container(master.hydra)
+        check_hydra_keys(composed, _added_to_hydra(flags.overrides))
         if sweeps and OmegaConf.select(master, "hydra.sweeper._target_") == _BASIC_SWEEPER:
             for overrides in _jobs_of_sweep(hydra.config_loader, master):
                 config = hydra.config_loader.load_sweep_config(master, overrides)
@@ -241,6 +244,15 @@ def _parsed(overrides: Sequence[str]) -> list[Any]:
 
     parsed: list[Any] = OverridesParser.create().parse_overrides(list(overrides))
     return parsed
+
+
+def _added_to_hydra(overrides: Sequence[str]) -> list[str]:
+    """Keys below ``hydra`` that the command line gives with a plus sign."""
+    return [
+        o.key_or_group.removeprefix("hydra.")
+        for o in _parsed(overrides)
+        if o.is_add() and o.key_or_group.startswith("hydra.")
+    ]
 
 
 def _is_hydras(override: Any) -> bool:

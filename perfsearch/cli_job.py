@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from perfsearch.cli_errors import explain
@@ -44,9 +45,15 @@ class JobFailedError(Exception):
 
 
 class Job:
-    """What Hydra calls once a job, in this process or, by another launcher, in a new one."""
+    """What Hydra calls once a job, in this process or, by another launcher, in a new one.
 
-    def __init__(self) -> None:
+    Args:
+        given: keys that go before the composed ones, values as they are.
+
+    """
+
+    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
+        self.given = dict(given or {})
         self.exit_codes: list[int] = []
         self.process = os.getpid()
 
@@ -59,7 +66,7 @@ class Job:
 
         """
         os.environ.pop("HYDRA_FULL_ERROR", None)
-        code = _exit_code(config)
+        code = _exit_code(config, self.given)
         self.exit_codes.append(code)
         if code in (ExitCode.SIGHUP, ExitCode.SIGINT, ExitCode.SIGTERM):
             raise Interrupted(ExitCode(code))
@@ -67,12 +74,22 @@ class Job:
             raise JobFailedError(code)
 
 
-def _exit_code(config: Any) -> int:
+def _merged(composed: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The composed keys with the given ones in their place, group by group."""
+    merged = dict(composed)
+    for name, value in given.items():
+        below = merged.get(name)
+        nested = isinstance(value, Mapping) and isinstance(below, dict)
+        merged[name] = _merged(below, value) if nested else value  # type: ignore[arg-type]
+    return merged
+
+
+def _exit_code(config: Any, given: Mapping[str, Any]) -> int:
     from perfsearch.assemble import run
 
     try:
         try:
-            settings = validate(plain(config))
+            settings = validate(_merged(plain(config), given))
         except BadInputError:
             raise
         except Exception as error:

@@ -6,11 +6,13 @@ stay below the current directory, where runs go by default.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from perfsearch.config_options import ConfigError, show
+from perfsearch.search.suggest import nearest
 
 PATH_KEYS = ("run_dir", "tracking.uri")
 """Keys of our own that decide where something is written."""
@@ -52,6 +54,33 @@ def check_hydra(composed: Mapping[str, Any], by_command_line: Mapping[str, Any])
                 f"hydra.{key}={show(value)}: a configuration file may not set it. "
                 f"Remove it there; on the command line hydra.{key}=VALUE may stand.",
             )
+
+
+def check_hydra_keys(composed: Mapping[str, Any], added: Iterable[str]) -> None:
+    """Refuse what the command line adds to Hydra's own node and Hydra would never read.
+
+    Args:
+        composed: the node ``hydra`` as it was composed.
+        added: keys below ``hydra`` that were given with a plus sign, as ``job.name``.
+
+    Raises:
+        ConfigError: naming the first such key and the nearest valid one.
+
+    """
+    from hydra.conf import HydraConf
+
+    for key in added:
+        known: Any = HydraConf
+        for place, part in enumerate(key.split(".")):
+            if not dataclasses.is_dataclass(known):
+                break
+            types = get_type_hints(known)
+            if part not in types:
+                whole = f"hydra.{key}"
+                raise ConfigError(whole, f"{whole}: no such key. {nearest(part, types)}")
+            known = types[part]
+            if place == 0 and "_target_" in dict(_leaves(composed.get(part))):
+                break  # a plugin's own settings
 
 
 def check_paths(composed: Mapping[str, Any], overridden: Iterable[str]) -> None:

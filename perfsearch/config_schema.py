@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perfsearch.config_options import ConfigError, option
+from perfsearch.metrics.findings import Thresholds
 from perfsearch.search.budget import Budget
 from perfsearch.search.knob import Numerics
 from perfsearch.search.objective import Metric
@@ -37,10 +38,13 @@ class ObjectiveSettings:
 
     Attributes:
         metric: samples per second, milliseconds a step, or floating-point operations per second.
+        min_gain: relative gain below which no search is started: the baseline's timings bound what
+            its knobs can give; 0 searches always.
 
     """
 
     metric: Metric = Metric.THROUGHPUT
+    min_gain: float = option(0.03, low=0)
 
 
 @dataclass(frozen=True)
@@ -135,12 +139,27 @@ class MetricsSettings:
 
     Attributes:
         interval_s: seconds between two readings of the system metrics.
-        detail: timings of phases, ``light`` while scoring or ``full``.
+        detail: ``light`` looks closely at the steps of the baseline and the finalists, after those
+            that are scored; ``full`` at those of every trial.
+        begin_step: first step of the close look, counted from 1 at a trial's start; ``null`` is the
+            first after the scored ones, which is also the earliest.
+        end_step: last step of the close look; ``null`` is ten steps or fewer.
+        trace: keep a Chrome trace of a few steps of the baseline and the best.
+        thresholds: when the rules of the diagnosis fire.
 
     """
 
     interval_s: float = option(1.0, low=0.1)
     detail: Literal["light", "full"] = "light"
+    begin_step: int | None = option(None, low=1)
+    end_step: int | None = option(None, low=1)
+    trace: bool = False
+    thresholds: Thresholds = field(default_factory=Thresholds)
+
+    def __post_init__(self) -> None:
+        begin, end = self.begin_step, self.end_step
+        if begin is not None and end is not None and end < begin:
+            raise ValueError(f"end_step={end}: before begin_step={begin}. Give a later step.")
 
 
 @dataclass(frozen=True)
@@ -196,6 +215,12 @@ class Settings:
     sentinel_every: int = option(10, low=0)
 
     def __post_init__(self) -> None:
+        if self.run_dir is not None and str(self.run_dir) in ("", "."):
+            raise ConfigError(
+                "run_dir",
+                f"run_dir={self.run_dir}: the run needs a directory of its own. "
+                "Name one, or leave the key out for outputs/RUNNER-STRATEGY-HASH.",
+            )
         if self.launcher == "local" and self.nnodes > 1:
             raise ConfigError(
                 "nnodes",

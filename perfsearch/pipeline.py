@@ -22,7 +22,7 @@ from perfsearch.search.knob import Value
 from perfsearch.search.objective import Objective
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Status, Trial
-from perfsearch.stages import baseline, confirm, opening, record
+from perfsearch.stages import baseline, confirm, gains, opening, record
 from perfsearch.stages import search as searching
 from perfsearch.stages.confirm import Verdict
 from perfsearch.stages.search import BreakerError
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from perfsearch.metrics.system import SystemSampler
     from perfsearch.tracking import Tracker
     from perfsearch.view import View
+
+
+PROFILED = "mode=profile: the baseline was measured, and nothing searched"
 
 
 @dataclass
@@ -168,15 +171,16 @@ def _stages(session: Session) -> Result:
     if line:
         session.view.note(line)
     exit_code, verdict = ExitCode.DONE, Verdict()
+    profiled = session.settings.mode == "profile"
     try:
         baseline.run(session)
-        reason = searching.run(session)
+        reason = PROFILED if profiled else gains.reason_to_stop(session) or searching.run(session)
     except BreakerError as error:
         exit_code, reason = ExitCode.CIRCUIT_BREAKER, str(error)
         session.view.warning(reason)
     session.view.note(f"search ended: {reason}")
     if any(t.status is Status.OK for t in session.trials):
-        verdict = confirm.run(session)
+        verdict = Verdict(reason=PROFILED) if profiled else confirm.run(session)
     else:
         exit_code = ExitCode.NO_TRIAL_SUCCEEDED
         advice = session.runner.advice(session.trials)

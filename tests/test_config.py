@@ -72,6 +72,7 @@ def test_settings_of_another_schema_are_refused():
     [
         ({"budgte": {}}, ["budgte", "Did you mean 'budget'?"]),
         ({"limits": 3}, ["limits=3", "group of keys"]),
+        ({"run_dir": ""}, ["run_dir=", "a directory of its own"]),
         ({"nproc": "all"}, ["nproc=all", "whole number >= 1 or auto"]),
         ({"nproc": True}, ["nproc=true"]),
         ({"seed": -1}, ["seed=-1", ">= 0"]),

@@ -10,7 +10,7 @@ import front_fakes
 import pytest
 
 from perfsearch import cli
-from perfsearch.cli_trust import check_hydra, check_paths
+from perfsearch.cli_trust import check_hydra, check_hydra_keys, check_paths
 from perfsearch.config_options import ConfigError
 from perfsearch.lock import LockError, device_lock
 
@@ -115,6 +115,14 @@ def test_hydras_own_settings_are_compared_leaf_by_leaf():
     check_hydra({**alone, "overrides": {"task": ["a=1"]}, "mode": "RUN"}, alone)
     with pytest.raises(ConfigError, match=r"hydra\.run\.dir=/x"):
         check_hydra({**alone, "run": {"dir": "/x"}}, alone)
+
+
+def test_keys_that_hydra_would_never_read_are_refused():
+    composed = {"launcher": {"_target_": "x.Launcher"}, "job": {"name": "a"}}
+    check_hydra_keys(composed, ["job.env_set.FOO", "launcher.anything", "run.dir"])
+    for key in ("foo", "job.foo", "job.config.foo"):
+        with pytest.raises(ConfigError, match=f"hydra.{key}: no such key"):
+            check_hydra_keys(composed, [key])
 
 
 def test_nothing_reads_a_pickle_or_runs_text():

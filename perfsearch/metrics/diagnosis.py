@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 
 from perfsearch.metrics.findings import Facts, Finding, Severity, Thresholds
-from perfsearch.metrics.throughput import model_flops_utilization, peak_flops
+from perfsearch.metrics.throughput import mfu_of
 from perfsearch.search.trial import Measurement
 
 GIB = 1024.0**3
@@ -34,22 +34,24 @@ def diagnose(measurement: Measurement, limits: Thresholds | None = None) -> list
     """
     if not measurement.step_seconds:
         raise ValueError("a measurement without step times cannot be diagnosed")
-    step_ms = statistics.fmean(measurement.step_seconds) * 1e3
-    facts = Facts(
-        measurement, limits or Thresholds(), step_ms, dict(measurement.bottleneck_evidence)
-    )
+    evidence = measurement.bottleneck_evidence
+    step_ms = evidence.get("detailed_step_ms") or statistics.fmean(measurement.step_seconds) * 1e3
+    facts = Facts(measurement, limits or Thresholds(), step_ms, dict(evidence))
     found = [finding for rule in _RULES if (finding := rule(facts)) is not None]
     if not any(f.severity is Severity.HIGH for f in found):
         computing = _compute(facts)
         found += [] if computing is None else [computing]
     if found:
-        return found
+        order = list(Severity)
+        return sorted(found, key=lambda f: order.index(f.severity))
+    closely = "detailed_step_ms" in evidence
+    do = "Search" if closely else "Measure with metrics.detail=full, or search"
     return [
         Finding(
             "balanced",
             Severity.INFO,
             f"no phase of the {step_ms:.2f} ms step stands out",
-            "Measure with metrics.detail=full, or search: single causes are not in sight.",
+            f"{do}: single causes are not in sight.",
         )
     ]
 
@@ -152,34 +154,51 @@ def _communication(facts: Facts) -> Finding | None:
     )
 
 
-def _launch(facts: Facts) -> Finding | None:
+def _idle(facts: Facts) -> float | None:
+    """Share of the step in which the device does nothing; ``None`` where it was not watched."""
     busy_ms = facts.evidence.get("device_busy_ms")
-    waits = facts.share("dataloader_next", "to_device", "comm_exposed", "from_device")
-    if busy_ms is None:
+    return None if busy_ms is None else 1 - busy_ms / facts.step_ms
+
+
+def _launch(facts: Facts) -> Finding | None:
+    idle = _idle(facts)
+    # a device that copies or communicates is busy; one that the loader keeps waiting is not
+    waits = facts.share("dataloader_next")
+    if idle is None or idle <= 1 - facts.limits.device_busy or idle <= waits or _sync(facts):
         return None
-    idle = 1 - busy_ms / facts.step_ms
-    if idle <= 1 - facts.limits.device_busy or idle <= waits:
-        return None
+    busy_ms = facts.evidence["device_busy_ms"]
     return Finding(
         "launch_bound",
         Severity.HIGH if idle >= 2 * (1 - facts.limits.device_busy) else Severity.MODERATE,
         f"the device works {busy_ms:.2f} ms of a {facts.step_ms:.2f} ms step and waits for the "
-        f"host for {max(0.0, idle - waits):.0%} of it",
+        f"host for {idle - waits:.0%} of it",
         "Use torch.compile or CUDA graphs, a fused or foreach optimizer, or a larger micro-batch.",
-        max(0.0, idle - waits),
+        idle - waits,
     )
 
 
 def _sync(facts: Facts) -> Finding | None:
-    share = facts.share("from_device")
+    wait_ms = facts.evidence.get("sync_wait_ms", facts.phase_ms("from_device"))
+    share, idle = wait_ms / facts.step_ms, _idle(facts)
     if share <= facts.limits.sync_wait:
         return None
+    idles = ""
+    if idle is not None:
+        # a host that only waits for work that is still to be done costs nothing
+        if idle <= facts.limits.sync_wait:
+            return None
+        share = min(share, idle)
+        idles = f"; the device is idle for {idle:.0%} of it"
     calls = facts.evidence.get("sync_calls_per_step")
     often = "" if calls is None else f" in {calls:.1f} calls a step"
+    sites: dict[str, float] = facts.measurement.environment.get("sync_points", {})
+    where = ", ".join(f"{site} ({count:g})" for site, count in sites.items())
     return Finding(
         "sync_points",
         Severity.MODERATE,
-        f"waiting for values from the device{often} takes {facts.said('from_device')}",
+        f"waiting for values from the device{often} takes {wait_ms:.2f} ms of a "
+        f"{facts.step_ms:.2f} ms step ({wait_ms / facts.step_ms:.0%}){idles}"
+        + (f"; called at {where}" if where else ""),
         "Call .item(), .cpu() and print of tensors less often, or after the step.",
         share,
     )
@@ -209,7 +228,7 @@ def _compute(facts: Facts) -> Finding | None:
         evidence = f"forward and backward take {facts.said('forward', 'backward')}"
     else:
         return None
-    mfu = _mfu(facts.measurement)
+    mfu = mfu_of(facts.measurement)
     if mfu is not None:
         evidence += f", at {mfu:.0%} of their peak (MFU)"
     return Finding(
@@ -234,27 +253,26 @@ _RULES: tuple[Callable[[Facts], Finding | None], ...] = (
 
 
 def _device_memory_gib(measurement: Measurement) -> float | None:
-    totals = [
+    devices = measurement.environment.get("devices", [])
+    stated = [float(d["memory_gib"]) for d in devices if "memory_gib" in d]
+    read = [
         (d["memory_usage_megabytes"] + d["memory_free_megabytes"]) * MEGA / GIB
-        for d in measurement.environment.get("devices", [])
+        for d in devices
         if "memory_usage_megabytes" in d and "memory_free_megabytes" in d
     ]
-    return min(totals, default=None)
+    return min([*stated, *read], default=None)
 
 
 def _name_of(measurement: Measurement, rank: int) -> str:
+    """A rank with its device, and its host where there are several."""
+    ranks = measurement.environment.get("ranks", [])
     devices = measurement.environment.get("devices", [])
-    if len(devices) == measurement.world_size:
-        return f"rank {rank} (gpu_{devices[rank]['index']}, {devices[rank]['uuid']})"
-    return f"rank {rank}"
-
-
-def _mfu(measurement: Measurement) -> float | None:
-    devices = measurement.environment.get("devices") or [{}]
-    precision = str(measurement.environment.get("precision", ""))
-    peak = peak_flops(str(devices[0].get("name", "")), precision)
-    if peak is None or measurement.flops_per_step is None:
-        return None
-    return model_flops_utilization(
-        measurement.flops_per_step, measurement.step_time_s, measurement.world_size, peak
-    )
+    words = []
+    if len(devices) == measurement.world_size and "index" in devices[rank]:
+        words = [f"gpu_{devices[rank]['index']}", str(devices[rank]["uuid"])]
+    elif rank < len(ranks) and ranks[rank].get("device") not in (None, "cpu"):
+        words = [f"GPU {ranks[rank]['device']}"]
+    hosts = {r.get("host") for r in ranks}
+    if rank < len(ranks) and len(hosts) > 1:
+        words.append(f"on {ranks[rank]['host']}")
+    return f"rank {rank} ({', '.join(words)})" if words else f"rank {rank}"

@@ -27,7 +27,6 @@ _THROTTLE_REASONS = {
 _HARMLESS = 0x001 | 0x002 | 0x100
 """Being idle, and clocks that somebody chose, are no slow-down."""
 
-_ALL_LINKS = 0xFFFFFFFF
 _KIB = 1024.0
 
 
@@ -61,14 +60,6 @@ class GpuReader:
             for name, value in self._device(device).items():
                 values[f"gpu_{device.index}_{name}"] = value
         return values
-
-    def counters(self) -> dict[str, float]:
-        """Totals that grow, to be turned into rates: none.
-
-        NVLink's byte counts would be, but reading them by ``nvmlDeviceGetFieldValues`` broke the
-        process's memory (seen with driver 580.159.04 on H100: a crash within seconds).
-        """
-        return {}
 
     def slow(self) -> dict[str, float]:
         """PCIe throughput of one GPU, the next one at each call: a reading blocks for 20 ms."""

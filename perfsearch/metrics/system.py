@@ -11,6 +11,7 @@ from typing import Any
 from perfsearch.metrics.gpu import GpuReader
 from perfsearch.metrics.guard import Guard
 from perfsearch.metrics.host import HostReader
+from perfsearch.metrics.nvlink import NvlinkReader
 
 KEPT_SAMPLES = 4096
 """Above this the older half is thinned by joining neighbours, so that memory stays bounded."""
@@ -70,6 +71,7 @@ class SystemSampler:
         self._device_uuids = device_uuids
         self._host = HostReader(self._guard, process_ids)
         self._gpus: GpuReader | None = None
+        self._nvlink: NvlinkReader | None = None
         self._clock = clock
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -97,6 +99,8 @@ class SystemSampler:
         if self._thread is not None:
             self._thread.join(timeout=max(5.0, 2 * self.interval_s))
             self._thread = None
+        if self._nvlink is not None:
+            self._nvlink.close()
 
     def watch(self, process_ids: Sequence[int]) -> None:
         """Sum the trees of these processes from now on."""
@@ -156,14 +160,15 @@ class SystemSampler:
             self._stop.wait(max(0.0, due - self._clock()))
 
     def _sample(self) -> float:
-        if self._gpus is None:
+        if self._gpus is None or self._nvlink is None:
             # Opening NVML takes a while, so it is left to the first sample.
             self._gpus = GpuReader(self._device_uuids, self._guard)
+            self._nvlink = NvlinkReader(self._gpus.devices, self._guard, self._clock)
         now = self._clock()
         if self._totals is not None and now - self._totals[0] < _SHORTEST_S:
             return now
-        totals = {**self._host.counters(), **self._gpus.counters()}
-        instant = {**self._host.instant(), **self._gpus.instant()}
+        totals = self._host.counters()
+        instant = {**self._host.instant(), **self._gpus.instant(), **self._nvlink.rates()}
         if self._count % _SLOW_EVERY == 0:
             instant.update(self._gpus.slow())
         self._count += 1

@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from perfsearch.search.trial import Measurement
+
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     "H200": {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12},
     "H100 NVL": {"bf16": 835e12, "fp16": 835e12, "tf32": 417e12, "fp32": 60e12},
@@ -52,6 +54,20 @@ def model_flops_utilization(
 
     """
     return flops_per_step / step_seconds / devices / peak_flops_per_s
+
+
+def mfu_of(measurement: Measurement) -> float | None:
+    """Model FLOP utilisation of a measurement; ``None`` without a count or a known peak."""
+    stated = measurement.environment.get("peak_flops_per_s")
+    if stated is None:
+        devices = measurement.environment.get("devices") or [{}]
+        precision = str(measurement.environment.get("precision", ""))
+        stated = peak_flops(str(devices[0].get("name", "")), precision)
+    if stated is None or measurement.flops_per_step is None:
+        return None
+    return model_flops_utilization(
+        measurement.flops_per_step, measurement.step_time_s, measurement.world_size, float(stated)
+    )
 
 
 def percentile(values: Sequence[float], share: float) -> float:

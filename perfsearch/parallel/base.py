@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,8 +52,7 @@ class BuildContext:
         local_batch: samples that one rank trains in one step.
         job: gives model, data, loss and optimizer in the state that every trial starts from;
             with ``reuse=False`` the model is a new object that the recipe may take apart.
-        options: further plain values from the runner, and ``detail``: ``light`` or ``full``
-            timings.
+        options: further plain values from the runner.
         host_job: gives the same with a new model that is still on the host; its values may be
             shared and must not be written before they are moved.
 
@@ -104,6 +104,17 @@ class TrainStep(ABC):
     def evidence(self) -> dict[str, float]:
         """Numbers for the diagnosis, in the unit that the name ends with."""
         return {}
+
+    def watch(self) -> None:  # noqa: B027 - a recipe may see no more than it always does
+        """From now on mark also ``comm_exposed``, after ``backward``, where that can be told."""
+
+    def alone(self) -> AbstractContextManager[Any] | None:
+        """Within it ``run`` exchanges no gradients; ``None`` where it cannot do without.
+
+        What the step then takes less is the most that better communication can give. The ranks'
+        weights part, so it comes last in a trial.
+        """
+        return None
 
     def survive(self) -> None:  # noqa: B027 - a recipe may have nothing to try
         """Do what a real run does now and then and needs more memory for; an error ends the trial.

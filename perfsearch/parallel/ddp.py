@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from perfsearch.parallel import nccl
+from perfsearch.parallel.backward import run_backward
 from perfsearch.parallel.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
 from perfsearch.parallel.hierarchy import HierarchicalAllReduce
 from perfsearch.parallel.optimizers import DEFAULT, apply_implementation, implementation_of
@@ -39,6 +41,7 @@ class DdpStep(TrainStep):
         model = self.job.model
         if self.loader.channels_last:
             model.to(memory_format=torch.channels_last)
+        self._watched = False
         self._mode = str(configuration.get("compile_mode") or "none")
         self.compiles = self._mode != "none"
         if self.compiles:
@@ -48,8 +51,6 @@ class DdpStep(TrainStep):
             device_ids=[device.index] if device.type == "cuda" else None,
             **wrapper_arguments(configuration),
         )
-        if context.options.get("detail") == "full":
-            self.net._set_ddp_runtime_logging_sample_rate(1)  # as a rule: 10 steps, then 1 in 100
         size = int(configuration.get("hierarchical_group_size") or 0)
         if size:
             self._hook = HierarchicalAllReduce(context.groups, size)
@@ -71,8 +72,7 @@ class DdpStep(TrainStep):
         with torch.autocast(**self._autocast):
             loss = self.job.loss(self.net, batch)
         mark("forward")
-        loss.backward()
-        mark("backward")
+        run_backward(loss, mark, self._watched)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         mark("optimizer")
@@ -110,6 +110,15 @@ class DdpStep(TrainStep):
         # "default" leaves the optimizer as the user made it, whatever that is
         asked = self._configuration.get("optimizer_implementation")
         return DEFAULT if asked in (None, DEFAULT) else implementation_of(self.optimizer)
+
+    def watch(self) -> None:
+        """Tell the backward pass's own work from what waits for its all-reduces."""
+        self._watched = True
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """Leave out the all-reduces, and the copies into their buckets."""
+        alone: AbstractContextManager[Any] = self.net.no_sync()
+        return alone
 
     def evidence(self) -> dict[str, float]:
         """DDP's own account of its communication, in ms a step, over the steps that it sampled."""

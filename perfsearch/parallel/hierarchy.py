@@ -56,6 +56,12 @@ class HierarchicalAllReduce:
         self._thread.submit(self._reduce_into, future, tensor)
         return future
 
+    def reduce_and_wait(self, tensor: torch.Tensor) -> None:
+        """Average one tensor over ranks in place, all three stages, and wait for its end."""
+        self._reduce(tensor)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def _reduce_into(self, future: Any, tensor: torch.Tensor) -> None:
         try:
             self._reduce(tensor)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from perfsearch.parallel.backward import run_backward
 from perfsearch.parallel.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
 from perfsearch.parallel.checkpointing import CheckpointedBlocks
 from perfsearch.parallel.optimizers import DEFAULT, implementation_of
@@ -62,6 +64,7 @@ class ZeroStep(TrainStep):
         self._steps = 0
         self._seen_batch: int | None = None
         self._forwards = 0
+        self._watched = self._alone = False
         self._evidence: dict[str, float] = {}
 
     def run(self, next_batch: NextBatch, mark: Mark) -> torch.Tensor:
@@ -83,14 +86,14 @@ class ZeroStep(TrainStep):
         return torch.stack(losses).mean()
 
     def _micro_step(self, batch: Any, last: bool, mark: Mark) -> torch.Tensor:
-        with self._wrapped.accumulating(last):
+        with self._wrapped.accumulating(last and not self._alone):
             with torch.autocast(**self._autocast):
                 loss = self.job.loss(self.net, batch)
             if self._steps == 0:
                 self._wrapped.after_first_forward()
             mark("forward")
-            (loss / self._accumulation if self._accumulation > 1 else loss).backward()
-        mark("backward")
+            scaled = loss / self._accumulation if self._accumulation > 1 else loss
+            run_backward(scaled, mark, self._watched and last)
         return loss.detach()
 
     def _look(self) -> None:
@@ -122,6 +125,25 @@ class ZeroStep(TrainStep):
     def evidence(self) -> dict[str, float]:
         """GiB that lie on the device between steps, from the tensors and from the allocator."""
         return self._evidence
+
+    def watch(self) -> None:
+        """In stages 0 and 1 tell the backward pass's work from what waits for its all-reduces.
+
+        In the others gathering waits all over the step, which only the kernels show.
+        """
+        self._watched = isinstance(self._wrapped, ReplicatedModel)
+
+    def alone(self) -> AbstractContextManager[Any] | None:
+        """Leave out the all-reduces of stages 0 and 1."""
+        return self._unsynchronised() if isinstance(self._wrapped, ReplicatedModel) else None
+
+    @contextmanager
+    def _unsynchronised(self) -> Iterator[None]:
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
 
     def survive(self) -> None:
         """Train on the longest batch that the data can give, and make a checkpoint."""

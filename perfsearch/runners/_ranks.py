@@ -82,6 +82,9 @@ def measure(
         timeout_s=plan.time_limit_s,
         log_directory=str(plan.log_directory),
         detail=plan.detail,
+        begin_step=plan.begin_step,
+        end_step=plan.end_step,
+        trace=plan.trace,
     )
     result = pool.measure(spec, request, plan.time_limit_s, plan.fresh)
     if result.measurement is not None and samples_per_step is not None:

@@ -30,7 +30,11 @@ class Plan:
         scored_steps: smallest and largest number of scored steps.
         scored_seconds: wall time that the scored steps should cover.
         log_directory: where each rank's log goes.
-        detail: ``light`` or ``full`` timings.
+        detail: ``light`` timings, or ``full``: a close look at further steps after the scored ones.
+        begin_step: first step that the close look covers, counted from 1 at the trial's start;
+            ``None``: the first after the scored ones, which is also the earliest.
+        end_step: the last one.
+        trace: whether the close look leaves a Chrome trace among the trial's logs.
         stop_above_cost_s: stop early once a step surely takes longer than this, in seconds.
 
     """
@@ -44,6 +48,9 @@ class Plan:
     scored_seconds: float = 1.0
     log_directory: Path = Path("logs")
     detail: str = "light"
+    begin_step: int | None = None
+    end_step: int | None = None
+    trace: bool = False
     stop_above_cost_s: float | None = None
 
 
@@ -74,6 +81,8 @@ class Runner(ABC):
     baseline: dict[str, Value]
     pinned: dict[str, Value] = {}
     devices: int = 1
+    trains: bool = True
+    """Whether ``measure`` runs the job, so that it can be looked at closely (``mode=profile``)."""
     remarks: Sequence[str] = ()
 
     @classmethod
@@ -133,6 +142,10 @@ class Runner(ABC):
     def advice(self, trials: Sequence[Trial]) -> str:
         """What the user could do where no trial succeeded; empty where nothing is known."""
         return ""
+
+    def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
+        """What to print of the configuration that is handed over, beside its knobs."""
+        return []
 
     def export(self, configuration: Configuration, directory: Path) -> list[Path]:
         """Write the configuration in forms that work without perfsearch; return the files."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from perfsearch.config import default_run_dir
 from perfsearch.config_options import build_options
 from perfsearch.parallel import nccl, torch_features
-from perfsearch.runners import _ddp_export, _ddp_knobs, _nccl_knobs, _ranks
+from perfsearch.runners import _ddp_export, _ddp_knobs, _ddp_starts, _nccl_knobs, _ranks
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
 from perfsearch.search.knob import Configuration, Knob, Scope, Value
-from perfsearch.search.narrow import SEARCH, KnobError, narrow
+from perfsearch.search.narrow import SEARCH, KnobError, expanded, narrow
 from perfsearch.search.space import Space
 from perfsearch.search.suggest import nearest
 from perfsearch.search.trial import Trial
@@ -24,7 +24,7 @@ from perfsearch.workers import devices, registry
 from perfsearch.workers.environment import Environment, Limits, detect
 from perfsearch.workers.messages import GroupSpec, TrialRequest
 from perfsearch.workers.pool import Pool
-from perfsearch.workloads.spec import WorkloadSpec
+from perfsearch.workloads.spec import SCRIPT, WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
@@ -36,7 +36,7 @@ class DdpOptions:
 
     Attributes:
         device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
-        knobs: ``runner.knobs``, as ``perfsearch.search.narrow`` reads it.
+        knobs: ``runner.knobs``, as ``perfsearch.search.narrow`` reads it, or ``auto``.
 
     """
 
@@ -69,9 +69,14 @@ class DDP(Runner):
     """
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> DDP:
+    def from_settings(cls, settings: Settings) -> Runner:
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
-        options = build_options(DdpOptions, settings.runner.options, "runner")
+        chosen = expanded(settings.runner.options, DdpOptions().knobs)
+        options = build_options(DdpOptions, chosen, "runner")
+        if settings.workload.name == SCRIPT:
+            from perfsearch.runners._script import Script
+
+            return Script.from_options(settings, chosen)
         try:
             workload = WorkloadSpec.from_mapping(
                 {"name": settings.workload.name, **settings.workload.options}
@@ -157,6 +162,7 @@ class DDP(Runner):
         return Hints(
             baseline=dict(self.baseline),
             effect_order=order,
+            starts=tuple(_ddp_starts.starts(self.space.by_name, self.baseline)),
             memory_limit_gib=self.hardware.memory_gib,
         )
 

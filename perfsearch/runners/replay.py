@@ -18,6 +18,7 @@ from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
 from perfsearch.search.knob import Configuration, Value
+from perfsearch.search.objective import Metric
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.trial import Measurement, Status, Trial
 
@@ -76,10 +77,17 @@ class Replay(Runner):
 
     """
 
+    trains = False
+
     @classmethod
     def from_settings(cls, settings: Settings) -> Replay:
         """Build it from ``runner.*`` and ``seed``."""
         options = build_options(ReplayOptions, settings.runner.options, "runner")
+        if settings.objective.metric is Metric.FLOPS:
+            raise BadInputError(
+                "objective.metric=flops: a table does not count operations. "
+                "Allowed with runner=replay: throughput, latency."
+            )
         try:
             return cls(options, settings.seed)
         except ValueError as error:

@@ -19,7 +19,7 @@ from perfsearch.runners.ddp import environment_of
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints, Prediction
 from perfsearch.search.knob import Configuration, Numerics, Scope
-from perfsearch.search.narrow import SEARCH, narrow
+from perfsearch.search.narrow import SEARCH, expanded, narrow
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.suggest import nearest
 from perfsearch.search.trial import Purpose, Status, Trial
@@ -27,13 +27,16 @@ from perfsearch.workers import devices, registry
 from perfsearch.workers.environment import Environment, detect
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
-from perfsearch.workloads.spec import WorkloadSpec
+from perfsearch.workloads.spec import SCRIPT, WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
     from perfsearch.view import View
 
 _SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation", "activation_checkpointing")
+
+_WITH_AUTO = (*_SEARCHED, "gradient_as_bucket_view", "bucket_cap_mb", "optimizer_implementation")
+"""What ``runner.knobs=auto`` lets the diagnosis choose from."""
 
 _FEWEST_STEPS = 5
 """Scored steps of a search trial at least; more where that many take less than the scored time.
@@ -57,7 +60,7 @@ class ZeroOptions:
         memory_headroom: share of a device's memory that a configuration must leave unused.
         device_memory_gib: memory to plan for; ``null``: the devices' own.
         card: a card to plan for, which need not be here; gives ``device_memory_gib``.
-        knobs: ``runner.knobs``, as ``perfsearch.search.narrow`` reads it.
+        knobs: ``runner.knobs``, as ``perfsearch.search.narrow`` reads it, or ``auto``.
 
     """
 
@@ -105,9 +108,14 @@ class Zero(Runner):
     """
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Zero:
+    def from_settings(cls, settings: Settings) -> Runner:
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
-        options = build_options(ZeroOptions, settings.runner.options, "runner")
+        chosen = expanded(settings.runner.options, dict.fromkeys(_WITH_AUTO, SEARCH))
+        options = build_options(ZeroOptions, chosen, "runner")
+        if settings.workload.name == SCRIPT:
+            from perfsearch.runners._script import Script
+
+            return Script.from_options(settings, chosen)
         try:
             workload = WorkloadSpec.from_mapping(
                 {"name": settings.workload.name, **settings.workload.options}

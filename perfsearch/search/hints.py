@@ -17,23 +17,68 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Walk:
+    """What a chain over simulated configurations came to.
+
+    Attributes:
+        points: the best distinct configurations seen, best first.
+        series: iteration, then the current, proposed and best predicted seconds of a step.
+        note: one line on how it went.
+
+    """
+
+    points: list[dict[str, Value]]
+    series: list[tuple[int, float, float, float]] = field(default_factory=list)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class WalkRequest:
+    """A chain that a runner is to walk by its own simulator.
+
+    Attributes:
+        start: configuration to begin with.
+        proposals: to simulate; ``None``: as many as the runner holds to be enough.
+        seed: of the draws.
+        alpha: how strictly worse states are refused, per percent of the start's cost; ``None``: as
+            the runner finds best.
+        return_every: proposals after which it goes back to the best; 0 never, ``None`` as above.
+
+    """
+
+    start: dict[str, Value]
+    proposals: int | None
+    seed: int
+    alpha: float | None = None
+    return_every: int | None = None
+
+
+@dataclass(frozen=True)
 class Hints:
     """What the runner knows about the space, as plain values and pure functions.
 
     Attributes:
         baseline: the configuration that the user has today; trial 0.
         effect_order: knob names, the one with the largest expected effect first.
+        starts: configurations that somebody who knows the field would try first, in that order;
+            some may be infeasible.
         monotonic: knob name to +1 where a larger value is expected to be faster until memory ends,
             -1 for the reverse.
         stage_knob: the ordered knob whose values are visited cheapest first (a ZeRO stage).
         memory_limit_gib: what fits on a device.
         predict: prediction for a configuration, given the trials told so far.
+        start: configuration that the user wants a search to begin with; ``None``: the baseline.
+        walk: walks a Markov chain on the runner's own simulator, which is far faster than asking
+            for predictions one by one; ``None``: there is none.
 
     """
 
     baseline: dict[str, Value]
     effect_order: tuple[str, ...] = ()
+    starts: tuple[dict[str, Value], ...] = ()
     monotonic: dict[str, int] = field(default_factory=dict)
     stage_knob: str | None = None
     memory_limit_gib: float | None = None
     predict: Callable[[Configuration], Prediction] = lambda configuration: Prediction()
+    start: dict[str, Value] | None = None
+    walk: Callable[[WalkRequest], Walk] | None = None

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Value = bool | int | float | str | None
 """What a knob can be set to. ``None`` leaves the library's own default."""
@@ -103,6 +107,12 @@ class Knob:
     def is_ordered(self) -> bool:
         """Whether neighbouring values may be expected to behave alike."""
         return self.kind in (Kind.INTEGER, Kind.REAL, Kind.ORDINAL)
+
+    def draw(self, generator: np.random.Generator) -> Value:
+        """A value drawn uniformly, on a range by its position (``from_unit``)."""
+        if self.is_ordered and self.is_range:
+            return self.from_unit(float(generator.random()))
+        return self.values[int(generator.integers(len(self.values)))]
 
     def choices(self) -> tuple[Value, ...] | None:
         """Every value in order, or ``None`` where there is no end to them."""

@@ -13,11 +13,25 @@ from perfsearch.search.suggest import nearest
 SEARCH = "search"
 """The value of a knob that is searched over its built-in values or range."""
 
+AUTO = "auto"
+"""``runner.knobs`` as a whole: the baseline's timings say which knobs are searched, and when."""
+
 _RANGE_KEYS = ("min", "max", "log", "step")
 
 
 class KnobError(BadInputError):
     """A ``runner.knobs`` entry that cannot be honoured; the message names key, value and remedy."""
+
+
+def is_auto(options: Mapping[str, Any]) -> bool:
+    """Whether the ``runner.*`` keys leave the choice of knobs to the diagnosis."""
+    knobs = options.get("knobs")
+    return isinstance(knobs, str) and knobs == AUTO
+
+
+def expanded(options: Mapping[str, Any], searched: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``runner.*`` keys, with ``runner.knobs=auto`` put as what it lets be searched."""
+    return {**options, "knobs": dict(searched)} if is_auto(options) else dict(options)
 
 
 def narrow(

@@ -154,7 +154,7 @@ class Space:
                 raise LookupError("no configuration satisfies the constraints")
             return dict(listed[int(generator.integers(len(listed)))])
         for _ in range(_SAMPLE_TRIES):
-            point = self.canonical({k.name: _draw(k, generator) for k in self.knobs})
+            point = self.canonical({k.name: k.draw(generator) for k in self.knobs})
             if all(c.holds(point) for c in self.constraints):
                 return point
         raise LookupError(
@@ -215,12 +215,6 @@ def _number_of(knob: Knob, value: Value) -> float:
         return knob.unit_position(value)
     place = [same_value(value, v) for v in knob.values]
     return place.index(True) / len(knob.values) if True in place else 1.0
-
-
-def _draw(knob: Knob, generator: np.random.Generator) -> Value:
-    if knob.is_ordered and knob.is_range:
-        return knob.from_unit(float(generator.random()))
-    return knob.values[int(generator.integers(len(knob.values)))]
 
 
 def _next_values(knob: Knob, value: Value) -> list[Value]:

@@ -66,12 +66,14 @@ class Measurement:
         discarded_seconds: wall time of those steps.
         rewrap_seconds: time to put the configuration into force, steps apart.
         compile_seconds: time spent in torch.compile, apart from everything else.
+        detail_seconds: wall time of the close look after the scored steps.
         phases_ms: mean time a step by phase, the slowest rank's.
         peak_allocated_gib: largest over ranks; on a CPU the peak resident set.
         peak_reserved_gib: largest over ranks, ``None`` without a caching allocator.
         first_losses: mean over ranks of the losses of the first steps after the common start.
         in_force: what was really in effect, as read back from the libraries.
-        environment: clocks, throttle reasons and foreign processes seen before scoring.
+        environment: clocks, throttle reasons and foreign processes seen before scoring; devices,
+            their peak, each rank's place; what the diagnosis found.
         system: system metrics over the window, by MLflow key without the ``system/`` prefix.
         bottleneck_evidence: numbers for the diagnosis (shares of the step, by phase).
 
@@ -86,6 +88,7 @@ class Measurement:
     discarded_seconds: float = 0.0
     rewrap_seconds: float = 0.0
     compile_seconds: float = 0.0
+    detail_seconds: float = 0.0
     phases_ms: dict[str, float] = field(default_factory=dict)
     peak_allocated_gib: float | None = None
     peak_reserved_gib: float | None = None

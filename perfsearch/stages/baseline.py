@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from perfsearch.metrics.diagnosis import diagnose, report
 from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.stages import gains, looks
 from perfsearch.stages.session import Session
 
 
@@ -22,13 +22,23 @@ def run(session: Session) -> Trial:
     session.view.stage("baseline", "the configuration as it is today")
     known = session.baseline
     if known is not None and not _again(session, known):
+        _explain(session, known)
         return known
-    trial = session.run(dict(session.runner.baseline), Purpose.BASELINE, number=0)
+    baseline = dict(session.runner.baseline)
+    trial = session.run(baseline, Purpose.BASELINE, number=0, closely=True)
     session.strategy.tell(trial)
     session.told(trial=trial.number)
     if trial.status is not Status.OK:
         log = f" Full log: {trial.log_path}" if trial.log_path else ""
         session.view.warning(f"the baseline failed: {trial.status}, {trial.reason}.{log}")
-    elif trial.measurement is not None and trial.measurement.phases_ms:
-        session.view.note("what holds it back:\n" + report(diagnose(trial.measurement)))
+    _explain(session, trial)
     return trial
+
+
+def _explain(session: Session, trial: Trial) -> None:
+    """Say what holds the job back and what there is to gain, where its steps were looked at."""
+    if trial.status is Status.OK and trial.measurement is not None:
+        lines = looks.finding_lines(trial.measurement)
+        if lines:
+            session.view.note("\n".join(["what holds it back:", *lines]))
+            gains.show(session)

@@ -16,6 +16,7 @@ from perfsearch.runners.base import Runner
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.journal import Event, Journal, JournalError, read
 from perfsearch.search.knob import Value, same_value
+from perfsearch.search.narrow import is_auto
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.suggest import nearest
 from perfsearch.search.trial import Purpose, Status, Trial
@@ -103,7 +104,9 @@ def _why_not_again(journal: Journal) -> str:
 def definition(settings: Settings, runner: Runner) -> dict[str, Any]:
     """What decides the sequence of proposals, as plain values for the journal."""
     listed = runner.space.knobs
+    auto = {"knobs_by_bound": True} if is_auto(settings.runner.options) else {}
     return {
+        **auto,
         "strategy": asdict(settings.strategy),
         "seed": settings.seed,
         "knobs": [[k.name, str(k.kind), list(k.values), k.low, k.high, k.log] for k in listed],

@@ -9,8 +9,10 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.config import to_plain
+from perfsearch.search.knob import Value
 from perfsearch.search.space import key_of
 from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.stages import gains, looks
 from perfsearch.stages.confirm import BASELINE, Verdict
 from perfsearch.stages.session import Session
 from perfsearch.tracking import export, report
@@ -28,6 +30,7 @@ _ARTIFACTS = (
     "report.html",
     "system.jsonl",
     "best",
+    "trace",
     "logs",
 )
 
@@ -56,7 +59,8 @@ def close_record(session: Session, result: Result) -> None:
     """Write every file, finish the MLflow view, and show the closing table."""
     run_dir, runner = session.run_dir, session.runner
     export.write_trials(run_dir, session.trials, runner.space.knobs, runner.pinned)
-    files = _best_files(session, result) if result.exit_code != 1 else []
+    searched = session.settings.mode == "search"
+    files = _best_files(session, result) if searched and result.exit_code != 1 else []
     summary = summarise(session, result.verdict)
     series = [] if session.sampler is None else session.sampler.series()
     report.write_report(
@@ -70,12 +74,23 @@ def close_record(session: Session, result: Result) -> None:
     )
     lines = "".join(json.dumps(sample) + "\n" for sample in series)
     write_text(run_dir / "system.jsonl", lines)
-    session.tracker.summary(summary, tags=_tags(result), note=_note(session, result))
+    traces = looks.keep_traces(session, result.verdict)
+    session.tracker.summary(summary, tags=_tags(session, result), note=_note(session, result))
     session.tracker.artifacts([run_dir / name for name in _ARTIFACTS if (run_dir / name).exists()])
+    files += traces
+    for text in looks.explanations(session, result.verdict)[1:]:  # the baseline's was said before
+        session.view.note(text)
     for line in [*trial_cost_lines(session.trials), break_even_line(session, result.verdict)]:
         session.view.note(line)
+    missing = {} if session.sampler is None else session.sampler.unsupported
+    if missing:
+        listed = "; ".join(f"{name} ({why})" for name, why in sorted(missing.items()))
+        session.view.note(f"system metrics that are not to be had here: {listed}")
     if session.settings.batch == "free":
         session.view.note(_batch_line(session, result))
+    if result.exit_code != 1:
+        for line in runner.closing_lines(_best_configuration(session, result), session.trials):
+            session.view.note(line)
     session.view.result(_rows(session, result.verdict), result.verdict.reason, files)
     session.tracker.close("FINISHED" if result.exit_code == 0 else "FAILED")
     session.view.note(session.tracker.how_to_open())
@@ -98,7 +113,11 @@ def interrupted(session: Session) -> None:
 
 def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
     """The numbers by which whole searches are compared, by MLflow metric name."""
-    numbers: dict[str, float] = {
+    numbers: dict[str, float] = {}
+    handed_over = _handed_over_cost(session, verdict)
+    if handed_over is not None:  # the UI's views begin with the first one
+        numbers["objective/value"] = session.objective.from_cost(handed_over)
+    numbers |= {
         "search/seconds": session.search_seconds,
         "search/trials": len(session.search_trials),
         "search/failed_trials": sum(t.status.has_failed for t in session.search_trials),
@@ -113,12 +132,12 @@ def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
         numbers["search/speed_up"] = interval.ratio
         numbers["search/speed_up_low"] = interval.low
         numbers["search/speed_up_high"] = interval.high
+    bound = gains.bound(session)
+    if bound is not None and math.isfinite(bound):
+        numbers["search/speed_up_bound"] = 1 + bound
     warm = [t.overhead_seconds for t in session.search_trials if not t.fresh_process]
     if warm:
         numbers["search/warm_trial_overhead_s"] = statistics.median(warm)
-    handed_over = _handed_over_cost(session, verdict)
-    if handed_over is not None:
-        numbers["objective/value"] = session.objective.from_cost(handed_over)
     return numbers
 
 
@@ -189,7 +208,7 @@ def _best_files(session: Session, result: Result) -> list[str]:
     winner = result.verdict.winner
     number = 0 if winner is None else winner
     trial = session.find(number)
-    best = dict(session.runner.baseline) if trial is None else trial.configuration
+    best = _best_configuration(session, result)
     plain = to_plain(session.settings)
     plain["runner"].update(session.runner.settings_of(best))
     plain.update(run_dir=None, resume="auto")  # fed back it is a search of its own
@@ -215,6 +234,12 @@ def _best_files(session: Session, result: Result) -> list[str]:
     export.write_summary(directory / "summary.json", summary, origin)
     written = session.runner.export(best, directory / "apply")
     return [str(p) for p in (directory / "config.yaml", directory / "summary.json", *written)]
+
+
+def _best_configuration(session: Session, result: Result) -> dict[str, Value]:
+    """What is handed over: the winner's, or the baseline's."""
+    trial = session.find(result.verdict.winner or 0)
+    return dict(session.runner.baseline) if trial is None else trial.configuration
 
 
 def _handed_over_cost(session: Session, verdict: Verdict) -> float | None:
@@ -259,12 +284,13 @@ def _row(
     }
 
 
-def _tags(result: Result) -> dict[str, str]:
+def _tags(session: Session, result: Result) -> dict[str, str]:
     winner = result.verdict.winner
     return {
         "perfsearch.verdict": "gain" if winner is not None else "no gain",
         "perfsearch.best_trial": str(0 if winner is None else winner),
         "perfsearch.ended": result.reason,
+        **looks.bottleneck_tags(session, result.verdict),
     }
 
 
@@ -280,6 +306,7 @@ def _batch_line(session: Session, result: Result) -> str:
 
 def _note(session: Session, result: Result) -> str:
     lines = [result.verdict.reason, f"search ended: {result.reason}"]
+    lines += looks.explanations(session, result.verdict)
     if session.settings.batch == "free":
         lines.append(_batch_line(session, result))
     return "\n\n".join(line for line in lines if line)

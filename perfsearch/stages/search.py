@@ -16,6 +16,10 @@ MAX_SERVED = 200
 """Proposals answered from the record, or screened, in a row before the search ends."""
 
 
+WALK_LINES = 20
+"""Lines on the terminal for a chain over simulated configurations."""
+
+
 class BreakerError(Exception):
     """A circuit breaker ended the search; the message says which and why."""
 
@@ -71,9 +75,26 @@ def _next(session: Session) -> tuple[dict[str, Value] | None, int | None]:
     if session.rerun:
         return session.rerun.pop(0)
     configuration = session.strategy.ask()
+    _show_walks(session)
     if configuration is not None:
         session.journal.append("asked", configuration=configuration)
     return configuration, None
+
+
+def _show_walks(session: Session) -> None:
+    """Show chains over simulated configurations: some of their points here, all in MLflow."""
+    while session.strategy.walks:
+        walk = session.strategy.walks.pop(0)
+        every = -(-len(walk.series) // WALK_LINES) or 1
+        for row, (iteration, current, proposed, best) in enumerate(walk.series, start=1):
+            for name, value in (("cur", current), ("next", proposed), ("best", best)):
+                session.tracker.series(f"simulated/{name}_ms", iteration, 1e3 * value)
+            if row % every == 0:
+                session.view.note(
+                    f"iter({iteration}) cur({1e3 * current:.4g}) next({1e3 * proposed:.4g}) "
+                    f"best({1e3 * best:.4g})"
+                )
+        session.view.note(walk.note)
 
 
 def _no_longer_pays(session: Session) -> str:

@@ -16,7 +16,7 @@ from perfsearch.search.knob import Value
 from perfsearch.search.objective import Objective, log_cost_error
 from perfsearch.search.space import key_of
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
-from perfsearch.stages import guard
+from perfsearch.stages import guard, looks
 from perfsearch.stages.same_computation import disagreement
 from perfsearch.strategies.base import Strategy
 
@@ -126,6 +126,7 @@ class Session:
         fresh: bool = False,
         number: int | None = None,
         seconds_left: float | None = None,
+        closely: bool = False,
     ) -> Trial:
         """Measure a configuration, record how it ended, and return it; never raises for a failure.
 
@@ -138,6 +139,7 @@ class Session:
             number: of the trial; by default the next one.
             seconds_left: what the stage may still spend. With the grace time on top it bounds the
                 trial, which is then ``interrupted``, as the configuration may be a good one.
+            closely: whether its steps are looked at closely, after those that are scored.
 
         """
         number = self.next_number if number is None else number
@@ -158,14 +160,14 @@ class Session:
                 if seconds_left is not None:
                     left = max(0.0, seconds_left - (time.monotonic() - begin))
                 plan = self._plan(number, purpose, attempt, fresh or self.recycle or attempt > 0)
-                plan = self._bounded(plan, left)
+                plan = self._bounded(looks.detailed(plan, self.settings.metrics, closely), left)
                 outcome = guard.measure(self.runner, configuration, plan)
                 if outcome.status is Status.TIMEOUT and plan.time_limit_s < self._trial_limit_s:
                     outcome = replace(outcome, status=Status.INTERRUPTED, reason=CUT_OFF)
                 if not outcome.status.is_from_outside or left == 0.0 or attempt == MAX_RETRIES:
                     break
                 self.view.warning(f"trial {number}: {outcome.reason}; starting it again")
-            self.recycle = False
+            self.recycle = looks.leave_traces(outcome)
         except BaseException:
             trial = Trial(number, configuration, purpose, Status.INTERRUPTED, reason="interrupted")
             trial.seconds = time.monotonic() - begin
@@ -177,9 +179,12 @@ class Session:
         steps_s = 0.0
         if trial.measurement is not None:
             scored_s = sum(trial.measurement.step_seconds)
-            steps_s = scored_s + trial.measurement.discarded_seconds
+            detail_s = trial.measurement.detail_seconds
+            steps_s = scored_s + trial.measurement.discarded_seconds + detail_s
             if self.sampler is not None:
-                trial.measurement.system = self.sampler.window(max(begin, now - scored_s), now)
+                end = max(begin, now - detail_s)
+                trial.measurement.system = self.sampler.window(max(begin, end - scored_s), end)
+            looks.note_findings(trial.measurement, self.settings.metrics.thresholds)
         # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
         since = self._last_told if purpose is Purpose.SEARCH else begin
         trial.overhead_seconds = max(0.0, now - since - steps_s)
@@ -209,7 +214,6 @@ class Session:
             attempt=attempt,
             time_limit_s=self._trial_limit_s,
             log_directory=self.run_dir / "logs" / f"{number:04d}",
-            detail=self.settings.metrics.detail,
         )
         if purpose is Purpose.CONFIRM:
             plan = replace(plan, scored_seconds=2 * plan.scored_seconds)

@@ -7,29 +7,61 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import qmc
 
-from perfsearch.search.knob import Configuration, Value
+from perfsearch.search.knob import Configuration, Value, same_value
 from perfsearch.search.space import Space, key_of
 from perfsearch.strategies._record import Record
 
 SCORED_WHOLE = 5_000
 """Spaces up to this size are scored whole; of larger ones a sample and the neighbourhood."""
 
-_SAMPLE = 1_500
+_SAMPLE = 1_000
+_CHANGED = 800
+
+_FEW_CHANGES, _SOME_CHANGES = 0.5, 2.0
+"""Mean number of knobs that are changed beyond the first, one or the other at random."""
+
+_SPREAD = 3
+"""Knobs of the largest expected effect that the first trials in a wide space spread out."""
+
+_STRAY = 0.2
+"""Chance that one of the other knobs changes in them."""
+
+_NULL_APART = 0.5
+"""Distance of ``null`` from the least value of an ordered knob, in units of the knob's range."""
+
+_CROSSED = 0.3
+"""Share of changed configurations that first take half of their values from another centre."""
 
 
 class Candidates:
-    """Untried feasible configurations with their encoding, cheap to list again and again."""
+    """Untried feasible configurations with their encoding, cheap to list again and again.
 
-    def __init__(self, space: Space, record: Record) -> None:
+    A space of up to ``SCORED_WHOLE`` configurations is listed whole. Of a larger one there are a
+    fixed sample, the neighbours of the best, and the best and the baseline with a few knobs
+    changed: in a wide space, what differs from them in most knobs teaches little.
+
+    Args:
+        space: where they come from.
+        record: what was tried.
+        weight: how likely each knob is changed, relative to the others; ``None``: all alike.
+
+    """
+
+    def __init__(self, space: Space, record: Record, weight: np.ndarray | None = None) -> None:
         self.space = space
         self._record = record
+        chances = np.ones(len(space.knobs)) if weight is None else weight
+        self._chances = chances / chances.sum()
         listed = space.listed()
         self._whole = listed if listed is not None and len(listed) <= SCORED_WHOLE else None
         self._rows = None if self._whole is None else space.encode(self._whole)
         self._pool: tuple[dict[str, dict[str, Value]], np.ndarray] | None = None
 
     def list(
-        self, generator: np.random.Generator, near: Sequence[Configuration] = ()
+        self,
+        generator: np.random.Generator,
+        near: Sequence[Configuration] = (),
+        baseline: Configuration | None = None,
     ) -> tuple[list[dict[str, Value]], np.ndarray]:
         """Untried configurations and their rows; in a large space those around ``near`` too."""
         if self._whole is not None and self._rows is not None:
@@ -46,10 +78,34 @@ class Candidates:
             for point in ring[:: max(1, len(ring) // 8)]:
                 for second in self.space.neighbours(point):
                     found.setdefault(key_of(second), second)
+        centers = [*([baseline] if baseline is not None else []), *near]
+        for _ in range(_CHANGED if centers else 0):
+            point = self._changed(generator, centers)
+            if self.space.feasible(point):
+                found.setdefault(key_of(point), point)
         points = list(found.values())
         rows = np.vstack([pool_rows, self.space.encode(points[pooled:])])
         free = [i for i, point in enumerate(points) if not self._record.taken(point)]
         return [points[i] for i in free], rows[free]
+
+    def _changed(
+        self, generator: np.random.Generator, centers: Sequence[Configuration]
+    ) -> dict[str, Value]:
+        """One of ``centers`` with a few values drawn anew."""
+        point = dict(centers[int(generator.integers(len(centers)))])
+        if generator.random() < _CROSSED:
+            other = centers[int(generator.integers(len(centers)))]
+            mixed = generator.random(len(self.space.knobs)) < 0.5
+            point.update(
+                {k.name: other[k.name] for k, m in zip(self.space.knobs, mixed, strict=True) if m}
+            )
+        mean = _FEW_CHANGES if generator.random() < 0.5 else _SOME_CHANGES
+        count = min(1 + int(generator.poisson(mean)), len(self.space.knobs))
+        places = generator.choice(len(self._chances), count, replace=False, p=self._chances)
+        for place in places:
+            knob = self.space.knobs[place]
+            point[knob.name] = knob.draw(generator)
+        return self.space.canonical(point)
 
     def _draw(
         self, generator: np.random.Generator
@@ -97,3 +153,56 @@ def spread_out(
             chosen = values[min(int(point[column] * len(values)), len(values) - 1)]
             distance += np.abs(rows[:, column] - chosen) > 1e-9
     return int(np.argmin(distance))
+
+
+def from_the_baseline(
+    space: Space,
+    baseline: Configuration,
+    weight: np.ndarray,
+    position: int,
+    seed: int,
+) -> dict[str, Value]:
+    """The baseline with the knobs of the largest expected effect spread out.
+
+    Those few follow a scrambled Sobol sequence over their other values; each of the rest changes
+    with a small chance. Where most knobs matter little and some values of them are bad, what
+    changes all of them at once tells of none.
+
+    Args:
+        space: where the configuration comes from.
+        baseline: a configuration of it.
+        weight: expected effect of each knob, relative to the others.
+        position: how many points of the sequence went before.
+        seed: seed of the scrambling and of the small chances.
+
+    """
+    few = min(_SPREAD, len(space.knobs))
+    sequence = qmc.Sobol(few, scramble=True, rng=np.random.default_rng(seed % 2**63))
+    if position:
+        sequence.fast_forward(position)
+    draws = sequence.random(1)[0]
+    generator = np.random.default_rng([seed % 2**63, position])
+    point = dict(baseline)
+    for rank, place in enumerate(np.argsort(-weight, kind="stable")):
+        knob = space.knobs[place]
+        if rank >= few:
+            if generator.random() < _STRAY:
+                point[knob.name] = knob.draw(generator)
+        elif knob.is_ordered and knob.is_range:
+            point[knob.name] = knob.from_unit(float(draws[rank]))
+        else:
+            others = [v for v in knob.values if not same_value(v, baseline[knob.name])]
+            others = others or [baseline[knob.name]]
+            point[knob.name] = others[min(int(draws[rank] * len(others)), len(others) - 1)]
+    return space.canonical(point)
+
+
+def with_nulls_apart(space: Space, rows: np.ndarray) -> np.ndarray:
+    """Rows with ``null`` of an ordered knob moved away: it is a default, not a neighbour of the
+    least value.
+    """
+    moved = np.array(rows)
+    for column, knob in enumerate(space.knobs):
+        if knob.is_ordered and knob.values and knob.values[0] is None:
+            moved[moved[:, column] < 1e-9, column] = -_NULL_APART
+    return moved

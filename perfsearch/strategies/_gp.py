@@ -19,23 +19,33 @@ _SQRT5 = math.sqrt(5.0)
 
 
 class MixedKernel(Kernel):  # type: ignore[misc]
-    """One term a knob plus one product over all: main effects are learned fast, interactions too.
+    """A term a knob, one over all pairs, one over all knobs: main effects are learned fast, what
+    two knobs do together soon, and the rest in the end.
 
-    ``k(x, y) = sum_d a_d k_d(x_d, y_d) + b prod_d k_d(x_d, y_d)``, where ``k_d`` is a Matern
-    kernel of smoothness 5/2 for an ordered column and ``exp(-[x_d != y_d] / l_d)`` (a Hamming
-    kernel) for an unordered one.
+    ``k(x, y) = sum_d a_d k_d + p sum_{d<e} w_d w_e k_d k_e / n + b prod_d k_d``, where ``k_d`` is a
+    Matern kernel of smoothness 5/2 for an ordered column and ``exp(-[x_d != y_d] / l_d)`` (a
+    Hamming kernel) for an unordered one, and ``n`` makes the middle term 1 at ``x = y``. The sums
+    over pairs follow from those over columns (Duvenaud et al., 2011, additive processes).
 
     Args:
         length_scale: ``l_d``, shape (columns,).
-        variance: ``a_1 .. a_D, b``, shape (columns + 1,).
+        variance: ``a_1 .. a_D, p, b``, shape (columns + 2,); for a single column ``p`` has no term.
         ordered: which columns may be compared by distance, shape (columns,).
+        share: ``w_d``, how much each column takes part in pairs, shape (columns,).
 
     """
 
-    def __init__(self, length_scale: np.ndarray, variance: np.ndarray, ordered: np.ndarray) -> None:
+    def __init__(
+        self,
+        length_scale: np.ndarray,
+        variance: np.ndarray,
+        ordered: np.ndarray,
+        share: np.ndarray,
+    ) -> None:
         self.length_scale = length_scale
         self.variance = variance
         self.ordered = ordered
+        self.share = share
 
     @property
     def hyperparameter_length_scale(self) -> Hyperparameter:
@@ -67,17 +77,32 @@ class MixedKernel(Kernel):  # type: ignore[misc]
             slope[..., ordered] = t**2 * (1.0 + t) / 3.0 * decay
             slope[..., unordered] = each[..., unordered] * differs
         product = np.prod(each, axis=-1)
-        covariance = each @ variance[:-1] + variance[-1] * product
+        share = self._share_of_pairs
+        weighted = each * share
+        total = weighted.sum(axis=-1)
+        pairs = 0.5 * (total**2 - (weighted**2).sum(axis=-1))
+        covariance = each @ variance[:-2] + variance[-2] * pairs + variance[-1] * product
         if slope is None:
             return covariance
         through_product = variance[-1] * product[..., None] / np.maximum(each, 1e-300)
-        by_length = slope * (variance[:-1] + through_product)
-        by_variance = np.concatenate([each, product[..., None]], axis=-1) * variance
+        through_pairs = variance[-2] * share * (total[..., None] - weighted)
+        by_length = slope * (variance[:-2] + through_pairs + through_product)
+        terms = [each, pairs[..., None], product[..., None]]
+        by_variance = np.concatenate(terms, axis=-1) * variance
         return covariance, np.concatenate([by_length, by_variance], axis=-1)
+
+    @property
+    def _share_of_pairs(self) -> np.ndarray:
+        """``w_d`` scaled so that the sum over all pairs is 1; zeros where there is no pair."""
+        share = np.asarray(self.share, dtype=float)
+        whole = 0.5 * float(share.sum() ** 2 - (share**2).sum())
+        return share / math.sqrt(whole) if whole > 1e-12 else np.zeros_like(share)
 
     def diag(self, X: np.ndarray) -> np.ndarray:
         """Prior variance of each row."""
-        return np.full(len(X), float(np.sum(self.variance)))
+        variance = np.atleast_1d(self.variance)
+        pairs = variance[-2] if self._share_of_pairs.any() else 0.0
+        return np.full(len(X), float(np.sum(variance[:-2]) + pairs + variance[-1]))
 
     def is_stationary(self) -> bool:
         """Whether it depends on differences only."""
@@ -91,7 +116,9 @@ class Prior:
     Attributes:
         length_scale: of every column.
         main: variance of each column's own term, times the number of columns.
-        weight: relative size of the columns' own terms, shape (columns,); ``None``: all alike.
+        weight: relative size of the columns' own terms, and of their parts in pairs, shape
+            (columns,); ``None``: all alike.
+        pairs: variance of the term over pairs.
         product: variance of the product term.
         noise: variance of the noise.
 
@@ -100,6 +127,7 @@ class Prior:
     length_scale: tuple[float, float] = (0.7, 0.8)
     main: tuple[float, float] = (1.0, 1.5)
     weight: np.ndarray | None = None
+    pairs: tuple[float, float] = (0.5, 1.5)
     product: tuple[float, float] = (0.5, 1.5)
     noise: tuple[float, float] = (0.01, 1.0)
 
@@ -149,18 +177,18 @@ def fit(
         [
             np.full(columns, prior.length_scale[0]),
             prior.main[0] / columns * weight,
-            [prior.product[0], prior.noise[0] if noise is None else noise**2],
+            [prior.pairs[0], prior.product[0], prior.noise[0] if noise is None else noise**2],
         ]
     )
     widths = np.concatenate(
         [
             np.full(columns, prior.length_scale[1]),
             np.full(columns, prior.main[1]),
-            [prior.product[1], prior.noise[1]],
+            [prior.pairs[1], prior.product[1], prior.noise[1]],
         ]
     )
     free = len(medians) - (noise is not None)
-    kernel = MixedKernel(medians[:columns], medians[columns:-1], ordered) + WhiteKernel(
+    kernel = MixedKernel(medians[:columns], medians[columns:-1], ordered, weight) + WhiteKernel(
         medians[-1], "fixed" if noise is not None else (1e-8, 1e2)
     )
     known = np.full(len(rows), 1e-8) if error is None else 1e-8 + error**2

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from perfsearch.search.hints import Hints, Prediction
+from perfsearch.search.hints import Hints, Prediction, Walk
 from perfsearch.search.knob import Value
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Trial
@@ -24,7 +24,8 @@ class Strategy(ABC):
     Budgets, duplicates and retries are the pipeline's business.
 
     ``expected_gain`` is the share by which the last proposal is expected to lower the best cost,
-    where the strategy can tell, so that a search can end when that no longer pays.
+    where the strategy can tell, so that a search can end when that no longer pays. ``walks`` holds
+    chains over simulated configurations since it was last emptied, to be shown.
 
     A subclass lives in its own module ``perfsearch.strategies.NAME``, with its options in
     ``conf/strategy/NAME.yaml`` and a frozen dataclass ``Options`` that documents them.
@@ -41,6 +42,7 @@ class Strategy(ABC):
         self.options: Any = options if options is not None else type(self).Options()
         self.stop_reason = ""
         self.expected_gain: float | None = None
+        self.walks: list[Walk] = []
 
     @abstractmethod
     def ask(self) -> dict[str, Value] | None:

@@ -13,7 +13,13 @@ from perfsearch.search.hints import Hints
 from perfsearch.search.knob import Configuration, Value
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Trial
-from perfsearch.strategies._candidates import Candidates, spread_out
+from perfsearch.strategies._candidates import (
+    SCORED_WHOLE,
+    Candidates,
+    from_the_baseline,
+    spread_out,
+    with_nulls_apart,
+)
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
 
@@ -27,8 +33,9 @@ _UNEXPLAINED = 0.05
 """With more learned noise than this, the model does not explain the costs, and its promise of no
 further gain is not believed."""
 
-_DECAY = 0.75
-"""Expected variance of a knob's own effect over that of the knob expected to matter more."""
+_DECAY, _LEAST_EFFECT = 0.75, 0.1
+"""Expected variance of a knob's own effect over that of the knob expected to matter more, and
+the least of it relative to the first: the order may be wrong."""
 
 _FEWEST_INITIAL, _MOST_INITIAL = 3, 6
 """Bounds on the spread-out trials: in a wide space the model's own choices teach it more."""
@@ -40,14 +47,16 @@ _BOUND_ERROR = 0.1
 class Bayes(Strategy):
     """Expected improvement on the logarithm of the cost, times the probability of running.
 
-    A Gaussian process over the encoded knobs (one term a knob and their product; Matern 5/2 on
-    ordered knobs, Hamming on the others) predicts the cost; its noise is each trial's own
+    A Gaussian process over the encoded knobs (a term a knob, one over pairs, one over all; Matern
+    5/2 on ordered knobs, Hamming on the others) predicts the cost; its noise is each trial's own
     standard error plus a learned part. Failures train a model of their own
     (``_feasibility.Feasibility``), so that a good configuration beside a memory cliff is not
-    shunned. The first proposals are spread out by a Sobol sequence that leans to the promising
-    end of knobs known to be monotonic. Proposals whose trials have not ended are believed to lie
-    at the predicted mean (Ginsbourger et al., 2010, call it the kriging believer). Where the
-    runner predicts costs, the process models the ratio to its prediction.
+    shunned. The first proposals are those that the runner would try, then spread out by a Sobol
+    sequence that leans to the promising end of knobs known to be monotonic; in a wide space they
+    are the baseline with the few knobs of the largest expected effect spread out. Proposals whose
+    trials have not ended are believed to lie at the predicted mean (Ginsbourger et al., 2010, call
+    it the kriging believer). Where the runner predicts costs, the process models the ratio to its
+    prediction.
     """
 
     @dataclass(frozen=True)
@@ -93,6 +102,7 @@ class Bayes(Strategy):
         self._noise = 0.0
         self._weight = _expected_effects(space, hints)
         few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
+        few = max(few, min(len(hints.starts) + 1, _MOST_INITIAL + 1))
         self._initial: int = self.options.initial_points or few
 
     def ask(self) -> dict[str, Value] | None:
@@ -102,16 +112,21 @@ class Bayes(Strategy):
             self.stop_reason = f"strategy.max_samples={limit} spent"
             return None
         if self._candidates is None:
-            self._candidates = Candidates(self.space, self._record)
+            self._candidates = Candidates(self.space, self._record, self._weight)
         near = [t.configuration for t in sorted(self._record.measured(), key=_cost)[:5]]
         near = [c for c in near if self.space.feasible(c)]
-        points, rows = self._candidates.list(self._record.generator(), near)
+        start = self._start()
+        points, rows = self._candidates.list(self._record.generator(), near, start)
         if not points:
             self.stop_reason = self._record.why_none()
             return None
         known = len(self._record.trials) + len(self._record.outstanding)
         self.expected_gain = None
         if known < self._initial or len(self._record.measured()) < 2:
+            first = self._first(start, known)
+            if first is not None:
+                self._asked += 1
+                return self._record.propose(first)
             lean = np.array([self.hints.monotonic.get(k.name, 0) for k in self.space.knobs])
             place = spread_out(rows, self.space.ordered_columns, lean, known, self.seed)
         else:
@@ -138,6 +153,27 @@ class Bayes(Strategy):
             f"{len(self._record.measured())} trials measured, {len(self._record.failed())} failed"
         )
 
+    def _start(self) -> dict[str, Value] | None:
+        """The baseline as a configuration of this space, where it is one."""
+        values = {k.name: self.hints.baseline.get(k.name, k.default) for k in self.space.knobs}
+        start = self.space.canonical(values)
+        return start if self.space.feasible(start) else None
+
+    def _first(self, start: dict[str, Value] | None, known: int) -> dict[str, Value] | None:
+        """What the runner would try first; then one of the first trials of a wide space whose
+        knobs are known to differ in effect.
+        """
+        for point in self.hints.starts:
+            point = self.space.canonical(point)
+            if self.space.feasible(point) and not self._record.taken(point):
+                return point
+        size = self.space.size
+        wide = size is None or size > SCORED_WHOLE
+        if start is None or self._weight is None or not wide:
+            return None
+        point = from_the_baseline(self.space, start, self._weight, known, self.seed)
+        return point if self.space.feasible(point) and not self._record.taken(point) else None
+
     def _settled(self) -> bool:
         """Whether enough was seen to trust the model when it promises nothing."""
         if self._noise > _UNEXPLAINED:
@@ -154,14 +190,14 @@ class Bayes(Strategy):
 
         measured, bounded = self._record.measured(), self._record.bounded()
         trials = [*measured, *bounded]
-        seen = self.space.encode([t.configuration for t in trials])
+        seen = self._encode([t.configuration for t in trials])
         logs = np.array([math.log(_cost(t)) for t in trials])
         errors = np.array([t.cost_error or 0.0 for t in trials])
         errors[len(measured) :] += _BOUND_ERROR
         logs -= self._log_predicted([t.configuration for t in trials])
         center, scale = float(np.mean(logs)), max(float(np.std(logs)), 0.02)
         target = (logs - center) / scale
-        waiting = self.space.encode(list(self._record.outstanding.values()))
+        waiting = self._encode(list(self._record.outstanding.values()))
         model = fit(
             seen,
             target,
@@ -176,7 +212,7 @@ class Bayes(Strategy):
         best = float(
             np.min(model.predict(seen[: len(tried)])[0] + self._log_predicted(tried) / scale)
         )
-        mean, deviation = model.predict(rows)
+        mean, deviation = model.predict(with_nulls_apart(self.space, rows))
         mean = mean + self._log_predicted(points) / scale
         better = best - mean - self.options.xi / scale
         ratio = better / deviation
@@ -187,6 +223,9 @@ class Bayes(Strategy):
         if (likely >= _LEAST_LIKELY).any():
             likely = np.where(likely >= _LEAST_LIKELY, likely, 0.0)
         return np.asarray(scale * expected * likely)
+
+    def _encode(self, points: Sequence[Configuration]) -> np.ndarray:
+        return with_nulls_apart(self.space, self.space.encode(points))
 
     def _log_predicted(self, points: Sequence[Configuration]) -> np.ndarray:
         """Logarithms of the costs that the runner predicts: what the model corrects.
@@ -207,7 +246,8 @@ def _expected_effects(space: Space, hints: Hints) -> np.ndarray | None:
     if len(order) < 3:
         return None
     rank = {name: place for place, name in enumerate(order)}
-    return np.array([_DECAY ** rank.get(k.name, len(order)) for k in space.knobs])
+    effects = [_DECAY ** rank.get(k.name, len(order)) for k in space.knobs]
+    return np.maximum(effects, _LEAST_EFFECT)
 
 
 def _cost(trial: Trial) -> float:

@@ -25,7 +25,8 @@ class Fast(Strategy):
     value that fits is found from the runner's prediction, then by bisection, and a short list
     below it is measured. Growth ends early where it stops paying. The next stage starts from the
     best of all knobs so far and from where the last stage ended, and is never skipped on the
-    ground that an earlier one was better. The second part moves one knob at a time from the best
+    ground that an earlier one was better. Without such a knob, what the runner would try comes
+    first. The second part moves one knob at a time from the best
     configuration, knobs of the largest expected effect first, until nothing improves any more.
 
     The metric, and its direction, is that of ``objective.metric``.
@@ -105,6 +106,9 @@ class Fast(Strategy):
             yield start
         self._growth = {key_of(start)}
         grown = self._growing()
+        if grown is None:
+            points = (self.space.canonical(point) for point in self.hints.starts)
+            yield from (point for point in points if self.space.feasible(point))
         if grown is not None:
             fitted = 0
             for stage in self._stages():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from perfsearch.search.hints import Hints
+from perfsearch.search.hints import Hints, WalkRequest
 from perfsearch.search.knob import Value, same_value
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.trial import Trial
@@ -33,7 +34,8 @@ class Mcmc(Strategy):
     ``d`` is the difference in percent of the start's cost (FlexFlow's is in milliseconds, and so
     depends on the size of the model). States that are visited again are served from the record.
     Failures are never accepted. Where the runner predicts costs, ``proposals`` steps are taken on
-    the predictions, and the best states found are measured, best first.
+    the predictions, and the best states found are measured, best first; a runner with a simulator
+    of its own walks the chain itself.
 
     After Jia et al., Beyond Data and Model Parallelism for Deep Neural Networks, 2019.
     """
@@ -44,25 +46,28 @@ class Mcmc(Strategy):
 
         Attributes:
             alpha: how strictly worse states are refused, per percent of the start's cost; 0
-                accepts all of them, a large number none.
-            proposals: steps on predicted costs, all chains together; 0 measures the start alone.
-                Without predictions it has no effect: each step is then a trial.
+                accepts all of them, a large number none; ``None``: 0.05, or as a runner that
+                walks the chain itself finds best.
+            proposals: steps on predicted costs, all chains together; 0 measures the start alone;
+                ``None``: 1,000, or as a runner that walks the chain itself finds best. Without
+                predictions it has no effect: each step is then a trial.
             chains: number of chains that take turns.
-            return_every: steps after which a chain goes back to the best state; 0 never.
-            start: configuration to start from; ``None`` takes the baseline.
+            return_every: steps after which a chain goes back to the best state; 0 never; ``None``:
+                25, or as a runner that walks the chain itself finds best.
+            start: configuration to start from; ``None`` takes the runner's, or the baseline.
 
         """
 
-        alpha: float = 0.05
-        proposals: int = 1000
+        alpha: float | None = None
+        proposals: int | None = None
         chains: int = 1
-        return_every: int = 25
+        return_every: int | None = None
         start: Mapping[str, Value] | None = None
 
         def __post_init__(self) -> None:
             for key, least in (("alpha", 0), ("proposals", 0), ("chains", 1), ("return_every", 0)):
                 value = getattr(self, key)
-                if not (math.isfinite(value) and value >= least):
+                if value is not None and not (math.isfinite(value) and value >= least):
                     raise ValueError(f"strategy.{key}={value}: allowed is {least} or more.")
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
@@ -75,7 +80,13 @@ class Mcmc(Strategy):
         self._costs: dict[str, float] = {}
         self._start_cost = 1.0
         self._ranked: list[dict[str, Value]] | None = None
-        start = hints.baseline if self.options.start is None else self.options.start
+        self._alpha = 0.05 if self.options.alpha is None else self.options.alpha
+        every, steps = self.options.return_every, self.options.proposals
+        self._return_every = 25 if every is None else every
+        self._proposals = 1000 if steps is None else steps
+        start = hints.start or hints.baseline
+        if self.options.start is not None:
+            start = dict(self.options.start)
         reasons = space.violations(start)
         if reasons and self.options.start is not None:
             raise ValueError(f"strategy.start={dict(start)}: {'; '.join(reasons)}")
@@ -118,7 +129,7 @@ class Mcmc(Strategy):
     def describe(self) -> str:
         """One line for people."""
         states = ", ".join(f"{100 * c.cost / self._start_cost:.1f}%" for c in self._chains)
-        return f"Markov chain, alpha {self.options.alpha:g}; at {states or 'the start'} of its cost"
+        return f"Markov chain, alpha {self._alpha:g}; at {states or 'the start'} of its cost"
 
     def _next_state(self, chain: _Chain) -> dict[str, Value] | None:
         for _ in range(_FREE_STEPS):
@@ -158,13 +169,12 @@ class Mcmc(Strategy):
         worse_percent = 100.0 * (cost - current) / start
         if worse_percent <= 0:
             return True
-        return bool(generator.random() < math.exp(-self.options.alpha * worse_percent))
+        return bool(generator.random() < math.exp(-self._alpha * worse_percent))
 
     def _returns(self, chain: _Chain) -> bool:
         """Count a step; whether it is time to go back to the best state."""
         chain.steps += 1
-        every = self.options.return_every
-        return bool(every and chain.steps % every == 0)
+        return bool(self._return_every and chain.steps % self._return_every == 0)
 
     def _consider(self, chain: _Chain, point: dict[str, Value], cost: float) -> None:
         if self._accepts(cost, chain.cost, self._start_cost, self._generator):
@@ -176,7 +186,7 @@ class Mcmc(Strategy):
 
     def _ask_ranked(self, start: dict[str, Value]) -> dict[str, Value] | None:
         if self._ranked is None:
-            self._ranked = self._simulate(start)
+            self._ranked = self._walk(start) if self.hints.walk else self._simulate(start)
         for point in self._ranked:
             if not self._record.taken(point):
                 return self._record.propose(point)
@@ -184,9 +194,29 @@ class Mcmc(Strategy):
         self.stop_reason = (
             self._record.why_none()
             if size is not None and len(self._ranked) >= size
-            else f"every state found in {self.options.proposals} proposals was measured"
+            else "every state that the chain kept was measured"
+            if self.hints.walk
+            else f"every state found in {self._proposals} proposals was measured"
         )
         return None
+
+    def _walk(self, start: dict[str, Value]) -> list[dict[str, Value]]:
+        """Let the runner walk; the chains share the proposals."""
+        assert self.hints.walk is not None
+        chosen = self.options
+        share = None if chosen.proposals is None else -(-chosen.proposals // chosen.chains)
+        found: dict[str, dict[str, Value]] = {}
+        walks = []
+        for chain in range(chosen.chains):
+            seed = (self.seed + chain) % 2**63
+            request = WalkRequest(start, share, seed, chosen.alpha, chosen.return_every)
+            walks.append(self.hints.walk(request))
+        self.walks.extend(walks)
+        for points in zip_longest(*(walk.points for walk in walks)):
+            for point in points:
+                if point is not None and self.space.feasible(point):
+                    found.setdefault(key_of(point), self.space.canonical(point))
+        return list(found.values())
 
     def _simulate(self, start: dict[str, Value]) -> list[dict[str, Value]]:
         """Walk on predicted costs; return the states seen, best first."""
@@ -196,7 +226,7 @@ class Mcmc(Strategy):
         chains = [_Chain(dict(start), cost) for _ in range(self.options.chains)]
         seen = {key_of(start): (cost, dict(start))}
         best = (cost, dict(start))
-        for step in range(self.options.proposals):
+        for step in range(self._proposals):
             chain = chains[step % len(chains)]
             point = self._neighbour(chain.configuration, generator)
             if point is None:

@@ -15,6 +15,11 @@ from perfsearch.tracking.svg import Axis, Canvas, number
 WIDTH = 860.0
 _LEFT, _RIGHT = 64.0, 12.0
 _INSIDE = ("forward", "backward", "optimizer")
+_ORDER = (
+    *("dataloader_next", "to_device", "train_batch", "forward", "backward", "comm_exposed"),
+    *("optimizer", "step_lr_schedulers", "from_device", "reduce_metrics", "callbacks", "rest"),
+)
+"""Phases as they come in a step; others stand behind them."""
 _POINTS = 240
 
 
@@ -102,21 +107,30 @@ def speed_ups(intervals: Mapping[int, Ratio], winner: int | None) -> str:
 def phase_parts(measurement: Measurement) -> dict[str, float]:
     """Milliseconds of phases that do not overlap and sum to the mean step.
 
-    ``comm_exposed`` lies inside of the backward pass and is taken out of it; ``train_batch`` is
-    shown only where its parts are not known; what no phase covers is ``rest``.
+    After a close look they are means over ranks, otherwise the slowest rank's. Where
+    ``comm_exposed`` was measured apart it lies inside of the backward pass and is taken out of it;
+    ``train_batch`` is shown only where its parts are not known; what no phase covers is ``rest``.
     """
-    phases = dict(measurement.phases_ms)
+    looked_at = [r for r in measurement.environment.get("ranks", []) if "phases_ms" in r]
+    ranks = [r["phases_ms"] for r in looked_at]
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    phases = {n: statistics.fmean(r.get(n, 0.0) for r in ranks) for n in names}
+    inside = "comm_exposed" not in phases
+    phases = {**measurement.phases_ms, **phases}
     if any(name in phases for name in _INSIDE):
         phases.pop("train_batch", None)
     exposed = phases.get("comm_exposed", 0.0)
-    if exposed and "backward" in phases:
+    if inside and exposed and "backward" in phases:
         phases["comm_exposed"] = min(exposed, phases["backward"])
         phases["backward"] -= phases["comm_exposed"]
-    step_ms = statistics.fmean(measurement.step_seconds) * 1e3
+    steps_ms = [float(r["step_ms"]) for r in looked_at if r.get("step_ms")]
+    step_ms = statistics.fmean(steps_ms or [s * 1e3 for s in measurement.step_seconds])
     rest = step_ms - sum(phases.values())
     if rest > 0:
         phases["rest"] = rest
-    return {name: ms for name, ms in phases.items() if ms > 0}
+    order = {name: place for place, name in enumerate(_ORDER)}
+    listed = sorted(phases.items(), key=lambda item: order.get(item[0], len(order)))
+    return {name: ms for name, ms in listed if ms > 0}
 
 
 def phases(rows: Mapping[str, Measurement]) -> str:

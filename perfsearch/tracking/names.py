@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perfsearch.metrics.diagnosis import diagnose
-from perfsearch.metrics.throughput import model_flops_utilization, peak_flops, step_time_summary
+from perfsearch.metrics.throughput import mfu_of, step_time_summary
 from perfsearch.search.knob import Configuration, Kind, Knob, Value
 from perfsearch.search.trial import Measurement, Status, Trial
 
@@ -20,6 +20,9 @@ PARAM_LIMIT = 500
 TAG_LIMIT = 5000
 SERIES_LIMIT = 200
 """Points of a series; the UI slows down with more."""
+
+_UNSHOWN = ("_rank", "_error_ms")
+"""Evidence that is not shown: each key is a card in the UI, which slows down with many."""
 
 _KEY = re.compile(r"[^/\w.\- ]")
 
@@ -100,12 +103,11 @@ def flat(parameters: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def trial_metrics(trial: Trial) -> dict[str, float]:
     """Summary metrics of a trial. Only a trial that ended well has ``objective/value``."""
-    metrics: dict[str, float | int | None] = {
-        "trial/seconds": trial.seconds,
-        "trial/overhead_seconds": trial.overhead_seconds,
-    }
+    metrics: dict[str, float | int | None] = {}
     if trial.status is Status.OK:
-        metrics["objective/value"] = trial.objective
+        metrics["objective/value"] = trial.objective  # the UI's views begin with the first one
+    metrics["trial/seconds"] = trial.seconds
+    metrics["trial/overhead_seconds"] = trial.overhead_seconds
     found = trial.measurement
     if found is None:
         return finite(metrics)
@@ -125,7 +127,8 @@ def trial_metrics(trial: Trial) -> dict[str, float]:
             "trial/discarded_steps": found.discarded_steps,
         }
     )
-    metrics.update({f"timing_evidence/{k}": v for k, v in found.bottleneck_evidence.items()})
+    evidence = found.bottleneck_evidence.items()
+    metrics.update({f"timing_evidence/{k}": v for k, v in evidence if not k.endswith(_UNSHOWN)})
     metrics.update({f"system/{k}": v for k, v in found.system.items()})
     return finite(metrics)
 
@@ -141,14 +144,7 @@ def _throughput(found: Measurement) -> dict[str, float | None]:
         metrics["throughput/device/tokens_per_s"] = found.tokens_per_s / world
     if found.flops_per_step is not None:
         metrics["throughput/device/tflops"] = found.flops_per_step / step_s / world / 1e12
-        devices = found.environment.get("devices") or [{}]
-        peak = peak_flops(
-            str(devices[0].get("name", "")), str(found.environment.get("precision", ""))
-        )
-        if peak is not None:
-            metrics["throughput/device/mfu"] = model_flops_utilization(
-                found.flops_per_step, step_s, world, peak
-            )
+        metrics["throughput/device/mfu"] = mfu_of(found)
     return metrics
 
 
@@ -183,7 +179,10 @@ def trial_tags(trial: Trial) -> dict[str, str]:
         tags["mlflow.note.content"] = trial.reason
     found = trial.measurement
     if found is not None and found.step_seconds and found.phases_ms:
-        tags["perfsearch.bottleneck"] = diagnose(found)[0].name
+        findings = found.environment.get("findings") or [str(f) for f in diagnose(found)]
+        bottleneck = found.environment.get("bottleneck") or diagnose(found)[0].name
+        tags["perfsearch.bottleneck"] = str(bottleneck)
+        tags.setdefault("mlflow.note.content", "\n".join(f"- {line}" for line in findings))
     if trial.log_path:
         tags["perfsearch.log_path"] = trial.log_path
     return tags

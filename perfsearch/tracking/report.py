@@ -10,9 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from perfsearch.metrics.bounds import bounds, percent
 from perfsearch.metrics.diagnosis import diagnose
+from perfsearch.metrics.looks import closest_look
 from perfsearch.search.objective import Objective
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.search.trial import Measurement, Purpose, Trial
 from perfsearch.tracking import charts
 from perfsearch.tracking.effects import knob_effects
 from perfsearch.tracking.files import write_text
@@ -70,6 +72,7 @@ def write_report(
         ("Baseline against the finalists", _speed_ups(verdict), _SPEED_UPS),
         ("Where the time of a step goes", _phases(trials, verdict.winner), _PHASES),
         ("What holds the job back", _diagnosis(trials, verdict.winner), ""),
+        ("What there was to gain, at most", _gains(trials), _GAINS),
         ("Effect of each knob", _effects(trials), _EFFECTS),
         ("Memory", _memory(trials, memory_limit_gib), _MEMORY),
         ("System", "".join(charts.system(system_series)), ""),
@@ -102,13 +105,12 @@ def _find(trials: Sequence[Trial], winner: int | None) -> dict[str, Measurement]
     """Measurements of the baseline and of the winner, as far as there are any."""
     found: dict[str, Measurement] = {}
     for trial in trials:
-        measured = trial.measurement
-        if measured is None or trial.status is not Status.OK or not measured.step_seconds:
+        is_baseline = trial.purpose is Purpose.BASELINE
+        if not is_baseline and (winner is None or trial.number != winner):
             continue
-        if trial.purpose is Purpose.BASELINE:
-            found.setdefault("baseline", measured)
-        elif winner is not None and trial.number == winner:
-            found[f"trial {winner}"] = measured
+        look = closest_look(trials, trial.configuration)
+        if look is not None:
+            found["baseline" if is_baseline else f"trial {winner}"] = look
     return found
 
 
@@ -126,13 +128,24 @@ def _diagnosis(trials: Sequence[Trial], winner: int | None) -> str:
     for label, measurement in _find(trials, winner).items():
         if not measurement.phases_ms:
             continue
-        items = "".join(
-            f"<li><b>{escape(f.name)}</b> ({f.severity}): {escape(f.evidence)}. "
-            f"{escape(f.advice)}</li>"
-            for f in diagnose(measurement)
-        )
+        lines = measurement.environment.get("findings") or [str(f) for f in diagnose(measurement)]
+        items = "".join(f"<li>{_emphasised(line)}</li>" for line in lines)
         parts.append(f"<h3>{escape(label)}</h3><ul>{items}</ul>")
     return "".join(parts)
+
+
+def _gains(trials: Sequence[Trial]) -> str:
+    look = _find(trials, None).get("baseline")
+    rows = "".join(
+        f"<tr><td>{escape(b.part)}</td><td>{percent(b.gain)}</td><td>{escape(b.evidence)}</td></tr>"
+        for b in ([] if look is None else bounds(look))
+    )
+    return f"<div class=wide><table>{rows}</table></div>" if rows else ""
+
+
+def _emphasised(finding: str) -> str:
+    name, space, rest = finding.partition(" ")
+    return f"<b>{escape(name)}</b>{space}{escape(rest)}"
 
 
 def _effects(trials: Sequence[Trial]) -> str:
@@ -179,7 +192,13 @@ _PROGRESS = (
     "best reading so far. Single readings flatter the luckiest: only the comparison below counts."
 )
 _SPEED_UPS = "Measured in fresh processes, interleaved with the baseline. The line at 1 is no gain."
-_PHASES = "Mean of the slowest rank in each phase; 'rest' is what no phase covers."
+_PHASES = (
+    "Means over ranks after a close look, else of the slowest; 'rest' is what no phase covers."
+)
+_GAINS = (
+    "From the baseline's steps: what a part takes, or what a step took less without it, and two "
+    "standard errors. It bounds what knobs that touch only this part can give."
+)
 _EFFECTS = (
     "From an additive model of log speed, with intervals from resampling trials; grey where the "
     "interval covers no effect. A search chooses where it looks: these are associations."

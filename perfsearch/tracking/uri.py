@@ -75,7 +75,22 @@ def locate(uri: str | None, directory: Path | None = None) -> StoreLocation:
         return StoreLocation((base / uri).as_uri() if is_path else uri, None)
     if uri.split("://", 1)[0].split("+")[0] in ("postgresql", "mysql", "mssql"):
         return StoreLocation(uri, (base / "mlruns").as_uri())
+    if not _is_known(uri):
+        raise TrackingError(
+            f"tracking.uri={uri}: MLflow has no such kind of store. Use a database, such as "
+            f"sqlite:///{base / 'mlflow.db'}, or a server, http://..."
+        )
     return StoreLocation(uri, None)
+
+
+def _is_known(uri: str) -> bool:
+    """Whether MLflow or a plugin of it takes the scheme."""
+    scheme = uri.partition(":")[0]
+    if scheme in ("http", "https", "databricks", "databricks-uc", "uc"):
+        return True
+    from importlib.metadata import entry_points
+
+    return scheme in {e.name for e in entry_points(group="mlflow.tracking_store")}
 
 
 def _require_writable(uri: str, file: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from perfsearch.search.trial import Status
-from perfsearch.workers.messages import AFTER_PEER, RankError
+from perfsearch.workers.messages import AFTER_PEER, LOOKING, RankError
 
 _LOADER_TAIL = 4000  # characters of a log in which a loader process has left its last words
 
@@ -113,19 +113,21 @@ class Failure:
         status: the kind.
         reason: the cause in one line, with the rank.
         rank: the first rank that failed, if one did.
+        while_looking: whether it was no part of the trial, but the close look after it.
 
     """
 
     status: Status
     reason: str
     rank: int | None = None
+    while_looking: bool = False
 
 
 def classify(evidence: Evidence) -> Failure:
     """Name the kind and the cause, from the first failing rank."""
     first = first_error(evidence.errors)
     if first is not None and not is_echo(first):
-        return _of_error(first, evidence)
+        return replace(_of_error(first, evidence), while_looking=first.phase == LOOKING)
     if evidence.timed_out is not None:
         what = "start-up" if evidence.starting else "the trial"
         status = Status.INFRASTRUCTURE if evidence.starting else Status.TIMEOUT

@@ -42,6 +42,7 @@ class Loop:
         self._store = self._groups.connect()
         self._watch_store = self._groups.connect()
         self._send_lock = threading.Lock()
+        self._identity = {"host": os.uname().nodename, "device": _device_name(self._groups.device)}
 
     def serve(self) -> int:
         """Run until the controller says ``close`` or is gone; return the exit code."""
@@ -65,8 +66,7 @@ class Loop:
         """Make the first process group, and tell the controller that every rank is there."""
         self._groups.ensure(self._startup.group_values, self._startup.group_env, _FIRST_TIMEOUT_S)
         slowest([0.0], self._groups.device)
-        mine = {"host": os.uname().nodename, "device": _device_name(self._groups.device)}
-        self._store.set(f"hello/{self._groups.rank}", json.dumps(mine))
+        self._store.set(f"hello/{self._groups.rank}", json.dumps(self._identity))
         if self._channel is None:
             return
         ranks = [json.loads(self._store.get(f"hello/{r}")) for r in self._all_ranks()]
@@ -113,7 +113,9 @@ class Loop:
         rank = self._groups.rank
         with AbortWatch(self._watch_store, abort_key, on_abort):
             try:
-                return run_trial(self._trainer, request)
+                result = run_trial(self._trainer, request)
+                result.environment.update(self._identity)
+                return result
             except Exception as error:
                 peer = self._store.check([abort_key])
                 if not peer:

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from perfsearch.workers.settling import is_steady as is_steady
+from perfsearch.workers.settling import steps_to_fill as steps_to_fill
+
 LOADING = ("dataloader_next", "to_device")
 PHASES = (*LOADING, "forward", "backward", "optimizer")
 
@@ -28,23 +31,39 @@ class Clock(ABC):
     def between(self, earlier: Any, later: Any) -> float:
         """Seconds from one point to another, the window being over."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the window has begun."""
+        return bool(self._points)
+
     def mark(self, phase: str) -> None:
         """Note that ``phase`` ends here; ``step`` ends a step, ``start`` opens the window."""
         self._points.append((phase, self.now()))
 
     def read(self) -> tuple[list[float], dict[str, float]]:
         """Seconds of each step, and mean seconds a step of each phase."""
-        steps: list[float] = []
+        steps, by_step = self.read_steps()
         totals: dict[str, float] = {}
+        for phases in by_step:
+            for phase, seconds in phases.items():
+                totals[phase] = totals.get(phase, 0.0) + seconds
+        return steps, {p: total / max(1, len(steps)) for p, total in totals.items()}
+
+    def read_steps(self) -> tuple[list[float], list[dict[str, float]]]:
+        """Seconds of each step, and of each phase in it."""
+        steps: list[float] = []
+        by_step: list[dict[str, float]] = []
+        phases: dict[str, float] = {}
         step_start = previous = self._points[0][1]
         for phase, point in self._points[1:]:
             if phase == "step":
                 steps.append(self.between(step_start, point))
-                step_start = point
+                by_step.append(phases)
+                step_start, phases = point, {}
             else:
-                totals[phase] = totals.get(phase, 0.0) + self.duration(phase, previous, point)
+                phases[phase] = phases.get(phase, 0.0) + self.duration(phase, previous, point)
             previous = point
-        return steps, {p: total / max(1, len(steps)) for p, total in totals.items()}
+        return steps, by_step
 
     def duration(self, phase: str, earlier: Any, later: Any) -> float:
         """Seconds of one phase."""
@@ -109,27 +128,6 @@ def mean_over_ranks(values: torch.Tensor) -> list[float]:
     values = values.double()
     dist.all_reduce(values)
     return [float(v) / dist.get_world_size() for v in values.tolist()]
-
-
-def is_steady(seconds: list[float], least: int = 3, tolerance: float = 0.2) -> bool:
-    """Whether the last steps of a series look like each other.
-
-    Args:
-        seconds: of every step since the configuration was put into force.
-        least: steps that are never enough by themselves: buckets are rebuilt after the first.
-        tolerance: largest difference of the last two steps, relative to the smaller.
-
-    """
-    if len(seconds) < least:
-        return False
-    smaller, larger = sorted(seconds[-2:])
-    return larger <= smaller * (1 + tolerance)
-
-
-def steps_to_fill(seconds: float, step_seconds: float, bounds: tuple[int, int]) -> int:
-    """How many steps cover ``seconds``, within ``bounds``."""
-    low, high = bounds
-    return int(max(low, min(high, seconds / max(step_seconds, 1e-9))))
 
 
 def reset_peaks(device: torch.device) -> None:

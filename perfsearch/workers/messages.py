@@ -18,6 +18,8 @@ LAUNCHER_REPORT = "launcher.json"
 EXIT_FILE = "launcher.exit"
 NCCL_LOG_FILE = "nccl.%p"
 AFTER_PEER = "after a peer"
+LOOKING = "look"
+"""What a rank is doing that looks closely at steps, its trial's score being known."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,11 @@ class TrialRequest:
         samples_per_step: the global batch.
         timeout_s: how long a collective may take.
         log_directory: where each rank's log goes.
-        detail: ``light`` or ``full`` timings.
+        detail: ``light``, or ``full`` for a close look after the scored steps.
+        begin_step: first step, counted from 1 at the trial's start, that the close look covers;
+            ``None``: the first after the scored ones.
+        end_step: the last one.
+        trace: whether the close look leaves a Chrome trace in the log directory.
         recipe_options: further plain values for the recipe.
 
     """
@@ -130,6 +136,9 @@ class TrialRequest:
     timeout_s: float = 300.0
     log_directory: str = "logs"
     detail: str = "light"
+    begin_step: int | None = None
+    end_step: int | None = None
+    trace: bool = False
     recipe_options: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -153,8 +162,8 @@ class RankError:
         type: name of the exception.
         message: its text.
         traceback: the whole of it.
-        phase: what the rank was doing: ``start``, ``connect``, ``build``, ``train``, or ``after a
-            peer`` that had failed before.
+        phase: what the rank was doing: ``start``, ``connect``, ``build``, ``train``, ``look``, or
+            ``after a peer`` that had failed before.
         nearly_full: whether the device had almost no memory left, where it could be read.
         log: path of the rank's log.
 
@@ -178,3 +187,8 @@ def rank_log(directory: str | Path, rank: int) -> Path:
 def rank_error_file(directory: str | Path, rank: int) -> Path:
     """Where rank ``rank`` leaves its exception."""
     return Path(directory) / f"rank{rank}.error.json"
+
+
+def trace_file(directory: str | Path, rank: int) -> Path:
+    """Where rank ``rank`` leaves its Chrome trace."""
+    return Path(directory) / f"rank{rank}.trace.json.gz"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from perfsearch.metrics.throughput import peak_flops
 from perfsearch.search.knob import Value
 from perfsearch.search.trial import Measurement, Status
 from perfsearch.workers import devices
@@ -55,6 +56,7 @@ class Pool:
         self._gpus = gpus
         self._group: WorkerGroup | None = None
         self._preloaded: Preloaded | None = None
+        self._flops_per_sample: float | None = None
 
     def measure(
         self, spec: GroupSpec, request: TrialRequest, time_limit_s: float, fresh: bool = False
@@ -80,9 +82,30 @@ class Pool:
         reply = group.run(request, time_limit_s)
         if not reply.alive or not group.alive:
             self._end_group()
+        if reply.failure is not None and reply.failure.while_looking and request.detail != "light":
+            result = self.measure(spec, replace(request, detail="light"), time_limit_s)
+            if result.measurement is not None:
+                missing = {"close look": reply.failure.reason}
+                result.measurement.environment["unsupported"] = missing
+            return replace(result, fresh=fresh)
         if reply.failure is not None:
             return _failed(reply.failure, logs, fresh)
-        return _succeeded(reply.message, group.info, request, fresh, surroundings)
+        surroundings["devices"] = [asdict(gpu) for gpu in self._gpus]
+        info = self._with_operations(group.info, reply.message["measurement"])
+        return _succeeded(reply.message, info, request, fresh, surroundings)
+
+    def _with_operations(
+        self, info: Mapping[str, Any], measured: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What is known of the job, with the operations that a close look counted, this or before.
+
+        A job that states its own is believed.
+        """
+        counted = measured["bottleneck_evidence"].get("counted_flops")
+        if counted:
+            self._flops_per_sample = counted / measured["samples_per_step"]
+        stated = info.get("flops_per_sample") or self._flops_per_sample
+        return {**info, "flops_per_sample": stated}
 
     def _fits(self, spec: GroupSpec) -> bool:
         group = self._group
@@ -142,7 +165,12 @@ def _succeeded(
         measurement.tokens_per_step = int(info["tokens_per_sample"]) * batch
     if info.get("flops_per_sample"):
         measurement.flops_per_step = float(info["flops_per_sample"]) * batch
-    measurement.environment = surroundings
+    measurement.environment.update(surroundings)
+    cards, precision = surroundings["devices"], str(info.get("precision", ""))
+    measurement.environment["precision"] = precision
+    peak = peak_flops(cards[0]["name"], precision) if cards else None
+    if peak is not None:
+        measurement.environment["peak_flops_per_s"] = peak
     status, reason = Status(message["status"]), str(message["reason"])
     if status is Status.OK:
         ignored = not_in_force(request.configuration, measurement.in_force)

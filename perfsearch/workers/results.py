@@ -22,12 +22,16 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     peaks = _largest([r["peaks"] for r in results])
     means = _mean([r["phases_ms"] for r in results])
     for phase, slowest in phases.items():
-        if means[phase] > 0:
+        if means[phase] > 0 and len(results) > 1:
             evidence[f"straggler_{phase}_ratio"] = slowest / means[phase]
+            rank = next(i for i, r in enumerate(results) if r["phases_ms"].get(phase) == slowest)
+            evidence[f"straggler_{phase}_rank"] = float(rank)
     if "allocator_retries" in peaks:
         evidence["allocator_retries"] = peaks.pop("allocator_retries")
-    exposed = evidence.get("comm_exposed_ms")
-    if exposed is not None:
+    if "counted_flops" in evidence:
+        evidence["counted_flops"] = sum(r["evidence"]["counted_flops"] for r in results)
+    exposed = evidence.get("comm_exposed_ms", evidence.get("device_exposed_ms"))
+    if exposed is not None and "comm_exposed" not in phases:
         phases["comm_exposed"] = exposed
     in_force = dict(first["in_force"])
     for name in in_force:
@@ -44,8 +48,22 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "phases_ms": phases,
         "in_force": in_force,
         "bottleneck_evidence": evidence,
+        "environment": _environment(results),
     }
     return {"status": first["status"], "reason": first["reason"], "measurement": measurement}
+
+
+def _environment(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Where each rank ran, with its own phases after a close look; what else rank 0 has to say."""
+    common = {k: v for k, v in results[0]["environment"].items() if k not in ("host", "device")}
+    ranks = []
+    for result in results:
+        entry = {k: v for k, v in result["environment"].items() if k in ("host", "device")}
+        if "detailed_steps" in common:
+            entry["phases_ms"] = result["phases_ms"]
+            entry["step_ms"] = result["evidence"].get("detailed_step_ms")
+        ranks.append(entry)
+    return {**common, "ranks": ranks}
 
 
 def _largest(tables: Sequence[dict[str, float | None]]) -> dict[str, Any]:

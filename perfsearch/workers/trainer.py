@@ -25,7 +25,7 @@ class Trainer:
         groups: the rank's process groups.
 
     Attributes:
-        phase: what it is doing: ``start``, ``connect``, ``build`` or ``train``.
+        phase: what it is doing: ``start``, ``connect``, ``build``, ``train`` or ``look``.
 
     """
 
@@ -111,7 +111,7 @@ class Trainer:
             local_batch=request.samples_per_step // self.groups.world_size,
             job=self.job,
             host_job=self.host_job,
-            options={**request.recipe_options, "detail": request.detail},
+            options=request.recipe_options,
         )
         return load(request.recipe).build(context)
 
@@ -130,10 +130,21 @@ class Trainer:
         return {
             "tokens_per_sample": job.tokens_per_sample,
             "flops_per_sample": job.flops_per_sample,
+            "precision": precision_of(job, self.groups.device),
             "parameters": sum(p.numel() for p in job.model.parameters()),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }
+
+
+def precision_of(job: Job, device: torch.device) -> str:
+    """What the job's matrix products are computed in: ``bf16``, ``fp16``, ``tf32`` or ``fp32``."""
+    parameters = (p.dtype for p in job.model.parameters() if p.is_floating_point())
+    dtype = job.autocast_dtype.get(device.type) or next(parameters, torch.float32)
+    if dtype is torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _bare(job: Job) -> Job | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,14 +14,17 @@ import torch
 
 from perfsearch.parallel.base import TrainStep
 from perfsearch.workers import measure
+from perfsearch.workers.detail import look_closely, most_steps
 from perfsearch.workers.loader import make_loader, to_device
-from perfsearch.workers.messages import TrialRequest
+from perfsearch.workers.messages import LOOKING, TrialRequest
 from perfsearch.workers.trainer import Trainer
 
 FIRST_LOSSES = 5
 """Steps from the common start whose losses are compared between configurations."""
 
 _COMPILING = 3.0  # a discarded step that takes so many times the usual was compiling
+
+_USABLE = 0.7  # of a trial's time limit; the rest is for what was not foreseen
 
 MAX_DISCARDED = 8
 """Steps after which scoring begins although their times still differ."""
@@ -38,6 +42,7 @@ class RankResult:
         peaks: this rank's memory.
         in_force: read back from the libraries.
         evidence: numbers for the diagnosis.
+        environment: what else is known of this rank and its steps, as plain values.
 
     """
 
@@ -48,6 +53,7 @@ class RankResult:
     peaks: dict[str, float | None] = field(default_factory=dict)
     in_force: dict[str, Any] = field(default_factory=dict)
     evidence: dict[str, float] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
 
 
 class _Feed:
@@ -71,6 +77,7 @@ class _Feed:
         if loader.num_workers:
             self.in_force["prefetch_factor"] = loader.prefetch_factor
         self.device = groups.device
+        self.rank = groups.rank
         self._options = step.loader
         self.clock: measure.Clock = measure.make_clock(groups.device)
 
@@ -100,6 +107,9 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
         measure.synchronize(groups.device)
         rewrap_s = measure.slowest([time.perf_counter() - started], groups.device)[0]
         result = _measured(step, feed, request, rewrap_s)
+        if request.detail == "full" and result.status == "ok":
+            trainer.phase = LOOKING
+            _add_details(result, step, feed, request)
     except Exception:
         # on a broken device taking things apart fails too; the first failure is the one to tell
         with contextlib.suppress(Exception):
@@ -161,6 +171,26 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
         result.status, result.reason = "diverged", f"the loss is {values[bad]} at {where}"
         agreed["first_losses"] = [v for v in values[:-1] if math.isfinite(v)]
     return result
+
+
+def _add_details(result: RankResult, step: TrainStep, feed: _Feed, request: TrialRequest) -> None:
+    """Look closely, unless the trial's time would be over: its score must not be lost."""
+    agreed = result.agreed  # the same on every rank, so that all decide alike
+    typical = statistics.median(agreed["step_seconds"])
+    steps_before = agreed["discarded_steps"] + len(agreed["step_seconds"])
+    spent = agreed["rewrap_seconds"] + agreed["discarded_seconds"] + sum(agreed["step_seconds"])
+    needed = typical * most_steps(request, typical, steps_before)
+    if spent + needed > _USABLE * request.timeout_s:
+        why = f"it takes about {needed:.0f} s, and little of limits.trial_s is left"
+        result.environment["unsupported"] = {"close look": why}
+        return
+    begin = time.perf_counter()
+    details = look_closely(step, feed, request, typical, steps_before)
+    result.phases_ms = details.phases_ms
+    result.evidence.update(details.evidence)
+    result.environment.update(details.environment)
+    spent = measure.slowest([time.perf_counter() - begin], feed.device)[0]
+    agreed["detail_seconds"] = spent
 
 
 def _settle(

@@ -13,6 +13,9 @@ from perfsearch.search.suggest import nearest
 
 AUTO = "auto"
 
+SCRIPT = "script"
+"""The workload that is the user's own unchanged script; ``perfsearch.runners._script`` runs it."""
+
 _SMALL_GPU_GIB = 16.0
 
 

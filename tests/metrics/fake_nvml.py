@@ -22,9 +22,6 @@ class FakeNvml(ModuleType):
     NVML_CLOCK_MEM = 2
     NVML_PCIE_UTIL_TX_BYTES = 0
     NVML_PCIE_UTIL_RX_BYTES = 1
-    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX = 138
-    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 139
-    NVML_SUCCESS = 0
     NVMLError = NVMLError
 
     def __init__(self, cards: list[dict[str, Any]]) -> None:
@@ -107,11 +104,6 @@ class FakeNvml(ModuleType):
 
     def nvmlDeviceGetPcieThroughput(self, handle: dict[str, Any], counter: int) -> int:
         return 1_000_000
-
-    def nvmlDeviceGetFieldValues(self, handle: dict[str, Any], fields: Any) -> Any:
-        handle["nvlink_kib"] = handle.get("nvlink_kib", 0) + 1_000_000
-        value = SimpleNamespace(ullVal=handle["nvlink_kib"])
-        return [SimpleNamespace(nvmlReturn=0, value=value)]
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: dict[str, Any]) -> Any:
         return [

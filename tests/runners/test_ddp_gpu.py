@@ -61,7 +61,7 @@ def test_a_measurement_on_gpus(bench):
     found = outcome.measurement
     assert found.world_size == len(CARDS)
     assert 0 < found.peak_allocated_gib <= found.peak_reserved_gib
-    assert set(found.environment) == {f"gpu_{i}" for i in range(len(CARDS))}
+    assert set(found.environment) >= {f"gpu_{i}" for i in range(len(CARDS))}
     phases = found.phases_ms
     inside = sum(phases[p] for p in ("to_device", "forward", "backward", "optimizer"))
     assert 0 < inside < 2 * found.step_time_s * 1e3

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from perfsearch.config import validate
 from perfsearch.runners import load
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.knob import Kind
 from perfsearch.search.trial import Status
 
@@ -194,6 +196,17 @@ def test_bad_options_name_the_key(options: dict[str, object], words: list[str]) 
     with pytest.raises(ValueError) as caught:
         Replay(ReplayOptions(**{"table": ZERO, **options}), 0)  # type: ignore[arg-type]
     assert all(word in str(caught.value) for word in words)
+
+
+def test_operations_are_not_counted_by_a_table() -> None:
+    plain = {
+        "runner": {"name": "replay", "table": ZERO},
+        "strategy": {"name": "random"},
+        "workload": {"name": "gpt"},
+        "objective": {"metric": "flops"},
+    }
+    with pytest.raises(BadInputError, match="Allowed with runner=replay: throughput, latency"):
+        Replay.from_settings(validate(plain))
 
 
 def test_a_failed_row_cannot_be_the_baseline() -> None:

@@ -6,6 +6,7 @@ import pytest
 from perfsearch.strategies._gp import MixedKernel, fit
 
 ORDERED = np.array([True, True, False])
+SHARE = np.array([1.0, 0.5, 0.8])
 
 
 def rows(count: int, seed: int = 0) -> np.ndarray:
@@ -19,11 +20,12 @@ def values(x: np.ndarray) -> np.ndarray:
 
 
 def test_gradient_agrees_with_differences() -> None:
-    kernel = MixedKernel(np.array([0.5, 1.0, 2.0]), np.array([0.3, 0.2, 0.4, 0.6]), ORDERED)
+    variance = np.array([0.3, 0.2, 0.4, 0.5, 0.6])
+    kernel = MixedKernel(np.array([0.5, 1.0, 2.0]), variance, ORDERED, SHARE)
     points = rows(9)
     _, gradient = kernel(points, eval_gradient=True)
-    for place in range(7):
-        step = np.zeros(7)
+    for place in range(8):
+        step = np.zeros(8)
         step[place] = 1e-5
         up = kernel.clone_with_theta(kernel.theta + step)(points)
         down = kernel.clone_with_theta(kernel.theta - step)(points)
@@ -37,11 +39,27 @@ def test_one_column_is_enough() -> None:
 
 
 def test_covariance_is_positive_and_diag_agrees() -> None:
-    kernel = MixedKernel(np.full(3, 0.7), np.full(4, 0.5), ORDERED)
+    kernel = MixedKernel(np.full(3, 0.7), np.full(5, 0.5), ORDERED, SHARE)
     points = rows(20)
     covariance = kernel(points)
     assert np.allclose(np.diag(covariance), kernel.diag(points))
     assert np.linalg.eigvalsh(covariance).min() > -1e-9
+
+
+def test_pairs_are_those_of_a_plain_double_loop() -> None:
+    nothing = np.array([1e-6, 1e-6, 1e-6, 1.0, 1e-6])
+    alone = MixedKernel(np.full(3, 0.7), nothing, ORDERED, SHARE)
+    points = rows(6)
+    each = [
+        MixedKernel(np.full(1, 0.7), np.array([1.0, 1e-6, 1e-6]), ORDERED[d : d + 1], np.ones(1))(
+            points[:, d : d + 1]
+        )
+        for d in range(3)
+    ]
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    whole = sum(SHARE[d] * SHARE[e] for d, e in pairs)
+    wanted = sum(SHARE[d] * SHARE[e] * each[d] * each[e] for d, e in pairs) / whole
+    assert np.allclose(alone(points), wanted, atol=1e-4)
 
 
 def test_predicts_between_and_doubts_outside() -> None:

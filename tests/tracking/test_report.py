@@ -102,3 +102,18 @@ def test_phases_sum_to_the_step_and_communication_is_taken_out_of_backward():
         {"forward": 30.0, "backward": 30.0, "comm_exposed": 20.0, "rest": 20.0}
     )
     assert sum(parts.values()) == pytest.approx(100.0)
+
+
+def test_what_there_was_to_gain_stands_beside_what_was_found(tmp_path):
+    trials = searched()
+    measured = trials[0].measurement
+    measured.phases_ms = {"forward": 30.0, "comm_exposed": 25.0, "backward": 45.0}
+    measured.bottleneck_evidence = {"with_everything_ms": 100.0, "detailed_step_ms": 100.0}
+    text = page(tmp_path, trials)
+    assert "<td>communication</td><td>+33.3%</td><td>25.00 ms of a 100.00 ms step wait" in text
+
+
+def test_phases_stand_in_the_order_of_a_step():
+    shuffled = {"optimizer": 1.0, "backward": 2.0, "strange": 1.0, "dataloader_next": 3.0}
+    parts = phase_parts(measurement(phases_ms=shuffled))
+    assert list(parts)[:3] == ["dataloader_next", "backward", "optimizer"]

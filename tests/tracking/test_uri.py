@@ -73,3 +73,8 @@ def test_behind_a_proxy_the_port_tells_nothing(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", "")
     assert is_reachable("http://example.invalid")
+
+
+def test_a_kind_of_store_that_mlflow_lacks_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(TrackingError, match="foo://bar: MLflow has no such kind of store"):
+        locate("foo://bar", tmp_path)

@@ -10,6 +10,7 @@ def rank_result(**changes):
         "peaks": {"peak_allocated_gib": 1.0, "peak_reserved_gib": None},
         "in_force": {"static_graph": False},
         "evidence": {"comm_exposed_ms": 1.0},
+        "environment": {"host": "a", "device": "cpu"},
     }
     return {**result, **changes}
 

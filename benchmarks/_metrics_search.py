@@ -1,0 +1,63 @@
+"""A search as the command does it, without Hydra and MLflow, which a bare machine may lack."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from perfsearch.assemble import build_runner, strategy_factory
+from perfsearch.config import validate
+from perfsearch.search.journal import Journal
+from perfsearch.search.objective import Objective
+from perfsearch.search.trial import Trial
+from perfsearch.stages import baseline, confirm, gains
+from perfsearch.stages import search as searching
+from perfsearch.stages.confirm import Verdict
+from perfsearch.stages.session import Session
+from perfsearch.view import View
+
+
+class NoTracker:
+    """No MLflow here."""
+
+    def trial(self, trial: Trial) -> None:
+        """Take no note."""
+
+
+def search(
+    size: str, knobs: dict[str, Any], seconds: float, device: str = "cuda"
+) -> tuple[Session, Verdict]:
+    """Search the job's knobs for so long, and confirm the best against the baseline."""
+    with tempfile.TemporaryDirectory() as name:
+        settings = validate(
+            {
+                "runner": {"name": "ddp", "device": device, "knobs": knobs},
+                "strategy": {"name": "auto"},
+                "workload": {"name": "gpt", "size": size},
+                "budget": {"trials": 25, "seconds": seconds},
+                "confirm": {"finalists": 1, "max_repeats": 3, "seconds": seconds},
+                "sentinel_every": 0,
+                "limits": {"startup_s": 240},
+                "run_dir": name,
+            }
+        )
+        runner = build_runner(settings)
+        runner.open(Path(name))
+        try:
+            trials: list[Trial] = []
+            strategy = strategy_factory(settings)(runner.space, runner.hints(trials))
+            objective = Objective(settings.objective.metric)
+            journal = Journal(Path(name) / "journal.jsonl", {})
+            session = Session(
+                settings, runner, strategy, journal, View(objective), NoTracker(),  # type: ignore[arg-type]
+                Path(name), objective, trials,
+            )  # fmt: skip
+            baseline.run(session)
+            reason = gains.reason_to_stop(session) or searching.run(session)
+            print(f"search ended: {reason}", flush=True)
+            verdict = confirm.run(session)
+            journal.close()
+        finally:
+            runner.close()
+    return session, verdict

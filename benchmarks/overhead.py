@@ -1,0 +1,244 @@
+"""What instruments cost a step: with them against without, interleaved in one job.
+
+    python benchmarks/overhead.py                         # two CPU processes
+    python benchmarks/overhead.py --device cuda --nproc 4
+
+Arms: ``plain`` (DistributedDataParallel alone, twice), ``tuned`` (a model that
+``perfsearch.autotune`` has finished with), ``watched`` (the same with ``retune_on_drift``: every
+step is timed), ``instrumented`` (as ``perfsearch-run --knobs`` leaves a script) and ``scored`` (as
+``perfsearch-run --search`` times one: phases and losses of every step). Every round trains a block
+of steps in each arm, in an order that is drawn anew; the interval is that of the median ratio of
+blocks of the same round, without assumptions on its distribution.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+ARGUMENTS_VARIABLE = "OVERHEAD_ARGUMENTS"
+
+
+def options_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a block")
+    parser.add_argument("--rounds", type=int, default=400, help="most rounds")
+    parser.add_argument("--seconds", type=float, default=150.0)
+    passed = os.environ.get(ARGUMENTS_VARIABLE)
+    return parser.parse_args(None if passed is None else json.loads(passed))
+
+
+def launch() -> int:
+    """Start the ranks as torchrun does."""
+    options = options_of()
+    environment = {**os.environ, ARGUMENTS_VARIABLE: json.dumps(sys.argv[1:])}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={options.nproc}", __file__),
+    ]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def patched_places() -> list[tuple[Any, str]]:
+    """Where instruments stand in the way of a step."""
+    import torch
+    from torch.utils.data import dataloader
+
+    iterator = dataloader._BaseDataLoaderIter
+    return [(torch.autograd, "backward"), (iterator, "__init__"), (iterator, "__next__")]
+
+
+class Surroundings:
+    """What is global in the process and differs between arms: hooks, and patched functions."""
+
+    def __init__(self) -> None:
+        from torch.optim import optimizer
+
+        self._hooks = (
+            optimizer._global_optimizer_pre_hooks,
+            optimizer._global_optimizer_post_hooks,
+        )
+        self._held = [dict(hooks) for hooks in self._hooks]
+        self._functions = [getattr(owner, name) for owner, name in patched_places()]
+
+    def restore(self) -> None:
+        """Make it what it was when this was made."""
+        for hooks, held in zip(self._hooks, self._held, strict=True):
+            hooks.clear()
+            hooks.update(held)
+        for (owner, name), function in zip(patched_places(), self._functions, strict=True):
+            setattr(owner, name, function)
+
+
+class Arm:
+    """A model, its optimizer and loader, and what is global while it trains."""
+
+    def __init__(self, net: Any, optimizer: Any, loader: Any) -> None:
+        self.net, self.optimizer, self.loader = net, optimizer, loader
+        self.surroundings: Surroundings | None = None
+        self.script: Any = None
+        self.seconds: list[float] = []
+
+
+class Bench:
+    """A rank."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.torch, self.dist, self.options = torch, dist, options
+        local = int(os.environ["LOCAL_RANK"])
+        self.on_gpu = options.device == "cuda"
+        if self.on_gpu:
+            torch.cuda.set_device(local)
+        self.device = torch.device("cuda", local) if self.on_gpu else torch.device("cpu")
+        dist.init_process_group("nccl" if self.on_gpu else "gloo")
+        shape = (4, 513) if self.on_gpu else (4, 65)
+        self.vocabulary = 8192 if self.on_gpu else 512
+        self.tokens = torch.randint(self.vocabulary, (shape[0] * options.steps, shape[1]))
+        self.untouched = Surroundings()
+
+    def model(self) -> Any:
+        """A small GPT, of the same weights each time."""
+        from perfsearch.workloads.gpt import GPT, Shape
+
+        self.torch.manual_seed(0)
+        size = (8, 512, 8) if self.on_gpu else (2, 128, 4)
+        shape = Shape(*size, vocabulary=self.vocabulary, sequence_length=self.tokens.shape[1])
+        return GPT(shape).to(self.device)
+
+    def arm(self, kind: str) -> Arm:
+        """Build an arm and let it come to rest."""
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.utils.data import DataLoader
+
+        import perfsearch
+        from perfsearch.instrument.script import Script
+        from perfsearch.online import session
+
+        self.untouched.restore()
+        script = Script({}) if kind in ("instrumented", "scored") else None
+        net = DistributedDataParallel(self.model())
+        optimizer = self.torch.optim.AdamW(net.parameters(), lr=1e-4)
+        arm = Arm(net, optimizer, DataLoader(self.tokens, batch_size=4))
+        if script is not None:
+            script.losses.keeping = kind == "scored"
+        if kind == "scored":
+            arm.script = script
+        if kind in ("tuned", "watched"):
+            fixed = {
+                "bucket_cap_mb": 25.0, "first_bucket_mb": 1.0, "gradient_as_bucket_view": False,
+                "optimizer_implementation": "default", "hierarchical_group_size": 0,
+            }  # fmt: skip
+            session._install_hook.cache_clear()  # each arm gets the hook for itself
+            perfsearch.autotune(
+                net, knobs=fixed, retune_on_drift=kind == "watched", drift_tolerance=1e9,
+                warmup_samples=0,
+            )  # fmt: skip
+        arm.surroundings = Surroundings()
+        for _ in range(3):
+            self.block(arm)
+        return arm
+
+    def _score(self, script: Any) -> None:
+        """Time phases and take losses, as inside the window of a trial."""
+        from perfsearch.workers.measure import make_clock
+
+        clock = make_clock(self.device)
+        clock.mark("start")
+
+        def after_step() -> None:
+            script.losses.take()
+            clock.mark("optimizer")
+            clock.mark("step")
+
+        script.loaders.mark = script.losses.mark = clock.mark
+        script.optimizers.before_step = lambda: clock.mark("other")
+        script.optimizers.after_step = after_step
+
+    def block(self, arm: Arm) -> float:
+        """Seconds of a step, on the slowest rank."""
+        functional = self.torch.nn.functional
+        assert arm.surroundings is not None
+        arm.surroundings.restore()
+        self.dist.barrier()
+        self._synchronize()
+        if arm.script is not None:
+            self._score(arm.script)
+        begin = time.perf_counter()
+        for batch in arm.loader:
+            tokens = batch.to(self.device)
+            logits = arm.net(tokens[:, :-1])
+            loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            arm.optimizer.step()
+            arm.optimizer.zero_grad()
+        self._synchronize()
+        steps = self.options.steps
+        seconds = self.torch.tensor((time.perf_counter() - begin) / steps, device=self.device)
+        self.dist.all_reduce(seconds, op=self.dist.ReduceOp.MAX)
+        return float(seconds)
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            self.torch.cuda.synchronize()
+
+
+def interval(logs: list[float]) -> tuple[float, float, float]:
+    """Median ratio less one, with a distribution-free 95% interval of the median."""
+    ranked = sorted(logs)
+    count = len(ranked)
+    half = 0.98 * math.sqrt(count)  # of the binomial's quantiles
+    low = ranked[max(0, math.floor(count / 2 - half))]
+    high = ranked[min(count - 1, math.ceil(count / 2 + half))]
+    return tuple(math.expm1(v) for v in (statistics.median(ranked), low, high))  # type: ignore[return-value]
+
+
+def run_rank() -> int:
+    options = options_of()
+    bench = Bench(options)
+    kinds = ["plain", "plain again", "tuned", "watched", "instrumented", "scored"]
+    arms = {kind: bench.arm(kind) for kind in kinds}
+    generator = random.Random(0)
+    begin = time.monotonic()
+    rounds = 0
+    stop = bench.torch.zeros(1, device=bench.device)
+    while rounds < options.rounds and not float(stop):
+        order = list(arms)
+        generator.shuffle(order)
+        for kind in order:
+            arms[kind].seconds.append(bench.block(arms[kind]))
+        rounds += 1
+        stop += time.monotonic() - begin > options.seconds
+        bench.dist.all_reduce(stop, op=bench.dist.ReduceOp.MAX)
+        if bench.dist.get_rank() == 0 and rounds % 20 == 0:
+            print(f"{rounds} rounds, {time.monotonic() - begin:.0f} s", flush=True)
+    if bench.dist.get_rank() == 0:
+        base = arms["plain"].seconds
+        print(f"\n{rounds} rounds of {options.steps} steps; {1e3 * statistics.median(base):.3f} ms")
+        print("| arm | over plain, median of paired blocks | 95% interval | upper end below 1% |")
+        print("|---|---|---|---|")
+        for kind in kinds[1:]:
+            pairs = zip(arms[kind].seconds, base, strict=True)
+            middle, low, high = interval([math.log(a / b) for a, b in pairs])
+            verdict = "yes" if high < 0.01 else "NO"
+            print(f"| {kind} | {middle:+.2%} | {low:+.2%} to {high:+.2%} | {verdict} |")
+    bench.dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank() if ARGUMENTS_VARIABLE in os.environ else launch())

@@ -1,0 +1,82 @@
+"""What was seen of a script: what it builds, and what of that can be changed. No torch here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perfsearch.search.knob import Value
+
+_FILE = "facts.json"
+
+WRAPPER_KNOBS = (
+    "bucket_cap_mb",
+    "first_bucket_mb",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "find_unused_parameters",
+)
+SHARDED_KNOBS = ("zero_stage",)
+FSDP1_KNOBS = ("fsdp_backward_prefetch", "fsdp_forward_prefetch")
+LOADER_KNOBS = ("dataloader_workers", "prefetch_factor", "persistent_workers", "pin_memory")
+OPTIMIZER_KNOBS = ("optimizer_implementation",)
+
+
+@dataclass
+class Facts:
+    """What a script has built so far, as read back from the objects themselves.
+
+    Attributes:
+        wrappers: names of the data-parallel wrappers: ``ddp``, ``fully_shard``, ``fsdp1``,
+            ``deepspeed``.
+        loaders: number of loaders that were made.
+        optimizers: class names of the optimizers that were made.
+        values: knob name to the value that is in force.
+        ignored: knob name to why a value that was asked for is not in force.
+        draws_in_loader: whether loading was seen to draw random numbers; ``None``: unknown.
+        compiled: whether the model was compiled.
+        backend: of the process group, empty where there is none.
+        framework: ``hf-trainer``, ``lightning``, ``accelerate``, ``deepspeed``, or empty.
+
+    """
+
+    wrappers: list[str] = field(default_factory=list)
+    loaders: int = 0
+    optimizers: list[str] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    draws_in_loader: bool | None = None
+    compiled: bool = False
+    backend: str = ""
+    framework: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def leave(self, directory: str | Path) -> None:
+        """Write them where the controller looks when the script has failed."""
+        (Path(directory) / _FILE).write_text(json.dumps(self.to_json()))
+
+    @classmethod
+    def left(cls, directory: str | Path) -> Facts | None:
+        """What ``leave`` wrote; ``None`` where nothing was left."""
+        file = Path(directory) / _FILE
+        return cls(**json.loads(file.read_text())) if file.exists() else None
+
+    def changeable(self) -> dict[str, str]:
+        """Knobs that can be changed in this script from outside, and through what."""
+        found: dict[str, str] = {}
+        if "ddp" in self.wrappers:
+            found.update(dict.fromkeys(WRAPPER_KNOBS, "DistributedDataParallel"))
+        if "fully_shard" in self.wrappers:
+            found.update(dict.fromkeys(SHARDED_KNOBS, "fully_shard"))
+        if "fsdp1" in self.wrappers:
+            found.update(dict.fromkeys(SHARDED_KNOBS + FSDP1_KNOBS, "FullyShardedDataParallel"))
+        if self.loaders:
+            found.update(dict.fromkeys(LOADER_KNOBS, "DataLoader"))
+        if self.optimizers:
+            found.update(dict.fromkeys(OPTIMIZER_KNOBS, " and ".join(sorted(set(self.optimizers)))))
+        return found

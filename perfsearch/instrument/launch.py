@@ -1,0 +1,60 @@
+"""torch's launcher for the script of a search, and a word on how its ranks ended.
+
+``python -m perfsearch.instrument.launch DIRECTORY ARGUMENTS``, the latter being torchrun's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from perfsearch.workers.messages import LAUNCHER_REPORT
+
+
+def torchrun_arguments(directory: Path, nproc: int) -> list[str]:
+    """Options of torchrun for ranks of this node alone, which meet through a file."""
+    return [
+        f"--nproc-per-node={nproc}",
+        "--nnodes=1",
+        "--max-restarts=0",
+        "--rdzv-backend=c10d",
+        "--rdzv-conf=store_type=file",
+        f"--rdzv-endpoint={directory / 'rendezvous'}",
+        f"--rdzv-id={directory.name}",
+        "--local-addr=localhost",
+    ]
+
+
+def launch(directory: Path, arguments: list[str]) -> int:
+    """Run the ranks until they end; 0 when all of them did so on purpose."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    report: dict[str, Any] = {"failures": [], "error": None}
+    try:
+        config, command, given = run.config_from_args(run.parse_args(arguments))
+        elastic_launch(config=config, entrypoint=command)(*given)
+    except ChildFailedError as error:
+        report["failures"] = [
+            {"rank": rank, "exit_code": failure.exitcode, "time": failure.timestamp}
+            for rank, failure in error.failures.items()
+        ]
+    except Exception as error:
+        report["error"] = {"type": type(error).__name__, "message": str(error)}
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    else:
+        return 0
+    if directory.exists():
+        (directory / LAUNCHER_REPORT).write_text(json.dumps(report))
+    return 1
+
+
+if __name__ == "__main__":
+    code = launch(Path(sys.argv[1]), sys.argv[2:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking torch's modules down costs a second and frees nothing

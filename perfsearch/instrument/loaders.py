@@ -1,0 +1,169 @@
+"""DataLoader in a script: its constructor, what it yields, and the same batches once more."""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data import dataloader as _module
+
+from perfsearch.instrument.batches import BatchTape, count
+from perfsearch.instrument.facts import LOADER_KNOBS
+from perfsearch.instrument.patches import wrap
+from perfsearch.search.knob import Value
+
+DEFAULT_PREFETCH = 2
+
+
+class Loaders:
+    """Every ``DataLoader`` that the script makes from now on, and the batches it takes from them.
+
+    Args:
+        knobs: values for their constructors; those that are ``None`` or absent are left alone.
+
+    Attributes:
+        pulls: batches that were taken so far, over all loaders.
+        samples: samples in them.
+        tokens: tokens in them, padding apart; 0 where there are none.
+        counting: whether samples, tokens and random draws are looked at.
+        mark: told ``dataloader_next`` whenever a batch has been taken, ``other`` before.
+        tape: keeps the batches, to give the same ones again.
+        draws: whether taking a batch drew random numbers in this process; ``None``: not known.
+
+    """
+
+    def __init__(self, knobs: Mapping[str, Value]) -> None:
+        self.knobs = {n: knobs[n] for n in LOADER_KNOBS if knobs.get(n) is not None}
+        self.pulls = 0
+        self.samples = 0
+        self.tokens = 0
+        self.counting = True
+        self.draws: bool | None = None
+        self.mark: Callable[[str], None] | None = None
+        self.tape: BatchTape | None = None
+        self.ignored: dict[str, str] = {}
+        self._made: list[weakref.ref[Any]] = []
+        self._last: weakref.ref[Any] | None = None
+        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        base = _module._BaseDataLoaderIter
+        self._undo = (
+            wrap(DataLoader, "__init__", self._construct),
+            wrap(base, "__init__", self._start),
+            wrap(base, "__next__", self._next),
+        )
+
+    @property
+    def made(self) -> int:
+        """How many still exist."""
+        return sum(ref() is not None for ref in self._made)
+
+    def _construct(
+        self, original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        loader, *positional = args
+        given = dict(zip(_POSITIONAL, positional, strict=False))
+        given.update(kwargs)
+        original(loader, **arguments(given, self.knobs))
+        self._made.append(weakref.ref(loader))
+
+    def _start(
+        self, original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        original(*args, **kwargs)
+        iterator, loader = args[0], args[1] if len(args) > 1 else kwargs["loader"]
+        self._iterators.add(iterator)
+        self._last = weakref.ref(loader)
+
+    def _next(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self.counting:
+            return original(*args, **kwargs)
+        if self.mark is not None:
+            self.mark("other")
+        iterator = args[0]
+        # the first batch starts samplers and workers, which draw; the second tells
+        looks = self.draws is None and iterator._num_workers == 0 and iterator._num_yielded == 1
+        before = _random_states() if looks else None
+        batch = original(*args, **kwargs)
+        if before is not None:
+            self.draws = _random_states() != before
+        if self.tape is not None:
+            batch = self.tape.pass_on(batch)
+        self.pulls += 1
+        samples, tokens = count(batch)
+        self.samples += samples
+        self.tokens += tokens
+        if self.mark is not None:
+            self.mark("dataloader_next")
+        return batch
+
+    def values(self) -> dict[str, Value]:
+        """What is in force in the loader that was iterated last."""
+        loader = self._last() if self._last is not None else None
+        if loader is None:
+            return {}
+        found: dict[str, Value] = {
+            "dataloader_workers": loader.num_workers,
+            "persistent_workers": bool(loader.persistent_workers),
+            "pin_memory": bool(loader.pin_memory),
+        }
+        if loader.num_workers:
+            found["prefetch_factor"] = loader.prefetch_factor
+        return found
+
+    def close(self) -> None:
+        """End the worker processes of every iterator, and their threads."""
+        for iterator in list(self._iterators):
+            shutdown = getattr(iterator, "_shutdown_workers", None)
+            if shutdown is not None:
+                shutdown()
+
+    def undo(self) -> None:
+        """Take the wrapping away."""
+        for undo in self._undo:
+            undo()
+
+
+_POSITIONAL = (
+    "dataset",
+    "batch_size",
+    "shuffle",
+    "sampler",
+    "batch_sampler",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "drop_last",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+)
+
+
+def arguments(own: Mapping[str, Any], knobs: Mapping[str, Value]) -> dict[str, Any]:
+    """The script's own arguments with the knobs' in their place, and consistent."""
+    merged = dict(own)
+    names = {"dataloader_workers": "num_workers"}
+    for knob, value in knobs.items():
+        merged[names.get(knob, knob)] = value
+    if not merged.get("num_workers"):
+        # torch refuses these without worker processes
+        for name, nothing in (("prefetch_factor", None), ("persistent_workers", False)):
+            if merged.get(name):
+                merged[name] = nothing
+        merged["timeout"] = 0
+        merged.pop("multiprocessing_context", None)
+    return merged
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    words = repr(numpy.random.get_state()) if numpy is not None else ""
+    return (bytes(torch.get_rng_state().tolist()), random.getstate(), words)

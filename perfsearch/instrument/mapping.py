@@ -1,0 +1,276 @@
+"""Knobs that a script takes by its own arguments, or from a file that an argument names."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perfsearch.search.errors import BadInputError
+from perfsearch.search.knob import Value
+
+FILE_KEYS = {
+    "train_micro_batch_size_per_gpu": "micro_batch",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "zero_optimization.stage": "zero_stage",
+    "zero_optimization.reduce_bucket_size": "reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size": "allgather_bucket_size",
+    "zero_optimization.overlap_comm": "overlap_comm",
+    "zero_optimization.stage3_prefetch_bucket_size": "stage3_prefetch_bucket_size",
+}
+"""Keys of DeepSpeed's file whose knob need not be named."""
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Where a script takes one knob from.
+
+    Attributes:
+        name: the knob.
+        argument: ``--batch-size``, or ``data.batch_size`` of a script that takes ``KEY=VALUE``.
+        file: path of a JSON or YAML file instead, as the script's argument names it.
+        key: dotted key in that file.
+        default: what the script uses where it is given nothing, if that is known.
+
+    """
+
+    name: str
+    argument: str = ""
+    file: str = ""
+    key: str = ""
+    default: Value = None
+
+    def __str__(self) -> str:
+        return self.argument or f"{self.file}:{self.key}"
+
+
+def parse_map(text: str) -> Mapped:
+    """``NAME=ARGUMENT`` of ``--map``.
+
+    Raises:
+        BadInputError: it is not of that form.
+
+    """
+    name, _, argument = text.partition("=")
+    if not name.isidentifier() or not argument or argument == "-":
+        raise BadInputError(
+            f"--map {text}: give it as NAME=ARGUMENT, as in micro_batch=--batch-size"
+        )
+    return Mapped(name, argument=argument.removesuffix("="))
+
+
+def parse_map_file(text: str) -> Mapped:
+    """``FILE:KEY``, or ``NAME=FILE:KEY``, of ``--map-file``.
+
+    Raises:
+        BadInputError: it is not of that form, or the file cannot be read or lacks the key.
+
+    """
+    head, _, rest = text.partition("=")
+    name, place = (head, rest) if rest else ("", text)
+    file, _, key = place.rpartition(":")
+    if not file or not key:
+        raise BadInputError(
+            f"--map-file {text}: give it as FILE:KEY, as in "
+            "ds_config.json:train_micro_batch_size_per_gpu"
+        )
+    name = name or FILE_KEYS.get(key, "")
+    if not name:
+        raise BadInputError(
+            f"--map-file {text}: no knob goes with the key {key} by itself. Name it: NAME={place}"
+        )
+    mapped = Mapped(name, file=file, key=key)
+    get_key(read_file(file, f"--map-file {text}"), mapped)
+    return mapped
+
+
+def read_file(file: str, option: str) -> dict[str, Any]:
+    """The content of a JSON or YAML file.
+
+    Raises:
+        BadInputError: it cannot be read, or holds no mapping.
+
+    """
+    try:
+        text = Path(file).read_text()
+        if file.endswith((".yaml", ".yml")):
+            import yaml  # type: ignore[import-untyped]
+
+            content = yaml.safe_load(text)
+        else:
+            content = json.loads(text)
+    except OSError as error:
+        raise BadInputError(f"{option}: {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise BadInputError(f"{option}: {file} is not valid: {error}") from error
+    if not isinstance(content, dict):
+        raise BadInputError(f"{option}: {file} holds no keys")
+    return content
+
+
+def get_key(content: Mapping[str, Any], mapped: Mapped) -> Any:
+    """The value under the dotted key; ``None`` where there is none yet.
+
+    Raises:
+        BadInputError: a part of the key is there and is no group of keys.
+
+    """
+    node: Any = content
+    for part in mapped.key.split("."):
+        if not isinstance(node, Mapping):
+            raise BadInputError(f"{mapped}: there is no such key, as {part} has nothing above it")
+        node = node.get(part)
+        if node is None:
+            return None
+    return node
+
+
+def current(arguments: Sequence[str], mapped: Mapped) -> Value:
+    """What the script is given today, as a number where it is one; else the known default."""
+    if mapped.file:
+        found = get_key(read_file(mapped.file, str(mapped)), mapped)
+        return found if isinstance(found, bool | int | float) else mapped.default
+    place = _find(arguments, mapped.argument)
+    if place is None:
+        return mapped.default
+    token = arguments[place]
+    if "=" in token:
+        return as_value(token.partition("=")[2])
+    return True if _is_bare(arguments, place) else as_value(arguments[place + 1])
+
+
+def apply(
+    arguments: Sequence[str], maps: Sequence[Mapped], values: Mapping[str, Value], directory: Path
+) -> tuple[list[str], dict[str, str]]:
+    """The script's arguments with knobs in their place.
+
+    Args:
+        arguments: the script's own; everything that no map names stays as it is, to the byte.
+        maps: where knobs go.
+        values: of knobs; those that are ``None`` or have no map are left alone.
+        directory: for changed copies of files; made when needed.
+
+    Returns:
+        The arguments, and for each knob that was set how the script was given it.
+
+    Raises:
+        BadInputError: no argument names the file that a map is about.
+
+    """
+    given = list(arguments)
+    told: dict[str, str] = {}
+    copies: dict[str, dict[str, Any]] = {}
+    for mapped in maps:
+        value = values.get(mapped.name)
+        if value is None:
+            continue
+        if mapped.file:
+            content = copies.setdefault(mapped.file, read_file(mapped.file, str(mapped)))
+            _set_key(content, mapped.key, value)
+            told[mapped.name] = f"{mapped}={value}"
+        else:
+            given = _with_argument(given, mapped.argument, value)
+            told[mapped.name] = f"{mapped.argument} {value}"
+    for file, content in copies.items():
+        directory.mkdir(parents=True, exist_ok=True)
+        copy = directory / Path(file).name
+        copy.write_text(_written(file, content))
+        given = _naming(given, file, str(copy))
+    return given, told
+
+
+def _set_key(content: dict[str, Any], key: str, value: Value) -> None:
+    *groups, last = key.split(".")
+    for part in groups:
+        content = content.setdefault(part, {})
+    content[last] = value
+    if key == "train_micro_batch_size_per_gpu":
+        content.pop("train_batch_size", None)  # DeepSpeed refuses a product that does not fit
+
+
+def _written(file: str, content: dict[str, Any]) -> str:
+    if file.endswith((".yaml", ".yml")):
+        import yaml
+
+        text: str = yaml.safe_dump(content, sort_keys=False)
+        return text
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _naming(arguments: Sequence[str], file: str, copy: str) -> list[str]:
+    """The arguments with the copy's path in place of the file's."""
+    wanted = os.path.abspath(file)
+
+    def same(path: str) -> bool:
+        return bool(path) and os.path.abspath(path) == wanted
+
+    changed = []
+    for token in arguments:
+        option, sign, path = token.partition("=")
+        if same(token):
+            changed.append(copy)
+        elif sign and same(path):
+            changed.append(f"{option}={copy}")
+        else:
+            changed.append(token)
+    if changed == list(arguments):
+        raise BadInputError(
+            f"--map-file {file}: no argument of the script names this file, so that a changed copy "
+            "could not reach it. Give the script the file's path as an argument"
+        )
+    return changed
+
+
+def _find(arguments: Sequence[str], argument: str) -> int | None:
+    """Place of the last token that is the argument; the last one is what parsers take."""
+    joined = argument + "="
+    places = [
+        i
+        for i, token in enumerate(arguments)
+        if token.startswith(joined) or (token == argument and argument.startswith("-"))
+    ]
+    return places[-1] if places else None
+
+
+def _is_bare(arguments: Sequence[str], place: int) -> bool:
+    """Whether an option stands without a value."""
+    if place + 1 == len(arguments):
+        return True
+    following = arguments[place + 1]
+    return following.startswith("-") and not isinstance(as_value(following), int | float)
+
+
+def _with_argument(arguments: Sequence[str], argument: str, value: Value) -> list[str]:
+    given = list(arguments)
+    place = _find(given, argument)
+    if place is None:
+        if not argument.startswith("-"):
+            return [*given, f"{argument}={value}"]
+        if isinstance(value, bool):
+            return [*given, argument] if value else given
+        return [*given, argument, str(value)]
+    if "=" in given[place]:
+        given[place] = f"{argument}={value}"
+    elif _is_bare(given, place):
+        if value is False:
+            del given[place]
+        elif value is not True:
+            given.insert(place + 1, str(value))
+    else:
+        given[place + 1] = str(value)
+    return given
+
+
+def as_value(text: str) -> Value:
+    """A word of a command line as the truth value or number that it is, else as it stands."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,154 @@
+"""Optimizers in a script: their implementation, and the steps that they make."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as _module
+
+from perfsearch.instrument.patches import wrap
+from perfsearch.parallel.optimizers import DEFAULT, apply_implementation, implementation_of
+from perfsearch.search.knob import Value
+
+KNOB = "optimizer_implementation"
+
+
+class Optimizers:
+    """Every optimizer that the script makes from now on, and the steps of the one that leads.
+
+    The first optimizer whose step ends is the one by whose steps training steps are counted:
+    of several it is always the same, and of one that wraps another it is the inner one.
+
+    Args:
+        knobs: the value of ``optimizer_implementation``, if any.
+
+    Attributes:
+        before_step: called when the leading optimizer begins a step.
+        after_step: called when it has made one.
+        ignored: why an implementation that was asked for is not in force.
+
+    """
+
+    def __init__(self, knobs: Mapping[str, Value]) -> None:
+        self.before_step: Callable[[], None] | None = None
+        self.after_step: Callable[[], None] | None = None
+        self.ignored: dict[str, str] = {}
+        self._counting = True
+        self._choice: Value = knobs.get(KNOB)
+        self._made: list[weakref.ref[Any]] = []
+        self._own: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._leader: weakref.ref[Any] | None = None
+        self._undo = wrap(Optimizer, "__init__", self._construct)
+        self._hooks = (
+            _module.register_optimizer_step_pre_hook(self._before),
+            _module.register_optimizer_step_post_hook(self._after),
+        )
+
+    @property
+    def live(self) -> list[Any]:
+        """Those that still exist, in the order of their making."""
+        return [optimizer for ref in self._made if (optimizer := ref()) is not None]
+
+    @property
+    def leader(self) -> Any:
+        """The optimizer whose steps are counted, once there was one."""
+        return self._leader() if self._leader is not None else None
+
+    def _construct(
+        self, original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        original(*args, **kwargs)
+        optimizer = args[0]
+        self._made.append(weakref.ref(optimizer))
+        self._own[optimizer] = [_flags(group) for group in optimizer.param_groups]
+
+    def _put_into_force(self, optimizer: Any) -> None:
+        """Set the implementation; whether it takes effect is seen when it is read back."""
+        if self._choice in (None, DEFAULT):
+            return
+        try:
+            apply_implementation(optimizer, self._choice)
+        except ValueError as error:
+            self.ignored[KNOB] = str(error)
+            return
+        for name in ("foreach", "fused"):  # for parameter groups that are added later
+            if name in optimizer.defaults:
+                optimizer.defaults[name] = self._choice == name
+        for group in optimizer.param_groups:
+            _place_step_counts(optimizer, group)
+
+    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if optimizer not in self._begun:
+            # not in the constructor: the subclass's has more to say, and so has a checkpoint
+            self._begun.add(optimizer)
+            self._put_into_force(optimizer)
+        if self._counting and self.before_step is not None and optimizer is self.leader:
+            self.before_step()
+
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._leader is None:
+            self._leader = weakref.ref(optimizer)
+        if self._counting and self.after_step is not None and optimizer is self.leader:
+            self.after_step()
+
+    @contextmanager
+    def counted_from_outside(self) -> Iterator[None]:
+        """Count the block as one step, whatever optimizers do inside of it."""
+        if self.before_step is not None:
+            self.before_step()
+        self._counting = False
+        try:
+            yield
+        finally:
+            self._counting = True
+        if self.after_step is not None:
+            self.after_step()
+
+    def change(self, choice: Value) -> None:
+        """Use another implementation from the next step on.
+
+        State that the implementations keep in different places is moved: a fused one has its step
+        counts on the parameter's device, the others on the host.
+        """
+        self._choice = choice
+        self.ignored.pop(KNOB, None)
+        for optimizer in self.live:
+            own = self._own.get(optimizer, [])
+            for group, flags in zip(optimizer.param_groups, own, strict=False):
+                group.update(flags)
+            for group in optimizer.param_groups:
+                _place_step_counts(optimizer, group)
+            self._put_into_force(optimizer)
+
+    def values(self) -> dict[str, Value]:
+        """Which implementation the leading optimizer, or else the last one made, is set to."""
+        live = self.live
+        optimizer = self.leader or (live[-1] if live else None)
+        return {} if optimizer is None else {KNOB: implementation_of(optimizer)}
+
+    def undo(self) -> None:
+        """Take the wrapping and the hooks away."""
+        self._undo()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _flags(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("foreach", "fused") if name in group}
+
+
+def _place_step_counts(optimizer: Any, group: Mapping[str, Any]) -> None:
+    on_device = bool(group.get("fused") or group.get("capturable"))
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter, {})
+        steps = state.get("step")
+        if isinstance(steps, torch.Tensor):
+            state["step"] = steps.to(parameter.device if on_device else "cpu")

@@ -1,0 +1,97 @@
+"""The instruments of one process together, and what they say of its script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from perfsearch.instrument.ddp import Wrappers
+from perfsearch.instrument.deepspeed import Engines
+from perfsearch.instrument.facts import Facts
+from perfsearch.instrument.loaders import Loaders
+from perfsearch.instrument.losses import Losses
+from perfsearch.instrument.optimizers import Optimizers
+from perfsearch.instrument.sharding import Sharding
+from perfsearch.instrument.switches import Switches
+from perfsearch.search.knob import Value
+
+_FRAMEWORKS = {
+    "deepspeed": "deepspeed",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+    "transformers.trainer": "hf-trainer",
+    "accelerate": "accelerate",
+}
+"""Module to name; the first that the script has imported is what it is called."""
+
+
+class Script:
+    """Instruments for everything that a script builds once they are made.
+
+    Args:
+        knobs: values to put into force; ``None`` and absent ones leave the script's own.
+
+    """
+
+    def __init__(self, knobs: Mapping[str, Value]) -> None:
+        self.knobs = dict(knobs)
+        self.wrappers = Wrappers(knobs)
+        self.sharding = Sharding(knobs)
+        self.loaders = Loaders(knobs)
+        self.optimizers = Optimizers(knobs)
+        self.engines = Engines(self.optimizers)
+        self.switches = Switches(knobs)
+        self.losses = Losses()
+
+    def change(self, knobs: Mapping[str, Value]) -> None:
+        """Put the knobs of ``step`` scope into force, between two steps."""
+        self.knobs = dict(knobs)
+        self.wrappers.wrap_again(knobs)
+        self.sharding.change(knobs)
+        self.optimizers.change(knobs.get("optimizer_implementation"))
+        self.switches.change(knobs)
+
+    def why_not_again(self) -> str:
+        """Why other settings need another start of the script; empty where they do not."""
+        if self._compiled():
+            return "the model is compiled"
+        if self.engines.seen:
+            return "DeepSpeed's engine keeps weights of its own"
+        return self.wrappers.why_not_again() or self.sharding.why_not_again()
+
+    def values(self) -> dict[str, Value]:
+        """What is in force, by knob name, as the libraries themselves have it."""
+        return {
+            **self.switches.values(),
+            **self.wrappers.values(),
+            **self.sharding.values(),
+            **self.loaders.values(),
+            **self.optimizers.values(),
+        }
+
+    def facts(self) -> Facts:
+        """What the script has built so far."""
+        wrappers = ["ddp"] if self.wrappers.live else []
+        wrappers += ["deepspeed"] if self.engines.seen else []
+        return Facts(
+            wrappers=wrappers + self.sharding.kinds,
+            loaders=self.loaders.made,
+            optimizers=[type(optimizer).__name__ for optimizer in self.optimizers.live],
+            values=self.values(),
+            ignored=dict(self.optimizers.ignored),
+            draws_in_loader=self.loaders.draws,
+            compiled=self._compiled(),
+            backend=_backend(),
+            framework=next((name for m, name in _FRAMEWORKS.items() if m in sys.modules), ""),
+        )
+
+    @staticmethod
+    def _compiled() -> bool:
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        return dynamo is not None and bool(dynamo.counters["stats"])
+
+
+def _backend() -> str:
+    return str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""

@@ -1,0 +1,197 @@
+"""A rank of a script that is being searched: it tells of each step, and does what it is told."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+
+from perfsearch.instrument.batches import BatchTape
+from perfsearch.instrument.rewind import Rewinder
+from perfsearch.instrument.script import Script
+from perfsearch.instrument.sockets import socket_path
+from perfsearch.workers import measure
+from perfsearch.workers.channel import Channel
+
+_MOST_SWALLOWED = 3
+"""How often a script may catch ``Finished`` before its process is ended without asking."""
+
+
+def _name_of(device: torch.device) -> str:
+    on_gpu = device.type == "cuda"
+    return str(torch.cuda.get_device_properties(device).uuid) if on_gpu else str(device)
+
+
+class Finished(SystemExit):
+    """The window is full: the script has done what it was started for."""
+
+
+class Searched:
+    """Speaks with the controller at step boundaries; inside the scored window it is silent.
+
+    Args:
+        script: the instruments.
+        directory: of the group, with the sockets.
+        rank: which rank this is.
+
+    Attributes:
+        steps: steps made so far.
+
+    """
+
+    def __init__(self, script: Script, directory: str, rank: int) -> None:
+        self.steps = 0
+        self._script = script
+        self._rewinder = Rewinder(script, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._clock: measure.Clock | None = None
+        self._left = 0
+        self._losses: list[torch.Tensor | None] = []
+        self._counted = (0, 0, 0)
+        self._swallowed = 0
+        self._ending = False
+        script.loaders.tape = BatchTape()
+        script.optimizers.before_step = self._before_step
+        script.optimizers.after_step = self._after_step
+        self._channel = Channel.connect(socket_path(directory, rank))
+        self._channel.send({"event": "hello", "pid": os.getpid()})
+        self._since = time.perf_counter()
+
+    @property
+    def _device(self) -> torch.device:
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def _before_step(self) -> None:
+        if self.steps == 0:
+            self._script.switches.put_into_force()
+        if self._clock is not None:
+            self._clock.mark("other")
+
+    def _after_step(self) -> None:
+        if self._ending:
+            self._end()
+        self.steps += 1
+        loss = self._script.losses.take()
+        if self._clock is not None:
+            self._clock.mark("optimizer")
+            self._clock.mark("step")
+            self._losses.append(loss)
+            self._left -= 1
+            if self._left:
+                return
+            self._tell_window(self._clock)
+        else:
+            device = self._device
+            measure.synchronize(device)
+            self._tell_step(time.perf_counter() - self._since, loss)
+        self._obey()
+        self._since = time.perf_counter()
+
+    def _tell_step(self, seconds: float, loss: torch.Tensor | None) -> None:
+        message: dict[str, Any] = {
+            "event": "step",
+            "step": self.steps,
+            "seconds": seconds,
+            "loss": None if loss is None else float(loss),
+            "pulls": self._script.loaders.pulls,
+        }
+        if self.steps <= 2:
+            initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
+            message["facts"] = self._script.facts().to_json()
+            message["joined"] = torch.distributed.get_world_size() if initialised else 1
+            message["device"] = str(self._device)
+            message["why_not_again"] = self._script.why_not_again()
+        self._channel.send(message)
+
+    def _tell_window(self, clock: measure.Clock) -> None:
+        device = self._device
+        measure.synchronize(device)
+        seconds, phases = clock.read()
+        loaders = self._script.loaders
+        pulls, samples, tokens = self._counted
+        facts = self._script.facts()
+        self._set_clock(None)
+        self._channel.send(
+            {
+                "event": "window",
+                "step": self.steps,
+                "step_seconds": seconds,
+                "phases_ms": {name: s * 1e3 for name, s in phases.items()},
+                "losses": [None if loss is None else float(loss) for loss in self._losses],
+                "pulls": loaders.pulls - pulls,
+                "samples": loaders.samples - samples,
+                "tokens": loaders.tokens - tokens,
+                "peaks": measure.read_peaks(device),
+                "place": {"host": os.uname().nodename, "device": _name_of(device)},
+                "facts": facts.to_json(),
+                "why_not_again": self._script.why_not_again(),
+            }
+        )
+        self._losses = []
+
+    def _set_clock(self, clock: measure.Clock | None) -> None:
+        self._clock = clock
+        self._script.loaders.mark = None if clock is None else clock.mark
+        self._script.losses.mark = None if clock is None else clock.mark
+
+    def _obey(self) -> None:
+        """Do what the controller says until it lets the script go on."""
+        while True:
+            order = self._channel.receive()
+            match order["op"]:
+                case "go":
+                    return
+                case "score":
+                    self._score(int(order["count"]))
+                    return
+                case "keep":
+                    reason = self._rewinder.take()
+                    self._channel.send({"event": "kept", "reason": reason})
+                case "rewind":
+                    assert self._script.loaders.tape is not None
+                    self._script.loaders.tape.rewind(int(order["place"]))
+                    return
+                case "change":
+                    self._change(order["knobs"])
+                case "end":
+                    self._end()
+                case unknown:
+                    raise ValueError(f"the controller said {unknown!r}, which means nothing here")
+
+    def _score(self, count: int) -> None:
+        device = self._device
+        loaders = self._script.loaders
+        self._counted = (loaders.pulls, loaders.samples, loaders.tokens)
+        self._left, self._losses = count, []
+        measure.synchronize(device)
+        clock = measure.make_clock(device)
+        self._set_clock(clock)
+        clock.mark("start")
+
+    def _change(self, knobs: dict[str, Any]) -> None:
+        begin = time.perf_counter()
+        self._rewinder.restore()
+        self._script.change(knobs)
+        measure.reset_peaks(self._device)
+        measure.synchronize(self._device)
+        self._channel.send({"event": "changed", "seconds": time.perf_counter() - begin})
+
+    def _end(self) -> None:
+        self._ending = True
+        self._swallowed += 1
+        if self._swallowed > _MOST_SWALLOWED:
+            os._exit(0)  # it catches even SystemExit
+        raise Finished(0)
+
+    def tell_end(self) -> None:
+        """Say that the script has come to its own end."""
+        if not self._ending:
+            self._channel.send({"event": "ended", "step": self.steps})
+
+    @staticmethod
+    def leave_process_group() -> None:
+        """Take the script's process group down, where it has left one."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -1,0 +1,121 @@
+"""The side process that the deciding rank asks: strategies and their packages load here only.
+
+It reads a JSON object a line from its standard input and answers on its standard output; the end
+of the input ends it, so that it never outlives the rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from perfsearch.online.knobs import make_space
+from perfsearch.online.options import AutotuneOptions
+from perfsearch.search.errors import BadInputError
+from perfsearch.search.hints import Hints
+from perfsearch.search.knob import Value
+from perfsearch.search.space import Space
+from perfsearch.search.trial import Trial
+from perfsearch.strategies.base import Strategy
+
+_TRY_ALL = 8
+_LOW_PRIORITY = 10
+
+
+class Strategist:
+    """Answers what to try next.
+
+    Args:
+        facts: what the ranks found; see ``make_space``.
+        options: what the user asked for.
+
+    Raises:
+        BadInputError: the user's setting of a knob cannot be honoured.
+
+    """
+
+    def __init__(self, facts: Mapping[str, Any], options: AutotuneOptions) -> None:
+        self.space, self.pinned, self.left_out = make_space(facts, options)
+        present: Mapping[str, Value] = facts["configuration"]
+        self.baseline = {knob.name: present[knob.name] for knob in self.space.knobs}
+        self._strategy = _choose(self.space, self.baseline, options)
+
+    def describe(self) -> dict[str, Any]:
+        """What is tuned and what is not."""
+        return {
+            "searched": [knob.name for knob in self.space.knobs],
+            "pinned": self.pinned,
+            "left_out": self.left_out,
+            "size": self.space.size,
+        }
+
+    def tell(self, trial: Trial) -> None:
+        """Take note of a trial; fixed knobs among its values are left out."""
+        values = {n: v for n, v in trial.configuration.items() if n in self.space.by_name}
+        trial.configuration = values
+        self._strategy.tell(trial)
+
+    def ask(self) -> dict[str, Any]:
+        """The whole configuration to try next, ``None`` with the reason when it is done."""
+        point = self._strategy.ask() if self.space.knobs else None
+        if point is None:
+            reason = self._strategy.stop_reason or "there is nothing to tune"
+            return {"configuration": None, "reason": reason}
+        return {"configuration": {**self.pinned, **point}, "reason": ""}
+
+
+def _choose(space: Space, baseline: dict[str, Value], options: AutotuneOptions) -> Strategy:
+    from perfsearch.strategies.bayes import Bayes
+    from perfsearch.strategies.grid import Grid
+
+    hints = Hints(baseline=baseline, effect_order=tuple(knob.name for knob in space.knobs))
+    size = space.size
+    if size is not None and size <= _TRY_ALL:
+        return Grid(space, hints, options.seed)
+    chosen = Bayes.Options(alpha=options.gaussian_process_noise, min_gain=options.min_gain)
+    return Bayes(space, hints, options.seed, chosen)
+
+
+class Service:
+    """Reads requests and answers those that have an answer."""
+
+    def __init__(self) -> None:
+        self._strategist: Strategist | None = None
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The answer to one request; ``None`` where there is none."""
+        if request["do"] == "open":
+            try:
+                options = AutotuneOptions.from_mapping(request["options"])
+                self._strategist = Strategist(request["facts"], options)
+            except BadInputError as error:
+                return {"refused": str(error)}
+            return self._strategist.describe()
+        assert self._strategist is not None
+        if request["do"] == "tell":
+            self._strategist.tell(Trial.from_json(request["trial"]))
+            return None
+        return self._strategist.ask()
+
+    def serve(self, requests: IO[str], answers: IO[str]) -> None:
+        """Answer until the requests end."""
+        for line in requests:
+            answer = self.answer(json.loads(line))
+            if answer is not None:
+                print(json.dumps(answer), file=answers, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve on the standard streams."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.nice(_LOW_PRIORITY)  # training goes first, wherever there are too few cores
+    os.dup2(2, 1)  # what a library prints must not stand between the answers
+    Service().serve(sys.stdin, answers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

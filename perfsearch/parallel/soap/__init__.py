@@ -1,0 +1,1 @@
+"""Parallelisation operator by operator: samples, operators, attributes and parameters (SOAP)."""

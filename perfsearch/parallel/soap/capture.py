@@ -1,0 +1,307 @@
+"""From a traced program to the graph of operators."""
+
+from __future__ import annotations
+
+import operator as operators
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from perfsearch.parallel.soap import (  # noqa: F401
+    rules_norm,
+    rules_shape,
+    rules_window,
+)
+from perfsearch.parallel.soap.assembly import assemble
+from perfsearch.parallel.soap.axes import Whole
+from perfsearch.parallel.soap.draft import Draft
+from perfsearch.parallel.soap.graph import INPUT, WHOLE, Graph, Parameter, Role
+from perfsearch.parallel.soap.lowering import RULES, Call, Lowered, Slot, Value, same
+from perfsearch.parallel.soap.precision import Autocast
+from perfsearch.parallel.soap.rules_dense import embedding_bag
+from perfsearch.parallel.soap.rules_loss import LOSSES, total
+from perfsearch.parallel.soap.rules_pointwise import pointwise
+from perfsearch.parallel.soap.traced import (
+    batch_size,
+    draws,
+    dtype_name,
+    gives_many,
+    least_flops,
+    loss_and_scale,
+    module_of,
+    out_of_place,
+    place_of,
+)
+from perfsearch.parallel.soap.tracing import CaptureError, Loss, Program, trace
+from perfsearch.parallel.soap.writes import Writes
+
+_TAKE_PARAMETERS = frozenset(
+    {
+        "linear",
+        "matmul",
+        "embedding",
+        "embedding_bag",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "layer_norm",
+        "rms_norm",
+        "batch_norm",
+        "group_norm",
+        "instance_norm",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+    }
+)
+_CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_size"})
+_HAVE_RULES = frozenset({"dropout", "scaled_dot_product_attention"})
+_UNSPLIT = "draws random numbers in a form that has no rule for splitting it"
+_DRAWING = frozenset({"dropout", "attention"})
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as operators, and what the graph alone does not hold.
+
+    Attributes:
+        graph: of operators.
+        leaves: names of the inputs that are the batch's tensors, in ``tree_flatten`` order.
+        buffers: name of an input to the qualified name of the model's buffer.
+        constants: tensors by name of the input.
+        counters: buffers that a step adds a number to, such as batch norm's.
+        tracer: ``export`` or ``fx``.
+
+    """
+
+    graph: Graph
+    leaves: tuple[str, ...]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    counters: tuple[tuple[str, int], ...]
+    tracer: str
+
+
+def capture(
+    model: nn.Module, loss: Loss, batch: Any, autocast: torch.dtype | None = None
+) -> Captured:
+    """Capture a training step.
+
+    Args:
+        model: unmodified, in the mode that it is trained in; may be on any device.
+        loss: mean loss of the model on a batch.
+        batch: of the global batch's size.
+        autocast: dtype that the step is cast to where that is safe; ``None``: nothing is.
+
+    Raises:
+        CaptureError: it cannot be traced, or draws or writes what cannot be split.
+
+    """
+    program = trace(model, loss, batch)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return _Capture(program, parameters, Autocast(autocast)).run()
+
+
+@dataclass
+class _Capture:
+    program: Program
+    trained: dict[str, nn.Parameter]
+    autocast: Autocast
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    calls: dict[fx.Node, Call] = field(default_factory=dict)
+    sources: dict[str, Call] = field(default_factory=dict)
+    drafts: list[Draft] = field(default_factory=list)
+
+    def run(self) -> Captured:
+        nodes = list(self.program.graph.nodes)
+        whole_output = next(n for n in nodes if n.op == "output").args[0]
+        while isinstance(whole_output, list | tuple):
+            whole_output = whole_output[0]
+        self.output, self.scale = loss_and_scale(whole_output, LOSSES)
+        self.writes = Writes(nodes, self.program.buffers)
+        self.batch = batch_size(nodes, self.program.leaves)
+        for node in nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._placeholder(node)
+            elif node.op == "call_function" and node not in self.writes.skipped:
+                self._call(node)
+                if node is self.output and self.drafts[-1].kind != WHOLE:
+                    break  # what follows is its factor, or not needed for it
+                if node is self.output:
+                    self.output, self.scale = whole_output, 1.0
+        if self.output not in self.values:
+            raise CaptureError("the loss does not depend on the model by tensors")
+        graph = assemble(self.drafts, self.values[self.output].name, self.batch)
+        named = {d.name for d in self.drafts if d.kind == INPUT}
+        return Captured(
+            graph=graph,
+            leaves=tuple(self.program.leaves),
+            buffers={p: n for p, n in self.program.buffers.items() if p in named},
+            constants=self.program.constants,
+            counters=self.writes.counters,
+            tracer=self.program.tracer,
+        )
+
+    def _placeholder(self, node: fx.Node) -> None:
+        name, program = node.name, self.program
+        if name in program.parameters:
+            tensor = self.trained[program.parameters[name]]
+            # of a tied tensor, the first of its names
+            key = next(n for n, other in self.trained.items() if other is tensor)
+            labels = (Role.PARAMETER,) * tensor.dim()
+            self.values[node] = Value(
+                key, tuple(tensor.shape), dtype_name(tensor), labels, True, tensor.requires_grad
+            )
+            return
+        tensor = node.meta["val"] if "val" in node.meta else program.constants[name]
+        shape = tuple(int(size) for size in tensor.shape)
+        leaf = name in program.leaves
+        labels = tuple(
+            Role.SAMPLE if leaf and dim == 0 else Role.ATTRIBUTE for dim in range(len(shape))
+        )
+        self.values[node] = Value(name, shape, dtype_name(tensor), labels, local=True)
+        self.drafts.append(Draft(name, INPUT, self.values[node], None, (), "", ""))
+
+    def _call(self, node: fx.Node) -> None:
+        call = self._as_call(node)
+        self.calls[node] = call
+        if call.name in _CHECKS or (call.name != "getitem" and gives_many(node)):
+            return
+        if draws(node) and call.name not in _HAVE_RULES:
+            raise CaptureError(f"{call.name} {_UNSPLIT}; {place_of(node)}")
+        lowered = self._lower(call)
+        if lowered is None and call.name in _HAVE_RULES and call.get("dropout_p"):
+            raise CaptureError(f"{call.name} {_UNSPLIT}; {place_of(node)}")
+        lowered = lowered or self._fallback(call)
+        self._add(node, call, lowered)
+
+    def _as_call(self, node: fx.Node) -> Call:
+        if node.target is operators.getitem:
+            made, index = node.args
+            if made in self.values:
+                raise CaptureError(f"a tensor is indexed outside torch; {place_of(node)}")
+            arguments: dict[str, Any] = {"made": self.calls[made], "index": index}
+            name = "getitem"
+        else:
+            name = node.target._schema.name.split("::")[1]
+            arguments = self._arguments(node)
+        value = node.meta.get("val")
+        tensor = isinstance(value, torch.Tensor)
+        if node in self.writes.in_place:
+            name = name.removesuffix("_")
+        return Call(
+            name=name,
+            target=out_of_place(node.target) if node in self.writes.in_place else node.target,
+            arguments=arguments,
+            shape=tuple(int(size) for size in value.shape) if tensor else (),
+            dtype=dtype_name(value) if tensor else "",
+            is_output=node is self.output,
+            sources=self.sources,
+        )
+
+    def _arguments(self, node: fx.Node) -> dict[str, Any]:
+        schema = node.target._schema.arguments
+        given: dict[str, Any] = {a.name: a.default_value for a in schema if a.has_default_value()}
+        given.update({a.name: v for a, v in zip(schema, node.args, strict=False)})
+        given.update(node.kwargs)
+        return {a.name: self._value(given[a.name]) for a in schema if a.name in given}
+
+    def _value(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self.values.get(argument, self.calls.get(argument))
+        if isinstance(argument, list | tuple):
+            return [self._value(part) for part in argument]
+        return argument
+
+    def _lower(self, call: Call) -> Lowered | None:
+        if call.is_output and call.name in ("mean", "sum") and call.get("dim") is None:
+            return total(call)
+        made = call.get("made")
+        if isinstance(made, Call) and made.name == "embedding_bag":
+            if call["index"] == 0:
+                return embedding_bag(replace(made, shape=call.shape, dtype=call.dtype))
+            return None
+        rule = RULES.get(call.name)
+        if rule is None:
+            tags = getattr(call.target, "tags", ())
+            return pointwise(call) if torch.Tag.pointwise in tags else None
+        if call.name in _TAKE_PARAMETERS:
+            lowered = rule(call)
+            if lowered is not None:
+                return lowered
+        return rule(self._without_parameters(call))
+
+    def _without_parameters(self, call: Call) -> Call:
+        """Give each parameter an operator of its own, so that it is a tensor like any other."""
+        made = call.get("made")
+        inner = {"made": self._without_parameters(made)} if isinstance(made, Call) else {}
+        arguments = {n: self._as_tensor(v) for n, v in call.arguments.items()}
+        return replace(call, arguments={**arguments, **inner})
+
+    def _as_tensor(self, argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [self._as_tensor(part) for part in argument]
+        if not isinstance(argument, Value) or not argument.parameter:
+            return argument
+        name = f"parameter:{argument.name}"
+        count = len(argument.shape)
+        value = Value(name, argument.shape, argument.dtype, argument.labels, local=True)
+        if all(draft.name != name for draft in self.drafts):
+            lowered = Lowered("parameter", argument.labels, (True,) * count)
+            lowered.operand(argument, same(count), "value")
+            self._append(name, value, lowered, argument.name, "")
+        return value
+
+    def _fallback(self, call: Call) -> Lowered:
+        """The function as it stands, whole, on one device."""
+        call = self._without_parameters(call)
+        output = None
+        if call.name == "getitem":
+            output, call = call["index"], call["made"]
+        lowered = Lowered(WHOLE, (Role.ATTRIBUTE,) * 0, ())
+        lowered.attributes = {
+            "target": str(call.target),
+            "arguments": {n: self._slots(v, lowered) for n, v in call.arguments.items()},
+            "output": output,
+        }
+        lowered.flops = least_flops(call, lowered)
+        return lowered
+
+    def _slots(self, argument: Any, lowered: Lowered) -> Any:
+        if isinstance(argument, list | tuple):
+            return [self._slots(part, lowered) for part in argument]
+        if not isinstance(argument, Value):
+            return argument
+        slot = lowered.operand(argument, [Whole(size) for size in argument.shape])
+        assert isinstance(slot, Slot)
+        return slot
+
+    def _add(self, node: fx.Node, call: Call, lowered: Lowered) -> None:
+        if lowered.kind == WHOLE:
+            lowered.labels = (Role.ATTRIBUTE,) * len(call.shape)
+            lowered.splittable = (False,) * len(call.shape)
+        dtype = self.autocast.apply(lowered, call)
+        if node is self.output and self.scale != 1.0:
+            lowered.attributes["scale"] = self.scale
+        drawn = lowered.kind in _DRAWING and lowered.attributes["probability"] > 0
+        local = not drawn and lowered.kind != "batch_norm"
+        local = local and all(value.local for value, _ in lowered.operands)
+        # what only parameters and places decide is computed wherever it is needed, as in data
+        # parallelism; what depends on samples and has parameters is placed
+        local = local and not (lowered.parameters and Role.SAMPLE in lowered.labels)
+        shape = call.shape if lowered.shape is None else lowered.shape
+        strides = node.meta["val"].stride() if lowered.shape is None else ()
+        value = Value(node.name, shape, dtype, lowered.labels, local=local, strides=strides)
+        self.values[node] = value
+        self.sources[node.name] = call
+        self._append(node.name, value, lowered, module_of(node), place_of(node))
+
+    def _append(self, name: str, value: Value, lowered: Lowered, module: str, place: str) -> None:
+        parameters = tuple(
+            Parameter(n, v.shape, v.dtype, v.name, axes, v.trained)
+            for n, (v, axes) in lowered.parameters.items()
+        )
+        self.drafts.append(Draft(name, lowered.kind, value, lowered, parameters, module, place))

@@ -1,0 +1,233 @@
+"""The machine that is planned for: its devices, and how long its transfers take.
+
+Measured once and kept as a readable JSON file, which can be edited to plan for hardware that is
+not here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from perfsearch.search.errors import BadInputError
+
+SCHEMA = 1
+
+KINDS = ("exchange", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce")
+"""In the order of the numbers in ``tables``. The size of an exchange is the larger of what a device
+sends and receives, and its members are the peers; of an all-gather and a reduce-scatter it is the
+whole tensor; of an all-to-all what a device holds; of the others what each device holds."""
+
+Curve = dict[int, dict[int, float]]
+"""Members to bytes to microseconds."""
+
+
+class MachineError(BadInputError):
+    """A machine file that cannot be used; the message names the file, the entry and the remedy."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices, transfers, and what the execution adds.
+
+    Attributes:
+        name: of the device, or what the file's author calls it.
+        devices: number of them.
+        devices_per_node: those with consecutive numbers that share a node.
+        memory_gib: of a device.
+        within: by kind, transfers inside a node.
+        across: the same for transfers that cross nodes; empty where there is one node.
+        transfer_host_us: time of the host for a transfer that a device takes part in.
+        sync_host_us: the same for the sum of a gradient.
+        step_us: what a step takes beside its tasks.
+        optimizer_us: what the optimizer takes beside the weights' traffic.
+        optimizer_us_per_mib: time for a MiB of weights.
+        state_per_weight: bytes of optimizer state for a byte of weights.
+        copy_us: time of packing what is sent, or putting together what came, beside its traffic.
+        copy_us_per_mib: of the traffic.
+        task_us: what each part of an operator takes beside its own time, each way.
+        sync_on_link: whether sums of gradients queue behind other transfers of the device.
+        updates_rows: whether tables of one device alone are updated by the rows that were read.
+        calibrated: by what measured step ``task_us`` and ``step_us`` were fitted; empty: not yet.
+        bucket_mib: gradients that are summed together; 0: each operator's by themselves.
+
+    """
+
+    name: str
+    devices: int
+    devices_per_node: int
+    memory_gib: float
+    within: dict[str, Curve]
+    across: dict[str, Curve] = field(default_factory=dict)
+    transfer_host_us: float = 0.0
+    sync_host_us: float = 0.0
+    step_us: float = 0.0
+    optimizer_us: float = 0.0
+    optimizer_us_per_mib: float = 0.0
+    state_per_weight: float = 0.0
+    copy_us: float = 0.0
+    copy_us_per_mib: float = 0.0
+    task_us: float = 0.0
+    sync_on_link: bool = False
+    updates_rows: bool = False
+    calibrated: str = ""
+    bucket_mib: float = 25.0
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or not 1 <= self.devices_per_node <= self.devices:
+            raise MachineError(
+                f"devices {self.devices}, devices_per_node {self.devices_per_node}: at least one "
+                "device is needed, and a node has one to all of them"
+            )
+        _check_curves("within", self.within, needed=self.devices > 1)
+        _check_curves("across", self.across, needed=self.devices_per_node < self.devices)
+
+    def with_devices(self, devices: int) -> Machine:
+        """The same with fewer or more devices; curves are continued where they end."""
+        per_node = self.devices_per_node
+        if per_node == self.devices:
+            per_node = devices
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Machine(**{**values, "devices": devices, "devices_per_node": min(per_node, devices)})
+
+    def write(self, path: Path) -> None:
+        """Write it for people to read and edit."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Machine:
+        """Read what ``write`` wrote, or an edited copy.
+
+        Raises:
+            MachineError: no such file, or an entry is missing, unknown or impossible.
+
+        """
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise MachineError(f"{path}: not a machine file: {error}") from error
+        if not isinstance(record, dict) or record.pop("schema", None) != SCHEMA:
+            raise MachineError(f"{path}: schema {SCHEMA} is needed; measure the machine again")
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(record) - known)
+        if unknown:
+            raise MachineError(f"{path}: {unknown[0]}: no such entry; known: {sorted(known)}")
+        try:
+            for side in ("within", "across"):
+                record[side] = _curves(record.get(side, {}))
+            return cls(**record)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise MachineError(f"{path}: {error}") from error
+
+
+def uniform(
+    devices: int,
+    *,
+    latency_us: float,
+    gib_per_s: float,
+    memory_gib: float,
+    name: str = "uniform",
+    **more: Any,
+) -> Machine:
+    """A machine whose links all have one latency and bandwidth, by ring and tree arithmetic.
+
+    Args:
+        devices: number of them.
+        latency_us: of a message.
+        gib_per_s: of a device's link, each direction.
+        memory_gib: of a device.
+        name: of the machine.
+        more: further entries of ``Machine``.
+
+    """
+    microseconds_per_byte = 1e6 / (gib_per_s * 2**30)
+    sizes = [2**p for p in range(10, 31, 4)]
+
+    def curve(latency: float, factor: float) -> dict[int, float]:
+        return {s: latency_us * latency + s * factor * microseconds_per_byte for s in sizes}
+
+    members = sorted({min(2**p, devices) for p in range(1, max(devices - 1, 1).bit_length() + 1)})
+    within: dict[str, Curve] = {kind: {} for kind in KINDS}
+    for n in members:
+        steps = math.ceil(math.log2(n)) if n > 1 else 1
+        share = (n - 1) / n
+        within["exchange"][n - 1 if n > 1 else 1] = curve(1 + 0.1 * max(n - 2, 0), 1.0)
+        within["all_gather"][n] = curve(steps, share)
+        within["reduce_scatter"][n] = curve(steps, share)
+        within["all_to_all"][n] = curve(1 + 0.1 * (n - 2), share)
+        within["broadcast"][n] = curve(steps, 1.0)
+        within["all_reduce"][n] = curve(2 * steps, 2 * share)
+    return Machine(
+        name=name,
+        devices=devices,
+        devices_per_node=devices,
+        memory_gib=memory_gib,
+        within=within,
+        **more,
+    )
+
+
+def at_members(curves: Curve, members: int) -> dict[int, float]:
+    """The curve for a number of members: its own, or between those of its neighbours."""
+    known = sorted(curves)
+    if members in curves:
+        return curves[members]
+    below = [n for n in known if n < members]
+    above = [n for n in known if n > members]
+    if not below or not above:
+        # Beyond what was measured the last two say how it goes on.
+        if len(known) < 2:
+            return curves[known[0]]
+        low, high = (known[0], known[1]) if not below else (known[-2], known[-1])
+    else:
+        low, high = below[-1], above[0]
+    share = (members - low) / (high - low)
+    floor = min(curves[known[0]].values())
+    return {
+        size: max(curves[low][size] + share * (curves[high][size] - curves[low][size]), floor)
+        for size in curves[low]
+        if size in curves[high]
+    }
+
+
+def at_size(curve: Mapping[int, float], size: float) -> float:
+    """Microseconds for a size, linear between its points and beyond the last two."""
+    points = sorted(curve)
+    if size <= points[0] or len(points) == 1:
+        return curve[points[0]]
+    upper = next((i for i, p in enumerate(points) if p >= size), len(points) - 1)
+    low, high = points[upper - 1], points[upper]
+    return curve[low] + (size - low) * (curve[high] - curve[low]) / (high - low)
+
+
+def _curves(record: Mapping[str, Any]) -> dict[str, Curve]:
+    return {
+        kind: {
+            int(members): {int(size): float(us) for size, us in points.items()}
+            for members, points in curve.items()
+        }
+        for kind, curve in record.items()
+    }
+
+
+def _check_curves(side: str, curves: Mapping[str, Curve], needed: bool) -> None:
+    unknown = sorted(set(curves) - set(KINDS))
+    if unknown:
+        raise MachineError(f"{side}.{unknown[0]}: unknown; known: {', '.join(KINDS)}")
+    for kind in KINDS if needed else ():
+        if not curves.get(kind):
+            raise MachineError(f"{side}.{kind}: no curve, and there is more than one device")
+    for kind, curve in curves.items():
+        for members, points in curve.items():
+            _check_points(f"{side}.{kind}.{members}", points)
+
+
+def _check_points(name: str, points: Mapping[int, float]) -> None:
+    times: Sequence[float] = list(points.values())
+    if not points or min(points) < 0 or not all(math.isfinite(t) and t >= 0 for t in times):
+        raise MachineError(f"{name}: sizes in bytes and finite times in microseconds are needed")

@@ -1,0 +1,175 @@
+"""Predicted time and memory of plans, and a search over them, for one job on one machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from perfsearch.parallel.soap import tables as at
+from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan
+from perfsearch.parallel.soap.engine import ChainOptions, Engine
+from perfsearch.parallel.soap.graph import Graph, Role
+from perfsearch.parallel.soap.machine import Machine
+from perfsearch.parallel.soap.tasks import CostOf, Problem
+from perfsearch.parallel.soap.timeline import Task
+
+_KINDS = {
+    at.FORWARD: "forward",
+    at.BACKWARD: "backward",
+    at.SEND_FORWARD: "transfer",
+    at.SEND_BACKWARD: "transfer of gradients",
+    at.SYNCHRONISE: "sum of gradients",
+    at.OPTIMIZE: "optimizer",
+}
+POINTS = 1000
+"""Points of a search's series at most."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is expected of a plan.
+
+    Attributes:
+        seconds: of a step.
+        peak_gib: of the fullest device.
+        memory_gib: of each device.
+        fits: whether every device's memory suffices.
+
+    """
+
+    seconds: float
+    peak_gib: float
+    memory_gib: tuple[float, ...]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        plans: the best distinct ones with their predicted seconds, best first.
+        series: iteration, then current, proposed and best seconds; a proposal beyond memory has
+            infinite ones.
+        proposals: simulated.
+        accepted: of these.
+        infeasible: of these, beyond memory.
+        seconds: that it took.
+
+    """
+
+    plans: list[tuple[float, Plan]]
+    series: list[tuple[int, float, float, float]] = field(default_factory=list)
+    proposals: int = 0
+    accepted: int = 0
+    infeasible: int = 0
+    seconds: float = 0.0
+
+    @property
+    def proposals_per_s(self) -> float:
+        """How fast it was."""
+        return self.proposals / self.seconds if self.seconds > 0 else 0.0
+
+
+class Simulator:
+    """Simulates one job on one machine.
+
+    Args:
+        graph: of the job.
+        machine: to plan for.
+        cost_of: times of parts.
+        roles: of dimensions that a search may split.
+        extra: plans that must be among those that can be simulated, whatever the search offers.
+        allowed: for some operators all that they may have; ``extra`` must keep to it.
+
+    Attributes:
+        problem: the choices.
+
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        machine: Machine,
+        cost_of: CostOf,
+        roles: frozenset[Role] = frozenset(Role),
+        extra: tuple[Plan, ...] = (),
+        allowed: Mapping[str, tuple[OperatorConfiguration, ...]] | None = None,
+    ) -> None:
+        self.problem = Problem(graph, machine, cost_of, roles, extra, allowed)
+        self._engine = Engine(self.problem.tables, self.problem.curves)
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """Simulate a plan whole.
+
+        Raises:
+            PlanError: it has a configuration that is not among the choices.
+
+        """
+        nanoseconds = self._engine.start(self.problem.numbers_of(plan))
+        memory = tuple((self._engine.memory_bytes() / 2**30).tolist())
+        return Estimate(nanoseconds / 1e9, max(memory), memory, self._engine.fits())
+
+    def search(self, start: Plan, proposals: int, options: ChainOptions, seed: int) -> Found:
+        """Walk from a plan; the same arguments give the same result, bit for bit."""
+        every = max(1, -(-proposals // POINTS))
+        options = ChainOptions(
+            alpha=options.alpha,
+            carry=options.carry,
+            kept=options.kept,
+            every=every,
+            points=proposals // every,
+            return_every=options.return_every,
+        )
+        engine = Engine(self.problem.tables, self.problem.curves, seed, options)
+        engine.start(self.problem.numbers_of(start))
+        engine.walk(0)  # compiles, or takes the compiled code from the disk
+        begin = time.perf_counter()
+        engine.walk(proposals)
+        seconds = time.perf_counter() - begin
+        return Found(
+            plans=[(ns / 1e9, self.problem.plan_of(numbers)) for ns, numbers in engine.best()],
+            series=[
+                (int(n), current / 1e9, proposed / 1e9 if proposed >= 0 else np.inf, best / 1e9)
+                for n, current, proposed, best in engine.series().tolist()
+            ],
+            proposals=proposals,
+            accepted=engine[at.ACCEPTED],
+            infeasible=engine[at.INFEASIBLE_COUNT],
+            seconds=seconds,
+        )
+
+    def drift(self, start: Plan, changes: int, seed: int) -> Plan:
+        """A plan some random proposals away that fits memory: all are accepted, whatever they cost.
+
+        Args:
+            start: where to begin.
+            changes: proposals.
+            seed: of the draws.
+
+        """
+        options = ChainOptions(alpha=0.0)
+        engine = Engine(self.problem.tables, self.problem.curves, seed, options)
+        engine.start(self.problem.numbers_of(start))
+        engine.walk(changes)
+        return self.problem.plan_of(engine.current())
+
+    def timeline(self, plan: Plan) -> list[Task]:
+        """Every task of a plan's step."""
+        names = [o.name for o in self.problem.operators]
+        edges = self.problem.edges
+        found = []
+        for kind, subject, device, begin, end in self._engine.trace(
+            self.problem.numbers_of(plan)
+        ).tolist():
+            name = "weights"
+            if kind in (at.SEND_FORWARD, at.SEND_BACKWARD):
+                source, target, _ = edges[subject]
+                name = f"{names[source]} to {names[target]}"
+            elif subject >= 0:
+                name = names[subject]
+            found.append(Task(_KINDS[kind], name, device, begin / 1e3, end / 1e3))
+        return found

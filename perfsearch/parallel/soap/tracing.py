@@ -1,0 +1,142 @@
+"""An unmodified model and its loss as a program of torch functions."""
+
+from __future__ import annotations
+
+import operator as operators
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class CaptureError(ValueError):
+    """The model cannot be captured; the message names the place in the user's code."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What was traced.
+
+    Attributes:
+        graph: of torch functions, batch tensors and the model's tensors as placeholders.
+        parameters: placeholder to qualified name in the model.
+        buffers: placeholder to qualified name in the model, of buffers and constants.
+        leaves: placeholders of the batch's tensors, in ``tree_flatten`` order.
+        constants: by placeholder, tensors that are neither of the model nor of the batch.
+        tracer: ``export`` or ``fx``.
+
+    """
+
+    graph: fx.Graph
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    leaves: list[str]
+    constants: dict[str, torch.Tensor]
+    tracer: str
+
+
+class _Whole(nn.Module):  # type: ignore[misc]
+    """Model and loss as one module of the batch's leaves."""
+
+    def __init__(self, model: nn.Module, loss: Loss, spec: TreeSpec) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self._spec = spec
+
+    def forward(self, *leaves: Any) -> torch.Tensor:
+        """The loss."""
+        return self._loss(self.model, tree_unflatten(list(leaves), self._spec))
+
+
+def trace(model: nn.Module, loss: Loss, batch: Any) -> Program:
+    """Trace a training step's forward pass and loss by torch.export, by fx where that fails.
+
+    Args:
+        model: in the mode that it is trained in; nothing of it is changed.
+        loss: of the model and a batch.
+        batch: of the size that is trained; its values are not looked at.
+
+    Raises:
+        CaptureError: neither can trace it.
+
+    """
+    leaves, spec = tree_flatten(batch)
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        odd = next(type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        raise CaptureError(f"the batch holds a {odd}: only tensors can be shared out")
+    module = _Whole(model, loss, spec)
+    try:
+        return _exported(module, leaves)
+    except Exception as error:
+        try:
+            return _traced(module, leaves)
+        except Exception as second:
+            raise CaptureError(
+                "the model cannot be captured as a graph. torch.export: "
+                f"{_first_line(error)}; fx: {_first_line(second)}"
+            ) from second
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _strip(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _exported(module: _Whole, leaves: list[torch.Tensor]) -> Program:
+    program = torch.export.export(module, tuple(leaves), strict=False)
+    signature = program.graph_signature
+    constants = {**program.constants}
+    # non-persistent buffers are among the constants too; the model has them under their names
+    buffers = {p: _strip(n) for p, n in signature.inputs_to_buffers.items()}
+    lifted = {
+        placeholder: constants[name]
+        for placeholder, name in signature.inputs_to_lifted_tensor_constants.items()
+    }
+    return Program(
+        graph=program.graph,
+        parameters={p: _strip(n) for p, n in signature.inputs_to_parameters.items()},
+        buffers=buffers,
+        leaves=list(signature.user_inputs),
+        constants=lifted,
+        tracer="export",
+    )
+
+
+def _traced(module: _Whole, leaves: list[torch.Tensor]) -> Program:
+    """By concrete values: any Python is followed, with the values that it has here."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    parameters = dict(module.named_parameters())
+    buffers = dict(module.named_buffers())
+    count, rest = len(parameters), len(parameters) + len(buffers)
+    names = [*parameters, *buffers]
+
+    def step(*tensors: torch.Tensor) -> torch.Tensor:
+        state = dict(zip(names, tensors[:rest], strict=True))
+        return torch.func.functional_call(module, state, tensors[rest:])
+
+    tensors = (*parameters.values(), *buffers.values(), *leaves)
+    made = make_fx(step, tracing_mode="fake", pre_dispatch=True)(*tensors)
+    places = [node.name for node in made.graph.nodes if node.op == "placeholder"]
+    lifted = {}
+    for node in made.graph.nodes:
+        if node.op == "get_attr":
+            lifted[node.name] = operators.attrgetter(node.target)(made)
+    return Program(
+        graph=made.graph,
+        parameters={p: _strip(n) for p, n in zip(places[:count], parameters, strict=True)},
+        buffers={p: _strip(n) for p, n in zip(places[count:rest], buffers, strict=True)},
+        leaves=places[rest:],
+        constants=lifted,
+        tracer="fx",
+    )

@@ -1,0 +1,218 @@
+"""The command line of ``perfsearch-run``: ours and torchrun's options, then the script's own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from perfsearch.search.errors import BadInputError
+
+AUTOTUNE = {
+    "level": (int, "0: not at all, 1: bucket sizes and the like"),
+    "warmup_samples": (int, "samples that are thrown away first"),
+    "steps_per_sample": (int, "steps that one sample of the score covers"),
+    "max_samples": (int, "samples after which the best is kept"),
+    "gaussian_process_noise": (float, "how noisy scores are taken to be, 0 to 1"),
+    "sampling_confidence_time": (float, "seconds that one sample covers at least"),
+    "warmup_time": (float, "seconds of training before the first sample"),
+    "log_file": (str, "CSV file for the samples and the result"),
+    "start_from": (str, "log file of an earlier run to start from"),
+    "freeze": (str, "log file of an earlier run whose result is used as it is"),
+    "discard_steps": (int, "steps that are thrown away after each change"),
+    "min_gain": (float, "share of the score below which a change is not kept"),
+    "time_limit_s": (float, "seconds after which a configuration that hangs is rolled back"),
+}
+"""Options ``--autotune-...`` with their types and meaning."""
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """What ``perfsearch-run`` was asked to do.
+
+    Attributes:
+        script: path of the script, or a module's name.
+        arguments: the script's own, exactly as given.
+        torchrun: torchrun's options, exactly as given.
+        parsed: the same, parsed by torchrun's own parser.
+        knobs: file whose knobs are put into force.
+        search: whether to search.
+        autotune: options of tuning while it trains; ``None``: not asked for.
+        overrides: ``-o KEY=VALUE``.
+        maps: ``--map NAME=ARGUMENT``.
+        map_files: ``--map-file FILE:KEY``.
+        preset: ``--preset NAME``.
+        quiet: whether nothing is said of knobs.
+
+    """
+
+    script: str
+    arguments: list[str]
+    torchrun: list[str]
+    parsed: argparse.Namespace
+    knobs: str | None = None
+    search: bool = False
+    autotune: dict[str, Any] | None = None
+    overrides: list[str] = field(default_factory=list)
+    maps: list[str] = field(default_factory=list)
+    map_files: list[str] = field(default_factory=list)
+    preset: str | None = None
+    quiet: bool = False
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInputError(f"{message}. See perfsearch-run --help.")
+
+
+def own_parser() -> argparse.ArgumentParser:
+    """The parser of our own options; torchrun's stand beside them."""
+    parser = _Parser(
+        prog="perfsearch-run",
+        usage="perfsearch-run [torchrun's options] [these options] SCRIPT ARGUMENTS...",
+        description="Starts a script as torchrun does, with knobs that a search has found, tuned "
+        "while it trains, or searched. Without any of these it changes nothing, and says what it "
+        "could change. Everything after SCRIPT reaches it untouched.",
+        epilog="All options of torchrun are passed on: see torchrun --help.",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    what = parser.add_argument_group("what to do")
+    what.add_argument("--search", action="store_true", help="search over launched trials")
+    what.add_argument(
+        "--knobs", metavar="FILE", help="put the knobs of best/config.yaml into force"
+    )
+    what.add_argument("--autotune", action="store_true", help="tune while it trains")
+    what.add_argument("--quiet", action="store_true", help="say nothing of what is in force")
+    search = parser.add_argument_group("of the search, and of what it has found")
+    search.add_argument(
+        "-o", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="a key of the search, as in -o budget.trials=40",
+    )  # fmt: skip
+    search.add_argument(
+        "--map", action="append", default=[], metavar="NAME=ARGUMENT", dest="maps",
+        help="the script takes this knob by this argument: micro_batch=--batch-size",
+    )  # fmt: skip
+    search.add_argument(
+        "--map-file", action="append", default=[], metavar="FILE:KEY", dest="map_files",
+        help="the script reads this knob from a JSON or YAML file: "
+        "ds_config.json:train_micro_batch_size_per_gpu, or NAME=FILE:KEY",
+    )  # fmt: skip
+    search.add_argument(
+        "--preset", choices=("hf-trainer", "lightning", "accelerate", "deepspeed"),
+        help="arguments of a framework: which knobs it takes, and how checkpoints and loggers are "
+        "silenced in trials; none is chosen by itself",
+    )  # fmt: skip
+    tuning = parser.add_argument_group("of tuning while it trains (each implies --autotune)")
+    for name, (kind, text) in AUTOTUNE.items():
+        tuning.add_argument(f"--autotune-{name.replace('_', '-')}", type=kind, help=text)
+    tuning.add_argument(
+        "--autotune-knobs", action="append", default=[], metavar="NAME=VALUE",
+        help="a value that is fixed, so that it is not tuned",
+    )  # fmt: skip
+    tuning.add_argument("--retune-on-drift", action="store_true", help="tune again when it drifts")
+    return parser
+
+
+def torchrun_parser() -> argparse.ArgumentParser:
+    """The parser of torchrun, which raises instead of ending the process."""
+    from torch.distributed import run
+
+    parser: argparse.ArgumentParser = run.get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign, assignment]
+    return parser
+
+
+def _refuse(message: str) -> NoReturn:
+    raise BadInputError(f"{message}. See perfsearch-run --help and torchrun --help.")
+
+
+def split(argv: Sequence[str]) -> RunArguments:
+    """Find the script, and whose each option before it is.
+
+    Raises:
+        BadInputError: there is no script, or an option is wrong.
+
+    """
+    ours, theirs = own_parser(), torchrun_parser()
+    own: list[str] = []
+    torchrun: list[str] = []
+    place = 0
+    while place < len(argv) and argv[place].startswith("-") and argv[place] != "-":
+        if argv[place] == "--":
+            place += 1
+            break
+        token = argv[place]
+        name = token.partition("=")[0]
+        is_ours = name in ours._option_string_actions
+        parser, taken = (ours, own) if is_ours else (theirs, torchrun)
+        action = _action(parser, token)
+        taken.append(token)
+        place += 1
+        if action.nargs is None and "=" not in token and not _joined(action, token):
+            if place == len(argv):
+                raise BadInputError(f"{token}: a value is missing. See perfsearch-run --help.")
+            taken.append(argv[place])
+            place += 1
+    if place == len(argv):
+        raise BadInputError(
+            "no script was given. perfsearch-run [torchrun's options] SCRIPT ARGUMENTS..."
+        )
+    options = ours.parse_args(own)
+    script, arguments = argv[place], list(argv[place + 1 :])
+    parsed = theirs.parse_args([*torchrun, script])
+    given = {name: getattr(options, f"autotune_{name}") for name in AUTOTUNE}
+    tuning = {name: value for name, value in given.items() if value is not None}
+    if options.retune_on_drift:
+        tuning["retune_on_drift"] = True
+    if options.autotune_knobs:
+        tuning["knobs"] = dict(_fixed(text) for text in options.autotune_knobs)
+    return RunArguments(
+        script=script,
+        arguments=arguments,
+        torchrun=torchrun,
+        parsed=parsed,
+        knobs=options.knobs,
+        search=options.search,
+        autotune=tuning if tuning or options.autotune else None,
+        overrides=options.overrides,
+        maps=options.maps,
+        map_files=options.map_files,
+        preset=options.preset,
+        quiet=options.quiet,
+    )
+
+
+def _fixed(text: str) -> tuple[str, Any]:
+    """``NAME=VALUE`` with the value as a number or truth value where it is one."""
+    from perfsearch.instrument.mapping import as_value
+
+    name, sign, value = text.partition("=")
+    if not sign or not name.isidentifier():
+        raise BadInputError(
+            f"--autotune-knobs {text}: give it as NAME=VALUE, as in bucket_cap_mb=25"
+        )
+    return name, as_value(value)
+
+
+def _action(parser: argparse.ArgumentParser, token: str) -> argparse.Action:
+    """The option that a token names, abbreviations of torchrun's included."""
+    name = token.partition("=")[0]
+    known = parser._option_string_actions
+    if name in known:
+        return known[name]
+    if not name.startswith("--"):
+        short = name[:2]  # as in -nVALUE
+        if short in known and known[short].nargs is None:
+            return known[short]
+    found = {id(known[o]): known[o] for o in known if o.startswith(name) and name != "-"}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    what = "fits several options" if found else "is no option of perfsearch-run or torchrun"
+    raise BadInputError(f"{name} {what}. See perfsearch-run --help and torchrun --help.")
+
+
+def _joined(action: argparse.Action, token: str) -> bool:
+    """Whether a short option carries its value, as in ``-t3``."""
+    return not token.startswith("--") and token not in action.option_strings

@@ -1,0 +1,288 @@
+"""An unchanged script, searched over starts of it in real processes (``workload=script``)."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from perfsearch.config_options import ConfigError, build_options
+from perfsearch.instrument.facts import Facts
+from perfsearch.instrument.orders import Orders
+from perfsearch.instrument.report import without_effect
+from perfsearch.parallel import nccl, torch_features
+from perfsearch.parallel.wrapper import DEFAULT_BUCKET_MB
+from perfsearch.run_knobs import plan as sort_knobs
+from perfsearch.runners import _script_export, _script_space
+from perfsearch.runners._ranks import threads_today
+from perfsearch.runners._script_group import ScriptGone
+from perfsearch.runners._script_knobs import EFFECT_ORDER
+from perfsearch.runners._script_objects import ScriptSurroundings
+from perfsearch.runners._script_options import ScriptOptions
+from perfsearch.runners._script_runs import Runs
+from perfsearch.runners._script_window import EndedError
+from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.search.errors import BadInputError
+from perfsearch.search.hints import Hints
+from perfsearch.search.knob import Configuration, Scope, Value
+from perfsearch.search.space import Space
+from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.workers import devices, registry
+from perfsearch.workers.environment import Environment, detect
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+
+
+class Script(Runner):
+    """Searches what can be changed in a script from outside, without a change to it.
+
+    The script is started once before trial 0, to see what it builds; trial 0 goes on in that start.
+    Step-scope knobs are changed between two steps of a running script, where training the same
+    steps again gave the same losses; everything else starts it again.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``.
+        knobs: ``runner.knobs``.
+        options: the ``workload.*`` keys.
+        environment: where and within which limits to run.
+        batch: ``fixed`` or ``free``.
+
+    Attributes:
+        left_out: knobs that are not searched although they were asked for by default, and why.
+
+    Raises:
+        ValueError: a key has a value that cannot work here; nothing was started.
+
+    """
+
+    @classmethod
+    def from_options(cls, settings: Settings, given: Mapping[str, Any]) -> Script:
+        """Build it from the checked settings, and the ``runner.*`` keys of whoever was asked for.
+
+        Raises:
+            BadInputError: with the message for the user.
+
+        """
+        from perfsearch.runners.ddp import environment_of
+
+        if settings.mode != "search":
+            raise ConfigError(
+                "mode", f"mode={settings.mode}: workload=script has only mode=search."
+            )
+        options = build_options(ScriptOptions, settings.workload.options, "workload")
+        knobs = dict(given.get("knobs") or {})
+        if settings.runner.name == "zero" and knobs.get("bucket_cap_mb") == DEFAULT_BUCKET_MB:
+            del knobs["bucket_cap_mb"]  # the option file's, not a wish for this script
+        try:
+            return cls(
+                str(given.get("device", "auto")),
+                knobs,
+                options,
+                environment_of(settings),
+                settings.batch,
+            )
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
+
+    def __init__(
+        self,
+        device: str,
+        knobs: Mapping[str, Any],
+        options: ScriptOptions,
+        environment: Environment,
+        batch: Literal["fixed", "free"] = "fixed",
+    ) -> None:
+        self.options = options
+        self._environment = environment
+        self.hardware = detect(device, environment)
+        self.devices = self.hardware.world_size
+        self._threads = threads_today(os.environ, self.hardware)
+        script, *arguments = options.words
+        maps, silence = options.maps()
+        self._where = ScriptSurroundings(
+            self.hardware,
+            {**os.environ, **environment.variables},
+            arguments,
+            maps,
+            self._threads,
+            None,
+            options.draws_in_loader,
+            batch == "free",
+            dict(knobs),
+            torch_features.wrapper_parameters(),
+        )
+        self._runs = Runs(
+            Orders(script, options.module),
+            [*arguments, *silence],
+            maps,
+            {"OMP_NUM_THREADS": str(self._threads)},
+            self.hardware,
+            environment,
+        )
+        self._failure: Outcome | None = None
+        self._settle(None)
+
+    def _settle(self, facts: Facts | None) -> None:
+        """Settle knobs, space and baseline from what is known of the script."""
+        self._where = replace(self._where, facts=facts)
+        self._known = _script_space.settle(self._where, self._environment.numerics)
+        self.space, self.baseline = self._known.space, self._known.baseline
+        self.pinned, self.left_out = self._known.pinned, self._known.left_out
+
+    def open(self, run_dir: Path) -> None:
+        """End what a killed controller left behind, and start the script to see what it builds."""
+        self._environment = replace(self._environment, run_dir=run_dir)
+        self._runs.environment = self._environment
+        registry.reap(run_dir)
+        plan = Plan(
+            number=0,
+            time_limit_s=self._environment.limits.trial_s,
+            log_directory=run_dir / "logs" / "0000",
+        )
+        self._failure = self._runs.begin(self._changed(self.baseline), plan, self._keeps)
+        if self._failure is None:
+            assert self._runs.start is not None
+            self._settle(self._runs.start.facts)
+        elif self._failure.status is Status.OOM:
+            self._settle(Facts.left(plan.log_directory))  # a smaller batch may fit
+        else:
+            self.space, self.baseline = Space([]), {}  # nothing would get further than today's
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether anything may be changed between two steps."""
+        return any(knob.scope is Scope.STEP for knob in self.space.knobs)
+
+    def _changed(self, configuration: Configuration) -> dict[str, Value]:
+        return self._known.changed(configuration)
+
+    def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
+        """Measure in the running script where that is sound, else in a new start of it."""
+        if self._failure is not None and plan.purpose is Purpose.BASELINE and not plan.attempt:
+            failure, self._failure = self._failure, None
+            return replace(failure, fresh_process=True)
+        begin = time.monotonic()
+        deadline = begin + plan.time_limit_s
+        runs, knobs = self._runs, self._changed(configuration)
+        fresh = plan.fresh or not self._goes_on_with(knobs, deadline)
+        if fresh:
+            failed = runs.begin(knobs, plan, self._keeps)
+            if failed is not None:
+                return replace(failed, fresh_process=True)
+            deadline = time.monotonic() + plan.time_limit_s
+        ready_s = time.monotonic() - begin
+        group, start = runs.group, runs.start
+        assert group is not None and start is not None
+        gpus = self.hardware.gpus
+        surroundings = devices.conditions(gpus, group.pids) if gpus else {}
+        try:
+            measurement = runs.score(plan, deadline, self._in_force(knobs))
+        except (ScriptGone, EndedError) as error:
+            return replace(runs.failure(error, knobs), fresh_process=fresh)
+        except BaseException:
+            runs.end(kill=True)
+            raise
+        measurement.environment.update(surroundings)
+        measurement.rewrap_seconds = 0.0 if fresh else ready_s
+        status, reason = self._judge(measurement, start.losses, without_effect(knobs, start.facts))
+        return Outcome(
+            status,
+            None if status is Status.INVALID else measurement,
+            reason,
+            str(group.log),
+            fresh,
+        )
+
+    def _goes_on_with(self, knobs: dict[str, Value], deadline: float) -> bool:
+        """Put the knobs into force in the running script; ``False`` where it has to start again."""
+        runs = self._runs
+        if runs.is_waiting_with(knobs):
+            return True
+        if not runs.can_go_back or self._known.scope(runs.differing(knobs)) - {Scope.STEP}:
+            return False
+        return runs.go_back(knobs, deadline)
+
+    def _in_force(self, knobs: Mapping[str, Value]) -> dict[str, Value]:
+        """What no library can be asked for: arguments of the script, variables of NCCL."""
+        planned = sort_knobs(knobs, self._where.maps)
+        environ = {**os.environ, **planned.environment}
+        of_nccl = {name: knobs[name] for name in knobs if name in nccl.VARIABLES}
+        return {**planned.mapped, **nccl.read_back(environ, of_nccl)}
+
+    def _judge(
+        self, measurement: Measurement, losses: Sequence[float] | None, lost: Mapping[str, str]
+    ) -> tuple[Status, str]:
+        if self.options.samples_per_step is not None:
+            measurement.samples_per_step = self.options.samples_per_step
+        elif not measurement.samples_per_step:
+            return Status.INVALID, (
+                "no batch of a DataLoader was seen, so that samples cannot be counted. Give "
+                "workload.samples_per_step=N, the samples of a step over all ranks"
+            )
+        bad = next((loss for loss in losses or () if not math.isfinite(loss)), None)
+        if bad is not None:
+            return Status.DIVERGED, f"the loss is {bad} in one of the first steps"
+        if lost:
+            return Status.NOT_APPLIED, "; ".join(lost.values())
+        return Status.OK, ""
+
+    def identity(self) -> dict[str, str]:
+        """Command, ranks, devices and versions: what a result holds for."""
+        return {
+            "workload": "script " + " ".join(self.options.words),
+            "world_size": str(self.hardware.world_size),
+            "gpu": self.hardware.device_name,
+            "torch": torch_features.torch_version(),
+            "nccl": torch_features.nccl_version() if self.hardware.gpus else "",
+            "driver": devices.driver_version() if self.hardware.gpus else "",
+        }
+
+    def device_set(self) -> str:
+        """``cpu``, or the UUIDs of the GPUs used."""
+        return ",".join(sorted(gpu.uuid for gpu in self.hardware.gpus)) or "cpu"
+
+    def hints(self, trials: Sequence[Trial]) -> Hints:
+        """The order of expected effects; the memory of a device."""
+        names = self.space.by_name
+        order = [n for n in EFFECT_ORDER if n in names]
+        return Hints(
+            baseline=dict(self.baseline),
+            effect_order=(*order, *(n for n in names if n not in order)),
+            memory_limit_gib=self.hardware.memory_gib,
+        )
+
+    def advice(self, trials: Sequence[Trial]) -> str:
+        """What to try where the script does not run as it is."""
+        command = ["-m"] if self.options.module else []
+        command += self.options.words
+        return "See whether it runs alone: torchrun --standalone " + " ".join(
+            [f"--nproc-per-node={self.hardware.nproc}", *command]
+        )
+
+    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
+        """Write the command, the environment and the few lines that make the script the same."""
+        return _script_export.write(
+            self._changed(configuration),
+            self._where.maps,
+            self.hardware,
+            self._threads,
+            self.options.words,
+            self.options.module,
+            list(self._where.facts.wrappers) if self._where.facts is not None else [],
+            directory,
+        )
+
+    def settings_of(self, configuration: Configuration) -> dict[str, Any]:
+        """Only what is not as the script has it: the rest stays the script's own."""
+        changed = self._changed(configuration)
+        return {"knobs": {n: v for n, v in changed.items() if n in self._known.declared}}
+
+    def close(self) -> None:
+        """End the script, and what an interrupt kept from becoming one."""
+        self._runs.end()
+        registry.reap(self._environment.run_dir, grace_s=0.0)

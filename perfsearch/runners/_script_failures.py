@@ -1,0 +1,90 @@
+"""Why a script did not get as far as a measurement, in words that say what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perfsearch.instrument.mapping import Mapped
+from perfsearch.runners._script_group import ScriptGone, ScriptGroup
+from perfsearch.runners._script_window import EndedError, disagreement
+from perfsearch.runners.base import Outcome
+from perfsearch.search.knob import Value
+from perfsearch.search.trial import Status
+from perfsearch.workers.failures import Failure, one_line
+from perfsearch.workers.messages import rank_log
+
+_REFUSED = re.compile(r"^.*\berror: .*$", re.MULTILINE)
+
+
+def outcome(
+    group: ScriptGroup,
+    error: ScriptGone | EndedError,
+    changed: Mapping[str, Value],
+    maps: Sequence[Mapped],
+) -> Outcome:
+    """The outcome of a start that failed; what is left of it is ended.
+
+    Args:
+        group: the start.
+        error: how it was noticed.
+        changed: knobs that were not as the script has them.
+        maps: where knobs go in the script's arguments.
+
+    """
+    log = str(group.log)
+    if isinstance(error, EndedError):
+        return Outcome(error.status, None, str(error), log)
+    steps, ended, tails = list(group.steps), list(group.ended), group.tails()
+    failure = group.why_gone(error)
+    if ended and len(ended) < group.nproc:
+        return Outcome(Status.INVALID, None, disagreement(steps, ended), log)
+    log = str(rank_log(group.logs, failure.rank or 0))
+    tail = tails.get(failure.rank or 0, "") or next(iter(group.tails().values()), "")
+    return Outcome(*_status_and_reason(failure, tail, steps, changed, maps, error), log_path=log)
+
+
+def _status_and_reason(
+    failure: Failure,
+    tail: str,
+    steps: Sequence[int],
+    changed: Mapping[str, Value],
+    maps: Sequence[Mapped],
+    error: ScriptGone,
+) -> tuple[Status, None, str]:
+    reason = failure.reason
+    if "exit code" in reason:
+        refusals = _REFUSED.findall(tail)
+        if refusals:
+            blamed = [m for m in maps if m.argument and m.argument in refusals[-1]]
+            reason += f": {one_line(refusals[-1])}"
+            if blamed:
+                reason += f" (from --map {blamed[0].name}={blamed[0].argument})"
+            return Status.INVALID, None, reason
+    if failure.status is Status.TIMEOUT:
+        made = ", ".join(f"rank {rank} made {n} steps" for rank, n in enumerate(steps))
+        reason = f"no answer in {error.limit_s:g} s: {made}"
+        if not any(steps):
+            reason += ". A step is counted when a torch optimizer has stepped; if the script only "
+            reason += "begins slowly, raise limits.trial_s"
+        return failure.status, None, reason
+    if not any(steps) and failure.status in (Status.CRASH, Status.INVALID):
+        reason += " (before the first step)"
+    return failure.status, None, reason
+
+
+def require_ranks_together(first: Sequence[Mapping[str, Any]], world_size: int) -> None:
+    """Refuse a script whose ranks each train alone.
+
+    Raises:
+        EndedError: they do.
+
+    """
+    joined = first[0]["joined"]
+    if world_size > 1 and joined == 1 and not first[0]["facts"]["wrappers"]:
+        raise EndedError(
+            f"its {world_size} ranks train apart from each other: no process group was made, and "
+            "the model is wrapped in no DistributedDataParallel or FSDP. Wrap it "
+            "(init_process_group, DistributedDataParallel(model)), or search one rank: nproc=1"
+        )

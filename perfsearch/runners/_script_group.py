@@ -1,0 +1,260 @@
+"""The ranks of one start of a script, as the controller holds them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from perfsearch.instrument.launch import torchrun_arguments
+from perfsearch.instrument.orders import ENTRY, Orders
+from perfsearch.instrument.sockets import socket_path
+from perfsearch.workers import devices, processes, registry
+from perfsearch.workers.channel import Channel, ChannelClosed, Listener
+from perfsearch.workers.devices import Gpu
+from perfsearch.workers.environment import Environment
+from perfsearch.workers.failures import Evidence, Failure, classify
+from perfsearch.workers.leavings import Leavings, launcher_report, oom_kills
+from perfsearch.workers.messages import TOKEN_VARIABLE, rank_log
+
+_POLL_S = 0.25
+_SHORT_TEMPORARY = 70  # a Unix socket's path holds about 100 characters
+
+Message = dict[str, Any]
+
+
+class ScriptGone(Exception):
+    """A rank is gone, or does not answer in time.
+
+    Attributes:
+        limit_s: the time limit that was exceeded; ``None``: a rank ended.
+
+    """
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        super().__init__("a rank ended" if limit_s is None else f"no answer in {limit_s:g} s")
+        self.limit_s = limit_s
+
+
+class ScriptGroup:
+    """One start of the script; ``end`` must be called however it went.
+
+    Args:
+        orders: what each rank is told; the places of this start are filled in here.
+        arguments: the script's own.
+        variables: environment of its processes, beside that of this one.
+        nproc: ranks.
+        environment: where it is on record, and time limits.
+        gpus: GPUs that it uses.
+        logs: where ranks log.
+
+    Attributes:
+        steps: steps that each rank is known to have made.
+        ended: ranks whose script has come to its own end.
+
+    """
+
+    def __init__(
+        self,
+        orders: Orders,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        nproc: int,
+        environment: Environment,
+        gpus: tuple[Gpu, ...],
+        logs: Path,
+    ) -> None:
+        self.nproc = nproc
+        self.logs = logs.absolute()
+        self.steps = [0] * nproc
+        self.ended: list[int] = []
+        self._environment = environment
+        self._gpus = gpus
+        self._oom_kills_before = oom_kills()
+        self._used_before = devices.used_gib(gpus)
+        self._token = uuid.uuid4().hex
+        self._channels: list[Channel] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        base = tempfile.gettempdir()
+        self._directory = Path(
+            tempfile.mkdtemp(
+                prefix="perfsearch-", dir=base if len(base) < _SHORT_TEMPORARY else "/tmp"
+            )
+        )
+        self.logs.mkdir(parents=True, exist_ok=True)
+        Leavings(self.logs, nproc).clear()
+        registry.record(environment.run_dir, self._token, self._directory)
+        self._listeners = [Listener(socket_path(self._directory, r)) for r in range(nproc)]
+        whole = replace(
+            orders,
+            directory=str(self._directory),
+            log_directory=str(self.logs),
+            token=self._token,
+            controller_pid=os.getpid(),
+            controller_started=processes.started_at(os.getpid()),
+        )
+        try:
+            self._start(whole, arguments, variables)
+        except BaseException:
+            self.end(kill=True)
+            raise
+
+    def _start(
+        self, orders: Orders, arguments: Sequence[str], variables: Mapping[str, str]
+    ) -> None:
+        command = [sys.executable, "-m", "perfsearch.instrument.launch", str(self._directory)]
+        command += torchrun_arguments(self._directory, self.nproc)
+        command += ["-m", ENTRY, orders.script, *arguments]
+        environ = {**os.environ, **variables, **orders.to_environment()}
+        environ[TOKEN_VARIABLE] = self._token
+        environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        with (self.logs / "launcher.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environ,
+                start_new_session=True,
+            )
+
+    def join(self) -> None:
+        """Wait until every rank is there, about to run the script.
+
+        Raises:
+            ScriptGone: one is not.
+
+        """
+        limit_s = self._environment.limits.startup_s
+        deadline = time.monotonic() + limit_s
+        for listener in self._listeners:
+            try:
+                left = max(0.0, deadline - time.monotonic())
+                self._channels.append(listener.accept(left, self._runs))
+            except ChannelClosed as error:
+                raise ScriptGone from error
+            except TimeoutError as error:
+                raise ScriptGone(limit_s) from error
+        self.receive("hello", limit_s)
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Processes of the group now."""
+        return frozenset(p.pid for p in processes.members(self._token))
+
+    @property
+    def log(self) -> Path:
+        """The log of rank 0."""
+        return rank_log(self.logs, 0)
+
+    def tails(self) -> dict[int, str]:
+        """The end of each rank's log."""
+        return Leavings(self.logs, self.nproc).tails()
+
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def send(self, order: Message) -> None:
+        """Tell every rank the same.
+
+        Raises:
+            ScriptGone: one is gone.
+
+        """
+        for channel in self._channels:
+            try:
+                channel.send(order)
+            except ChannelClosed as error:
+                raise ScriptGone from error
+
+    def receive(self, event: str, limit_s: float) -> list[Message]:
+        """One message of each rank, in order; ``ended`` may come in place of what was expected.
+
+        Raises:
+            ScriptGone: one is gone, or some did not answer within ``limit_s`` while none ended.
+
+        """
+        deadline = time.monotonic() + limit_s
+        found: dict[int, Message] = {}
+        while len(found) < self.nproc:
+            for rank, channel in enumerate(self._channels):
+                if rank in found:
+                    continue
+                try:
+                    message = channel.receive(0.001 if found else _POLL_S / self.nproc)
+                except TimeoutError:
+                    continue
+                except ChannelClosed as error:
+                    raise ScriptGone from error
+                if message["event"] not in (event, "ended"):
+                    raise ValueError(f"a rank said {message['event']!r} where {event!r} was due")
+                self.steps[rank] = message.get("step", self.steps[rank])
+                found[rank] = message
+                if message["event"] == "ended":
+                    self.ended.append(rank)
+            if len(found) == self.nproc:
+                break
+            if not self._runs():
+                raise ScriptGone
+            if time.monotonic() >= deadline:
+                raise ScriptGone(limit_s)
+            if self.ended:
+                # the others may be waiting for it in a collective, for ever
+                deadline = min(deadline, time.monotonic() + self._environment.limits.grace_s)
+        return [found[rank] for rank in range(self.nproc)]
+
+    def why_gone(self, gone: ScriptGone) -> Failure:
+        """Gather what can be known of the failure, and end what is left."""
+        process = self._process
+        if process is not None and gone.limit_s is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self._environment.limits.grace_s)
+        left = Leavings(self.logs, self.nproc)
+        code = process.poll() if process is not None and gone.limit_s is None else None
+        ends, launcher_error = launcher_report(self._directory, code)
+        evidence = Evidence(
+            errors=left.errors(),
+            ends=ends,
+            launcher_error=launcher_error,
+            log_tails=left.tails(),
+            oom_kills=max(0, oom_kills() - self._oom_kills_before),
+            timed_out=gone.limit_s,
+            starting=not self._channels,
+        )
+        self.end(kill=True)
+        return classify(evidence)
+
+    def end(self, kill: bool = False) -> None:
+        """End every process, and wait until its devices are free.
+
+        Args:
+            kill: whether to skip asking the script to end at the boundary where it waits.
+
+        """
+        process, self._process = self._process, None
+        grace_s = self._environment.limits.grace_s
+        if process is not None and not kill and process.poll() is None:
+            with contextlib.suppress(ScriptGone, subprocess.TimeoutExpired):
+                self.send({"op": "end"})
+                process.wait(grace_s)
+        for channel in self._channels:
+            channel.close()
+        for listener in self._listeners:
+            listener.close()
+        processes.end_all(self._token, 1.0)
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+            if self._gpus:
+                devices.wait_until_free(self._gpus, self._used_before, grace_s)
+        registry.forget(self._environment.run_dir, self._token)
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,179 @@
+"""From what the ranks of a script say to a measurement."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from perfsearch.instrument.facts import Facts
+from perfsearch.runners._script_group import Message, ScriptGone, ScriptGroup
+from perfsearch.runners.base import Plan
+from perfsearch.search.knob import Value
+from perfsearch.search.trial import Measurement, Status
+from perfsearch.workers.results import combine
+from perfsearch.workers.settling import is_steady, steps_to_fill
+
+FIRST_LOSSES = 5
+"""Steps after the first whose losses are compared; the first is before the common start."""
+
+MAX_DISCARDED = 8
+
+
+class EndedError(Exception):
+    """The script came to its own end before it was measured, or its ranks part.
+
+    Attributes:
+        status: what it counts as.
+
+    """
+
+    def __init__(self, message: str, status: Status = Status.INVALID) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass
+class Start:
+    """What is known of one start of a script after its second step.
+
+    Attributes:
+        facts: of rank 0.
+        first_pulls: batches that each rank had taken when it had made its first step.
+        pulls_per_step: batches that each rank takes for a step; ``None`` where ranks differ.
+        losses: mean over ranks of the losses since the first step; ``None``: none were seen.
+        kept: why the point after the first step could not be kept; empty where it was.
+        why_not_again: why step-scope knobs cannot be changed in this process.
+        seconds: of the slowest rank, a number for each step so far.
+
+    """
+
+    facts: Facts
+    first_pulls: int = 0
+    pulls_per_step: int | None = None
+    losses: list[float] | None = field(default_factory=list)
+    kept: str = "it was not asked for"
+    why_not_again: str = ""
+    seconds: list[float] = field(default_factory=list)
+
+
+def receive_steps(group: ScriptGroup, limit_s: float) -> list[Message]:
+    """The word of each rank on one step.
+
+    Raises:
+        EndedError: the script ended, on some ranks or on all.
+        ScriptGone: a rank failed, or the time is over.
+
+    """
+    return _all_the_same(group, group.receive("step", limit_s))
+
+
+def _all_the_same(group: ScriptGroup, messages: list[Message]) -> list[Message]:
+    ended = [rank for rank, m in enumerate(messages) if m["event"] == "ended"]
+    if not ended:
+        return messages
+    steps = [m["step"] for m in messages]
+    if len(ended) == len(messages) and len(set(steps)) == 1:
+        made = f"made {steps[0]} steps" if steps[0] else "made no step of a torch optimizer"
+        raise EndedError(
+            f"the script {made} and ended, before it could be measured. Give it more to do "
+            "(epochs, steps, samples): the window begins after 3 to 8 steps and covers at least 8"
+        )
+    raise EndedError(disagreement(steps, ended))
+
+
+def disagreement(steps: Sequence[int], ended: Sequence[int]) -> str:
+    """Ranks that part, in words."""
+    counts = ", ".join(f"rank {rank} made {n}" for rank, n in enumerate(steps))
+    who = " and ".join(f"rank {rank}" for rank in ended)
+    return (
+        f"the ranks disagree on the number of steps: {counts}, and {who} has ended. Give each "
+        "the same number of batches (DistributedSampler with drop_last=True, or so many steps)"
+    )
+
+
+def mean_loss(messages: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean over ranks; ``None`` where one saw none."""
+    losses = [m["loss"] for m in messages]
+    return None if any(v is None for v in losses) else sum(losses) / len(losses)
+
+
+def settle(group: ScriptGroup, plan: Plan, start: Start, deadline: float) -> None:
+    """Let steps be made until their times look alike on the slowest rank.
+
+    ``start.seconds`` holds the times of the steps since the configuration was put into force, the
+    last of them not yet answered.
+    """
+    while True:
+        spent = sum(start.seconds[1:])
+        enough = len(start.seconds) >= MAX_DISCARDED or spent > 2 * plan.scored_seconds
+        if is_steady(start.seconds) or (len(start.seconds) >= 3 and enough):
+            return
+        group.send({"op": "go"})
+        messages = receive_steps(group, max(0.0, deadline - time.monotonic()))
+        start.seconds.append(max(m["seconds"] for m in messages))
+        add_loss(start, mean_loss(messages))
+
+
+def add_loss(start: Start, loss: float | None) -> None:
+    """Keep the loss of one more step, as long as it is one that is compared."""
+    if loss is None or start.losses is None:
+        start.losses = None
+    elif len(start.losses) < FIRST_LOSSES:
+        start.losses.append(loss)
+
+
+def score(
+    group: ScriptGroup,
+    plan: Plan,
+    start: Start,
+    deadline: float,
+    in_force: Callable[[Facts], dict[str, Value]],
+) -> Measurement:
+    """Have the scored window run, and put together what the ranks say of it.
+
+    Raises:
+        EndedError: the script ended inside the window.
+        ScriptGone: a rank failed, or the time is over.
+
+    """
+    count = steps_to_fill(plan.scored_seconds, start.seconds[-1], plan.scored_steps)
+    group.send({"op": "score", "count": count})
+    found = group.receive("window", max(0.0, deadline - time.monotonic()))
+    messages = _all_the_same(group, found)
+    for place in range(count):
+        losses = [m["losses"][place] for m in messages]
+        add_loss(start, None if any(v is None for v in losses) else statistics.fmean(losses))
+    facts = Facts(**messages[0]["facts"])
+    start.facts, start.why_not_again = facts, messages[0]["why_not_again"]
+    seconds = [max(times) for times in zip(*(m["step_seconds"] for m in messages), strict=True)]
+    results = [
+        {
+            "status": "ok",
+            "reason": "",
+            "agreed": {},
+            "phases_ms": m["phases_ms"],
+            "peaks": m["peaks"],
+            "in_force": in_force(Facts(**m["facts"])),
+            "evidence": {},
+            "environment": m["place"],
+        }
+        for m in messages
+    ]
+    measurement = Measurement(
+        step_seconds=seconds,
+        samples_per_step=round(sum(m["samples"] for m in messages) / count),
+        tokens_per_step=round(sum(m["tokens"] for m in messages) / count) or None,
+        discarded_steps=len(start.seconds),
+        discarded_seconds=sum(start.seconds),
+    )
+    for name, value in combine(results)["measurement"].items():
+        setattr(measurement, name, value)
+    measurement.first_losses = [v for v in start.losses or [] if math.isfinite(v)]
+    return measurement
+
+
+__all__ = ["EndedError", "ScriptGone", "Start", "receive_steps", "score", "settle"]

@@ -1,0 +1,103 @@
+"""Between plans and configurations: a knob an operator, whose values are written like ``4x1@0,1``.
+
+Before the ``@`` stand the number of parts along each dimension of the output, behind it the
+devices of the parts in row-major order. A scalar's has nothing before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan, validate
+from perfsearch.parallel.soap.graph import Graph
+from perfsearch.parallel.soap.tasks import Problem
+from perfsearch.search.knob import Configuration, Kind, Knob, Numerics, Value
+from perfsearch.search.narrow import SEARCH, KnobError, narrow
+from perfsearch.search.suggest import nearest
+
+
+def written(configuration: OperatorConfiguration) -> str:
+    """A knob's value."""
+    degrees = "x".join(map(str, configuration.degrees))
+    return f"{degrees}@{','.join(map(str, configuration.devices))}"
+
+
+def read(value: Value) -> OperatorConfiguration:
+    """What ``written`` wrote."""
+    degrees, _, devices = str(value).partition("@")
+    return OperatorConfiguration(
+        tuple(int(d) for d in degrees.split("x")) if degrees else (),
+        tuple(int(d) for d in devices.split(",")),
+    )
+
+
+def configuration_of(plan: Plan) -> dict[str, Value]:
+    """The whole configuration of a plan."""
+    return {name: written(chosen) for name, chosen in plan.items()}
+
+
+def plan_of(configuration: Configuration) -> Plan:
+    """The plan of a whole configuration."""
+    return {name: read(value) for name, value in configuration.items()}
+
+
+def allowed(
+    graph: Graph, start: Plan, settings: Mapping[str, Any], devices: int
+) -> dict[str, tuple[OperatorConfiguration, ...]]:
+    """What operators with an entry in ``runner.knobs`` may have.
+
+    Raises:
+        KnobError: an entry is for no operator, or a value is not one that its operator can have.
+
+    """
+    found = {}
+    for name, setting in settings.items():
+        if name not in start:
+            raise KnobError(f"runner.knobs.{name}: no such operator. {nearest(name, start)}")
+        values = setting if isinstance(setting, list | tuple) else [setting]
+        chosen = []
+        for value in values:
+            try:
+                chosen.append(read(value))
+                validate(graph, {**start, name: chosen[-1]}, devices)
+            except ValueError as error:
+                raise KnobError(
+                    f"runner.knobs.{name}={value}: a value such as {written(start[name])} is "
+                    f"needed ({error})"
+                ) from error
+        if isinstance(setting, list | tuple) and start[name] not in chosen:
+            chosen.append(start[name])  # the baseline's, which a search begins with
+        found[name] = tuple(chosen)
+    return found
+
+
+def knobs(
+    problem: Problem, baseline: Plan, settings: Mapping[str, Any]
+) -> tuple[list[Knob], dict[str, Value]]:
+    """Split operators into those searched and those pinned.
+
+    Args:
+        problem: the choices.
+        baseline: the defaults.
+        settings: ``runner.knobs``: what an operator may have, all that there is without an entry.
+
+    Raises:
+        KnobError: an operator that there is not, or a value that it cannot have.
+
+    """
+    declared = []
+    for place, operator in enumerate(problem.operators):
+        values = tuple(written(c) for c in problem.configurations(place))
+        declared.append(
+            Knob(
+                operator.name,
+                Kind.CATEGORICAL,
+                written(baseline[operator.name]),
+                values,
+                numerics=Numerics.REORDERED,
+                help=f"parts and devices of {operator.kind} {list(operator.shape)}",
+            )
+        )
+    asked = {knob.name: SEARCH if len(knob.values) > 1 else knob.default for knob in declared}
+    return narrow(declared, {**asked, **settings}, Numerics.REORDERED)

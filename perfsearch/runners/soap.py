@@ -1,0 +1,447 @@
+"""Per-operator parallelisation, searched in a simulator and really run (Jia et al. 2019)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfsearch.config_options import build_options, option
+from perfsearch.parallel import torch_features
+from perfsearch.parallel.soap import dtensor_export, strategy_file
+from perfsearch.parallel.soap.configuration import Plan, PlanError, data_parallel
+from perfsearch.parallel.soap.coverage import coverage
+from perfsearch.runners import _ranks, _soap_plans, _soap_report, _soap_tables
+from perfsearch.runners.base import Outcome, Runner
+from perfsearch.runners.base import Plan as MeasuringPlan
+from perfsearch.runners.ddp import environment_of
+from perfsearch.search.errors import BadInputError
+from perfsearch.search.hints import Hints, Prediction, Walk, WalkRequest
+from perfsearch.search.knob import Configuration, Value
+from perfsearch.search.space import Space
+from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.workers import devices, registry
+from perfsearch.workers.environment import Environment, detect
+from perfsearch.workers.messages import GroupSpec, TrialRequest
+from perfsearch.workers.pool import Pool
+from perfsearch.workloads.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+    from perfsearch.parallel.soap.simulator import Found, Simulator
+    from perfsearch.view import View
+
+PROPOSALS = 200_000
+ALPHA = 1.0
+RETURNS = 100
+"""Times that a chain goes back to its best plan, unless it is told when to."""
+
+
+@dataclass(frozen=True)
+class SoapOptions:
+    """The ``runner.*`` keys of this runner.
+
+    Attributes:
+        device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
+        split: kinds of dimensions that may be split: ``sample``, ``attribute``, ``parameter``.
+        import_from: strategy to start from, ours or FlexFlow's; with ``strategy.proposals=0`` it
+            is measured as it is.
+        export_to: where the strategy that is handed over is written, beside the run directory.
+        tables: directory with ``graph.json``, ``machine.json`` and ``costs.json`` of an earlier
+            search, or edited copies, to plan with instead of measuring.
+        cache: directory of measured costs and machines that searches share; ``null``:
+            ``~/.cache/perfsearch/soap``.
+        device_memory_gib: memory to plan for; ``null``: the devices' own.
+        min_coverage: smallest share of operators, and of FLOPs, that must have rules for splitting.
+        cuda_graph: replay the step as a CUDA graph where it allows that.
+        knobs: by operator: a value such as ``4x1@0,1,2,3`` pins it, a list of them gives its
+            choices; others are searched.
+
+    """
+
+    device: str = "auto"
+    split: tuple[str, ...] = ("sample", "attribute", "parameter")
+    import_from: str | None = None
+    export_to: str | None = None
+    tables: str | None = None
+    cache: str | None = None
+    device_memory_gib: float | None = option(None, above=0)
+    min_coverage: float = option(0.5, low=0, high=1)
+    cuda_graph: bool = True
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _soap_tables.roles_of(self.split)
+
+
+class Soap(Runner):
+    """Searches how each operator is split and placed; data parallelism is the baseline.
+
+    What the model is made of is known once the job was described, so ``space`` and ``baseline``
+    are there after ``open``.
+
+    Args:
+        options: the ``runner.*`` keys.
+        workload: the ``workload.*`` keys.
+        environment: where and within which limits to run.
+        metric: ``objective.metric``.
+        planning: nothing will be run, so the devices need not be here.
+
+    Raises:
+        ValueError: a key has a value that cannot work here; nothing was started.
+
+    """
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Soap:
+        """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
+        options = build_options(SoapOptions, settings.runner.options, "runner")
+        try:
+            workload = WorkloadSpec.from_mapping(
+                {"name": settings.workload.name, **settings.workload.options}
+            )
+            planning = settings.mode != "search"
+            metric = settings.objective.metric
+            return cls(options, workload, environment_of(settings), metric, planning)
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
+
+    def __init__(
+        self,
+        options: SoapOptions,
+        workload: WorkloadSpec,
+        environment: Environment,
+        metric: str = "throughput",
+        planning: bool = False,
+    ) -> None:
+        import numba  # noqa: F401 - said now, not after the job was described
+
+        self.options = options
+        self._environment = environment
+        self._metric = metric
+        self._given = None
+        if options.tables is not None:
+            self._given = _soap_tables.read(Path(options.tables))
+        self.hardware = detect(options.device, environment)
+        self.devices = self.hardware.world_size
+        if self._given is not None:
+            if not planning and self._given.machine.devices != self.devices:
+                raise ValueError(
+                    f"runner.tables={options.tables}: they are of {self._given.machine.devices} "
+                    f"devices and here are {self.devices}. Set nproc, or measure here without "
+                    "runner.tables"
+                )
+            self.devices = self._given.machine.devices
+        self.workload = workload.resolve(
+            self.hardware.device, self.hardware.memory_gib, self.devices
+        )
+        path = options.import_from
+        if path is not None and not Path(path).is_file():
+            raise ValueError(f"runner.import_from={path}: there is no such file")
+        self.space = Space([])
+        self.baseline: dict[str, Value] = {}
+        self.pinned: dict[str, Value] = {}
+        self._pool = Pool(environment, self.hardware.gpus)
+        self._start: dict[str, Value] | None = None
+        self._trials: Sequence[Trial] = ()
+        self._inputs: _soap_tables.Inputs | None = None
+        self._simulator: Simulator | None = None
+
+    @property
+    def inputs(self) -> _soap_tables.Inputs:
+        """Graph, machine and costs; known after ``open``."""
+        assert self._inputs is not None
+        return self._inputs
+
+    @property
+    def simulator(self) -> Simulator:
+        """Predicts; there after ``open``."""
+        assert self._simulator is not None
+        return self._simulator
+
+    def open(self, run_dir: Path) -> None:
+        """End what a killed controller left behind, describe the job, and set up the space."""
+        self._environment = replace(self._environment, run_dir=run_dir)
+        self._pool = Pool(self._environment, self.hardware.gpus)
+        registry.reap(run_dir)
+        self.prepare(run_dir / "soap")
+
+    def prepare(self, directory: Path) -> None:
+        """Get graph, machine and costs, and the space that follows from them.
+
+        Raises:
+            BadInputError: the job cannot be captured, or a file does not fit it.
+
+        """
+        from perfsearch.parallel.soap.simulator import Simulator
+
+        if self._given is not None:
+            inputs = self._given
+            inputs.write(directory)
+        else:
+            cache = self.options.cache or "~/.cache/perfsearch/soap"
+            inputs = _soap_tables.measured(
+                directory,
+                Path(cache).expanduser(),
+                self.hardware.device_name,
+                torch_features.torch_version(),
+                self.devices,
+                self._profile,
+            )
+        self._inputs = _soap_tables.limited(inputs, self.options.device_memory_gib)
+        graph = self.inputs.graph
+        self.coverage = coverage(graph)
+        refusal = self.coverage.refusal(self.options.min_coverage)
+        if refusal is not None:
+            raise BadInputError(f"runner.min_coverage={self.options.min_coverage:g}: {refusal}")
+        start = data_parallel(graph, range(self.devices))
+        imported = self._imported()
+        allowed = _soap_plans.allowed(graph, start, self.options.knobs, self.devices)
+        extra = (start,) if imported is None else (start, imported)
+        roles = _soap_tables.roles_of(self.options.split)
+
+        def simulator() -> Simulator:
+            inputs, cost_of = self.inputs, self.inputs.cost_of(self.replays)
+            return Simulator(inputs.graph, inputs.machine, cost_of, roles, extra, allowed)
+
+        self._make_simulator = simulator
+        self._simulator = simulator()
+        problem = self.simulator.problem
+        searched, self.pinned = _soap_plans.knobs(problem, start, self.options.knobs)
+        self.space = Space(searched)
+        self.baseline = {knob.name: knob.default for knob in searched}
+        if imported is not None:
+            whole = _soap_plans.configuration_of(imported)
+            self._start = {name: whole[name] for name in self.baseline}
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps are replayed, so that launching costs the host nothing."""
+        return self.options.cuda_graph and self.hardware.device == "cuda"
+
+    def _imported(self) -> Plan | None:
+        path = self.options.import_from
+        if path is None:
+            return None
+        try:
+            return _soap_report.import_plan(Path(path), self.inputs.graph, self.devices)
+        except PlanError as error:
+            raise BadInputError(f"runner.import_from={path}: {error}") from error
+
+    def _profile(self, directory: Path, known: list[str], machine: bool) -> None:
+        """Have the ranks capture the job and measure what is not known."""
+        memory_gib = self.hardware.memory_gib
+        if memory_gib is None:
+            pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            memory_gib = pages / 2**30 / self.hardware.nproc
+        options = {
+            "directory": str(directory.absolute()),
+            "samples": self.workload.global_batch,
+            "devices": self.devices,
+            "device_name": self.hardware.device_name,
+            "memory_gib": memory_gib,
+            "known": known,
+            "machine": machine,
+            "roles": list(self.options.split),
+        }
+        request = self._request("soap_profile", {}, options)
+        plan = MeasuringPlan(
+            number=-1,
+            time_limit_s=self._environment.limits.trial_s,
+            scored_steps=(1, 1),
+            scored_seconds=0.0,
+            log_directory=self._environment.run_dir / "logs" / "profile",
+        )
+        outcome = _ranks.measure(self._pool, self._group_spec(), request, plan, None)
+        if outcome.status is not Status.OK:
+            raise BadInputError(
+                f"runner=soap: the job could not be described: {outcome.reason}. Full log: "
+                f"{outcome.log_path}"
+            )
+
+    def measure(self, configuration: Configuration, plan: MeasuringPlan) -> Outcome:
+        """Train the configuration."""
+        text = strategy_file.dump(self.inputs.graph, self.plan(configuration), self.devices)
+        request = self._request("soap_step", {"plan": text}, {"cuda_graph": self.replays})
+        counted = self.workload.samples_per_step
+        return _ranks.measure(self._pool, self._group_spec(), request, plan, counted)
+
+    def plan(self, configuration: Configuration) -> Plan:
+        """The plan of a configuration of the space."""
+        return _soap_plans.plan_of({**self.pinned, **configuration})
+
+    def _request(
+        self, recipe: str, configuration: dict[str, Any], options: dict[str, Any]
+    ) -> TrialRequest:
+        assert self.workload.global_batch is not None
+        return TrialRequest(
+            serial=0,
+            recipe=recipe,
+            configuration=configuration,
+            samples_per_step=self.workload.global_batch,
+            recipe_options=options,
+        )
+
+    def _group_spec(self) -> GroupSpec:
+        return _ranks.group_spec(self._environment, self.hardware, self.workload, {})
+
+    def identity(self) -> dict[str, str]:
+        """Model, ranks, devices and versions: what a result holds for."""
+        return {
+            "workload": f"{self.workload.name}/{self.workload.size}/{self.workload.factory or ''}",
+            "global_batch": str(self.workload.global_batch),
+            "world_size": str(self.devices),
+            "gpu": self.hardware.device_name,
+            "torch": torch_features.torch_version(),
+            "nccl": torch_features.nccl_version() if self.hardware.gpus else "",
+            "driver": devices.driver_version() if self.hardware.gpus else "",
+        }
+
+    def device_set(self) -> str:
+        """``cpu``, or the UUIDs of the GPUs used."""
+        return ",".join(sorted(gpu.uuid for gpu in self.hardware.gpus)) or "cpu"
+
+    def hints(self, trials: Sequence[Trial]) -> Hints:
+        """Predicted times and peaks, the memory of a device, and a walk in the simulator."""
+        self._trials = trials
+        return Hints(
+            baseline=dict(self.baseline),
+            memory_limit_gib=self.inputs.machine.memory_gib,
+            predict=lambda configuration: self.predict(configuration, trials),
+            start=self._start,
+            walk=self._walk,
+        )
+
+    def predict(self, configuration: Configuration, trials: Sequence[Trial]) -> Prediction:
+        """Simulated time and memory."""
+        found = self.simulator.estimate(self.plan(configuration))
+        assert self.workload.global_batch is not None
+        samples = self.workload.samples_per_step or self.workload.global_batch
+        per = 1 if self._metric == "latency" else samples
+        return Prediction(found.peak_gib, found.seconds / per)
+
+    def screen(self, configuration: Configuration) -> str | None:
+        """Refuse what does not fit by the simulator's account."""
+        found = self.simulator.estimate(self.plan(configuration))
+        if found.fits:
+            return None
+        return (
+            f"it needs {found.peak_gib:.2f} GiB on one device, of "
+            f"{self.inputs.machine.memory_gib:.2f} GiB"
+        )
+
+    def _calibrate(self) -> None:
+        """Let the measured baseline say what steps and tasks take beside what was timed.
+
+        The result is kept with the search's tables, so that it can be walked again without it.
+        """
+        baseline = next((t for t in self._trials if t.purpose is Purpose.BASELINE), None)
+        machine = self.inputs.machine
+        if machine.calibrated or baseline is None or baseline.status is not Status.OK:
+            return
+        assert baseline.measurement is not None
+        simulated = self.simulator.estimate(self.plan(self.baseline)).seconds
+        machine = _soap_report.calibrated(
+            machine, baseline.measurement, simulated, 2 * len(self.inputs.graph.planned)
+        )
+        self._inputs = replace(self.inputs, machine=machine)
+        machine.write(self._environment.run_dir / "soap" / _soap_tables.MACHINE)
+        self._simulator = self._make_simulator()
+
+    def _walk(self, request: WalkRequest) -> Walk:
+        self._calibrate()
+        found = self.search(self.plan(request.start), request)
+        # Operators that are pinned keep their configuration.
+        points = []
+        for _, plan in found.plans:
+            whole = _soap_plans.configuration_of(plan)
+            points.append({name: whole[name] for name in self.baseline})
+        if not points:
+            points = [dict(request.start)]
+        lines = [self.coverage.line(), _soap_report.walk_line(found)]
+        return Walk(points, found.series, "\n".join(lines))
+
+    def search(self, start: Plan, request: WalkRequest) -> Found:
+        """Walk in the simulator."""
+        from perfsearch.parallel.soap.engine import ChainOptions
+
+        proposals = PROPOSALS if request.proposals is None else request.proposals
+        every = proposals // RETURNS if request.return_every is None else request.return_every
+        options = ChainOptions(
+            alpha=ALPHA if request.alpha is None else request.alpha, return_every=every
+        )
+        return self.simulator.search(start, proposals, options, request.seed)
+
+    def simulate(self, settings: Settings, view: View) -> int:
+        """Print what is expected of a strategy, without a search (``mode=simulate``)."""
+        directory = self._environment.run_dir / "soap"
+        self.prepare(directory)
+        plan = self.plan({**self.baseline, **(self._start or {})})
+        for line in _soap_report.simulation(self.simulator, plan):
+            view.note(line)
+        path = self._environment.run_dir / "timeline.json"
+        _soap_report.write_timeline(self.simulator, plan, path)
+        view.note(f"timeline for chrome://tracing: {path}")
+        return 0
+
+    def estimate(self, settings: Settings, view: View) -> int:
+        """Search in the simulator alone, and print what was found (``mode=estimate``)."""
+        self.prepare(self._environment.run_dir / "soap")
+        options = settings.strategy.options
+        proposals = options.get("proposals")
+        start = self.plan({**self.baseline, **(self._start or {})})
+        request = WalkRequest(
+            {}, proposals, settings.seed, options.get("alpha"), options.get("return_every")
+        )
+        found = self.search(start, request)
+        for line in _soap_report.found_lines(self.simulator, found, start):
+            view.note(line)
+        if self.options.export_to is not None and found.plans:
+            text = strategy_file.dump(self.inputs.graph, found.plans[0][1], self.devices)
+            Path(self.options.export_to).write_text(text)
+            view.note(f"written: {self.options.export_to}")
+        return 0 if found.plans else 1
+
+    def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
+        """The strategy as FlexFlow prints it, and how well the simulator foretold the trials."""
+        lines = strategy_file.table(self.inputs.graph, self.plan(configuration))
+        return [*lines, *_soap_report.accuracy_lines(self._compared(trials))]
+
+    def _compared(self, trials: Sequence[Trial]) -> list[_soap_report.Compared]:
+        return _soap_report.compare(trials, lambda c: self.simulator.estimate(self.plan(c)))
+
+    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
+        """Write the strategy, its timeline, and simulated against measured times."""
+        directory.mkdir(parents=True, exist_ok=True)
+        plan = self.plan(configuration)
+        text = strategy_file.dump(self.inputs.graph, plan, self.devices)
+        strategy = directory / "strategy.yaml"
+        strategy.write_text(text)
+        written = [strategy]
+        if self.options.export_to is not None:
+            Path(self.options.export_to).write_text(text)
+            written.append(Path(self.options.export_to))
+        timeline = directory / "timeline.json"
+        _soap_report.write_timeline(self.simulator, plan, timeline)
+        written.append(timeline)
+        with contextlib.suppress(dtensor_export.NotRegular):  # one mesh only
+            code = dtensor_export.render(self.inputs.graph, plan, self.devices)
+            (directory / "dtensor_plan.py").write_text(code)
+            written.append(directory / "dtensor_plan.py")
+        table = directory / "simulated_against_measured.csv"
+        _soap_report.write_csv(self._compared(self._trials), table)
+        written.append(table)
+        return written
+
+    def settings_of(self, configuration: Configuration) -> dict[str, Any]:
+        """Every operator pinned, and nothing imported."""
+        pinned = {**self.pinned, **configuration}
+        return {"knobs": pinned, "import_from": None, "export_to": None}
+
+    def close(self) -> None:
+        """End the warm group."""
+        self._pool.close()
+        registry.reap(self._environment.run_dir, grace_s=0.0)

@@ -1,0 +1,123 @@
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from perfsearch.instrument.batches import BatchTape, count
+from perfsearch.instrument.loaders import Loaders, arguments
+
+DATA = TensorDataset(torch.arange(12).float().reshape(12, 1))
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def loaders(**knobs):
+        made.append(Loaders(knobs))
+        return made[-1]
+
+    yield loaders
+    for one in made:
+        one.undo()
+
+
+@pytest.mark.parametrize(
+    ("own", "knobs", "made"),
+    [
+        ({"num_workers": 2, "prefetch_factor": 4}, {}, {"num_workers": 2, "prefetch_factor": 4}),
+        ({"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, "timeout": 5},
+         {"dataloader_workers": 0},
+         {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}),
+        ({}, {"dataloader_workers": 1, "prefetch_factor": 8},
+         {"num_workers": 1, "prefetch_factor": 8}),
+    ],
+)  # fmt: skip
+def test_arguments_stay_consistent(own, knobs, made):
+    found = arguments(own, knobs)
+    assert {name: found[name] for name in made} == made
+
+
+def test_workers_are_set_and_ended(make):
+    loaders = make(dataloader_workers=1, persistent_workers=True)
+    loader = DataLoader(DATA, 4, False, num_workers=0)
+    batches = iter(loader)
+    first = next(batches)[0].flatten().tolist()
+    assert first == [0, 1, 2, 3] and loaders.values()["dataloader_workers"] == 1
+    process = batches._workers[0]
+    loaders.close()
+    assert not process.is_alive()
+
+
+def test_batches_samples_and_tokens_are_counted(make):
+    loaders = make()
+    marks = []
+    loaders.mark = marks.append
+    assert len(list(DataLoader(DATA, 5))) == 3
+    assert (loaders.pulls, loaders.samples, loaders.tokens) == (3, 12, 0)
+    assert marks[:2] == ["other", "dataloader_next"]
+
+
+class Drawing(Dataset):
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.draw()
+
+
+@pytest.mark.parametrize(
+    ("draw", "draws"), [(lambda: torch.rand(1), True), (random.random, True), (lambda: 1.0, False)]
+)
+def test_it_is_seen_whether_loading_draws_random_numbers(make, draw, draws):
+    loaders = make()
+    list(DataLoader(Drawing(draw), 2, shuffle=True))
+    assert loaders.draws is draws
+
+
+MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "counted"),
+    [
+        ({"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": MASK}, (2, 4)),
+        ({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, (2, 6)),
+        ([torch.ones(4, 3), torch.ones(4)], (4, 0)),
+        (torch.ones(2, 5, dtype=torch.int64), (2, 10)),
+        (("text", {"x": torch.ones(3, 2)}), (3, 0)),
+        ({}, (0, 0)),
+    ],
+)
+def test_padding_is_no_token(batch, counted):
+    assert count(batch) == counted
+
+
+def test_a_tape_gives_the_same_batches_again_while_the_loader_goes_on():
+    tape = BatchTape(most=3)
+    for number in range(5):
+        tape.pass_on({"x": torch.tensor([number])})
+    assert tape.kept == 3
+    tape.rewind(1)
+    given = [tape.pass_on({"x": torch.tensor([n])})["x"].item() for n in (5, 6, 7)]
+    assert given == [1, 2, 7]  # from where the tape ends, what the loader gives
+
+
+def test_a_script_may_take_a_batch_apart_without_harm_to_the_tape():
+    tape = BatchTape()
+    tape.pass_on({"x": torch.tensor([1]), "labels": torch.tensor([2])}).pop("labels")
+    tape.rewind(0)
+    tape.pass_on({}).pop("labels")
+    tape.rewind(0)
+    assert tape.pass_on({})["labels"].item() == 2
+
+
+def test_a_tape_keeps_no_more_than_its_bytes():
+    tape = BatchTape(most_bytes=100)
+    for _ in range(3):
+        tape.pass_on(torch.zeros(20, dtype=torch.uint8).repeat(2))
+    assert tape.kept == 2

@@ -1,0 +1,123 @@
+import sys
+import types
+
+import pytest
+import torch
+
+from perfsearch.instrument.deepspeed import Engines
+from perfsearch.instrument.losses import Losses
+from perfsearch.instrument.optimizers import Optimizers
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def optimizers(choice=None):
+        made.append(Optimizers({"optimizer_implementation": choice}))
+        return made[-1]
+
+    yield optimizers
+    for one in made:
+        one.undo()
+
+
+def step(optimizer, parameter):
+    optimizer.zero_grad()
+    (parameter**2).sum().backward()
+    optimizer.step()
+
+
+def test_only_the_leading_optimizer_counts(make):
+    optimizers, steps = make(), []
+    optimizers.after_step = lambda: steps.append(1)
+    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    one, other = torch.optim.SGD([first], lr=0.1), torch.optim.Adam([second])
+    for _ in range(3):
+        step(one, first)
+        step(other, second)
+    assert len(steps) == 3 and optimizers.leader is one
+
+
+def test_an_implementation_is_in_force_from_the_first_step(make):
+    optimizers = make("foreach")
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    step(optimizer, parameter)
+    assert optimizers.values() == {"optimizer_implementation": "foreach"}
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert optimizer.param_groups[1]["foreach"] is True
+
+
+def test_what_a_class_lacks_is_told_and_left_alone(make):
+    optimizers = make("fused")
+    parameter = torch.nn.Parameter(torch.ones(3))
+    step(torch.optim.Adamax([parameter]), parameter)
+    assert "Adamax has no fused" in optimizers.ignored["optimizer_implementation"]
+
+
+def test_changing_in_the_middle_trains_on_and_back_to_the_scripts_own(make):
+    optimizers = make()
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    changing, same = (torch.optim.AdamW([p], foreach=False) for p in parameters)
+    for choice in (None, "fused", "foreach", None):
+        optimizers.change(choice)
+        same.param_groups[0].update(foreach=False, fused=None)
+        for optimizer, parameter in zip((changing, same), parameters, strict=True):
+            step(optimizer, parameter)
+    assert torch.allclose(*parameters)
+    assert changing.param_groups[0]["foreach"] is False
+    assert changing.state[parameters[0]]["step"].item() == 4
+
+
+@pytest.fixture
+def losses():
+    made = Losses()
+    yield made
+    made.undo()
+
+
+def test_the_loss_of_a_step_is_the_sum_of_its_backward_passes(losses):
+    marks = []
+    losses.mark = marks.append
+    weight = torch.nn.Parameter(torch.ones(1))
+    for factor in (1.0, 2.0):
+        (weight * factor).sum().backward()
+    torch.autograd.backward([(weight * 4).sum()])
+    assert losses.take().item() == 7.0
+    assert losses.take() is None
+    assert marks == ["forward", "backward"] * 3
+
+
+def test_a_scaled_loss_counts_as_it_was(losses):
+    weight = torch.nn.Parameter(torch.ones(1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale((weight * 3).sum()).backward()
+    assert losses.take().item() == 3.0 and weight.grad.item() == 3072.0
+
+
+def test_a_root_that_is_no_loss_is_none(losses):
+    weight = torch.nn.Parameter(torch.ones(2))
+    (weight * 2).backward(torch.ones(2))
+    assert losses.take() is None
+
+
+def test_a_step_of_deepspeeds_engine_is_one_step(make, monkeypatch):
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers, counted = make(), []
+    optimizers.after_step = lambda: counted.append(1)
+
+    class Engine:
+        def _take_model_step(self):
+            for parameter, optimizer in zip(parameters, self.optimizers, strict=True):
+                step(optimizer, parameter)
+
+    engine = types.ModuleType("deepspeed.runtime.engine")
+    engine.DeepSpeedEngine = Engine
+    monkeypatch.setitem(sys.modules, engine.__name__, engine)
+    engines = Engines(optimizers)
+    Engine.optimizers = [torch.optim.SGD([p], lr=0.1) for p in parameters]
+    assert not engines.seen
+    for _ in range(3):
+        Engine()._take_model_step()
+    assert engines.seen and len(counted) == 3

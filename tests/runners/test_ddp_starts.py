@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from perfsearch.runners._ddp_knobs import Surroundings, declare
+from perfsearch.runners._ddp_starts import starts
+from perfsearch.search.hints import Hints
+from perfsearch.search.space import Space
+from perfsearch.strategies.bayes import Bayes
+from perfsearch.workers.environment import Hardware
+from perfsearch.workloads.spec import WorkloadSpec
+
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+
+
+def knobs(environ: dict[str, str], *names: str):
+    traits = WorkloadSpec.from_mapping({"name": "gpt"}).resolve("cuda", 80.0, 4).traits
+    where = Surroundings(Hardware("cuda", 4, 1, (), 64), traits, environ, frozenset())
+    found = [k for k in declare(where)[0] if not names or k.name in names]
+    return {k.name: k for k in found}, {k.name: k.default for k in found}
+
+
+def test_over_sockets_several_of_them_come_first_then_what_seldom_harms():
+    found = starts(*knobs(SOCKETS))
+    assert all(point["bucket_cap_mb"] == 64 for point in found)
+    assert [point["nccl_socket_nthreads"] for point in found] == [2, 2, 2, 1, 4, None]
+    assert found[-1]["optimizer_implementation"] == "fused"
+    assert found[-1]["dataloader_workers"] == 2
+
+
+def test_without_sockets_there_is_one_and_it_names_searched_knobs_only():
+    (found,) = starts(*knobs({}, "bucket_cap_mb", "nccl_algo"))
+    assert found == {"bucket_cap_mb": 64.0, "nccl_algo": None}
+    assert starts(*knobs({}, "nccl_algo")) == []
+
+
+def test_a_strategy_begins_with_them():
+    by_name, baseline = knobs(SOCKETS, "bucket_cap_mb", "nccl_socket_nthreads")
+    hints = Hints(baseline, starts=tuple(starts(by_name, baseline)))
+    strategy = Bayes(Space(list(by_name.values())), hints, 0)
+    asked = [strategy.ask() for _ in range(3)]
+    assert [point["nccl_socket_nthreads"] for point in asked] == [2, 1, 4]

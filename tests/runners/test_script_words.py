@@ -1,0 +1,164 @@
+"""Failures of scripts in words, exports, and which runner a script calls for."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from perfsearch.instrument.mapping import Mapped
+from perfsearch.run_arguments import split
+from perfsearch.run_search import runner_for, search, workload
+from perfsearch.runners import _script_export
+from perfsearch.runners._script_failures import outcome, require_ranks_together
+from perfsearch.runners._script_group import ScriptGone
+from perfsearch.runners._script_options import ScriptOptions
+from perfsearch.runners._script_window import EndedError, receive_steps
+from perfsearch.search.errors import BadInputError
+from perfsearch.search.trial import Status
+from perfsearch.workers.environment import Hardware
+from perfsearch.workers.failures import Failure
+
+MAPS = [Mapped("micro_batch", "--bs"), Mapped("gradient_accumulation", "--acc", default=1)]
+
+
+class Group:
+    """What a start of a script looked like when it ended."""
+
+    def __init__(self, failure=None, steps=(0, 0), ended=(), tail="", messages=()):
+        self.nproc, self.logs, self.log = 2, Path("logs"), Path("logs/rank0.log")
+        self.steps, self.ended = list(steps), list(ended)
+        self._failure, self._tail, self._messages = failure, tail, list(messages)
+
+    def tails(self):
+        return {0: self._tail}
+
+    def why_gone(self, gone):
+        return self._failure
+
+    def receive(self, event, limit_s):
+        return self._messages
+
+
+def test_a_refused_argument_names_the_map_that_is_to_blame():
+    failure = Failure(Status.CRASH, "rank 0: ScriptExitError: exit code 2", 0)
+    tail = "usage: train.py\ntrain.py: error: unrecognized arguments: --bs 4\n"
+    found = outcome(Group(failure, tail=tail), ScriptGone(), {}, MAPS)
+    assert found.status is Status.INVALID
+    assert "unrecognized arguments: --bs 4 (from --map micro_batch=--bs)" in found.reason
+
+
+def test_a_script_that_makes_no_step_is_told_what_a_step_is():
+    failure = Failure(Status.TIMEOUT, "the trial took longer than 5 s")
+    found = outcome(Group(failure), ScriptGone(5.0), {}, [])
+    assert found.status is Status.TIMEOUT
+    assert "rank 0 made 0 steps, rank 1 made 0 steps" in found.reason
+    assert "limits.trial_s" in found.reason
+
+
+def test_ranks_that_part_are_counted():
+    failure = Failure(Status.TIMEOUT, "no answer")
+    found = outcome(Group(failure, steps=(12, 10), ended=[1]), ScriptGone(5.0), {}, [])
+    assert found.status is Status.INVALID
+    assert "rank 0 made 12, rank 1 made 10, and rank 1 has ended" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"event": "ended", "step": 4}] * 2, "made 4 steps and ended"),
+        ([{"event": "ended", "step": 0}] * 2, "made no step of a torch optimizer"),
+        ([{"event": "step", "step": 9}, {"event": "ended", "step": 8}], "rank 0 made 9, rank 1"),
+    ],
+)
+def test_a_script_that_ends_too_early_says_so(messages, says):
+    with pytest.raises(EndedError, match=says):
+        receive_steps(Group(messages=messages), 1.0)
+
+
+def test_ranks_that_train_apart_are_refused():
+    apart = [{"joined": 1, "facts": {"wrappers": []}}]
+    with pytest.raises(EndedError, match="train apart"):
+        require_ranks_together(apart, 2)
+    require_ranks_together(apart, 1)
+
+
+def test_the_hand_over_is_a_command_and_the_lines_to_change(tmp_path):
+    changed = {
+        "bucket_cap_mb": 100.0, "dataloader_workers": 2, "optimizer_implementation": "fused",
+        "micro_batch": 4, "gradient_accumulation": 2, "nccl_algo": "Ring", "zero_stage": 2,
+        "fsdp_backward_prefetch": "post",
+    }  # fmt: skip
+    files = _script_export.write(
+        changed, MAPS, Hardware("cuda", 4, 1, (), 8), 1, ["train.py", "--bs", "8", "it's"], False,
+        ["ddp"],
+        tmp_path,
+    )  # fmt: skip
+    assert {f.name for f in files} == {"run.sh", "changes.py", "start.py"}
+    script = (tmp_path / "run.sh").read_text()
+    assert "export NCCL_ALGO=Ring" in script
+    command = 'torchrun --standalone --nproc-per-node=4 "$(dirname "$0")/start.py" train.py --bs 4'
+    assert f"{command} 'it'\"'\"'s' --acc 2" in script
+    lines = (tmp_path / "changes.py").read_text()
+    for piece in ("bucket_cap_mb=100.0", "num_workers=2", "fused=True", "BACKWARD_POST",
+                  "reshard_after_forward=False"):  # fmt: skip
+        assert piece in lines
+    for name in ("changes.py", "start.py"):
+        compile((tmp_path / name).read_text(), name, "exec")
+
+
+def test_without_anything_to_build_differently_the_command_is_the_hand_over(tmp_path):
+    hardware = Hardware("cpu", 2, 1, (), 8)
+    changed = {"micro_batch": 2}
+    files = _script_export.write(changed, MAPS, hardware, 3, ["pkg.t"], True, [], tmp_path)
+    assert [f.name for f in files] == ["run.sh"]
+    assert (tmp_path / "run.sh").read_text() == (
+        "#!/bin/sh\nexport OMP_NUM_THREADS=3\n"
+        "torchrun --standalone --nproc-per-node=2 -m pkg.t --bs 2\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "runner"),
+    [
+        ("from torch.distributed.fsdp import fully_shard", [], "zero"),
+        ("from torch.nn.parallel import DistributedDataParallel", [], "ddp"),
+        ("from transformers import Trainer", ["--fsdp", "full_shard"], "zero"),
+        ("print()", [], "ddp"),
+    ],
+)
+def test_the_runner_is_what_the_script_calls_for(tmp_path, source, arguments, runner):
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    assert runner_for(split(["--search", str(script), *arguments])) == runner
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--nnodes=2"], "trials start on this node alone"),
+        (["--rdzv-endpoint=a:1"], "--rdzv-endpoint --search"),
+        (["-o", "workload.command=[x]"], "stand after it"),
+    ],
+)
+def test_what_a_search_cannot_honour_is_refused(tmp_path, options, says):
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(BadInputError, match=says):
+        search(split(["--search", *options, str(tmp_path / "train.py")]))
+
+
+def test_arguments_come_back_from_the_written_configuration(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    odd = ["--lr=1e-3", "1e-3", "a,b", "{}", "true", "it's", "", "0x1f", "null"]
+    given = workload(split(["--search", "--map", "micro_batch=--bs", str(script), *odd]))
+    back = yaml.safe_load(yaml.safe_dump(given))
+    options = ScriptOptions(tuple(back["command"]), map=tuple(back["map"]))
+    assert options.words == [str(script), *odd]
+    assert options.maps() == ([Mapped("micro_batch", "--bs")], [])
+
+
+def test_a_missing_script_is_bad_input(tmp_path):
+    with pytest.raises(BadInputError, match="there is no such script"):
+        ScriptOptions((str(tmp_path / "missing.py"),))
+    with pytest.raises(BadInputError, match="give the script"):
+        ScriptOptions(())

@@ -1,0 +1,194 @@
+"""What a search hands over works where perfsearch is not installed: ``best/apply/`` alone."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perfsearch.runners.ddp import DDP, DdpOptions
+from perfsearch.runners.zero import Zero, ZeroOptions
+from perfsearch.workers.environment import Environment
+from perfsearch.workloads.spec import WorkloadSpec
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import json, os, sys
+try:
+    import perfsearch
+except ImportError as error:
+    assert "blocked" in str(error), error
+else:
+    raise AssertionError("perfsearch can be imported")
+import torch
+import torch.distributed as dist
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 256
+    def __getitem__(self, i):
+        x = torch.randn(64, generator=torch.Generator().manual_seed(i + 256 * dist.get_rank()))
+        return x, x.sum()
+
+dataset = Data()
+loader = torch.utils.data.DataLoader(dataset, batch_size=8)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)], torch.nn.Linear(64, 1))
+def loss_of(model, batch):
+    return (model(batch[0]).squeeze(1) - batch[1]).square().mean()
+def make_optimizer(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+"""
+
+DDP_TAIL = """
+losses = []
+for batch in loader:
+    loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.detach())
+losses = torch.stack(losses)
+dist.all_reduce(losses)
+if dist.get_rank() == 0:
+    caps = list(getattr(model, "bucket_bytes_cap_list", [])) or [model.bucket_bytes_cap]
+    print("FOUND", json.dumps({
+        "losses": (losses / dist.get_world_size()).tolist(),
+        "caps_mb": [c / 2**20 for c in caps],
+        "view": model.gradient_as_bucket_view,
+        "hooks": len(model._comm_hooks),
+        "optimizer": [optimizer.param_groups[0][n] for n in ("foreach", "fused")],
+        "threads": torch.get_num_threads(),
+        "workers": loader.num_workers,
+    }))
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # torch's own threads now and then abort a process that takes them down
+"""
+
+ZERO_TAIL = """
+sys.path.insert(0, os.environ["APPLY"])
+import zero
+model, optimizer = zero.build(model, list(model), make_optimizer)
+losses, batches = [], iter(loader)
+def recorded(net, batch):
+    loss = loss_of(net, batch)
+    losses.append(loss.detach())
+    return loss
+for _ in range(16):
+    zero.train_step(model, optimizer, recorded, [next(batches) for _ in range(2)])
+losses = torch.stack(losses)
+dist.all_reduce(losses)
+if dist.get_rank() == 0:
+    print("FOUND", json.dumps({"losses": (losses / dist.get_world_size()).tolist()}))
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # torch's own threads now and then abort a process that takes them down
+"""
+
+
+PLAIN_TAIL = """
+optimizer = make_optimizer(model.parameters())
+model = torch.nn.parallel.DistributedDataParallel(model)
+losses = []
+for number, batch in enumerate(loader):
+    loss = loss_of(model, batch)
+    losses.append(loss.detach())
+    (loss / 2).backward()
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+losses = torch.stack(losses)
+dist.all_reduce(losses)
+if dist.get_rank() == 0:
+    print("FOUND", json.dumps({"losses": (losses / dist.get_world_size()).tolist()}))
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # torch's own threads now and then abort a process that takes them down
+"""
+
+
+def run(script, apply, directory, nproc):
+    """Start a script by the command that was handed over, with perfsearch blocked."""
+    (directory / "train.py").write_text(script)
+    blocked = directory / "blocked"
+    blocked.mkdir(exist_ok=True)
+    (blocked / "perfsearch.py").write_text("raise ImportError('blocked')\n")
+    launcher = blocked / "torchrun"
+    launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    launcher.chmod(0o755)
+    text = "" if apply is None else (apply / "env.sh").read_text()
+    match = re.search(r"^#\s+(torchrun .*train\.py)$", text, re.MULTILINE)
+    command = (
+        match.group(1) if match else f"torchrun --standalone --nproc-per-node={nproc} train.py"
+    )
+    source = f". {apply / 'env.sh'}; " if text else ""
+    environment = {
+        **os.environ,
+        "PATH": f"{blocked}:{os.environ['PATH']}",
+        "PYTHONPATH": str(blocked),
+        "APPLY": str(directory / "apply"),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        ["sh", "-c", source + command], cwd=directory, env=environment,
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[:4000]
+    line = next(text for text in done.stdout.splitlines() if text.startswith("FOUND "))
+    return json.loads(line.removeprefix("FOUND "))
+
+
+def patched(code):
+    """The script with the lines of ``ddp.py`` where the wrapper is made."""
+    loader = re.search(r"^# (loader = .*)$", code, re.MULTILINE)
+    lines = loader.group(1).replace("dataset, ...", "dataset, batch_size=8") if loader else ""
+    return f"{SCRIPT}\noptimizer = make_optimizer(model.parameters())\n{code}\n{lines}\n{DDP_TAIL}"
+
+
+def test_ddp_lines_and_command_train_the_same(tmp_path):
+    options = DdpOptions(
+        "cpu", dict.fromkeys(("bucket_cap_mb", "optimizer_implementation"), "search")
+    )
+    runner = DDP(options, WorkloadSpec("mlp"), Environment(tmp_path, nproc=4))
+    found = {
+        "bucket_cap_mb": 0.02, "first_bucket_mb": 0.01, "gradient_as_bucket_view": True,
+        "hierarchical_group_size": 2, "optimizer_implementation": "foreach",
+        "dataloader_workers": 1, "prefetch_factor": 4, "omp_num_threads": 2,
+    }  # fmt: skip
+    apply = tmp_path / "apply"
+    runner.export(found, apply)
+    plain = SCRIPT + (
+        "\noptimizer = make_optimizer(model.parameters())\n"
+        "model = torch.nn.parallel.DistributedDataParallel(model)\n" + DDP_TAIL
+    )
+    before = run(plain, None, tmp_path, 4)
+    after = run(patched((apply / "ddp.py").read_text()), apply, tmp_path, 4)
+    assert before["losses"][0] > 1.2 * before["losses"][-1]
+    assert after["losses"] == pytest.approx(before["losses"], rel=1e-4)
+    assert after["caps_mb"] == pytest.approx([0.01, 0.02], rel=1e-3)
+    assert (after["view"], after["hooks"], after["optimizer"]) == (True, 1, [True, False])
+    assert (after["threads"], after["workers"]) == (2, 1)
+    assert (before["view"], before["hooks"], before["threads"]) == (False, 0, 1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_lines_train_the_same(tmp_path, stage):
+    options = ZeroOptions(device="cpu")
+    workload = WorkloadSpec("mlp", global_batch=32)
+    runner = Zero(options, workload, Environment(tmp_path, nproc=2))
+    chosen = {**runner.baseline, **runner.pinned}
+    changes = {"zero_stage": stage, "micro_batch": 8, "gradient_accumulation": 2}
+    runner.export(
+        {**chosen, **{k: v for k, v in changes.items() if k in chosen}}, tmp_path / "apply"
+    )
+    script = SCRIPT + ZERO_TAIL
+    found = run(script, None, tmp_path, 2)
+    plain = run(SCRIPT + PLAIN_TAIL, None, tmp_path, 2)
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+    assert Path(tmp_path / "apply" / "zero.py").exists()

@@ -1,0 +1,97 @@
+import pytest
+
+from perfsearch import run
+from perfsearch.run_arguments import split
+from perfsearch.search.errors import BadInputError
+
+ODD = ["--", "--lr=1e-3", "--data", "a,b", "k={}", "it's", '"', "", " ", "--search", "-o", "\udcff"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--nproc-per-node", "2"],
+        ["--nproc_per_node=2", "--standalone"],
+        ["--nproc-per-node=2", "--rdzv-conf", "a=1,b=2", "-r", "3", "-t3"],
+        ["--search", "-o", "budget.trials=3", "--map", "micro_batch=--bs", "--nnodes", "1:2"],
+        ["--autotune-warmup-samples", "3", "--autotune", "--nproc-per", "2"],
+    ],
+)
+def test_everything_after_the_script_is_its_own(options):
+    asked = split([*options, "train.py", *ODD])
+    assert (asked.script, asked.arguments) == ("train.py", ODD)
+    assert "train.py" not in asked.torchrun
+
+
+def test_options_are_told_apart():
+    asked = split(
+        [
+            "--nnodes=2",
+            "--search",
+            "-m",
+            "-o",
+            "a=b=c",
+            "-o",
+            "x=1",
+            "--max-restarts",
+            "3",
+            "pkg.train",
+        ]
+    )
+    assert asked.search and asked.overrides == ["a=b=c", "x=1"]
+    assert asked.torchrun == ["--nnodes=2", "-m", "--max-restarts", "3"]
+    assert asked.parsed.module and asked.parsed.max_restarts == 3
+
+
+def test_autotune_options_imply_it():
+    asked = split(["--autotune-max-samples=5", "--retune-on-drift", "t.py"])
+    assert asked.autotune == {"max_samples": 5, "retune_on_drift": True}
+    assert split(["--autotune", "t.py"]).autotune == {}
+    assert split(["t.py"]).autotune is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--search"], "no script"),
+        (["--serach", "t.py"], "--serach is no option"),
+        (["--nproc-per-node"], "a value is missing"),
+        (["--max-restarts=x", "t.py"], "invalid int value"),
+        (["--rdzv", "t.py"], "fits several options"),
+    ],
+)
+def test_wrong_options_are_named(arguments, says):
+    with pytest.raises(BadInputError, match=says):
+        split(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["missing.py"], "missing.py: no such script"),
+        (["train"], "There is train.py"),
+        (["notebook.ipynb"], "jupyter nbconvert"),
+        (["--search", "--knobs", "x.yaml", "train.py"], "one at a time"),
+        (["-o", "a=1", "train.py"], "belongs to --search"),
+        (["--no-python", "--search", "bash"], "only a Python script"),
+        (["--knobs", "missing.yaml", "train.py"], "missing.yaml"),
+        (["--knobs", "search.yaml", "train.py"], "no single value"),
+        (["--map", "x", "--search", "train.py"], "NAME=ARGUMENT"),
+        (["--map", "a=--x", "--map", "a=--y", "--search", "train.py"], "mapped twice"),
+    ],
+)
+def test_bad_input_ends_with_2_and_the_way_out(arguments, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise AssertionError('it was started')")
+    (tmp_path / "notebook.ipynb").write_text("{}")
+    (tmp_path / "search.yaml").write_text("runner: {knobs: {bucket_cap_mb: [1, 2]}}")
+    assert run.main(arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_help_and_version(capsys):
+    assert run.main(["--help"]) == 0
+    assert "--autotune-steps-per-sample" in capsys.readouterr().out
+    assert run.main(["--version"]) == 0
+    assert run.main([]) == 2
