@@ -496,5 +496,6 @@ def test_locks_of_ended_ranks_are_broken_and_older_ones_are_left(tmp_path, monke
         lock.parent.mkdir(parents=True)
         lock.touch()
     os.utime(locks[1], (1000, 1000))
-    _deepspeed_trial._break_build_locks(begin=2000)
+    assert _deepspeed_trial._break_build_locks(begin=2000)
+    assert not _deepspeed_trial._break_build_locks(begin=2000)
     assert [lock.exists() for lock in locks] == [False, True]
