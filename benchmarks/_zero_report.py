@@ -71,6 +71,7 @@ def markdown(records: Sequence[Record]) -> str:
         lines += _searches(records, rule)
     lines += _memory(records)
     lines += _rescue(records)
+    lines += _deepspeed(records)
     return "\n".join(lines) + "\n"
 
 
@@ -135,12 +136,15 @@ def _side(records: Sequence[Record], rule: str) -> Iterator[str]:
 
 
 def _memory(records: Sequence[Record]) -> Iterator[str]:
-    parts = sorted({r["part"] for r in records if r["part"].startswith("memory-")})
+    parts = [p for p in ("grid-free", "memory-llama") if of(records, p)]
     if not parts:
         return
     yield "## Predicted memory"
     yield ""
-    yield "Two small steps of stage 0 were known to the model; GiB of the fullest rank."
+    yield (
+        "All that the model knew beforehand were the peaks of two small steps of stage 0 "
+        "(micro-batches 2 and 4) of the same job; GiB of the fullest rank."
+    )
     yield ""
     rest_errors, peak_errors, rows = [], [], []
     for part in parts:
@@ -151,15 +155,14 @@ def _memory(records: Sequence[Record]) -> Iterator[str]:
             tensors = sum(v for k, v in held.items() if k.startswith("resident"))
             allocated = held.get("at_rest_allocated_gib")
             rest, peak = expected["at_rest_gib"], expected["peak_gib"]
-            row = [part.removeprefix("memory-"), named(r["configuration"]), f"{rest:.2f}",
-                   f"{tensors:.2f}", "" if allocated is None else f"{allocated:.2f}",
-                   f"{peak:.2f}", f"{r['peak_allocated_gib']:.2f}"]  # fmt: skip
-            if r["probe"]:
-                rows.append([*row, "known", "known"])
-                continue
             rest_errors.append(rest / tensors - 1)
             peak_errors.append(peak / r["peak_allocated_gib"] - 1)
-            rows.append([*row, f"{rest_errors[-1]:+.1%}", f"{peak_errors[-1]:+.1%}"])
+            rows.append([
+                "GPT-2" if part == "grid-free" else "Llama-like", named(r["configuration"]),
+                f"{rest:.2f}", f"{tensors:.2f}", "" if allocated is None else f"{allocated:.2f}",
+                f"{peak:.2f}", f"{r['peak_allocated_gib']:.2f}",
+                f"{rest_errors[-1]:+.1%}", f"{peak_errors[-1]:+.1%}",
+            ])  # fmt: skip
     head = ("model", "configuration", "at rest predicted", "of tensors", "allocated",
             "peak predicted", "measured", "at-rest error", "peak error")  # fmt: skip
     yield from table(head, rows)
@@ -187,3 +190,44 @@ def _rescue(records: Sequence[Record]) -> Iterator[str]:
             f"{record['trials']} trials and {record['seconds']:.0f} s: {ended}."
         )
         yield ""
+
+
+def _deepspeed(records: Sequence[Record]) -> Iterator[str]:
+    """DeepSpeed's own tuner, beside the searches of the free batch."""
+    found = {r["key"]: r for r in of(records, "deepspeed")}
+    if "tuner" not in found:
+        return
+    tuner, chosen = found["tuner"], found.get("chosen")
+    yield "## DeepSpeed's own autotuner"
+    yield ""
+    ended = "" if tuner["finished"] else ", then ended for lack of time"
+    yield (
+        f'Fast mode, `"stage": "all"`, fp16, client AdamW: {tuner["experiments"]} experiments in '
+        f"{tuner['seconds']:.0f} s{ended}. Its own readings, samples/s: "
+        + ", ".join(f"{name} {value}" for name, value in tuner["readings"].items() if value)
+        + "."
+    )
+    yield ""
+    if tuner["chosen"] is None:
+        yield "It chose nothing."
+    else:
+        stage = tuner["chosen"].get("zero_optimization", {}).get("stage")
+        micro = tuner["chosen"].get("train_micro_batch_size_per_gpu")
+        yield f"It chose stage {stage}, micro-batch {micro}."
+    if chosen is not None:
+        yield (
+            f"Measured with `runner=deepspeed`, whole steps from outside: {chosen['status']}, "
+            f"{chosen['samples_per_s']} samples/s at a global batch of "
+            f"{chosen['samples_per_step']}, peak {chosen['peak_allocated_gib'] or 0:.1f} GiB."
+        )
+    yield ""
+    rows = [
+        [f"`runner=zero strategy={r['key']}`", str(r["trials"]), f"{r['seconds']:.0f}",
+         "none" if not r["best"] else f"{r['best']:.1f} ({named(r['best_configuration'])})"]
+        for r in of(records, "search-free")
+    ]  # fmt: skip
+    rows.append([
+        "DeepSpeed 0.19, fast", str(tuner["experiments"]), f"{tuner['seconds']:.0f}",
+        "" if chosen is None else f"{chosen['samples_per_s']}",
+    ])  # fmt: skip
+    yield from table(("", "trials", "seconds", "samples/s of the choice, measured here"), rows)

@@ -1,11 +1,14 @@
 """`runner=zero` on real GPUs: predicted memory, searches against a grid, a rescue from OOM.
 
-    python benchmarks/zero_gpu.py PART... --store STORE.jsonl [--ranks 4] [--until-s 540]
+    python benchmarks/zero_gpu.py all --store STORE.jsonl [--ranks 4] [--until-s 540]
+    python benchmarks/zero_gpu.py deepspeed --store STORE.jsonl --wheels DIRECTORY
     python benchmarks/zero_gpu.py report --store STORE.jsonl > benchmarks/results/zero.md
 
-Parts: ``grid-fixed``, ``grid-free``, ``search-fixed``, ``search-free``, ``side``, ``memory``,
-``rescue``, or ``all``. Each appends to the store as it goes and skips what is there, so a part that
-was cut short goes on where it ended. Needs torch, numpy, psutil, pynvml and scikit-learn.
+Parts: ``search-fixed``, ``search-free``, ``grid-fixed``, ``grid-free``, ``memory``, ``side``,
+``rescue``; ``all`` is these in that order; ``deepspeed`` is apart. Each appends to the store as it
+goes and skips what is there, so a part that was cut short goes on where it ended. Needs torch,
+numpy, psutil, pynvml and scikit-learn; start it at the repository's root. On 4 H100 ``all`` is
+meant to take 540 s and ``deepspeed`` 500 s.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import _deepspeed_side
 import _zero_report
 
 from perfsearch import strategies
@@ -45,10 +49,15 @@ PER_GPU = 16
 """Samples a rank of the baseline's global batch."""
 LARGEST_PER_GPU = 64
 GRID_FIXED = (16, 8, 4)
-GRID_FREE = (16, 20, 24, 28, 32, 40, 48)
+GRID_FREE = (16, 24, 32, 40, 48, 56, 64)
+CHECKPOINTED_FROM = 48
+"""Smaller micro-batches fit without computing activations again, so the grid leaves that out."""
+GRID_STEPS = (4, 60)
+"""Scored steps of the grid; the side-by-side rounds have more."""
+LLAMA = "llama"
 COMMON = {"optimizer_implementation": "fused", "gradient_as_bucket_view": True}
 """What a hand-tuned job has already; the same in every configuration compared."""
-REPEATS = 3
+REPEATS = 2
 
 
 class Store:
@@ -94,7 +103,8 @@ class Bench:
         self.ranks: int = arguments.ranks
         self.device: str = arguments.device
         self.size: str = arguments.size
-        self.second: str = arguments.second_size
+        self.wheels: Path | None = arguments.wheels
+        self.tiny: bool = arguments.size == "tiny"
         self.per_gpu: int = arguments.per_gpu
         self.store = Store(arguments.store)
         self.deadline = time.monotonic() + arguments.until_s
@@ -102,6 +112,13 @@ class Bench:
     def in_time(self) -> bool:
         """Whether another configuration may start."""
         return time.monotonic() < self.deadline
+
+    def workload(self, size: str) -> dict[str, Any]:
+        """GPT-2 of a size, or the second model."""
+        if size == LLAMA:
+            factory = "build_tiny" if self.tiny else "build"
+            return {"name": "custom", "factory": f"benchmarks._llama:{factory}"}
+        return {"name": "gpt", "size": size}
 
     def settings(self, rule: str, size: str, per_gpu: int, **changes: Any) -> Settings:
         """What a user would write for this."""
@@ -118,7 +135,7 @@ class Bench:
         plain = {
             "runner": runner,
             "strategy": {"name": "fast"},
-            "workload": {"name": "gpt", "size": size, "global_batch": per_gpu * self.ranks},
+            "workload": {**self.workload(size), "global_batch": per_gpu * self.ranks},
             "batch": rule,
             "nproc": self.ranks,
             "budget": {"trials": 13, "seconds": 90.0},
@@ -140,10 +157,19 @@ class Bench:
                 made.close()
 
 
-def visit(runner: Zero, number: int, configuration: dict[str, Any], logs: Path) -> dict[str, Any]:
+def visit(
+    runner: Zero,
+    number: int,
+    configuration: dict[str, Any],
+    logs: Path,
+    scored_steps: tuple[int, int] = (8, 60),
+) -> dict[str, Any]:
     """Measure one configuration warm; what to keep of it."""
     begin = time.monotonic()
-    plan = Plan(number, Purpose.CONFIRM, time_limit_s=180.0, log_directory=logs / str(number))
+    plan = Plan(
+        number, Purpose.CONFIRM, time_limit_s=180.0, log_directory=logs / str(number),
+        scored_steps=scored_steps,
+    )  # fmt: skip
     runner._survived.add(key_of(configuration))  # a grid makes no checkpoints
     outcome = runner.measure(configuration, plan)
     kept: dict[str, Any] = {
@@ -176,31 +202,60 @@ def _numbers(measured: Measurement) -> dict[str, Any]:
 
 def grid(bench: Bench, rule: str) -> None:
     """Every stage, micro-batch and checkpointing that can fit, in random order, one visit each."""
-    part = f"grid-{rule}"
-    settings = bench.settings(rule, bench.size, bench.per_gpu)
     sizes = GRID_FIXED if rule == "fixed" else GRID_FREE
+    least = max(sizes) if rule == "fixed" else CHECKPOINTED_FROM
     points = [
         {"micro_batch": m, "zero_stage": z, "activation_checkpointing": c}
-        for m in sizes for z in (0, 1, 2, 3) for c in (0, 1)
-        if c == 0 or m == max(sizes) or (rule == "free" and m >= 32)
+        for m in sizes for z in (0, 1, 2, 3) for c in (0, 1) if c == 0 or m >= least
     ]  # fmt: skip
     random.Random(0).shuffle(points)
-    points = [p for p in points if not bench.store.has(part, key_of(p))]
-    if not points:
+    _visit_all(bench, f"grid-{rule}", bench.settings(rule, bench.size, bench.per_gpu), points)
+
+
+def memory(bench: Bench) -> None:
+    """The second model; of the first every configuration of the free grid is predicted, too."""
+    points = [
+        {"zero_stage": z, "micro_batch": m, "activation_checkpointing": c}
+        for z in (0, 1, 2, 3) for m, c in ((8, 0), (16, 0), (16, 1))
+    ]  # fmt: skip
+    _visit_all(bench, f"memory-{LLAMA}", bench.settings("free", LLAMA, bench.per_gpu), points)
+
+
+def _visit_all(bench: Bench, part: str, settings: Settings, points: list[dict[str, Any]]) -> None:
+    """Visit what is not on record. With ``batch=free``, two small steps come first.
+
+    What they show is all that the memory model knows when each other visit is predicted.
+    """
+    probes = [
+        {"zero_stage": 0, "micro_batch": m, "activation_checkpointing": 0} for m in (2, 4)
+    ] if settings.batch == "free" else []  # fmt: skip
+    todo = [p for p in points if not bench.store.has(part, key_of(p))]
+    if not todo:
         return
+    small: list[Trial] = []
     with bench.runner(settings) as runner, tempfile.TemporaryDirectory() as logs:
-        for number, point in enumerate(points):
+        for number, point in enumerate([*probes, *todo]):
             if not bench.in_time():
-                print(f"{part}: time is up, {len(points) - number} left")
+                print(f"{part}: time is up, {len(probes) + len(todo) - number} left")
                 return
-            configuration = runner.space.canonical(point)
-            implied = _implied_oom(bench, part, point)
-            kept = (
-                {"configuration": point, "status": "oom", "reason": "a smaller one did"}
-                if implied
-                else visit(runner, number, configuration, Path(logs))
+            configuration, is_probe = runner.space.canonical(point), number < len(probes)
+            expected = runner.memory.estimate(configuration, small)
+            if not is_probe and _implied_oom(bench, part, point):
+                kept: dict[str, Any] = {
+                    "configuration": point, "status": "oom", "reason": "a smaller one did"
+                }  # fmt: skip
+            else:
+                kept = visit(runner, number, configuration, Path(logs), GRID_STEPS)
+            if is_probe and "peak_allocated_gib" in kept:
+                measured = Measurement([1.0], 1, peak_allocated_gib=kept["peak_allocated_gib"])
+                small.append(Trial(number, configuration, Purpose.SEARCH, Status.OK, measured))
+            bench.store.add(
+                f"{part}-probe" if is_probe else part,
+                key_of(point),
+                gpu=runner.hardware.device_name,
+                expected=vars(expected) if expected else None,
+                **kept,
             )
-            bench.store.add(part, key_of(point), gpu=runner.hardware.device_name, **kept)
 
 
 def _implied_oom(bench: Bench, part: str, point: Mapping[str, Any]) -> bool:
@@ -298,37 +353,6 @@ def side(bench: Bench) -> None:
                 bench.store.add(part, f"{arm}/{turn}", **kept)
 
 
-def memory(bench: Bench) -> None:
-    """Two small steps, then the predicted and the real memory of further configurations."""
-    for size in (bench.size, bench.second):
-        part = f"memory-{size}"
-        points = [
-            {"zero_stage": 0, "micro_batch": m, "activation_checkpointing": 0} for m in (2, 4)
-        ]
-        points += [
-            {"zero_stage": z, "micro_batch": m, "activation_checkpointing": c}
-            for z in (0, 1, 2, 3) for m, c in ((8, 0), (16, 0), (16, 1))
-        ]  # fmt: skip
-        if all(bench.store.has(part, key_of(p)) for p in points):
-            continue
-        settings = bench.settings("free", size, bench.per_gpu)
-        small: list[Trial] = []
-        with bench.runner(settings) as runner, tempfile.TemporaryDirectory() as logs:
-            for number, point in enumerate(points):
-                if not bench.in_time():
-                    return
-                configuration = runner.space.canonical(point)
-                expected = runner.memory.estimate(configuration, small)
-                kept = visit(runner, number, configuration, Path(logs))
-                if number < 2 and "peak_allocated_gib" in kept:
-                    measured = Measurement([1.0], 1, peak_allocated_gib=kept["peak_allocated_gib"])
-                    small.append(Trial(number, configuration, Purpose.SEARCH, Status.OK, measured))
-                bench.store.add(
-                    part, key_of(point), gpu=runner.hardware.device_name,
-                    expected=vars(expected) if expected else None, probe=number < 2, **kept,
-                )  # fmt: skip
-
-
 def rescue(bench: Bench) -> None:
     """A baseline that does not fit; the search must end with something that trains."""
     settings = bench.settings(
@@ -338,14 +362,35 @@ def rescue(bench: Bench) -> None:
     run_search(bench, "rescue", "fast", settings)
 
 
+def deepspeed(bench: Bench) -> None:
+    """DeepSpeed's own tuner on the same job, and what its choice gives when it is measured."""
+    on_gpu = bench.device != "cpu"
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        with _deepspeed_side.environment(bench.wheels, directory, bench.ranks, on_gpu):
+            if not bench.store.has("deepspeed", "tuner"):
+                limit_s = bench.deadline - time.monotonic() - 45.0
+                found = _deepspeed_side.tune(bench.size, bench.ranks, on_gpu, directory, limit_s)
+                bench.store.add("deepspeed", "tuner", **found)
+            tuned = bench.store.of("deepspeed")[0]
+            print(f"  {tuned['experiments']} experiments in {tuned['seconds']} s: "
+                  f"{tuned['readings']}\n{tuned['log']}", flush=True)  # fmt: skip
+            if tuned["chosen"] is None or bench.store.has("deepspeed", "chosen"):
+                return
+            kept = _deepspeed_side.measured(tuned["chosen"], bench.size, bench.ranks, directory)
+            bench.store.add("deepspeed", "chosen", **kept)
+            print(f"  its choice: {kept}", flush=True)
+
+
 PARTS = {
     "search-fixed": lambda bench: searches(bench, "fixed"),
     "search-free": lambda bench: searches(bench, "free"),
     "grid-fixed": lambda bench: grid(bench, "fixed"),
     "grid-free": lambda bench: grid(bench, "free"),
-    "side": side,
     "memory": memory,
+    "side": side,
     "rescue": rescue,
+    "deepspeed": deepspeed,
 }
 
 
@@ -357,7 +402,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", default="cuda", help="cpu tries the script itself")
     parser.add_argument("--size", default="large")
-    parser.add_argument("--second-size", default="medium")
+    parser.add_argument("--wheels", type=Path, help="directory of DeepSpeed's wheels to unpack")
     parser.add_argument("--per-gpu", type=int, default=PER_GPU)
     parser.add_argument("--until-s", type=float, default=540.0)
     arguments = parser.parse_args()
@@ -366,9 +411,13 @@ def main() -> int:
         print(_zero_report.markdown(bench.store.records), end="")
         return 0
     for name, part in PARTS.items():
-        if (name in arguments.parts or "all" in arguments.parts) and bench.in_time():
+        of_all = "all" in arguments.parts and name != "deepspeed"
+        if (name in arguments.parts or of_all) and bench.in_time():
+            begin = time.monotonic()
             print(f"== {name} ({socket.gethostname()})", flush=True)
             part(bench)
+            print(f"   {time.monotonic() - begin:.0f} s; {bench.deadline - time.monotonic():.0f} "
+                  "s left", flush=True)  # fmt: skip
     return 0
 
 

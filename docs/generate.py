@@ -133,7 +133,7 @@ def _script_knobs() -> list[Knob]:
 
 def declared_knobs(runner: str) -> list[Knob]:
     """Every knob that a runner can have, on machines that have everything; the GPUs' first."""
-    makers = {"ddp": _ddp_knobs, "zero": _zero_knobs}
+    makers = {"ddp": _ddp_knobs, "zero": _zero_knobs, "deepspeed": _deepspeed_knobs}
     return makers[runner]() if runner in makers else []
 
 
@@ -148,6 +148,15 @@ def _zero_knobs() -> list[Knob]:
             found.setdefault(knob.name, knob)
     order = {name: place for place, name in enumerate(zero.EFFECT_ORDER)}
     return sorted(found.values(), key=lambda k: order[k.name])
+
+
+def _deepspeed_knobs() -> list[Knob]:
+    from perfsearch.runners import _deepspeed_knobs as deepspeed
+    from perfsearch.runners._deepspeed_autotuning import Autotuning
+    from perfsearch.runners._zero_batch import Batch
+
+    batch = Batch("free", global_batch=64, world_size=16, micro_batch=4)
+    return deepspeed.declare({}, batch, Autotuning())[0]
 
 
 def _ddp_knobs() -> list[Knob]:

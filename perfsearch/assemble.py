@@ -65,12 +65,17 @@ def build_runner(settings: Settings) -> Runner:
 
     """
     name = settings.runner.name
-    runner: type[Runner] = _load(runners.load, "runner", name)
+    runner = _runner(settings)
     modes = ["search", *(["profile"] if runner.trains else [])]
     if settings.mode not in modes and _own(runner, settings.mode) is None:
         has = " and mode=".join(modes)
         raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
     return runner.from_settings(settings)
+
+
+def _runner(settings: Settings) -> type[Runner]:
+    runner: type[Runner] = _load(runners.load, "runner", settings.runner.name)
+    return runner
 
 
 def run(settings: Settings) -> int:
@@ -80,8 +85,7 @@ def run(settings: Settings) -> int:
         BadInputError: something asked for cannot be done; nothing was started.
 
     """
-    outcome = _run(settings)
-    return outcome if isinstance(outcome, int) else int(outcome.exit_code)
+    return _run(settings)[1]
 
 
 def search(settings: Settings) -> Result:
@@ -98,14 +102,16 @@ def search(settings: Settings) -> Result:
         raise ConfigError(
             "mode", f"mode={settings.mode}: it has no result. From Python there is mode={allowed}."
         )
-    outcome = _run(settings)
-    assert not isinstance(outcome, int)
-    return outcome
+    result, _ = _run(settings)
+    assert result is not None
+    return result
 
 
-def _run(settings: Settings) -> Result | int:
+def _run(settings: Settings) -> tuple[Result | None, int]:
+    """What the search came to, where there was one, and the exit code."""
     from perfsearch.view import open_view
 
+    settings = _runner(settings).settle(settings)
     strategy = strategy_factory(settings)
     _require_writable(settings.run_dir or default_run_dir(settings))
     runner = build_runner(settings)
@@ -114,9 +120,12 @@ def _run(settings: Settings) -> Result | int:
         if own is None:
             from perfsearch.pipeline import search
 
-            return search(settings, runner, strategy, view)
+            result = search(settings, runner, strategy, view)
+            if result.exit_code:
+                return result, int(result.exit_code)
+            return result, runner.follow_up(result.handed_over)
         try:
-            return int(own(settings, view))
+            return None, int(own(settings, view))
         finally:
             runner.close()
 

@@ -56,6 +56,7 @@ class BudgetSettings:
         seconds: active search time, summed over resumes.
         gpu_hours: the same in device-hours.
         remaining_steps: steps that the training will still run after the search.
+        patience: search trials in a row without a new best after which the search ends.
 
     """
 
@@ -63,10 +64,13 @@ class BudgetSettings:
     seconds: float | None = option(180.0, above=0)
     gpu_hours: float | None = option(None, above=0)
     remaining_steps: int | None = option(None, low=0)
+    patience: int | None = option(None, low=1)
 
     def budget(self) -> Budget:
         """The same as the search's own type."""
-        return Budget(self.trials, self.seconds, self.gpu_hours, self.remaining_steps)
+        return Budget(
+            self.trials, self.seconds, self.gpu_hours, self.remaining_steps, self.patience
+        )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from perfsearch.lock import device_lock, run_directory_lock
 from perfsearch.runners.base import Runner
 from perfsearch.search.hints import Hints
 from perfsearch.search.journal import Journal, JournalWriteError
+from perfsearch.search.knob import Value
 from perfsearch.search.objective import Objective
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Status, Trial
@@ -50,6 +51,7 @@ class Result:
         verdict: what the confirmation says.
         best: the configuration that is handed over, searched and pinned knobs; the baseline's
             where no gain was confirmed.
+        handed_over: the same as the runner takes it, the searched knobs only.
         reason: why the search stage ended.
         seconds: wall time of this call.
 
@@ -60,6 +62,7 @@ class Result:
     trials: list[Trial]
     verdict: Verdict = field(default_factory=Verdict)
     best: dict[str, object] = field(default_factory=dict)
+    handed_over: dict[str, Value] = field(default_factory=dict)
     reason: str = ""
     seconds: float = 0.0
 
@@ -162,6 +165,8 @@ def _start_sampler(settings: Settings, runner: Runner) -> SystemSampler | None:
 
 
 def _stages(session: Session) -> Result:
+    for remark in session.runner.remarks:
+        session.view.note(remark)
     line = opening.adopt(session)
     if line:
         session.view.note(line)
@@ -185,7 +190,7 @@ def _stages(session: Session) -> Result:
     if verdict.winner is not None:
         best = session.numbered(verdict.winner).configuration
     whole: dict[str, object] = {**session.runner.pinned, **best}
-    return Result(exit_code, session.run_dir, session.trials, verdict, whole, reason)
+    return Result(exit_code, session.run_dir, session.trials, verdict, whole, dict(best), reason)
 
 
 def _nothing_succeeded(trials: list[Trial]) -> str:

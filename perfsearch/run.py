@@ -115,7 +115,9 @@ def start(asked: RunArguments) -> int:
         )
     os.environ.update(planned.environment)
     if asked.autotune is not None:
-        _require_online(asked.autotune)
+        from perfsearch.online.options import AutotuneOptions
+
+        AutotuneOptions.from_mapping(asked.autotune)  # told here, not by every rank
     if asked.parsed.no_python:
         return _torchrun([*asked.torchrun, asked.script, *arguments])
     orders = Orders(
@@ -148,15 +150,6 @@ def _recorded_maps(workload: dict[str, Any], asked: RunArguments) -> list[Mapped
         return []
     recorded = (workload.get("map") or (), workload.get("map_file") or (), workload.get("preset"))
     return gather(*recorded, asked.arguments)[0]
-
-
-def _require_online(autotune: dict[str, object]) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("perfsearch.online") is None:
-        raise BadInputError("--autotune: this perfsearch cannot tune while it trains")
-    options = importlib.import_module("perfsearch.online.options").AutotuneOptions
-    options.from_mapping(autotune)  # what is wrong with it is told here, not in every rank
 
 
 def _torchrun(arguments: list[str]) -> int:

@@ -87,7 +87,7 @@ def search(settings, runner, strategy_factory, view):
     if experiment.startswith("wait"):
         _wait_for_a_signal(forever=experiment == "wait-forever")
     code = int(experiment.removeprefix("exit-")) if experiment.startswith("exit-") else 0
-    return types.SimpleNamespace(exit_code=code)
+    return types.SimpleNamespace(exit_code=code, handed_over={})
 
 
 def _wait_for_a_signal(forever):

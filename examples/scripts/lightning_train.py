@@ -24,7 +24,9 @@ class Regression(lightning.LightningModule):
 
     def training_step(self, batch, number):
         inputs, targets = batch
-        return torch.nn.functional.mse_loss(self.net(inputs), targets)
+        loss = torch.nn.functional.mse_loss(self.net(inputs), targets)
+        self.last_loss = loss.detach()
+        return loss
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -52,7 +54,10 @@ def main():
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Regression(args.width), DataLoader(data, args.batch_size, shuffle=True))
+    module = Regression(args.width)
+    trainer.fit(module, DataLoader(data, args.batch_size, shuffle=True))
+    if trainer.is_global_zero:
+        print(f"loss {module.last_loss.item():.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from perfsearch.search.knob import Value
+
+_FILE = "facts.json"
 
 WRAPPER_KNOBS = (
     "bucket_cap_mb",
@@ -25,7 +29,8 @@ class Facts:
     """What a script has built so far, as read back from the objects themselves.
 
     Attributes:
-        wrappers: names of the data-parallel wrappers: ``ddp``, ``fully_shard``, ``fsdp1``.
+        wrappers: names of the data-parallel wrappers: ``ddp``, ``fully_shard``, ``fsdp1``,
+            ``deepspeed``.
         loaders: number of loaders that were made.
         optimizers: class names of the optimizers that were made.
         values: knob name to the value that is in force.
@@ -50,6 +55,16 @@ class Facts:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
+
+    def leave(self, directory: str | Path) -> None:
+        """Write them where the controller looks when the script has failed."""
+        (Path(directory) / _FILE).write_text(json.dumps(self.to_json()))
+
+    @classmethod
+    def left(cls, directory: str | Path) -> Facts | None:
+        """What ``leave`` wrote; ``None`` where nothing was left."""
+        file = Path(directory) / _FILE
+        return cls(**json.loads(file.read_text())) if file.exists() else None
 
     def changeable(self) -> dict[str, str]:
         """Knobs that can be changed in this script from outside, and through what."""

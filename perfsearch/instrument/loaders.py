@@ -30,6 +30,7 @@ class Loaders:
         pulls: batches that were taken so far, over all loaders.
         samples: samples in them.
         tokens: tokens in them, padding apart; 0 where there are none.
+        counting: whether samples, tokens and random draws are looked at.
         mark: told ``dataloader_next`` whenever a batch has been taken, ``other`` before.
         tape: keeps the batches, to give the same ones again.
         draws: whether taking a batch drew random numbers in this process; ``None``: not known.
@@ -41,6 +42,7 @@ class Loaders:
         self.pulls = 0
         self.samples = 0
         self.tokens = 0
+        self.counting = True
         self.draws: bool | None = None
         self.mark: Callable[[str], None] | None = None
         self.tape: BatchTape | None = None
@@ -80,6 +82,8 @@ class Loaders:
     def _next(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if not self.counting:
+            return original(*args, **kwargs)
         if self.mark is not None:
             self.mark("other")
         iterator = args[0]

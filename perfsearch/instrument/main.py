@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
 import runpy
 import sys
@@ -57,7 +56,9 @@ def _reporting(script: Script, orders: Orders) -> None:
 
     script.optimizers.before_step = _once(script.switches.put_into_force)
     script.losses.keeping = False
-    if orders.report and os.environ.get("RANK", "0") == "0":
+    script.loaders.counting = False
+    says = orders.autotune is None or bool(orders.knobs or orders.mapped)
+    if orders.report and says and os.environ.get("RANK", "0") == "0":
         script.optimizers.after_step = after_step
         atexit.register(say_once)
 
@@ -99,8 +100,10 @@ def main() -> int:
     _reporting(script, orders)
     watch_for_launchers(orders.script, _once_said())
     if orders.autotune is not None:
-        options = importlib.import_module("perfsearch.online.options").AutotuneOptions
-        importlib.import_module("perfsearch.online").enable(options.from_mapping(orders.autotune))
+        from perfsearch import online
+        from perfsearch.online.options import AutotuneOptions
+
+        online.enable(AutotuneOptions.from_mapping(orders.autotune))
     try:
         run_script(orders, sys.argv[2:])
     except SystemExit:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Optimizers:
         self.before_step: Callable[[], None] | None = None
         self.after_step: Callable[[], None] | None = None
         self.ignored: dict[str, str] = {}
+        self._counting = True
         self._choice: Value = knobs.get(KNOB)
         self._made: list[weakref.ref[Any]] = []
         self._own: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = (
@@ -88,13 +90,26 @@ class Optimizers:
             # not in the constructor: the subclass's has more to say, and so has a checkpoint
             self._begun.add(optimizer)
             self._put_into_force(optimizer)
-        if self.before_step is not None and optimizer is self.leader:
+        if self._counting and self.before_step is not None and optimizer is self.leader:
             self.before_step()
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._leader is None:
             self._leader = weakref.ref(optimizer)
-        if self.after_step is not None and optimizer is self.leader:
+        if self._counting and self.after_step is not None and optimizer is self.leader:
+            self.after_step()
+
+    @contextmanager
+    def counted_from_outside(self) -> Iterator[None]:
+        """Count the block as one step, whatever optimizers do inside of it."""
+        if self.before_step is not None:
+            self.before_step()
+        self._counting = False
+        try:
+            yield
+        finally:
+            self._counting = True
+        if self.after_step is not None:
             self.after_step()
 
     def change(self, choice: Value) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from perfsearch.instrument.ddp import Wrappers
+from perfsearch.instrument.deepspeed import Engines
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.loaders import Loaders
 from perfsearch.instrument.losses import Losses
@@ -40,6 +41,7 @@ class Script:
         self.sharding = Sharding(knobs)
         self.loaders = Loaders(knobs)
         self.optimizers = Optimizers(knobs)
+        self.engines = Engines(self.optimizers)
         self.switches = Switches(knobs)
         self.losses = Losses()
 
@@ -55,7 +57,9 @@ class Script:
         """Why other settings need another start of the script; empty where they do not."""
         if self._compiled():
             return "the model is compiled"
-        return self.wrappers.why_not_again() or self.sharding.why_not_again(self.knobs)
+        if self.engines.seen:
+            return "DeepSpeed's engine keeps weights of its own"
+        return self.wrappers.why_not_again() or self.sharding.why_not_again()
 
     def values(self) -> dict[str, Value]:
         """What is in force, by knob name, as the libraries themselves have it."""
@@ -70,6 +74,7 @@ class Script:
     def facts(self) -> Facts:
         """What the script has built so far."""
         wrappers = ["ddp"] if self.wrappers.live else []
+        wrappers += ["deepspeed"] if self.engines.seen else []
         return Facts(
             wrappers=wrappers + self.sharding.kinds,
             loaders=self.loaders.made,

@@ -97,19 +97,15 @@ class Sharding:
         self.knobs = dict(knobs)
         stage = self.knobs.get("zero_stage")
         for module in self._live(self._sharded):
-            own = self._own.get(module)
-            reshard = stage == 3 if stage is not None else own
-            if isinstance(reshard, bool):
-                module.set_reshard_after_forward(reshard, recurse=False)
+            if self._own.get(module) is None:
+                self._own[module] = _reshards(module)  # what torch chose, to go back to
+            reshard = stage == 3 if stage is not None else self._own[module]
+            module.set_reshard_after_forward(reshard, recurse=False)
 
-    def why_not_again(self, knobs: Mapping[str, Value]) -> str:
-        """Why ``knobs`` need another start; empty where they can be changed between two steps."""
-        if self._live(self._wrapped):
-            return "FullyShardedDataParallel is built once"
-        for module in self._live(self._sharded):
-            if not isinstance(self._own.get(module), bool):
-                return "fully_shard was left to choose what it reshards"
-        return ""
+    def why_not_again(self) -> str:
+        """Why stages need another start; empty where they can be changed between two steps."""
+        partly = [m for m in self._live(self._sharded) if type(self._own.get(m)) is int]
+        return "fully_shard reshards to a smaller group" if partly else ""
 
     @staticmethod
     def _live(refs: list[weakref.ref[Any]]) -> list[Any]:
@@ -120,12 +116,7 @@ class Sharding:
         found: dict[str, Value] = {}
         stages: set[int] = set()
         for module in self._live(self._sharded):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:
-                one = getattr(state, "_fsdp_param_group", None)
-                groups = [] if one is None else [one]
-            stages.update(3 if g.post_forward_mesh_info is not None else 2 for g in groups)
+            stages.add(3 if _reshards(module) else 2)
         for wrapper in self._live(self._wrapped):
             name = wrapper.sharding_strategy.name
             stages.add({"NO_SHARD": 0}.get(name, 2 if "GRAD_OP" in name or "ZERO2" in name else 3))
@@ -138,3 +129,12 @@ class Sharding:
             # the outermost module is never resharded unless it is told to
             found["zero_stage"] = max(stages)
         return found
+
+
+def _reshards(module: Any) -> bool:
+    """Whether a ``fully_shard`` module frees its gathered parameters after the forward pass."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.13 has one
+        groups = [g for g in [getattr(state, "_fsdp_param_group", None)] if g is not None]
+    return any(group.post_forward_mesh_info is not None for group in groups)

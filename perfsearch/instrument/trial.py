@@ -41,6 +41,8 @@ def run_searched(script: Script, orders: Orders) -> int:
         _report(ScriptExitError(text), searched, orders, rank)
     except BaseException as error:
         _report(error, searched, orders, rank)
+        if rank == 0:
+            script.facts().leave(orders.log_directory)
     finally:
         script.loaders.close()
         searched.leave_process_group()

@@ -154,29 +154,41 @@ def _communication(facts: Facts) -> Finding | None:
     )
 
 
-def _launch(facts: Facts) -> Finding | None:
+def _idle(facts: Facts) -> float | None:
+    """Share of the step in which the device does nothing; ``None`` where it was not watched."""
     busy_ms = facts.evidence.get("device_busy_ms")
-    waits = facts.share("dataloader_next", "to_device", "comm_exposed", "from_device")
-    if busy_ms is None:
+    return None if busy_ms is None else 1 - busy_ms / facts.step_ms
+
+
+def _launch(facts: Facts) -> Finding | None:
+    idle = _idle(facts)
+    # a device that copies or communicates is busy; one that the loader keeps waiting is not
+    waits = facts.share("dataloader_next")
+    if idle is None or idle <= 1 - facts.limits.device_busy or idle <= waits or _sync(facts):
         return None
-    idle = 1 - busy_ms / facts.step_ms
-    if idle <= 1 - facts.limits.device_busy or idle <= waits:
-        return None
+    busy_ms = facts.evidence["device_busy_ms"]
     return Finding(
         "launch_bound",
         Severity.HIGH if idle >= 2 * (1 - facts.limits.device_busy) else Severity.MODERATE,
         f"the device works {busy_ms:.2f} ms of a {facts.step_ms:.2f} ms step and waits for the "
-        f"host for {max(0.0, idle - waits):.0%} of it",
+        f"host for {idle - waits:.0%} of it",
         "Use torch.compile or CUDA graphs, a fused or foreach optimizer, or a larger micro-batch.",
-        max(0.0, idle - waits),
+        idle - waits,
     )
 
 
 def _sync(facts: Facts) -> Finding | None:
     wait_ms = facts.evidence.get("sync_wait_ms", facts.phase_ms("from_device"))
-    share = wait_ms / facts.step_ms
+    share, idle = wait_ms / facts.step_ms, _idle(facts)
     if share <= facts.limits.sync_wait:
         return None
+    idles = ""
+    if idle is not None:
+        # a host that only waits for work that is still to be done costs nothing
+        if idle <= facts.limits.sync_wait:
+            return None
+        share = min(share, idle)
+        idles = f"; the device is idle for {idle:.0%} of it"
     calls = facts.evidence.get("sync_calls_per_step")
     often = "" if calls is None else f" in {calls:.1f} calls a step"
     sites: dict[str, float] = facts.measurement.environment.get("sync_points", {})
@@ -185,7 +197,8 @@ def _sync(facts: Facts) -> Finding | None:
         "sync_points",
         Severity.MODERATE,
         f"waiting for values from the device{often} takes {wait_ms:.2f} ms of a "
-        f"{facts.step_ms:.2f} ms step ({share:.0%})" + (f", called at {where}" if where else ""),
+        f"{facts.step_ms:.2f} ms step ({wait_ms / facts.step_ms:.0%}){idles}"
+        + (f"; called at {where}" if where else ""),
         "Call .item(), .cpu() and print of tensors less often, or after the step.",
         share,
     )

@@ -54,8 +54,7 @@ class SoapStep(TrainStep):
             communicators(id(groups), groups.generation, self._device),
         )
         whole = {
-            key: tuple((0, size) for size in parameter.shape)
-            for key, parameter in self.job.model.named_parameters()
+            key: tuple((0, size) for size in shape) for key, shape in self._execution.shapes.items()
         }
         stored = {key: self._execution.stored(key) for key in self._execution.parameters}
         self.optimizer = shard_optimizer(

@@ -148,7 +148,9 @@ class Script(Runner):
         if self._failure is None:
             assert self._runs.start is not None
             self._settle(self._runs.start.facts)
-        elif self._failure.status is not Status.OOM:
+        elif self._failure.status is Status.OOM:
+            self._settle(Facts.left(plan.log_directory))  # a smaller batch may fit
+        else:
             self.space, self.baseline = Space([]), {}  # nothing would get further than today's
 
     @property
@@ -271,6 +273,7 @@ class Script(Runner):
             self._threads,
             self.options.words,
             self.options.module,
+            list(self._where.facts.wrappers) if self._where.facts is not None else [],
             directory,
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from perfsearch.instrument.mapping import Mapped, apply
 from perfsearch.parallel.wrapper import wrapper_arguments
 from perfsearch.run_knobs import plan
+from perfsearch.runners import _script_start
 from perfsearch.runners._ddp_export import loader_lines
 from perfsearch.search.knob import Value
 from perfsearch.workers.environment import Hardware
@@ -21,9 +22,13 @@ def write(
     threads: int,
     command: Sequence[str],
     module: bool,
+    wrappers: list[str],
     directory: Path,
 ) -> list[Path]:
-    """Write ``run.sh`` (environment and torchrun command) and ``changes.py`` (lines to change).
+    """Write ``run.sh``, ``start.py`` that it uses, and ``changes.py``; none needs perfsearch.
+
+    ``run.sh`` has environment and torchrun command, ``start.py`` gives constructors the arguments
+    that were found, and ``changes.py`` has the lines that would do so in the script itself.
 
     Args:
         changed: knobs that are not as the script has them.
@@ -32,6 +37,7 @@ def write(
         threads: CPU threads of a rank today.
         command: the script and its arguments.
         module: whether it is a module.
+        wrappers: kinds of data-parallel wrappers that it makes.
         directory: made when it is missing; changed copies of files are put there too.
 
     """
@@ -42,12 +48,18 @@ def write(
     variables = {"OMP_NUM_THREADS": str(threads), **planned.environment}
     lines = ["#!/bin/sh", *(f"export {n}={shlex.quote(v)}" for n, v in variables.items())]
     start = ["torchrun", "--standalone", f"--nproc-per-node={hardware.nproc}"]
-    start += ["-m"] if module else []
-    lines += [" ".join(shlex.quote(word) for word in [*start, script, *arguments]), ""]
-    files = {"run.sh": "\n".join(lines)}
+    files: dict[str, str] = {}
     code = code_lines(planned.objects)
     if code:
         files["changes.py"] = "\n".join([*code, ""])
+        files[_script_start.NAME] = _script_start.program(planned.objects, wrappers, module)
+    elif module:
+        start += ["-m"]
+    words = [shlex.quote(word) for word in start]
+    words += [f'"$(dirname "$0")/{_script_start.NAME}"'] if code else []
+    words += [shlex.quote(word) for word in [script, *arguments]]
+    lines += [" ".join(words), ""]
+    files["run.sh"] = "\n".join(lines)
     for name, text in files.items():
         (directory / name).write_text(text)
     (directory / "run.sh").chmod(0o755)
@@ -88,6 +100,9 @@ def code_lines(objects: Mapping[str, Value]) -> list[str]:
     if loader:
         given = ", ".join(f"{name}={value!r}" for name, value in loader.items())
         lines += [f"# loader = torch.utils.data.DataLoader(dataset, ..., {given})"]
+    if objects.get("find_unused_parameters") is not None:
+        value = objects["find_unused_parameters"]
+        lines += [f"# model = DistributedDataParallel(model, ..., find_unused_parameters={value})"]
     implementation = objects.get("optimizer_implementation")
     if implementation not in (None, "default"):
         lines += [f"# optimizer = ...(parameters, ..., {implementation}=True)"]

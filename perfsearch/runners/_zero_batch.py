@@ -87,6 +87,45 @@ class Batch:
         return Constraint("global_batch", holds, text)
 
 
+def checked(
+    rule: Literal["fixed", "free"],
+    global_batch: int,
+    world_size: int,
+    micro_batch: int | None,
+    low: int,
+    high: int | None,
+) -> Batch:
+    """The baseline's batch and the bounds of ``runner=zero``.
+
+    Raises:
+        ValueError: they are impossible; the message names the key.
+
+    """
+    share = global_batch // world_size
+    micro = share if micro_batch is None else micro_batch
+    if share % micro:
+        raise ValueError(
+            f"runner.micro_batch={micro}: each of {world_size} ranks trains {share} samples a step "
+            f"(workload.global_batch={global_batch}), which it does not divide. Nearest "
+            f"possible: {nearest_possible(micro, divisors(share))}"
+        )
+    if rule == "fixed" and (high is not None or low != 1):
+        key = "max_train_batch_size" if high is not None else "min_train_batch_size"
+        raise ValueError(
+            f"runner.{key}={high if high is not None else low}: batch=fixed trains the global "
+            f"batch {global_batch} always. Set batch=free to bound it"
+        )
+    if high is not None and high < low:
+        raise ValueError(
+            f"runner.max_train_batch_size={high}: below runner.min_train_batch_size={low}"
+        )
+    if high is not None and high < world_size:
+        raise ValueError(
+            f"runner.max_train_batch_size={high}: {world_size} ranks train at least {world_size}"
+        )
+    return Batch(rule, global_batch, world_size, micro, low, high)
+
+
 def divisors(number: int) -> list[int]:
     """Every divisor, in order."""
     return [d for d in range(1, number + 1) if number % d == 0]

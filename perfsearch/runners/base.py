@@ -71,6 +71,7 @@ class Runner(ABC):
 
     ``space`` holds the searched knobs and ``pinned`` every other knob's fixed value;
     configurations and ``baseline`` hold the searched ones only. ``devices`` counts ranks.
+    ``remarks`` are lines for the user to see before anything is started.
 
     A subclass lives in its own module ``perfsearch.runners.NAME``, with its keys in
     ``conf/runner/NAME.yaml``. ``close`` is called however the search ends.
@@ -82,6 +83,7 @@ class Runner(ABC):
     devices: int = 1
     trains: bool = True
     """Whether ``measure`` runs the job, so that it can be looked at closely (``mode=profile``)."""
+    remarks: Sequence[str] = ()
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Runner:
@@ -94,6 +96,16 @@ class Runner(ABC):
 
         """
         raise NotImplementedError(f"{cls.__name__} cannot be built from settings")
+
+    @classmethod
+    def settle(cls, settings: Settings) -> Settings:
+        """Fill in top-level keys from the runner's own files, before anything is built.
+
+        Raises:
+            BadInputError: as ``from_settings``.
+
+        """
+        return settings
 
     @abstractmethod
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
@@ -142,6 +154,10 @@ class Runner(ABC):
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """The ``runner.*`` keys under which exactly ``configuration`` runs, and nothing else."""
         return {"knobs": {**self.pinned, **configuration}}
+
+    def follow_up(self, configuration: Configuration) -> int:
+        """Do what the user wants done with the result, once it is on record; an exit code."""
+        return 0
 
     def close(self) -> None:  # noqa: B027 - a runner may have nothing to end
         """End every process that it started."""

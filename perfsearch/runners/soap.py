@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from perfsearch.config_options import build_options, option
 from perfsearch.parallel import torch_features
-from perfsearch.parallel.soap import strategy_file
+from perfsearch.parallel.soap import dtensor_export, strategy_file
 from perfsearch.parallel.soap.configuration import Plan, PlanError, data_parallel
 from perfsearch.parallel.soap.coverage import coverage
 from perfsearch.runners import _ranks, _soap_plans, _soap_report, _soap_tables
@@ -426,6 +427,10 @@ class Soap(Runner):
         timeline = directory / "timeline.json"
         _soap_report.write_timeline(self.simulator, plan, timeline)
         written.append(timeline)
+        with contextlib.suppress(dtensor_export.NotRegular):  # one mesh only
+            code = dtensor_export.render(self.inputs.graph, plan, self.devices)
+            (directory / "dtensor_plan.py").write_text(code)
+            written.append(directory / "dtensor_plan.py")
         table = directory / "simulated_against_measured.csv"
         _soap_report.write_csv(self._compared(self._trials), table)
         written.append(table)

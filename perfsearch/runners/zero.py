@@ -11,7 +11,7 @@ from perfsearch.config_options import build_options, option
 from perfsearch.metrics.cards import MEMORY_GIB
 from perfsearch.parallel import torch_features
 from perfsearch.runners import _ranks, _zero_estimate, _zero_export, _zero_knobs
-from perfsearch.runners._zero_batch import Batch, divisors, nearest_possible, settle
+from perfsearch.runners._zero_batch import checked, settle
 from perfsearch.runners._zero_facts import FactsSource
 from perfsearch.runners._zero_memory import Memory
 from perfsearch.runners.base import Outcome, Plan, Runner
@@ -37,6 +37,11 @@ _SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation", "activation_c
 
 _WITH_AUTO = (*_SEARCHED, "gradient_as_bucket_view", "bucket_cap_mb", "optimizer_implementation")
 """What ``runner.knobs=auto`` lets the diagnosis choose from."""
+
+_FEWEST_STEPS = 5
+"""Scored steps of a search trial at least; more where that many take less than the scored time.
+
+Steps of large models take a quarter of a second and more and differ by less than a percent."""
 
 _FAR_SLOWER = 2.0
 """A step that takes so many times the best one ends its trial early."""
@@ -137,7 +142,15 @@ class Zero(Runner):
         device = "cuda" if named else self.hardware.device
         capacity = capacity or self.hardware.memory_gib
         self.workload = workload.resolve(device, capacity, self.devices)
-        self.batch = _batch(options, self.workload, self.devices, batch)
+        assert self.workload.global_batch is not None
+        self.batch = checked(
+            batch,
+            self.workload.global_batch,
+            self.devices,
+            options.micro_batch,
+            options.min_train_batch_size,
+            options.max_train_batch_size,
+        )
         declared, absent = _zero_knobs.declare(self.batch, device == "cuda")
         settings, self.left_out = _zero_knobs.applicable(
             settle(self.batch, options.knobs),
@@ -203,7 +216,7 @@ class Zero(Runner):
         return outcome
 
     def _bounded(self, plan: Plan) -> Plan:
-        """Stop what is surely far slower than the best so far, where steps can be compared.
+        """Score fewer long steps; stop what is surely far slower than the best so far.
 
         A small micro-batch of a sharded stage may take many times as long as what is known.
         """
@@ -212,7 +225,11 @@ class Zero(Runner):
             for t in self._trials
             if t.status is Status.OK and t.measurement is not None
         ]
-        if plan.purpose is not Purpose.SEARCH or self.batch.rule == "free" or not times:
+        if plan.purpose is not Purpose.SEARCH:
+            return plan
+        low, high = plan.scored_steps
+        plan = replace(plan, scored_steps=(min(low, _FEWEST_STEPS), high))
+        if self.batch.rule == "free" or not times:
             return plan
         return replace(plan, stop_above_cost_s=_FAR_SLOWER * min(times))
 
@@ -274,37 +291,3 @@ class Zero(Runner):
         """End the warm group and the process that describes the job."""
         self.memory.facts.close()
         self._pool.close()
-
-
-def _batch(
-    options: ZeroOptions,
-    workload: WorkloadSpec,
-    world_size: int,
-    rule: Literal["fixed", "free"],
-) -> Batch:
-    """The baseline's batch and its bounds, checked."""
-    assert workload.global_batch is not None
-    share = workload.global_batch // world_size
-    micro = share if options.micro_batch is None else options.micro_batch
-    if share % micro:
-        raise ValueError(
-            f"runner.micro_batch={micro}: each of {world_size} ranks trains {share} samples a step "
-            f"(workload.global_batch={workload.global_batch}), which it does not divide. Nearest "
-            f"possible: {nearest_possible(micro, divisors(share))}"
-        )
-    low, high = options.min_train_batch_size, options.max_train_batch_size
-    if rule == "fixed" and (high is not None or low != 1):
-        key = "max_train_batch_size" if high is not None else "min_train_batch_size"
-        raise ValueError(
-            f"runner.{key}={high if high is not None else low}: batch=fixed trains the global "
-            f"batch {workload.global_batch} always. Set batch=free to bound it"
-        )
-    if high is not None and high < low:
-        raise ValueError(
-            f"runner.max_train_batch_size={high}: below runner.min_train_batch_size={low}"
-        )
-    if high is not None and high < world_size:
-        raise ValueError(
-            f"runner.max_train_batch_size={high}: {world_size} ranks train at least {world_size}"
-        )
-    return Batch(rule, workload.global_batch, world_size, micro, low, high)

@@ -15,6 +15,7 @@ class Budget:
         seconds: active search time, summed over resumes.
         gpu_hours: the same in device-hours.
         remaining_steps: how many steps the training will still run after the search.
+        patience: search trials in a row without a new best after which it ends.
 
     """
 
@@ -22,6 +23,7 @@ class Budget:
     seconds: float | None = None
     gpu_hours: float | None = None
     remaining_steps: int | None = None
+    patience: int | None = None
 
     def seconds_left(self, seconds: float, devices: int) -> float | None:
         """Search time that is left after ``seconds``; ``None`` without a limit."""

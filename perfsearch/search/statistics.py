@@ -82,8 +82,13 @@ def paired_interval(
 
 
 def leader(intervals: Mapping[int, Interval]) -> int:
-    """The finalist with the largest mean speed-up."""
-    return max(intervals, key=lambda finalist: intervals[finalist].ratio)
+    """The finalist with the largest mean speed-up among those with a gain beyond the noise, and
+    among all where there is none.
+
+    The intervals hold together (see ``paired_interval``), so that one may be chosen by them.
+    """
+    gains = [finalist for finalist, interval in intervals.items() if interval.is_gain]
+    return max(gains or intervals, key=lambda finalist: intervals[finalist].ratio)
 
 
 def decided(intervals: Mapping[int, Interval], precision: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,7 +53,7 @@ def run(session: Session) -> Verdict:
     settings = session.settings.confirm
     for key in ("finalists", "max_repeats"):
         if getattr(settings, key) == 0:
-            return Verdict(reason=f"not confirmed (confirm.{key}=0), so no gain is claimed")
+            return _unconfirmed(session, f"not confirmed (confirm.{key}=0)")
     finalists = choose_finalists(session)
     if not finalists:
         return Verdict(reason="no trial was faster than the baseline: no gain")
@@ -66,6 +67,8 @@ def run(session: Session) -> Verdict:
     for block in range(settings.max_repeats):
         whole = _run_block(session, verdict, arms, block)
         alive = [arm for arm in arms if arm != BASELINE]
+        if not alive and BASELINE not in arms and session.baseline_cost is None:
+            alive = _next_best(session, verdict, arms)
         if not alive:
             verdict.reason = "every finalist failed in fresh processes: no gain is claimed"
             return verdict
@@ -95,8 +98,14 @@ def run(session: Session) -> Verdict:
     return verdict
 
 
-def choose_finalists(session: Session) -> list[Trial]:
-    """The fastest distinct search trials that could be faster than the baseline."""
+def choose_finalists(session: Session, every: bool = False) -> list[Trial]:
+    """The fastest distinct search trials that could be faster than the baseline.
+
+    Args:
+        session: the search.
+        every: all of them, not as many as ``confirm.finalists`` says.
+
+    """
     valid = [t for t in session.search_trials if t.status is Status.OK and t.cost is not None]
     reference = session.baseline_cost
     baseline_key = key_of(session.runner.baseline)
@@ -104,7 +113,41 @@ def choose_finalists(session: Session) -> list[Trial]:
     if reference is not None:
         candidates = [t for t in candidates if t.cost is not None and t.cost <= reference * 1.01]
     candidates.sort(key=lambda t: t.cost or 0.0)
-    return candidates[: session.settings.confirm.finalists]
+    return candidates if every else candidates[: session.settings.confirm.finalists]
+
+
+def _next_best(session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]]) -> list[int]:
+    """Go on down the list until one runs: without a baseline there is nothing to fall back on."""
+    for trial in choose_finalists(session, every=True):
+        if trial.number in verdict.costs:
+            continue
+        if _seconds_left(session, verdict) == 0.0:
+            break
+        verdict.costs[trial.number] = []
+        arms[trial.number] = trial.configuration
+        _run_block(session, verdict, arms, 0)
+        if trial.number in arms:
+            return [trial.number]
+    return []
+
+
+def _unconfirmed(session: Session, why: str) -> Verdict:
+    """Nothing is claimed; what ran in the search is handed over where the baseline does not run."""
+    best = session.best
+    if session.baseline_cost is not None or best is None:
+        return Verdict(reason=f"{why}, so no gain is claimed")
+    return Verdict(winner=best.number, reason=f"{_rescued(session, best, best.cost)}; {why}")
+
+
+def _rescued(session: Session, trial: Trial, cost: float | None) -> str:
+    """What was found in the place of a baseline that does not run."""
+    failed = session.baseline
+    how = f" ({failed.status})" if failed is not None else ""
+    rate = f"{session.objective.from_cost(cost):.4g} {session.objective.unit}" if cost else "?"
+    return (
+        f"the baseline does not run{how}; trial {trial.number} does, at {rate}, and is handed "
+        "over (no speed-up can be stated)"
+    )
 
 
 def _run_block(
@@ -166,6 +209,12 @@ def _measured(
 def _decide(session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]]) -> None:
     alive = [arm for arm in arms if arm != BASELINE]
     if BASELINE not in arms and not any(verdict.costs[arm] for arm in alive):
+        if session.baseline_cost is None and alive:
+            untried = session.numbered(alive[0])
+            verdict.winner = untried.number
+            why = _rescued(session, untried, untried.cost)
+            verdict.reason = f"{why}; not confirmed in confirm.seconds"
+            return
         verdict.reason = "no finalist could be confirmed in confirm.seconds: no gain is claimed"
         return
     if BASELINE not in arms:
@@ -173,10 +222,8 @@ def _decide(session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]
         best = min(alive, key=lambda arm: min(verdict.costs[arm]))
         verdict.winner = best
         verdict.intervals = {}
-        verdict.reason = (
-            f"the baseline does not run; trial {best} does, and is handed over (no speed-up can "
-            "be stated)"
-        )
+        cost = statistics.median(verdict.costs[best])
+        verdict.reason = _rescued(session, session.numbered(best), cost)
         return
     if not verdict.intervals:
         verdict.reason = "too few repeats for an interval: no gain is claimed"

@@ -113,7 +113,11 @@ def interrupted(session: Session) -> None:
 
 def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
     """The numbers by which whole searches are compared, by MLflow metric name."""
-    numbers: dict[str, float] = {
+    numbers: dict[str, float] = {}
+    handed_over = _handed_over_cost(session, verdict)
+    if handed_over is not None:  # the UI's views begin with the first one
+        numbers["objective/value"] = session.objective.from_cost(handed_over)
+    numbers |= {
         "search/seconds": session.search_seconds,
         "search/trials": len(session.search_trials),
         "search/failed_trials": sum(t.status.has_failed for t in session.search_trials),
@@ -134,9 +138,6 @@ def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
     warm = [t.overhead_seconds for t in session.search_trials if not t.fresh_process]
     if warm:
         numbers["search/warm_trial_overhead_s"] = statistics.median(warm)
-    handed_over = _handed_over_cost(session, verdict)
-    if handed_over is not None:
-        numbers["objective/value"] = session.objective.from_cost(handed_over)
     return numbers
 
 
@@ -256,6 +257,8 @@ def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
     if baseline is not None:
         rows.append(_row(session, "baseline", baseline, verdict.costs.get(BASELINE), None))
     shown = [t for n in verdict.intervals if (t := session.find(n)) is not None]
+    if not shown and verdict.winner is not None:
+        shown = [session.numbered(verdict.winner)]
     if not shown and session.best is not None:
         shown = [session.best]
     for trial in shown:

@@ -40,6 +40,7 @@ def run(session: Session) -> str:
         reason = budget.spent(
             len(session.search_trials), session.search_seconds, session.runner.devices
         )
+        reason = reason or _out_of_patience(session, budget.patience)
         if reason and not session.only_rerun:
             return reason
         if session.only_rerun and not session.rerun:
@@ -117,6 +118,20 @@ def _no_longer_pays(session: Session) -> str:
         f"budget.remaining_steps={steps}: the next trial would cost {cost_s:.1f} s and promises "
         f"to save {saving_s:.1f} s"
     )
+
+
+def _out_of_patience(session: Session, patience: int | None) -> str:
+    """Whether the last trials brought no new best, the baseline being the first one."""
+    if patience is None:
+        return ""
+    best, since = session.baseline_cost, 0
+    for trial in session.search_trials:
+        valid = trial.status is Status.OK and trial.cost is not None
+        if valid and (best is None or (trial.cost or 0.0) < best):
+            best, since = trial.cost, 0
+        else:
+            since += 1
+    return f"budget.patience={patience}: no new best in {since} trials" if since >= patience else ""
 
 
 def _answered_without_running(session: Session, configuration: dict[str, Value]) -> bool:

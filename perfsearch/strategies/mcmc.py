@@ -195,6 +195,8 @@ class Mcmc(Strategy):
             self._record.why_none()
             if size is not None and len(self._ranked) >= size
             else "every state that the chain kept was measured"
+            if self.hints.walk
+            else f"every state found in {self._proposals} proposals was measured"
         )
         return None
 

@@ -21,6 +21,9 @@ TAG_LIMIT = 5000
 SERIES_LIMIT = 200
 """Points of a series; the UI slows down with more."""
 
+_UNSHOWN = ("_rank", "_error_ms")
+"""Evidence that is not shown: each key is a card in the UI, which slows down with many."""
+
 _KEY = re.compile(r"[^/\w.\- ]")
 
 
@@ -100,12 +103,11 @@ def flat(parameters: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def trial_metrics(trial: Trial) -> dict[str, float]:
     """Summary metrics of a trial. Only a trial that ended well has ``objective/value``."""
-    metrics: dict[str, float | int | None] = {
-        "trial/seconds": trial.seconds,
-        "trial/overhead_seconds": trial.overhead_seconds,
-    }
+    metrics: dict[str, float | int | None] = {}
     if trial.status is Status.OK:
-        metrics["objective/value"] = trial.objective
+        metrics["objective/value"] = trial.objective  # the UI's views begin with the first one
+    metrics["trial/seconds"] = trial.seconds
+    metrics["trial/overhead_seconds"] = trial.overhead_seconds
     found = trial.measurement
     if found is None:
         return finite(metrics)
@@ -125,7 +127,8 @@ def trial_metrics(trial: Trial) -> dict[str, float]:
             "trial/discarded_steps": found.discarded_steps,
         }
     )
-    metrics.update({f"timing_evidence/{k}": v for k, v in found.bottleneck_evidence.items()})
+    evidence = found.bottleneck_evidence.items()
+    metrics.update({f"timing_evidence/{k}": v for k, v in evidence if not k.endswith(_UNSHOWN)})
     metrics.update({f"system/{k}": v for k, v in found.system.items()})
     return finite(metrics)
 

@@ -1,6 +1,10 @@
+import sys
+import types
+
 import pytest
 import torch
 
+from perfsearch.instrument.deepspeed import Engines
 from perfsearch.instrument.losses import Losses
 from perfsearch.instrument.optimizers import Optimizers
 
@@ -96,3 +100,24 @@ def test_a_root_that_is_no_loss_is_none(losses):
     weight = torch.nn.Parameter(torch.ones(2))
     (weight * 2).backward(torch.ones(2))
     assert losses.take() is None
+
+
+def test_a_step_of_deepspeeds_engine_is_one_step(make, monkeypatch):
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers, counted = make(), []
+    optimizers.after_step = lambda: counted.append(1)
+
+    class Engine:
+        def _take_model_step(self):
+            for parameter, optimizer in zip(parameters, self.optimizers, strict=True):
+                step(optimizer, parameter)
+
+    engine = types.ModuleType("deepspeed.runtime.engine")
+    engine.DeepSpeedEngine = Engine
+    monkeypatch.setitem(sys.modules, engine.__name__, engine)
+    engines = Engines(optimizers)
+    Engine.optimizers = [torch.optim.SGD([p], lr=0.1) for p in parameters]
+    assert not engines.seen
+    for _ in range(3):
+        Engine()._take_model_step()
+    assert engines.seen and len(counted) == 3

@@ -95,6 +95,31 @@ def test_a_device_that_waits_for_the_host_is_launch_bound():
     assert [f.name for f in waiting] == ["input_bound"]
 
 
+def test_waiting_for_values_matters_only_where_the_device_then_idles():
+    waiting = {"sync_wait_ms": 70.0, "sync_calls_per_step": 1.0}
+    names = [f.name for f in diagnose(job(bottleneck_evidence={**waiting, "device_busy_ms": 99.0}))]
+    assert "sync_points" not in names
+    found = diagnose(job(bottleneck_evidence={**waiting, "device_busy_ms": 75.0}))
+    assert [f.name for f in found][:1] == ["sync_points"]
+    assert "launch_bound" not in [f.name for f in found]
+    assert "idle for 25% of it" in found[0].evidence
+    assert found[0].share == pytest.approx(0.25)
+
+
+def test_a_device_that_communicates_is_not_waiting_for_the_host():
+    found = diagnose(job({"comm_exposed": 30.0}, bottleneck_evidence={"device_busy_ms": 70.0}))
+    assert {f.name for f in found} == {"communication_bound", "launch_bound"}
+
+
+def test_what_costs_most_comes_first():
+    evidence = {"straggler_forward_ratio": 1.2, "straggler_forward_rank": 0.0}
+    found = diagnose(job({"forward": 60.0, "comm_exposed": 30.0}, bottleneck_evidence=evidence))
+    assert [(f.name, f.severity) for f in found] == [
+        ("communication_bound", Severity.HIGH),
+        ("straggler", Severity.MODERATE),
+    ]
+
+
 def test_copies_and_the_optimizer_have_their_own_thresholds():
     assert first(job({"to_device": 6.0})).name == "host_to_device_copy"
     assert first(job({"optimizer": 16.0})).name == "optimizer_bound"

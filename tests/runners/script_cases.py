@@ -10,13 +10,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 
+def wrapped(net, how):
+    if how == "ddp":
+        return DistributedDataParallel(net)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    if how == "fsdp1":
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=mesh)
+    return net
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault", default="none")
+    parser.add_argument("--wrap", default="ddp")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--bs", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--text", default="")
+    parser.add_argument("--show", action="store_true")
     args = parser.parse_args()
     rank = int(os.environ["RANK"])
     if args.fault == "raises":
@@ -30,7 +46,7 @@ def main():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    model = net if args.fault == "apart" else DistributedDataParallel(net)
+    model = net if args.fault == "apart" else wrapped(net, args.wrap)
     generator = torch.Generator().manual_seed(rank)
     data = TensorDataset(torch.randn(512, 16, generator=generator))
     loader = DataLoader(data, args.bs, drop_last=True)
@@ -40,6 +56,8 @@ def main():
     made = batches = 0
     while made < steps:
         for (inputs,) in loader:
+            if args.fault == "hungry" and args.bs > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
             if args.fault == "remembers":  # of what came before, out of reach of any rewind
                 loss = loss * (1 + made)
@@ -49,11 +67,18 @@ def main():
                 continue
             optimizer.step()
             optimizer.zero_grad()
-            for kept, parameter in zip(average, net.parameters(), strict=True):
-                kept.lerp_(parameter.detach(), 0.1)
+            if args.wrap == "ddp":
+                for kept, parameter in zip(average, net.parameters(), strict=True):
+                    kept.lerp_(parameter.detach(), 0.1)
             made += 1
             if made == steps:
                 break
+    if rank == 0 and args.show:
+        made_of = optimizer.param_groups[0]
+        print(
+            f"cap={model.bucket_bytes_cap / 2**20} view={model.gradient_as_bucket_view} "
+            f"workers={loader.num_workers} foreach={made_of['foreach']} {args.bs}x{args.accumulate}"
+        )
     if rank == 0:
         print(f"trained {made} steps to {loss.item():.6f} with {args.text!r}", flush=True)
     if dist.is_initialized():

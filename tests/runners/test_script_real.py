@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from perfsearch.instrument.mapping import Mapped
+from perfsearch.runners import _script_export
 from perfsearch.runners._script import Script
 from perfsearch.runners._script_options import ScriptOptions
 from perfsearch.runners.base import Plan
 from perfsearch.search.trial import Purpose, Status
 from perfsearch.workers import registry
-from perfsearch.workers.environment import Environment, Limits
+from perfsearch.workers.environment import Environment, Hardware, Limits
 
 pytestmark = pytest.mark.slow
 
@@ -100,6 +102,17 @@ def test_a_script_that_cannot_be_taken_back_is_started_again(bench):
     assert other.measurement.first_losses == pytest.approx(first.measurement.first_losses)
 
 
+@pytest.mark.parametrize(("wrap", "starts_again"), [("fully_shard", False), ("fsdp1", True)])
+def test_sharded_scripts_change_their_stage(bench, wrap, starts_again):
+    one = bench("--wrap", wrap, map=(), knobs={"zero_stage": "search", "bucket_cap_mb": "search"})
+    assert one.runner.baseline["zero_stage"] == 3
+    assert "no DistributedDataParallel" in one.runner.left_out["bucket_cap_mb"]
+    first, second = one.measure(), one.measure(zero_stage=2)
+    assert (second.status, second.fresh_process) == (Status.OK, starts_again), second.reason
+    assert second.measurement.in_force["zero_stage"] == 2
+    assert second.measurement.first_losses == pytest.approx(first.measurement.first_losses)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
@@ -125,6 +138,15 @@ def test_a_map_that_the_script_refuses_is_named(bench):
     refused = one.measure(depth=4)
     assert refused.status is Status.INVALID
     assert "--depth" in refused.reason and "--map depth=--depth" in refused.reason
+
+
+def test_a_script_that_does_not_fit_is_rescued_by_a_smaller_batch(bench):
+    one = bench("--fault", "hungry", "--bs", "8", "--accumulate", "1")
+    assert one.measure().status is Status.OOM
+    assert set(one.runner.baseline) >= {"micro_batch", "bucket_cap_mb"}
+    assert "fsdp_forward_prefetch" not in one.runner.baseline
+    rescued = one.measure(micro_batch=4)
+    assert (rescued.status, rescued.measurement.samples_per_step) == (Status.OK, 16)
 
 
 def run(directory, *arguments):
@@ -162,3 +184,34 @@ def test_a_failing_script_fails_as_under_torchrun(tmp_path):
     assert "FileNotFoundError: no such data" in failed.stderr
     traceback = failed.stderr[failed.stderr.index("Traceback") :].split("FileNotFound")[0]
     assert "perfsearch/instrument" not in traceback
+
+
+def test_the_hand_over_runs_where_there_is_no_perfsearch(tmp_path):
+    apply = tmp_path / "apply"
+    changed = {
+        "bucket_cap_mb": 2.0, "gradient_as_bucket_view": True, "dataloader_workers": 1,
+        "optimizer_implementation": "foreach", "micro_batch": 4, "gradient_accumulation": 2,
+    }  # fmt: skip
+    maps = [Mapped("micro_batch", "--bs"), Mapped("gradient_accumulation", "--accumulate")]
+    command = [SCRIPT, "--show", "--steps", "5", "--text", "a 'b'"]
+    hardware = Hardware("cpu", 2, 1, (), 4)
+    _script_export.write(changed, maps, hardware, 1, command, False, ["ddp"], apply)
+    (tmp_path / "perfsearch.py").write_text("raise ImportError('perfsearch is not here')")
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+    environment = {
+        **os.environ, "PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }  # fmt: skip
+    done = subprocess.run(
+        [apply / "run.sh"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cap=2.0 view=True workers=1 foreach=True 4x2" in done.stdout
+    plain = run(tmp_path, "--quiet", SCRIPT, "--steps", "5")
+    assert "perfsearch: " not in plain.stderr

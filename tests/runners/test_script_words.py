@@ -90,18 +90,31 @@ def test_the_hand_over_is_a_command_and_the_lines_to_change(tmp_path):
     }  # fmt: skip
     files = _script_export.write(
         changed, MAPS, Hardware("cuda", 4, 1, (), 8), 1, ["train.py", "--bs", "8", "it's"], False,
+        ["ddp"],
         tmp_path,
     )  # fmt: skip
-    assert {f.name for f in files} == {"run.sh", "changes.py"}
+    assert {f.name for f in files} == {"run.sh", "changes.py", "start.py"}
     script = (tmp_path / "run.sh").read_text()
     assert "export NCCL_ALGO=Ring" in script
-    command = "torchrun --standalone --nproc-per-node=4 train.py --bs 4"
+    command = 'torchrun --standalone --nproc-per-node=4 "$(dirname "$0")/start.py" train.py --bs 4'
     assert f"{command} 'it'\"'\"'s' --acc 2" in script
     lines = (tmp_path / "changes.py").read_text()
     for piece in ("bucket_cap_mb=100.0", "num_workers=2", "fused=True", "BACKWARD_POST",
                   "reshard_after_forward=False"):  # fmt: skip
         assert piece in lines
-    compile(lines, "changes.py", "exec")
+    for name in ("changes.py", "start.py"):
+        compile((tmp_path / name).read_text(), name, "exec")
+
+
+def test_without_anything_to_build_differently_the_command_is_the_hand_over(tmp_path):
+    hardware = Hardware("cpu", 2, 1, (), 8)
+    changed = {"micro_batch": 2}
+    files = _script_export.write(changed, MAPS, hardware, 3, ["pkg.t"], True, [], tmp_path)
+    assert [f.name for f in files] == ["run.sh"]
+    assert (tmp_path / "run.sh").read_text() == (
+        "#!/bin/sh\nexport OMP_NUM_THREADS=3\n"
+        "torchrun --standalone --nproc-per-node=2 -m pkg.t --bs 2\n"
+    )
 
 
 @pytest.mark.parametrize(

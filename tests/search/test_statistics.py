@@ -7,6 +7,7 @@ from scipy import stats
 from perfsearch.search.statistics import (
     Interval,
     decided,
+    leader,
     looks,
     paired_interval,
     student_quantile,
@@ -58,6 +59,13 @@ def test_decided_when_nothing_can_be_better() -> None:
     unsure = Interval(1.05, 0.9, 1.2, 3)
     assert decided({1: worse}, 0.01)
     assert not decided({1: worse, 2: unsure}, 0.01)
+
+
+def test_a_sure_gain_leads_before_a_larger_one_that_may_be_none() -> None:
+    sure, unsure = Interval(1.854, 1.347, 2.554, 3), Interval(1.862, 0.776, 4.466, 3)
+    none = Interval(1.1, 0.9, 1.3, 3)
+    assert leader({25: unsure, 26: sure}) == 26
+    assert leader({1: none, 25: unsure}) == 25
 
 
 def test_too_few_pairs_are_refused() -> None:

@@ -65,8 +65,10 @@ def test_without_a_baseline_a_confirmation_that_is_cut_off_claims_nothing(search
         limits={"grace_s": 0.1},
         budget={"trials": 3},
     )
-    assert result.verdict.winner is None
-    assert "no finalist could be confirmed" in result.verdict.reason
+    assert result.verdict.interval is None
+    assert "not confirmed in confirm.seconds" in result.verdict.reason
+    assert "no speed-up can be stated" in result.verdict.reason
+    assert result.best != {"bucket": 1, "view": False}, "it does not run"
 
 
 def test_what_is_cut_off_in_a_later_block_leaves_the_whole_blocks(search: Search) -> None:

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -94,6 +95,36 @@ def test_a_failing_baseline_is_reported_first_and_rescued(search: Search) -> Non
     assert result.verdict.winner is not None
     assert result.best["bucket"] != 1
     assert result.verdict.interval is None, "no speed-up over something that does not run"
+    rate = result.verdict.reason.partition("does, at ")[2].partition(" samples/s")[0]
+    assert float(rate) > 0
+    assert "the baseline does not run (oom)" in result.verdict.reason
+    summary = json.loads((result.run_dir / "best" / "summary.json").read_text())
+    assert (summary["is_baseline"], summary["speed_up"]) == (False, None)
+    assert summary["numbers"]["objective/value"] == pytest.approx(float(rate), rel=1e-3)
+
+
+def test_a_rescue_needs_no_confirmation_to_be_handed_over(search: Search) -> None:
+    runner = SyntheticRunner(fail=oom_where(lambda c, p: c["bucket"] == 1))
+    result = search(runner, confirm={"max_repeats": 0})
+    assert result.best["bucket"] != 1
+    assert "confirm.max_repeats=0" in result.verdict.reason
+
+
+def test_where_the_baseline_fails_a_failing_finalist_gives_way_to_the_next(search: Search) -> None:
+    """Those that fit in the search only are gone through in order."""
+
+    def fail(configuration, plan):
+        too_tight = configuration["bucket"] == 32 and plan.purpose is Purpose.CONFIRM
+        if configuration["bucket"] == 1 or too_tight:
+            return Outcome(Status.OOM, reason="out of memory")
+        return None
+
+    result = search(SyntheticRunner(fail=fail), confirm={"finalists": 1})
+    assert result.verdict.winner is not None
+    assert result.best["bucket"] not in (1, 32)
+    confirmed = [t.status for t in result.trials if t.purpose is Purpose.CONFIRM]
+    assert confirmed[0] is Status.OOM
+    assert confirmed[-1] is Status.OK
 
 
 def test_nothing_succeeds(search: Search) -> None:

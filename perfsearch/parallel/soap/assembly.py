@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from perfsearch.parallel.soap.graph import INPUT, Graph, Operator, Parameter, Role, Stage
-from perfsearch.parallel.soap.lowering import Lowered, Value
+from perfsearch.parallel.soap.blocks import take_apart, takes_apart
+from perfsearch.parallel.soap.draft import Draft
+from perfsearch.parallel.soap.graph import INPUT, Graph, Operator, Role, Stage
 from perfsearch.parallel.soap.rules import read, sizes
 
 _JOINED = frozenset({"pointwise", "cast", "dropout", "reshape", "permute", "expand"})
@@ -18,43 +19,6 @@ _ONLY_ELEMENTWISE = frozenset({"batch_norm"})
 """Heads whose parts must not overlap, as those behind a reshape may."""
 
 _ALONE = frozenset({"whole", "elementwise_loss", "class_loss", "total"})
-
-
-@dataclass
-class Draft:
-    """An operator in the making.
-
-    Attributes:
-        name: of the traced call.
-        kind: of the first stage.
-        value: the output.
-        lowered: the first stage; ``None`` for inputs.
-        parameters: of the first stage.
-        module: path of the module that calls it.
-        place: in the user's code.
-        followers: stages that were joined.
-        output: of the last stage.
-
-    """
-
-    name: str
-    kind: str
-    value: Value
-    lowered: Lowered | None
-    parameters: tuple[Parameter, ...]
-    module: str
-    place: str
-    followers: list[Draft] = field(default_factory=list)
-
-    @property
-    def stages(self) -> list[Draft]:
-        """The first and those that follow."""
-        return [self, *self.followers]
-
-    @property
-    def output(self) -> Value:
-        """Of the last stage."""
-        return self.stages[-1].value
 
 
 def assemble(drafts: Sequence[Draft], output: str, batch: int) -> Graph:
@@ -95,6 +59,7 @@ def _join(drafts: Sequence[Draft], output: str) -> tuple[list[Draft], dict[str, 
     uses = Counter(
         value.name for d in drafts if d.lowered is not None for value, _ in d.lowered.operands
     )
+    readers = Counter(p.key for d in drafts for p in d.parameters)
     owner: dict[str, str] = {}
     heads: dict[str, Draft] = {}
     for draft in drafts:
@@ -102,6 +67,9 @@ def _join(drafts: Sequence[Draft], output: str) -> tuple[list[Draft], dict[str, 
         if head is None:
             heads[draft.name] = draft
             owner[draft.name] = draft.name
+        elif takes_apart(head, draft, readers):
+            take_apart(head, draft)
+            owner[draft.name] = head.name
         else:
             head.followers.append(draft)
             owner[draft.name] = head.name

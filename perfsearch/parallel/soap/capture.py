@@ -15,19 +15,22 @@ from perfsearch.parallel.soap import (  # noqa: F401
     rules_shape,
     rules_window,
 )
-from perfsearch.parallel.soap.assembly import Draft, assemble
+from perfsearch.parallel.soap.assembly import assemble
 from perfsearch.parallel.soap.axes import Whole
+from perfsearch.parallel.soap.draft import Draft
 from perfsearch.parallel.soap.graph import INPUT, WHOLE, Graph, Parameter, Role
 from perfsearch.parallel.soap.lowering import RULES, Call, Lowered, Slot, Value, same
 from perfsearch.parallel.soap.precision import Autocast
 from perfsearch.parallel.soap.rules_dense import embedding_bag
-from perfsearch.parallel.soap.rules_loss import total
+from perfsearch.parallel.soap.rules_loss import LOSSES, total
 from perfsearch.parallel.soap.rules_pointwise import pointwise
 from perfsearch.parallel.soap.traced import (
+    batch_size,
     draws,
     dtype_name,
     gives_many,
     least_flops,
+    loss_and_scale,
     module_of,
     out_of_place,
     place_of,
@@ -114,16 +117,21 @@ class _Capture:
 
     def run(self) -> Captured:
         nodes = list(self.program.graph.nodes)
-        self.output = next(n for n in nodes if n.op == "output").args[0]
-        while isinstance(self.output, list | tuple):
-            self.output = self.output[0]
+        whole_output = next(n for n in nodes if n.op == "output").args[0]
+        while isinstance(whole_output, list | tuple):
+            whole_output = whole_output[0]
+        self.output, self.scale = loss_and_scale(whole_output, LOSSES)
         self.writes = Writes(nodes, self.program.buffers)
-        self.batch = self._batch_size(nodes)
+        self.batch = batch_size(nodes, self.program.leaves)
         for node in nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._placeholder(node)
             elif node.op == "call_function" and node not in self.writes.skipped:
                 self._call(node)
+                if node is self.output and self.drafts[-1].kind != WHOLE:
+                    break  # what follows is its factor, or not needed for it
+                if node is self.output:
+                    self.output, self.scale = whole_output, 1.0
         if self.output not in self.values:
             raise CaptureError("the loss does not depend on the model by tensors")
         graph = assemble(self.drafts, self.values[self.output].name, self.batch)
@@ -136,17 +144,6 @@ class _Capture:
             counters=self.writes.counters,
             tracer=self.program.tracer,
         )
-
-    def _batch_size(self, nodes: list[fx.Node]) -> int:
-        leaves = [n.meta["val"] for n in nodes if n.name in self.program.leaves]
-        sizes = {int(leaf.shape[0]) for leaf in leaves if leaf.dim()}
-        if len(sizes) != 1 or len(leaves) != len([leaf for leaf in leaves if leaf.dim()]):
-            shapes = [tuple(leaf.shape) for leaf in leaves]
-            raise CaptureError(
-                f"tensors of the batch have shapes {shapes}: the first dimension of each must be "
-                "the samples"
-            )
-        return sizes.pop()
 
     def _placeholder(self, node: fx.Node) -> None:
         name, program = node.name, self.program
@@ -287,6 +284,8 @@ class _Capture:
             lowered.labels = (Role.ATTRIBUTE,) * len(call.shape)
             lowered.splittable = (False,) * len(call.shape)
         dtype = self.autocast.apply(lowered, call)
+        if node is self.output and self.scale != 1.0:
+            lowered.attributes["scale"] = self.scale
         drawn = lowered.kind in _DRAWING and lowered.attributes["probability"] > 0
         local = not drawn and lowered.kind != "batch_norm"
         local = local and all(value.local for value, _ in lowered.operands)

@@ -3,7 +3,7 @@
 Starts from any plan. A proposal gives one operator another configuration, drawn evenly from its
 layouts and then from that layout's devices; or it carries an operator's configuration over to
 neighbours along the graph, as far as they can have it. Worse plans are accepted with
-``exp(-alpha * d)``, ``d`` in percent of the start's time (Jia et al. 2019, whose ``d`` is in
+``exp(-alpha * d)``, ``d`` in percent of the current time (Jia et al. 2019, whose ``d`` is in
 milliseconds).
 """
 
@@ -45,7 +45,6 @@ from perfsearch.parallel.soap.tables import (
     SERIES,
     SERIES_SIZE,
     SERIES_USED,
-    START_COST,
     TOP_COST,
     TOP_PLANS,
     Integers,
@@ -181,7 +180,7 @@ def walk(t: Integers, c: Reals, w: Integers, reals: Reals, random: Random, propo
         else:
             time = delta.evaluate(t, w)
             _note(t, w, time)
-            worse = 100.0 * (time - w[COST]) / w[START_COST]
+            worse = 100.0 * (time - w[COST]) / w[COST]
             accepted = worse <= 0 or draw_unit(random) < math.exp(-reals[ALPHA] * worse)
         w[ITERATION] += 1
         if accepted:

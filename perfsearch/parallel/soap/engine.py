@@ -23,7 +23,7 @@ class ChainOptions:
     """How a chain walks.
 
     Attributes:
-        alpha: refusal of worse plans, per percent of the start's time.
+        alpha: refusal of worse plans, per percent of the current time.
         carry: share of proposals that carry a configuration over to neighbours.
         kept: how many of the best distinct plans are kept.
         every: proposals between points of the series.
@@ -145,6 +145,10 @@ class Engine:
         arguments = (self._reals, self._random, proposals)
         while chains.walk(self._t, self._c, self._w, *arguments) == NO_SPACE:
             self._grow()
+
+    def current(self) -> Integers:
+        """Configurations of the current plan."""
+        return self._view(at.PLAN, int(self._t[at.OPERATORS])).copy()
 
     def best(self) -> list[tuple[int, Integers]]:
         """The best distinct plans and their nanoseconds, best first."""

@@ -20,6 +20,7 @@ from perfsearch.parallel.soap.configuration import Plan, share, validate
 from perfsearch.parallel.soap.exchange import Exchange
 from perfsearch.parallel.soap.layout import lay_out
 from perfsearch.parallel.soap.node import Cut, Node, Source
+from perfsearch.parallel.soap.placement import parameters
 from perfsearch.parallel.soap.rectangles import within
 from perfsearch.parallel.soap.row_updates import RowUpdates, is_plain_descent, tables_of
 from perfsearch.parallel.soap.rules import sizes
@@ -52,6 +53,7 @@ class Execution:
 
     Attributes:
         parameters: what this rank trains, by key: the tile that it stores.
+        shapes: of all parameters of the model, as the graph views them.
         gradients: of these, after ``backward``.
         samples: range of the global batch that this rank must be given, an even share; what it
             needs of other samples it gets from the other ranks.
@@ -84,9 +86,11 @@ class Execution:
         self._returning = {exchange for node in self._nodes for exchange in node.returning}
         self.samples = share(captured.graph.batch, world, self.rank)
         tensors = dict(model.named_parameters())
+        viewed = parameters(captured.graph)
+        self.shapes = {k: viewed[k].shape if k in viewed else t.shape for k, t in tensors.items()}
         self.parameters = {
             key: nn.Parameter(
-                tile_of(tensors[key], self._tiles[key].rectangle, device),
+                tile_of(tensors[key].view(self.shapes[key]), self._tiles[key].rectangle, device),
                 tensors[key].requires_grad,
             )
             for key in tensors

@@ -31,7 +31,8 @@ class Parameter:
 
     Attributes:
         name: within the operator: ``weight``, ``bias``.
-        shape: of the whole tensor.
+        shape: of the whole tensor, as the operator views it: the rows of a linear layer may be
+            taken apart in blocks.
         dtype: torch's name of it, such as ``float32``.
         key: qualified name in the model; equal keys are the same (tied) tensor.
         axes: what a rectangle of the first stage's output reads of it.

@@ -21,7 +21,8 @@ SumOver = Callable[[torch.Tensor], torch.Tensor]
 """Adds a tensor up over the parts of an operator that share something; in place."""
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over one part."""
     return tensor
 
 
@@ -38,8 +39,8 @@ class Surroundings:
     """
 
     device: torch.device
-    sum_over_all: SumOver = _alone
-    sum_over_channels: SumOver = _alone
+    sum_over_all: SumOver = alone
+    sum_over_channels: SumOver = alone
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 

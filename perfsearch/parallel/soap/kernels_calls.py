@@ -72,12 +72,14 @@ def call(piece: Piece) -> Function:
 def cast(piece: Piece) -> Function:
     """Another dtype; the same tensor where it has that already."""
     dtype: torch.dtype = getattr(torch, piece["dtype"])
+    device = piece.surroundings.device
     detached = piece.stage.attributes.get("detach", False)
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
         value = inputs[0]
         assert value is not None
-        return (value.detach() if detached else value).to(dtype)
+        # what the user's code made on the host it also moves by a cast
+        return (value.detach() if detached else value).to(device, dtype)
 
     return run
 

@@ -12,12 +12,17 @@ from perfsearch.parallel.soap.rectangles import within
 
 @kernel("linear")
 def linear(piece: Piece) -> Function:
-    """Rows of the weight."""
-    if not piece["bias"]:
-        return lambda inputs, parameters: functional.linear(inputs[0], parameters["weight"])
+    """Rows of the weight, or blocks of rows."""
+    blocks = piece.stage.attributes.get("blocks", 0)
+    split = piece.sizes[-blocks:] if blocks else ()
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
-        return functional.linear(inputs[0], parameters["weight"], parameters["bias"])
+        weight, bias = parameters["weight"], parameters.get("bias")
+        if not split:
+            return functional.linear(inputs[0], weight, bias)
+        rows = weight.flatten(0, -2)
+        flat = None if bias is None else bias.flatten()
+        return functional.linear(inputs[0], rows, flat).unflatten(-1, split)
 
     return run
 

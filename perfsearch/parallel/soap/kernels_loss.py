@@ -9,23 +9,28 @@ from perfsearch.parallel.soap.kernels import Function, Inputs, Parameters, Piece
 from perfsearch.parallel.soap.kernels_calls import call
 
 
+def _scale(piece: Piece) -> float:
+    """What the user's code multiplies the loss by."""
+    return float(piece.stage.attributes.get("scale", 1.0))
+
+
 @kernel("elementwise_loss")
 def elementwise_loss(piece: Piece) -> Function:
     """The sum of the part's terms over the number of all terms."""
     summed = call(piece)
-    terms = piece["terms"]
-    return lambda inputs, parameters: summed(inputs, parameters) / terms
+    factor = _scale(piece) / piece["terms"]
+    return lambda inputs, parameters: summed(inputs, parameters) * factor
 
 
 @kernel("total")
 def total(piece: Piece) -> Function:
     """The same of the values themselves."""
-    terms = piece["terms"]
+    factor = _scale(piece) / piece["terms"]
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
         value = inputs[0]
         assert value is not None
-        return value.sum() / terms
+        return value.sum() * factor
 
     return run
 
@@ -38,6 +43,7 @@ def class_loss(piece: Piece) -> Function:
     if piece["normalise"]:
         options["label_smoothing"] = piece["label_smoothing"]
     mean, weighted, ignored = piece["mean"], piece["weighted"], piece["ignore_index"]
+    scale = _scale(piece)
     sum_over = piece.surroundings.sum_over_all
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
@@ -46,11 +52,11 @@ def class_loss(piece: Piece) -> Function:
         assert value is not None and target is not None
         terms: torch.Tensor = function(value, target, weight, **options)
         if not mean:
-            return terms
+            return terms * scale
         counted = target != ignored
         counts = counted.to(terms.dtype)
         if weight is not None:
             counts = counts * weight[target.masked_fill(~counted, 0)]
-        return terms / sum_over(counts.sum())
+        return terms * (scale / sum_over(counts.sum()))
 
     return run

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from perfsearch.parallel.soap.kernels import Function, Inputs, Parameters, Piece, SumOver, kernel
+from perfsearch.parallel.soap.kernels import (
+    Function,
+    Inputs,
+    Parameters,
+    Piece,
+    SumOver,
+    alone,
+    kernel,
+)
 
 
 @kernel("layer_norm")
@@ -58,6 +66,18 @@ class _Normalised(torch.autograd.Function):  # type: ignore[misc]
         return centred * scale.view(shape), None, None, None, None
 
 
+def _unshared_norm(piece: Piece, kept: list[torch.Tensor]) -> Function:
+    """Torch's own, where the part has all of its channels' elements."""
+    eps, momentum = piece["eps"], piece["momentum"]
+    mean, variance = kept if kept else (None, None)
+
+    def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        return functional.batch_norm(inputs[0], mean, variance, weight, bias, True, momentum, eps)
+
+    return run
+
+
 @kernel("batch_norm")
 def batch_norm(piece: Piece) -> Function:
     """Statistics of the whole batch, summed over the parts in double precision."""
@@ -69,22 +89,24 @@ def batch_norm(piece: Piece) -> Function:
         for n in piece["running"]
         if n in piece.surroundings.buffers
     ]
+    if sum_over is alone:
+        return _unshared_norm(piece, kept)
     dims = [d for d in range(len(piece.rectangle)) if d != 1]
     local = 1
     for dim in dims:
         local *= piece.sizes[dim]
 
     def statistics(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        variance, mean = torch.var_mean(
-            value.float() if value.dtype.itemsize < 4 else value, dims, correction=0
-        )
+        variance, mean = torch.var_mean(value, dims, correction=0)
         mean, variance = mean.double(), variance.double()
         sums = sum_over(torch.stack([mean * local, (variance + mean * mean) * local])) / count
         return sums[0], (sums[1] - sums[0] * sums[0]).clamp_(min=0)
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
-        value = inputs[0]
-        assert value is not None
+        given = inputs[0]
+        assert given is not None
+        # as fused kernels do: half precision in and out, not in between
+        value = given.float() if given.dtype.itemsize < 4 else given
         with torch.no_grad():
             mean, variance = statistics(value)
             if kept:
@@ -99,6 +121,6 @@ def batch_norm(piece: Piece) -> Function:
             normal = normal * parameters["weight"].view(shape)
         if "bias" in parameters:
             normal = normal + parameters["bias"].view(shape)
-        return normal.to(value.dtype)
+        return normal.to(given.dtype)
 
     return run

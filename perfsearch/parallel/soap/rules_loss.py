@@ -10,6 +10,23 @@ from perfsearch.parallel.soap.lowering import Call, Lowered, Value, broadcast, r
 
 _NONE, _MEAN = 0, 1
 
+LOSSES = frozenset(
+    {
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "cross_entropy_loss",
+        "nll_loss",
+        "nll_loss_nd",
+        "mean",
+        "sum",
+    }
+)
+"""Functions that are split over their terms where they are the loss, or a multiple of it is."""
+
 
 @rule(
     "mse_loss",

@@ -74,6 +74,9 @@ def reshape(call: Call) -> Lowered | None:
             continue
         if before:
             labels[after[0]] = value.labels[before[0]]
+            if len(before) == 1 and labels[after[0]] is not Role.SAMPLE:
+                for dim in after:
+                    labels[dim] = labels[after[0]]
         if len(before) == len(after) == 1:
             axes[before[0]], splittable[after[0]] = Same(after[0]), True
         elif before:

@@ -142,6 +142,21 @@ class Simulator:
             seconds=seconds,
         )
 
+    def drift(self, start: Plan, changes: int, seed: int) -> Plan:
+        """A plan some random proposals away that fits memory: all are accepted, whatever they cost.
+
+        Args:
+            start: where to begin.
+            changes: proposals.
+            seed: of the draws.
+
+        """
+        options = ChainOptions(alpha=0.0)
+        engine = Engine(self.problem.tables, self.problem.curves, seed, options)
+        engine.start(self.problem.numbers_of(start))
+        engine.walk(changes)
+        return self.problem.plan_of(engine.current())
+
     def timeline(self, plan: Plan) -> list[Task]:
         """Every task of a plan's step."""
         names = [o.name for o in self.problem.operators]

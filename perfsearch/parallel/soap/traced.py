@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx
 
 from perfsearch.parallel.soap import tracing
 from perfsearch.parallel.soap.lowering import Call, Lowered, Value
+from perfsearch.parallel.soap.tracing import CaptureError
 
 _TRACER = tracing.__file__
 
@@ -72,3 +74,50 @@ def place_of(node: fx.Node) -> str:
     parts = own[-1].split(",")
     path = parts[0].removeprefix("File ").strip('"')
     return f"{path}:{parts[1].strip().removeprefix('line ')}"
+
+
+_LINEAR = frozenset({"mul", "div", "neg", "to", "_to_copy", "clone"})
+
+
+def loss_and_scale(output: fx.Node, losses: Collection[str]) -> tuple[fx.Node, float]:
+    """The loss that the output is a multiple of, and the factor; the output itself if none.
+
+    Args:
+        output: of the program.
+        losses: names of functions that can be split over their terms.
+
+    """
+    node, scale = output, 1.0
+    while node.op == "call_function" and _name(node) in _LINEAR:
+        tensors = [a for a in node.args if isinstance(a, fx.Node)]
+        rest = [a for a in node.args[1:] if _name(node) in ("mul", "div")]
+        numbers = [a for a in rest if isinstance(a, int | float)]
+        if tensors != [node.args[0]] or len(numbers) != len(rest) or node.kwargs:
+            return output, 1.0
+        for number in numbers:
+            scale = scale * number if _name(node) == "mul" else scale / number
+        scale = -scale if _name(node) == "neg" else scale
+        node = tensors[0]
+    return (node, scale) if _name(node) in losses else (output, 1.0)
+
+
+def _name(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else str(schema.name.split("::")[1])
+
+
+def batch_size(nodes: Sequence[fx.Node], leaves: Collection[str]) -> int:
+    """Samples, which the first dimension of each tensor of the batch counts.
+
+    Raises:
+        CaptureError: they have no common first dimension.
+
+    """
+    tensors = [node.meta["val"] for node in nodes if node.name in leaves]
+    sizes = {int(tensor.shape[0]) if tensor.dim() else -1 for tensor in tensors}
+    if len(sizes) != 1 or -1 in sizes:
+        raise CaptureError(
+            f"tensors of the batch have shapes {[tuple(t.shape) for t in tensors]}: the first "
+            "dimension of each must be the samples"
+        )
+    return sizes.pop()

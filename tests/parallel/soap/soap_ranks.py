@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from parallel.soap import soap_models
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from perfsearch.parallel.soap import synchronise
 from perfsearch.parallel.soap.capture import capture
@@ -19,14 +19,21 @@ from perfsearch.parallel.soap.configuration import (
 )
 from perfsearch.parallel.soap.execute import Execution
 from perfsearch.parallel.soap.piece_exchange import PieceExchange
+from perfsearch.parallel.soap.recording import Recording
+from perfsearch.parallel.soap.shard_optimizer import make_capturable
 
 STEPS = 3
 SEED = 11
 
 
-def single(name):
+CPU = torch.device("cpu")
+
+
+def single(name, device=CPU, steps=STEPS):
     """Losses, gradients of each step and the weights at the end, by one process."""
-    model, loss, optimizer, batches = soap_models.make(name, STEPS)
+    model, loss, optimizer, batches = soap_models.make(name, steps)
+    model.to(device)
+    batches = tree_map(lambda tensor: tensor.to(device), batches)
     stepper = optimizer(model.parameters())
     torch.manual_seed(SEED)
     losses, gradients = [], []
@@ -66,7 +73,7 @@ def error_of(captured, plan, name, reference, by_rows=False):
     worst = 0.0
 
     def differ(mine, key, whole):
-        rectangle = execution.stored(key)
+        rectangle, whole = execution.stored(key), whole.view(execution.shapes[key])
         theirs = whole[tuple(slice(*span) for span in rectangle)]
         return ((mine - theirs).abs().max() / whole.abs().max().clamp(min=1e-30)).item()
 
@@ -106,6 +113,87 @@ def _statistics(captured, plan, mine, theirs):
             yield mine[name][channels], theirs[name][channels]
     for name, _ in captured.counters:
         yield mine[name], theirs[name]
+
+
+def launch_gpu(directory, world, names, count):
+    arguments = (str(directory), world, names, count)
+    torch.multiprocessing.spawn(run_gpu, arguments, nprocs=world)
+    return torch.load(f"{directory}/found.pt")
+
+
+def run_gpu(rank, directory, world, names, count):
+    """On NCCL: some steps launched, then as many replayed; the error of the weights at the end."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{directory}/store", rank=rank, world_size=world
+    )
+    groups = Communicators(device)
+    found = {}
+    for name in names:
+        model, loss, _, batches = soap_models.make(name, 2 * STEPS)
+        captured = capture(model, loss, batches[0])
+        reference = single(name, device, 2 * STEPS)
+        rng = random.Random(9)
+        plans = [data_parallel(captured.graph, range(world))]
+        plans += [random_plan(captured.graph, world, rng) for _ in range(count)]
+        found[name] = [replayed(captured, plan, name, reference, device, groups) for plan in plans]
+    if rank == 0:
+        torch.save(found, f"{directory}/found.pt")
+    dist.destroy_process_group()
+
+
+def replayed(captured, plan, name, reference, device, groups):
+    """The error, and whether the later steps were replays."""
+    model, _, optimizer, batches = soap_models.make(name, 2 * STEPS)
+    execution = Execution(captured, plan, model, device, groups)
+    stepper = optimizer(execution.parameters.values()) if execution.parameters else None
+    if name == "tables":
+        execution.update_rows(stepper)
+    capturable = make_capturable(stepper)
+    torch.manual_seed(SEED)
+    low, high = execution.samples
+    recording = None
+    losses = []
+    for step, batch in enumerate(batches):
+        leaves = [leaf[low:high].to(device) for leaf in tree_flatten(batch)[0]]
+        if step == STEPS and capturable:
+            recording, kept = _recorded(execution, stepper, leaves, device)
+        if recording is not None:
+            recording.give(leaves)
+            for phase in range(3):
+                recording.replay(phase)
+            share = kept[0].clone()
+        else:
+            share = execution.step(leaves)
+            execution.apply_gradients(stepper)
+        dist.all_reduce(share)
+        losses.append(share)
+    worst = max(abs(a - b).item() for a, b in zip(losses, reference[0], strict=True))
+    for key, parameter in execution.parameters.items():
+        whole = reference[2][key].view(execution.shapes[key])
+        theirs = whole[tuple(slice(*span) for span in execution.stored(key))]
+        worst = max(worst, ((parameter.detach() - theirs).abs().max() / whole.abs().max()).item())
+    total = torch.tensor([worst, float(recording is None), float(worst != worst)], device=device)
+    dist.all_reduce(total, dist.ReduceOp.MAX)
+    error, launched, undefined = total.tolist()
+    return (float("nan") if undefined else error), not launched
+
+
+def _recorded(execution, stepper, leaves, device):
+    """The recording, if it could be made, and where replays leave the loss."""
+    kept = []
+    phases = [
+        lambda: kept.append(execution.forward(recording.inputs)),
+        execution.backward,
+        lambda: execution.apply_gradients(stepper),
+    ]
+    recording = Recording(phases, leaves, device)
+    if recording.record():
+        return recording, kept
+    print(f"not recorded: {recording.reason}", flush=True)
+    execution.reset()
+    return None, kept
 
 
 def launch_odd(directory, world, names, count):

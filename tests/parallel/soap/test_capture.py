@@ -15,7 +15,7 @@ from perfsearch.parallel.soap.configuration import (
 )
 from perfsearch.parallel.soap.coverage import coverage
 from perfsearch.parallel.soap.graph import Role
-from perfsearch.parallel.soap.rules import signature
+from perfsearch.parallel.soap.rules import parameter_rectangles, signature
 from perfsearch.parallel.soap.tracing import CaptureError
 
 
@@ -53,7 +53,11 @@ def test_tied_weights_have_one_key_and_heads_can_be_split():
     tied = [o for o in graph.planned if any(p.key == "tokens.weight" for p in o.parameters)]
     assert [o.kind for o in tied] == ["embedding", "linear"]
     query = graph.by_name["blocks.0.query"]
-    assert query.roles == (Role.SAMPLE, Role.PARAMETER, Role.ATTRIBUTE, None)
+    assert query.roles == (Role.SAMPLE, Role.PARAMETER, Role.ATTRIBUTE, Role.PARAMETER)
+    fused = graph.by_name["fused"]
+    assert fused.shape[2] == 4 and fused.roles[2] is Role.PARAMETER  # heads of one projection
+    heads = (*fused.whole[:2], (1, 3), *fused.whole[3:])
+    assert parameter_rectangles(fused, heads)["weight"] == ((0, 3), (1, 3), (0, 2), (0, 8))
     attention = next(o for o in graph.planned if o.kind == "attention")
     assert attention.roles[2] is not None  # merged heads
 
@@ -136,7 +140,7 @@ def test_plans_that_do_not_fit_are_refused_by_name():
     good = data_parallel(graph, range(3))
     validate(graph, good, 3)
     for configuration, words in [
-        (OperatorConfiguration((1, 1, 1, 2), (0, 1)), "cannot be split"),
+        (OperatorConfiguration((1, 1, 1, 3), (0, 1, 2)), "from 1 to"),
         (OperatorConfiguration((2, 1, 1, 1), (0, 0)), "one part only"),
         (OperatorConfiguration((2, 1, 1, 1), (0, 7)), "there are 3"),
         (OperatorConfiguration((2, 1, 1, 1), (0,)), "one each"),
@@ -145,6 +149,9 @@ def test_plans_that_do_not_fit_are_refused_by_name():
     ]:
         with pytest.raises(PlanError, match=f"blocks.0.query .*{words}"):
             validate(graph, {**good, "blocks.0.query": configuration}, 3)
+    whole = {**good, "blocks.0.norm": OperatorConfiguration((1, 1, 2), (0, 1))}
+    with pytest.raises(PlanError, match=r"blocks.0.norm .*cannot be split"):
+        validate(graph, whole, 3)
     with pytest.raises(PlanError, match="nobody"):
         validate(graph, {**good, "nobody": configuration}, 3)
 

@@ -12,6 +12,7 @@ from perfsearch.parallel.soap.capture import capture
 from perfsearch.parallel.soap.configuration import OperatorConfiguration, choices, part_rectangles
 from perfsearch.parallel.soap.graph import INPUT
 from perfsearch.parallel.soap.kernels import forward
+from perfsearch.parallel.soap.placement import parameters
 from perfsearch.parallel.soap.rectangles import hull, intersection, volume, within
 from perfsearch.parallel.soap.rules import input_rectangle, parameter_rectangles
 
@@ -28,16 +29,17 @@ def part_of(operator, rectangle, values, weights):
         need = input_rectangle(operator, index, rectangle)
         inputs.append(None if need is None else cut(values[name], need))
     reads = parameter_rectangles(operator, rectangle)
-    parameters = {p.name: cut(weights[p.key], reads[p.name]) for p in operator.parameters}
+    read = {p.name: cut(weights[p.key], reads[p.name]) for p in operator.parameters}
     torch.manual_seed(0)
-    return forward(operator, rectangle, inputs, parameters)
+    return forward(operator, rectangle, inputs, read)
 
 
 @pytest.mark.parametrize("name", ["mlp", "dlrm", "conv", "transformer"])
 def test_parts_of_every_operator_are_pieces_of_the_whole(name):
     model, loss, _, batches = soap_models.make(name, 1)
     captured = capture(model, loss, batches[0])
-    weights = {k: p.detach() for k, p in model.named_parameters()}
+    views = parameters(captured.graph)
+    weights = {k: p.detach().view(views[k].shape) for k, p in model.named_parameters()}
     values = dict(zip(captured.leaves, tree_flatten(batches[0])[0], strict=True))
     buffers = dict(model.named_buffers())
     values.update({place: buffers[n] for place, n in captured.buffers.items()})

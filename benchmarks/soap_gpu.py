@@ -1,0 +1,326 @@
+"""`runner=soap` on real GPUs: what a search finds against data parallelism and a hand's work.
+
+    python benchmarks/soap_gpu.py PART... --store STORE.jsonl [--ranks 4] [--until-s 540]
+    python benchmarks/soap_gpu.py report --store STORE.jsonl > benchmarks/results/soap.md
+
+Parts, in their order; ``all`` is all of them:
+
+    ddp      DLRM under DistributedDataParallel with dense gradients, its knobs searched
+    search   SOAP searches over DLRM, wide fully connected layers, and convolutions
+    side     DLRM, in turn: DDP as it comes, DDP tuned, DDP with sparse gradients, two tables a
+             device by hand (as a program, and as a plan), and what the search found;
+             the other models: data parallelism and what was found
+    drawn    plans drawn by seed, simulated and measured; the costs know none of them
+
+Each part appends to the store as it goes and skips what is there, so a part that was cut short goes
+on where it ended. Searches keep their run directories beside the store. Needs the extra ``soap``.
+``SOAP_BENCH_SCALE=small ... --device cpu --ranks 2`` tries it out without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import _soap_report
+from _soap_store import Store
+
+from perfsearch.config import validate
+from perfsearch.parallel.soap import strategy_file
+from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan, data_parallel
+from perfsearch.runners import _soap_plans
+from perfsearch.runners.base import Plan as MeasuringPlan
+from perfsearch.runners.base import Runner
+from perfsearch.runners.ddp import DDP
+from perfsearch.runners.soap import Soap
+from perfsearch.search.trial import Purpose
+
+HERE = Path(__file__).parent.absolute()
+MODELS = {"dlrm": 1024, "wide": 256, "convolutions": 1024}
+"""Global batch of each job."""
+ROUNDS = 5
+DRAWN = 6
+"""Plans drawn for each model."""
+DRIFTS = (2, 4, 8, 16)
+"""Random changes away from data parallelism of a drawn plan, in turn."""
+
+
+class Bench:
+    """Where, how large, and until when.
+
+    Args:
+        arguments: of the command line.
+
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.ranks: int = arguments.ranks
+        self.device: str = arguments.device
+        self.store = Store(arguments.store)
+        self.directory: Path = arguments.store.with_suffix("").absolute()
+        self.deadline = time.monotonic() + arguments.until_s
+
+    def seconds_left(self) -> float:
+        """Until nothing more is started."""
+        return self.deadline - time.monotonic()
+
+    def keys(self, factory: str, batch: int) -> dict[str, Any]:
+        """What every run of a model shares."""
+        return {
+            "workload": {
+                "name": "custom", "factory": f"_soap_jobs:{factory}", "global_batch": batch,
+                "draws_in_loader": False,
+            },
+            "nproc": self.ranks,
+            "limits": {"startup_s": 240, "trial_s": 400},
+        }  # fmt: skip
+
+    def command(self, runner: str, factory: str, batch: int, run_dir: Path, *more: str) -> int:
+        """Run the command as a user does, its output shown."""
+        line = [
+            sys.executable, "-m", "perfsearch.cli", f"runner={runner}", "workload=custom",
+            f"workload.factory=_soap_jobs:{factory}", f"workload.global_batch={batch}",
+            "workload.draws_in_loader=false",
+            f"nproc={self.ranks}", f"runner.device={self.device}", f"run_dir={run_dir}",
+            "tracking.enabled=false", "limits.startup_s=240", "limits.trial_s=400", *more,
+        ]  # fmt: skip
+        print("$", " ".join(line), flush=True)
+        path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+        limit = max(self.seconds_left(), 30.0)
+        environment = {**os.environ, "PYTHONPATH": path}
+        with subprocess.Popen(line, cwd=HERE, env=environment) as process:
+            try:
+                return process.wait(limit)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # it records what it has; the same command goes on from there
+                process.wait(60)
+                return 143
+
+    @contextmanager
+    def soap(self, model: str) -> Iterator[Soap]:
+        """A runner on a search's tables, with processes of its own."""
+        keys = self.keys(model, MODELS[model])
+        tables = self.directory / f"search-{model}" / "soap"
+        runner = {"name": "soap", "device": self.device, "tables": str(tables)}
+        with self._opened(Soap, {**keys, "runner": runner}) as made:
+            yield made
+
+    @contextmanager
+    def ddp(self, factory: str, knobs: dict[str, Any]) -> Iterator[DDP]:
+        """DistributedDataParallel with these knobs and no others."""
+        runner = {"name": "ddp", "device": self.device, "knobs": knobs}
+        with self._opened(DDP, {**self.keys(factory, MODELS["dlrm"]), "runner": runner}) as made:
+            yield made
+
+    @contextmanager
+    def _opened(self, kind: Any, plain: dict[str, Any]) -> Iterator[Any]:
+        os.chdir(HERE)  # the jobs' module is imported from where the command is run
+        with tempfile.TemporaryDirectory() as directory:
+            settings = validate({"strategy": {"name": "mcmc"}, **plain, "run_dir": directory})
+            made = kind.from_settings(settings)
+            made.open(Path(directory))
+            try:
+                yield made
+            finally:
+                made.close()
+
+
+def visit(runner: Runner, configuration: dict[str, Any], number: int) -> dict[str, Any]:
+    """Measure warm; what to keep."""
+    logs = Path(tempfile.gettempdir()) / "soap_gpu_logs" / f"{os.getpid()}-{number}"
+    plan = MeasuringPlan(
+        number, Purpose.CONFIRM, time_limit_s=300.0, log_directory=logs, scored_seconds=2.0
+    )
+    outcome = runner.measure(configuration, plan)
+    kept: dict[str, Any] = {"status": str(outcome.status), "reason": outcome.reason}
+    if outcome.measurement is not None:
+        measured = outcome.measurement
+        kept["step_ms"] = 1e3 * measured.step_time_s
+        kept["peak_gib"] = measured.peak_allocated_gib
+        kept["loss"] = measured.first_losses[:1]
+        kept["in_force"] = measured.in_force
+    return kept
+
+
+def tune_ddp(bench: Bench) -> None:
+    """Search DDP's knobs for DLRM with dense gradients."""
+    if bench.store.has("ddp", "best"):
+        return
+    run_dir = bench.directory / "ddp-dlrm"
+    more = ["strategy=bayes", "budget.trials=15", "confirm.max_repeats=4"]
+    code = bench.command("ddp", "dlrm", MODELS["dlrm"], run_dir, *more)
+    if code == 0:
+        summary = json.loads((run_dir / "best" / "summary.json").read_text())
+        bench.store.add("ddp", "best", knobs=summary["knobs"], verdict=summary["verdict"])
+
+
+def searches(bench: Bench) -> None:
+    """Search each model as a user does."""
+    for model, batch in MODELS.items():
+        if bench.store.has("search", model) or bench.seconds_left() < 30:
+            continue
+        run_dir = bench.directory / f"search-{model}"
+        cache = f"runner.cache={bench.directory / 'cache'}"
+        more = ["strategy=mcmc", "budget.trials=6", "confirm.max_repeats=4", cache]
+        code = bench.command("soap", model, batch, run_dir, *more)
+        if code == 0:
+            summary = json.loads((run_dir / "best" / "summary.json").read_text())
+            text = (run_dir / "best" / "apply" / "strategy.yaml").read_text()
+            kept = {k: summary[k] for k in ("verdict", "is_baseline", "speed_up")}
+            bench.store.add("search", model, strategy=text, **kept)
+
+
+def two_tables_each(runner: Soap) -> Plan:
+    """Tables whole, in order, the same number on each device; the rest over samples."""
+    graph = runner.inputs.graph
+    plan = data_parallel(graph, range(runner.devices))
+    tables = [o for o in graph.planned if o.kind in ("embedding", "embedding_bag")]
+    for place, table in enumerate(tables):
+        device = place * runner.devices // len(tables)
+        plan[table.name] = OperatorConfiguration((1,) * len(table.shape), (device,))
+    return plan
+
+
+def found_plan(bench: Bench, runner: Soap, model: str) -> Plan:
+    """What the search of a model handed over."""
+    record = next(r for r in bench.store.of("search") if r["key"] == model)
+    return strategy_file.parse(record["strategy"], runner.inputs.graph, runner.devices)
+
+
+def by_hand(bench: Bench) -> dict[str, Any]:
+    """The program written by hand, in processes of its own."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc_per_node={bench.ranks}", "_soap_hand.py"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    if bench.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    made = subprocess.run(
+        line, cwd=HERE, env=environment, capture_output=True, text=True, timeout=240
+    )
+    if made.returncode:
+        return {"status": "crash", "reason": made.stderr.strip().splitlines()[-1:]}
+    times = sorted(json.loads(made.stdout.strip().splitlines()[-1])["step_ms"])
+    return {"status": "ok", "step_ms": times[len(times) // 2]}
+
+
+def side(bench: Bench) -> None:
+    """Measure the rows of a model in turn, several rounds in one sitting."""
+    for model in MODELS:
+        if not bench.store.has("search", model):
+            print(f"side: no search of {model} yet", flush=True)
+            continue
+        rows = _rows(bench, model)
+        for turn in range(ROUNDS):
+            order = list(rows)
+            order = order[turn % len(order) :] + order[: turn % len(order)]
+            for row in order:
+                key = f"{model}/{row}/{turn}"
+                if bench.store.has("side", key) or bench.seconds_left() < 60:
+                    continue
+                kept = rows[row](turn)
+                bench.store.add("side", key, model=model, row=row, turn=turn, **kept)
+                print(f"  {key}: {kept}", flush=True)
+
+
+def _rows(bench: Bench, model: str) -> dict[str, Callable[[int], dict[str, Any]]]:
+    """What measures each row; processes are fresh each time, so that none holds memory."""
+
+    def plan_row(make: Callable[[Soap], Plan]) -> Callable[[int], dict[str, Any]]:
+        def measure(turn: int) -> dict[str, Any]:
+            with bench.soap(model) as runner:
+                configuration = _soap_plans.configuration_of(make(runner))
+                return visit(runner, configuration, turn)
+
+        return measure
+
+    def ddp_row(factory: str, knobs: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
+        def measure(turn: int) -> dict[str, Any]:
+            with bench.ddp(factory, knobs) as runner:
+                return visit(runner, dict(runner.baseline), turn)
+
+        return measure
+
+    rows = {
+        "plan: data parallel": plan_row(lambda r: data_parallel(r.inputs.graph, range(r.devices))),
+        "plan: found": plan_row(lambda r: found_plan(bench, r, model)),
+    }
+    if model == "dlrm":
+        tuned = next((r["knobs"] for r in bench.store.of("ddp") if r["key"] == "best"), {})
+        rows["plan: two tables a device"] = plan_row(two_tables_each)
+        rows["ddp: dense, as it comes"] = ddp_row("dlrm", {})
+        rows["ddp: dense, tuned"] = ddp_row("dlrm", tuned)
+        rows["ddp: sparse gradients"] = ddp_row("dlrm_sparse", {})
+        rows["program: two tables a device"] = lambda turn: by_hand(bench)
+    return rows
+
+
+def drawn(bench: Bench) -> None:
+    """Plans drawn by seed, simulated from the search's tables, and measured."""
+    for model in MODELS:
+        if not (bench.directory / f"search-{model}" / "soap" / "costs.json").exists():
+            print(f"drawn: no tables of {model} yet", flush=True)
+            continue
+        todo = [n for n in range(DRAWN) if not bench.store.has("drawn", f"{model}/{n}")]
+        if not todo or bench.seconds_left() < 60:
+            continue
+        with bench.soap(model) as runner:
+            start = data_parallel(runner.inputs.graph, range(runner.devices))
+            for number in todo:
+                if bench.seconds_left() < 40:
+                    return
+                changes = DRIFTS[number % len(DRIFTS)]
+                plan = runner.simulator.drift(start, changes, seed=number)
+                simulated = runner.simulator.estimate(plan)
+                kept = visit(runner, _soap_plans.configuration_of(plan), number)
+                bench.store.add(
+                    "drawn", f"{model}/{number}", model=model, changes=changes,
+                    simulated_ms=1e3 * simulated.seconds, simulated_gib=simulated.peak_gib,
+                    calibrated=runner.inputs.machine.calibrated,
+                    strategy=strategy_file.dump(runner.inputs.graph, plan, runner.devices), **kept,
+                )  # fmt: skip
+                print(f"  {model}/{number}: simulated {1e3 * simulated.seconds:.3f} ms, {kept}",
+                      flush=True)  # fmt: skip
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "ddp": tune_ddp,
+    "search": searches,
+    "side": side,
+    "drawn": drawn,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "all", "report"])
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--until-s", type=float, default=540.0, help="start nothing after that")
+    arguments = parser.parse_args()
+    if "report" in arguments.parts:
+        print(_soap_report.report(Store(arguments.store).records))
+        return 0
+    bench = Bench(arguments)
+    bench.store.add("where", str(time.time()), **_soap_report.surroundings())
+    for part in PARTS if "all" in arguments.parts else arguments.parts:
+        if bench.seconds_left() > 30:
+            print(f"== {part}", flush=True)
+            PARTS[part](bench)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

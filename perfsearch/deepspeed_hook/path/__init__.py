@@ -1,0 +1,1 @@
+"""The directory that leads the ranks' ``PYTHONPATH``; it holds ``sitecustomize`` alone."""

@@ -1,0 +1,133 @@
+"""A rank of a DeepSpeed job: its log, its end, and the moment in which it imports DeepSpeed.
+
+Nothing heavy is imported before the job does so itself: a script may set variables first that
+torch or DeepSpeed read when they are imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from perfsearch.deepspeed_hook.request import Request, ended_file, leave
+
+if TYPE_CHECKING:
+    from perfsearch.deepspeed_hook.engine import Hook
+
+_POLL_S = 2.0
+
+
+class Rank:
+    """What is known of this process before and after DeepSpeed is there.
+
+    Args:
+        request: the trial.
+        rank: of this process.
+
+    Attributes:
+        phase: ``start``, ``build`` (inside ``deepspeed.initialize``) or ``train``.
+        finished: whether the trial's result is written.
+        steps: global steps so far.
+
+    """
+
+    def __init__(self, request: Request, rank: int) -> None:
+        self.request = request
+        self.rank = rank
+        self.phase = "start"
+        self.finished = False
+        self.steps = 0
+        self.hook: Hook | None = None
+
+    def imported(self, module: ModuleType) -> None:
+        """Wrap what is needed of DeepSpeed, which the job has just imported."""
+        from perfsearch.deepspeed_hook.engine import Hook
+
+        self.hook = Hook(self, module)
+
+    def failed(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Leave the exception that ends this rank where the controller looks for it."""
+        from perfsearch.workers.rank import report_error
+
+        report_error(self.request.log_directory, self.rank, error, self.phase)
+
+    def ended(self) -> None:
+        """Say how far a script came that ended before the trial did."""
+        if not self.finished:
+            leave(
+                ended_file(self.request.log_directory, self.rank),
+                {"steps": self.steps, "phase": self.phase},
+            )
+
+
+def enter(path: str, rank: int) -> None:
+    """Take part in the trial that the file at ``path`` describes."""
+    from perfsearch.workers.rank import switch_log
+
+    me = Rank(Request.read(path), rank)
+    switch_log(me.request.log_directory, rank)
+    _watch(me.request.controller)
+    sys.excepthook = me.failed
+    atexit.register(me.ended)
+    sys.meta_path.insert(0, AfterImport("deepspeed", me.imported))
+
+
+def _watch(controller: Sequence[float]) -> None:
+    """End this rank when the controller is gone; its launcher then ends the others."""
+    from perfsearch.workers import processes
+    from perfsearch.workers.watch import EXIT_ORPHANED
+
+    def look() -> None:
+        while processes.is_alive(int(controller[0]), controller[1]):
+            time.sleep(_POLL_S)
+        os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=look, name="perfsearch-watch", daemon=True).start()
+
+
+class AfterImport(MetaPathFinder):
+    """Calls back once a module has been imported, and is then gone.
+
+    Args:
+        name: of the module.
+        call: with the module.
+
+    """
+
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._call = call
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Let the others find the module, and add the call to its loading."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        original = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            original(module)
+            self._call(module)
+
+        loader.exec_module = exec_module
+        return spec

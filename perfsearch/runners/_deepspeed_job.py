@@ -1,0 +1,127 @@
+"""The job that is to be tuned: its command, its configuration, its ranks and its batch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from perfsearch.runners._deepspeed_autotuning import Autotuning
+from perfsearch.runners._deepspeed_batch import Today
+from perfsearch.runners._deepspeed_command import Command
+from perfsearch.runners._zero_batch import Batch
+from perfsearch.search.errors import BadInputError
+from perfsearch.workers.environment import Environment, Hardware, detect
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+
+_WORKLOAD = "script"
+
+
+def asked(settings: Settings) -> tuple[Command, Path]:
+    """The command, and the path of the configuration.
+
+    Raises:
+        BadInputError: another workload, a wrong command, or no configuration.
+
+    """
+    workload = settings.workload
+    if workload.name != _WORKLOAD:
+        raise BadInputError(
+            f"workload={workload.name}: runner=deepspeed trains your own script. Set "
+            "workload=script workload.command='deepspeed train.py --deepspeed_config ds.json'"
+        )
+    command = Command.parse(workload.options.get("command"))
+    _require(command)
+    named, given = command.config_path, settings.runner.options.get("ds_config")
+    if named is not None and given is not None and Path(named) != Path(str(given)):
+        raise BadInputError(
+            f"runner.ds_config={given}: the command names {named}. Leave one of them out"
+        )
+    path = named or given
+    if path is None:
+        raise BadInputError(
+            f"workload.command={shlex.join(command.words)}: names no DeepSpeed configuration "
+            "(--deepspeed_config FILE.json). Set runner.ds_config=FILE.json where the script "
+            "itself names it"
+        )
+    return command, Path(str(path))
+
+
+def _require(command: Command) -> None:
+    """Refuse a launcher that is not there.
+
+    Raises:
+        BadInputError: it is not installed.
+
+    """
+    own = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    if shutil.which(command.words[0], path=own) is None:
+        install = " pip install perfsearch[deepspeed]" if command.launcher == "deepspeed" else ""
+        raise BadInputError(f"workload.command: {command.words[0]} is not installed.{install}")
+
+
+def hardware(command: Command, environment: Environment) -> Hardware:
+    """Ranks as the command starts them, and the GPUs that they use."""
+    ranks = command.ranks()
+    if ranks is not None and environment.nproc not in (None, ranks):
+        raise BadInputError(
+            f"nproc={environment.nproc}: the command starts {ranks} ranks. Change the command"
+        )
+    device = "cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "auto"
+    chosen = command.devices()
+    if chosen is None:
+        ranks = ranks or environment.nproc
+        if ranks is None and not detect(device, environment).gpus:
+            raise BadInputError(
+                "workload.command: without a GPU it must say how many ranks it starts, as in "
+                "--num_gpus 2"
+            )
+        return detect(device, replace(environment, nproc=ranks))
+    every = detect(device, replace(environment, nproc=None))
+    if every.gpus and max(chosen) >= len(every.gpus):
+        raise BadInputError(f"--include {chosen}: only {len(every.gpus)} GPUs are visible")
+    gpus = tuple(every.gpus[i] for i in chosen) if every.gpus else ()
+    return replace(every, nproc=len(chosen), gpus=gpus)
+
+
+def data_parallel(ranks: int, autotuning: Autotuning) -> int:
+    """Ranks that train different samples."""
+    if ranks % autotuning.mp_size:
+        raise BadInputError(f"autotuning.mp_size={autotuning.mp_size}: does not divide {ranks}")
+    return ranks // autotuning.mp_size
+
+
+def batch(now: Today, ranks: int, rule: Literal["fixed", "free"], asked: Autotuning) -> Batch:
+    """The arithmetic of batches, within the bounds of the section."""
+    low, high = asked.min_train_batch_size, asked.max_train_batch_size
+    if high is not None and high < max(low, ranks):
+        raise BadInputError(
+            f"autotuning.max_train_batch_size={high}: below the smallest batch, {max(low, ranks)}"
+        )
+    return Batch(rule, now.global_batch, ranks, now.micro_batch, low, high)
+
+
+def remarks(autotuning: Autotuning, batch: Batch) -> list[str]:
+    """What of the section has no effect as things are, for people."""
+    bounds = [k for k in ("max_train_batch_size", "min_train_batch_size") if k in autotuning.given]
+    if batch.rule == "free" or not bounds:
+        return []
+    return [
+        f"autotuning.{bounds[0]}: batch=fixed trains the global batch {batch.global_batch} in "
+        "every configuration, so it bounds nothing; batch=free lets it change, as DeepSpeed does"
+    ]
+
+
+def version() -> str:
+    """Of DeepSpeed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return "of the command's own environment"
+    return importlib.metadata.version("deepspeed")

@@ -1,0 +1,270 @@
+"""What a DeepSpeed configuration can be told, as knobs, and configurations written from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perfsearch.runners import _deepspeed_batch
+from perfsearch.runners._deepspeed_autotuning import SECTION, Autotuning
+from perfsearch.runners._deepspeed_json import Number
+from perfsearch.runners._zero_batch import Batch
+from perfsearch.search.errors import BadInputError
+from perfsearch.search.knob import Kind, Knob, Numerics, Scope, Value
+from perfsearch.search.narrow import SEARCH
+
+ZERO = "zero_optimization"
+CONFIGURED = "configured"
+"""The value of a knob that stays as the user's file has it."""
+
+_STAGES = (0, 1, 2, 3)
+_OFFLOADED = {"device": "cpu", "pin_memory": True}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of ``zero_optimization`` that may be searched.
+
+    Attributes:
+        values: what is tried beside the user's own value; ``None`` leaves the key out.
+        stages: in which it matters.
+        numerics: what it does to the computation.
+        help: one line.
+        by_default: whether ``autotuning.fast=false`` searches it, as DeepSpeed does.
+        unit: of its values.
+
+    """
+
+    values: tuple[Value, ...]
+    stages: tuple[int, ...]
+    numerics: Numerics
+    help: str
+    by_default: bool = True
+    unit: str = ""
+
+
+_BUCKETS = (50_000_000, 500_000_000, 1_000_000_000)
+_SWITCH = (False, True)
+
+KEYS: dict[str, Key] = {
+    "reduce_bucket_size": Key(
+        _BUCKETS, (1, 2, 3), Numerics.REORDERED, "gradients are reduced in buckets of so many "
+        "elements", unit="elements"),
+    "allgather_bucket_size": Key(
+        _BUCKETS, (1, 2), Numerics.EXACT, "parameters are gathered in buckets of so many elements",
+        unit="elements"),
+    "overlap_comm": Key(
+        _SWITCH, (1, 2, 3), Numerics.REORDERED, "reduce gradients while the backward pass runs"),
+    "reduce_scatter": Key(
+        _SWITCH, (2,), Numerics.REORDERED, "reduce-scatter gradients rather than all-reduce them"),
+    "contiguous_gradients": Key(
+        _SWITCH, (2, 3), Numerics.EXACT, "copy gradients to one buffer as they are made"),
+    "allgather_partitions": Key(
+        _SWITCH, (1, 2), Numerics.EXACT, "gather parameters at once rather than by broadcasts"),
+    "round_robin_gradients": Key(
+        _SWITCH, (1, 2), Numerics.EXACT, "spread the copying of gradients over ranks", False),
+    "stage3_prefetch_bucket_size": Key(
+        (5_000_000, 50_000_000, 500_000_000), (3,), Numerics.EXACT,
+        "parameters gathered ahead, at most", False, "elements"),
+    "stage3_param_persistence_threshold": Key(
+        (10_000, 100_000, 1_000_000), (3,), Numerics.EXACT,
+        "smaller parameters are not spread over ranks", False, "elements"),
+    "stage3_max_live_parameters": Key(
+        (100_000_000, 1_000_000_000), (3,), Numerics.EXACT,
+        "parameters that a rank holds gathered, at most", False, "elements"),
+    "stage3_max_reuse_distance": Key(
+        (100_000_000, 1_000_000_000), (3,), Numerics.EXACT,
+        "a parameter that is needed again so soon stays gathered", False, "elements"),
+    "sub_group_size": Key(
+        (100_000_000, 1_000_000_000), (3,), Numerics.EXACT,
+        "parameters that the optimizer updates at a time", False, "elements"),
+    "offload_optimizer": Key(
+        ("none", "cpu"), (1, 2, 3), Numerics.REORDERED,
+        "optimizer state rests in the host's memory", False),
+    "offload_param": Key(
+        ("none", "cpu"), (3,), Numerics.EXACT, "parameters rest in the host's memory", False),
+}  # fmt: skip
+"""Every key that is known to keep the computation; the one with the largest effect first."""
+
+EFFECT_ORDER = ("micro_batch", "zero_stage", "gradient_accumulation", *KEYS)
+
+
+def stages_of(configuration: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
+    """The stage today, and those that the file asks to be tuned.
+
+    Raises:
+        BadInputError: it names a stage that there is not.
+
+    """
+    zero = configuration.get(ZERO) or {}
+    if not isinstance(zero, Mapping):
+        raise BadInputError(
+            f'{ZERO}={zero}: an object is needed, as in {{"stage": "all"}}; DeepSpeed stops at it'
+        )
+    stage = zero.get("stage", 0)
+    if stage == "all":
+        return 0, _STAGES
+    named = stage if isinstance(stage, list) else [stage]
+    for value in named:
+        if isinstance(value, bool) or value not in _STAGES:
+            raise BadInputError(f'{ZERO}.stage={value}: allowed are 0, 1, 2, 3, a list, or "all"')
+    if not named:
+        raise BadInputError(f"{ZERO}.stage=[]: a list needs at least one choice")
+    return int(named[0]), tuple(named) if isinstance(stage, list) else _STAGES
+
+
+def declare(
+    configuration: Mapping[str, Any], batch: Batch, autotuning: Autotuning
+) -> tuple[list[Knob], dict[str, str]]:
+    """Every knob that exists here, and why each other one does not."""
+    stage, stages = stages_of(configuration)
+    low = autotuning.min_train_micro_batch_size_per_gpu
+    high = autotuning.max_train_micro_batch_size_per_gpu
+    listed = configuration.get(_deepspeed_batch.MICRO)
+    asked = listed if isinstance(listed, list) else batch.micro_batches()
+    micro = sorted({m for m in asked if low <= m <= high} | {batch.micro_batch})
+    changes = Numerics.ALTERING if batch.rule == "free" else Numerics.REORDERED
+    knobs = [
+        Knob("micro_batch", Kind.ORDINAL, batch.micro_batch, tuple(micro), unit="samples",
+             scope=Scope.PROCESS, numerics=changes, help="samples of one forward pass of a rank"),
+        Knob("zero_stage", Kind.ORDINAL, stage, tuple(sorted({*stages, stage})),
+             scope=Scope.PROCESS, numerics=Numerics.REORDERED,
+             help="what ranks share out: nothing, optimizer state, + gradients, + parameters"),
+    ]  # fmt: skip
+    absent: dict[str, str] = {}
+    if batch.rule == "free":
+        knobs.append(
+            Knob("gradient_accumulation", Kind.ORDINAL, batch.accumulation, batch.accumulations(),
+                 unit="micro-batches", scope=Scope.PROCESS, numerics=changes,
+                 help="micro-batches of a step")
+        )  # fmt: skip
+    else:
+        absent["gradient_accumulation"] = "with batch=fixed it follows from micro_batch"
+    zero = configuration.get(ZERO) or {}
+    return knobs + [_of_key(name, key, zero) for name, key in KEYS.items()], absent
+
+
+def _of_key(name: str, key: Key, zero: Mapping[str, Any]) -> Knob:
+    """A key of the file as a knob; its default is what the file says, or to leave it out."""
+    own = zero.get(name)
+    choices: Sequence[Value] = key.values
+    if isinstance(own, list):
+        choices, own = own, own[0] if own else None
+    if isinstance(own, Mapping):
+        own = str(own.get("device", "none"))
+    elif name.startswith("offload"):
+        own = "none"
+    elif isinstance(own, Number):
+        own = int(own)
+    values = list(dict.fromkeys([own, *(int(c) if isinstance(c, Number) else c for c in choices)]))
+    numbers = [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+    kind = Kind.ORDINAL if len(numbers) == len(values) else Kind.CATEGORICAL
+    return Knob(
+        name,
+        kind,
+        own,
+        tuple(sorted(numbers)) if kind is Kind.ORDINAL else tuple(values),
+        unit=key.unit,
+        scope=Scope.PROCESS,
+        numerics=key.numerics,
+        when={"zero_stage": key.stages},
+        help=key.help,
+    )
+
+
+def settings_of(
+    knobs: Mapping[str, Any], configuration: Mapping[str, Any], autotuning: Autotuning
+) -> dict[str, Any]:
+    """``runner.knobs`` with what the file itself asks to be tuned.
+
+    A list in the file is a choice to search. Without ``autotuning.fast`` the keys that DeepSpeed
+    searches are searched, unless the file gives them a value.
+    """
+    zero = configuration.get(ZERO) or {}
+    settings = dict(knobs)
+    for name, key in KEYS.items():
+        if settings.get(name, CONFIGURED) != CONFIGURED:
+            continue
+        settings.pop(name, None)
+        unset = name not in zero
+        if isinstance(zero.get(name), list) or (not autotuning.fast and key.by_default and unset):
+            settings[name] = SEARCH
+    return {name: value for name, value in settings.items() if value != CONFIGURED}
+
+
+def write(
+    configuration: Mapping[str, Any],
+    values: Mapping[str, Value],
+    batch: Batch,
+    mappings: Mapping[str, str],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The user's configuration with the knobs' values in it, and nothing else changed.
+
+    Args:
+        configuration: of the user.
+        values: of every knob.
+        batch: the arithmetic of batches.
+        mappings: option of the script by the key whose value it takes.
+
+    Returns:
+        The configuration without its ``autotuning`` section, and the options of the script that
+        get another value.
+
+    """
+    made: dict[str, Any] = copy.deepcopy({k: v for k, v in configuration.items() if k != SECTION})
+    times = batch.accumulation_of(values)
+    options = _deepspeed_batch.written(
+        made, mappings, int(values["micro_batch"] or 1), times, batch.world_size
+    )
+    stage = int(values.get("zero_stage") or 0)
+    zero = made.get(ZERO)
+    if zero is None:
+        zero = {}
+    if stage or "stage" in zero:
+        zero["stage"] = stage
+    for name in KEYS:
+        if name in values and stage in KEYS[name].stages:
+            _put(zero, name, values[name])
+        if isinstance(zero.get(name), list):
+            zero[name] = zero[name][0]  # another stage's, which does not look at it
+    if zero or ZERO in made:
+        made[ZERO] = zero
+    for key, flag in mappings.items():
+        found = {**made, **zero}.get(key)
+        if flag not in options and found is not None and found != _deepspeed_batch.AUTO:
+            options[flag] = str(found)
+    return made, options
+
+
+def _put(zero: dict[str, Any], name: str, value: Value) -> None:
+    own = zero.get(name)
+    if name.startswith("offload"):
+        device = own.get("device", "none") if isinstance(own, Mapping) else "none"
+        if value == device or value is None:
+            return
+        if value == "none":
+            zero.pop(name, None)
+        else:
+            zero[name] = dict(_OFFLOADED)
+        return
+    if value is None:
+        zero.pop(name, None)
+    elif not isinstance(own, list) and own == value:
+        return  # as it was typed
+    elif isinstance(own, list):
+        zero[name] = next(c for c in own if c == value)
+    else:
+        zero[name] = value
+
+
+def applies(name: str, values: Mapping[str, Value]) -> bool:
+    """Whether a knob is written for the stage that it is set with."""
+    return name not in KEYS or int(values.get("zero_stage") or 0) in KEYS[name].stages
+
+
+def experiment(values: Mapping[str, Value], batch: Batch, number: int) -> str:
+    """A name in the manner of DeepSpeed's tuner."""
+    times = batch.accumulation_of(values)
+    return f"z{values['zero_stage']}_gas{times}_tmbspg{values['micro_batch']}_trial{number}"

@@ -1,0 +1,252 @@
+"""One start of the user's command, from its launch to what its ranks left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import perfsearch
+from perfsearch.deepspeed_hook import request as asked
+from perfsearch.deepspeed_hook.request import Request
+from perfsearch.runners.base import Outcome
+from perfsearch.search.trial import Measurement, Status
+from perfsearch.workers import devices, processes, registry
+from perfsearch.workers.devices import Gpu
+from perfsearch.workers.environment import Limits
+from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify
+from perfsearch.workers.leavings import Leavings, oom_kills
+from perfsearch.workers.messages import TOKEN_VARIABLE, rank_log
+from perfsearch.workers.results import combine
+
+_POLL_S = 0.1
+_LAUNCHER_LOG = "launcher.log"
+_OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_HOOK = Path(perfsearch.__file__).parent / "deepspeed_hook" / "path"
+_TOO_SHORT = (
+    "the script ended after {steps} steps, before enough of them were scored. Let it run for "
+    "longer, or set autotuning.start_profile_step and end_profile_step to less"
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is started.
+
+    Attributes:
+        words: the command.
+        request: what its ranks are asked.
+        ranks: how many report.
+        run_dir: where it is put on record.
+        limits: time limits.
+        gpus: that it uses.
+        variables: environment beside the controller's own.
+
+    """
+
+    words: Sequence[str]
+    request: Request
+    ranks: int
+    run_dir: Path
+    limits: Limits
+    gpus: tuple[Gpu, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(start: Start, time_limit_s: float) -> Outcome:
+    """Start the command, wait for its ranks' results, and leave no process behind.
+
+    Args:
+        start: the command.
+        time_limit_s: seconds from the first step's start to the last one's end; ``startup_s`` is
+            given on top of it.
+
+    """
+    logs = Path(start.request.log_directory)
+    logs.mkdir(parents=True, exist_ok=True)
+    _clear(logs, start.ranks)
+    start.request.write()
+    token = uuid.uuid4().hex
+    registry.record(start.run_dir, token, Path())
+    used = devices.used_gib(start.gpus)
+    kills, begin = oom_kills(), time.time()
+    with (logs / _LAUNCHER_LOG).open("ab") as log:
+        log.write(f"{shlex.join(start.words)}\n".encode())
+        log.flush()
+        try:
+            process = subprocess.Popen(
+                list(start.words),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(start, token),
+                start_new_session=True,
+            )
+        except OSError as error:
+            registry.forget(start.run_dir, token)
+            reason = f"{start.words[0]}: {error.strerror}"
+            return Outcome(Status.INVALID, None, reason, str(logs / _LAUNCHER_LOG), True)
+    try:
+        limit_s = time_limit_s + start.limits.startup_s
+        timed_out = _wait(process, logs, start.ranks, limit_s)
+    finally:
+        _end(process, token, start)
+        registry.forget(start.run_dir, token)
+        if start.gpus:
+            devices.wait_until_free(start.gpus, used, start.limits.grace_s)
+    results = _results(logs, start.ranks)
+    if results is not None:
+        return _measured(results, logs)
+    _break_build_locks(begin)
+    failure = _failure(start, process, limit_s if timed_out else None, oom_kills() - kills)
+    rank_file = rank_log(logs, failure.rank or 0)
+    where = rank_file if rank_file.exists() else logs / _LAUNCHER_LOG
+    return Outcome(failure.status, None, failure.reason, str(where), True)
+
+
+def train(words: Sequence[str]) -> int:
+    """Run a command in the foreground, as its user would; return its exit code."""
+    process = subprocess.Popen(list(words))
+    try:
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    return code if code >= 0 else 128 - code
+
+
+def _environment(start: Start, token: str) -> dict[str, str]:
+    environment = {**os.environ, **start.variables}
+    for name in _OF_THE_LAUNCHER:
+        environment.pop(name, None)
+    path = [str(_HOOK), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(path)
+    environment[asked.VARIABLE] = str(start.request.path.absolute())
+    environment[TOKEN_VARIABLE] = token
+    own = str(Path(sys.executable).parent)
+    found = environment.get("PATH", os.defpath).split(os.pathsep)
+    if own not in found:  # an environment that was not activated; its launcher is found there
+        environment["PATH"] = os.pathsep.join([*found, own])
+    return environment
+
+
+def _wait(process: subprocess.Popen[bytes], logs: Path, ranks: int, limit_s: float) -> bool:
+    """Wait for the end, or for every rank's result; whether the time was over before."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None or _results(logs, ranks) is not None:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _end(process: subprocess.Popen[bytes], token: str, start: Start) -> None:
+    """Let it end by itself where its ranks are done, and end what is left."""
+    if _results(Path(start.request.log_directory), start.ranks) is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(start.limits.grace_s)
+    processes.end_all(token, 1.0)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(start.limits.grace_s)
+
+
+def _break_build_locks(begin: float) -> None:
+    """Remove locks on compiled operators that ended ranks may have left.
+
+    torch keeps such a lock while an operator is built or loaded. One that outlives its process
+    would stop every later start for good. Only those made since ``begin`` can be this trial's.
+    """
+    default = Path.home() / ".cache" / "torch_extensions"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+    for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
+        with contextlib.suppress(FileNotFoundError):
+            if lock.stat().st_mtime >= begin:
+                lock.unlink()
+
+
+def _clear(logs: Path, ranks: int) -> None:
+    Leavings(logs, ranks).clear()
+    for rank in range(ranks):
+        asked.result_file(logs, rank).unlink(missing_ok=True)
+        asked.ended_file(logs, rank).unlink(missing_ok=True)
+
+
+def _results(logs: Path, ranks: int) -> list[dict[str, Any]] | None:
+    files = [asked.result_file(logs, rank) for rank in range(ranks)]
+    if not all(file.exists() for file in files):
+        return None
+    return [json.loads(file.read_text()) for file in files]
+
+
+def _measured(results: Sequence[dict[str, Any]], logs: Path) -> Outcome:
+    combined = combine(list(results))
+    measurement = Measurement(**combined["measurement"])
+    log = str(rank_log(logs, 0))
+    return Outcome(Status(combined["status"]), measurement, combined["reason"], log, True)
+
+
+def _failure(
+    start: Start, process: subprocess.Popen[bytes], timed_out: float | None, kills: int
+) -> Failure:
+    logs = Path(start.request.log_directory)
+    left = Leavings(logs, start.ranks)
+    tails, code = left.tails(), process.returncode
+    errors = left.errors()
+    if not errors and timed_out is None and code == 0:
+        return _ended_early(logs, start.ranks)
+    known = errors or timed_out is not None or not tails
+    ends = [] if known or code is None else [ProcessEnd(_guilty(tails), _own(code), time.time())]
+    failure = classify(
+        Evidence(
+            errors=errors,
+            ends=ends,
+            log_tails=tails,
+            oom_kills=max(0, kills),
+            timed_out=timed_out,
+        )
+    )
+    if tails:
+        return failure
+    return Failure(Status.CRASH, f"the command ended with exit code {code} before any rank began")
+
+
+def _own(code: int) -> int:
+    """The exit code of a rank that its launcher passed on; shells add 128 to a signal's number."""
+    return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
+
+
+def _guilty(tails: Mapping[int, str]) -> int:
+    """The rank whose log speaks of an error, or the first."""
+    return next((r for r, text in sorted(tails.items()) if "Error" in text), min(tails, default=0))
+
+
+def _ended_early(logs: Path, ranks: int) -> Failure:
+    for rank in range(ranks):
+        file = asked.ended_file(logs, rank)
+        if not file.exists():
+            continue
+        record = json.loads(file.read_text())
+        if record["phase"] != "train":
+            reason = "the script ended without calling deepspeed.initialize"
+            return Failure(Status.INVALID, reason, rank)
+        return Failure(Status.INVALID, _TOO_SHORT.format(steps=record["steps"]), rank)
+    return Failure(Status.CRASH, "the command ended well, but no rank of it was ever seen")

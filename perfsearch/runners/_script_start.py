@@ -1,0 +1,182 @@
+"""A small program that starts a script with found settings, and needs torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from perfsearch.parallel.wrapper import wrapper_arguments
+from perfsearch.search.knob import Value
+
+NAME = "start.py"
+
+_HEAD = '''"""Starts a script with the settings that a search has found; it needs torch alone.
+
+    torchrun TORCHRUN_OPTIONS start.py SCRIPT ARGUMENTS...
+
+Each constructor gets the arguments below in place of the script's own. `changes.py` says how to
+write them into the script instead, after which this file is not needed.
+"""
+
+import functools
+import inspect
+import os
+import runpy
+import sys
+
+
+def give(cls, arguments, without=()):
+    """Have every object of a class be made with these arguments, and without others."""
+    original = cls.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self, *args, **kwargs):
+        bound = signature.bind(self, *args, **kwargs).arguments
+        bound.update(bound.pop("kwargs", {}))
+        bound.pop("self")
+        first = [bound.pop(name) for name in ("module", "dataset") if name in bound]
+        for name in without:
+            bound.pop(name, None)
+        original(self, *first, **{**bound, **arguments})
+
+    cls.__init__ = init
+'''
+
+_DDP = """
+
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+give(DistributedDataParallel, {arguments!r}, {without!r})
+"""
+
+_LOADER = """
+
+from torch.utils.data import DataLoader  # noqa: E402
+
+give(DataLoader, {arguments!r}, {without!r})
+"""
+
+_OPTIMIZER = '''
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
+
+seen = set()
+
+
+def implementation(optimizer, args, kwargs):
+    """Before its first step, have an optimizer walk over its parameters the way that was found."""
+    if id(optimizer) in seen:
+        return
+    seen.add(id(optimizer))
+    for group in optimizer.param_groups:
+        if {name!r} in group:
+            group.update(foreach={foreach}, fused={fused})
+    if {fused}:
+        optimizer._step_supports_amp_scaling = True
+
+
+register_optimizer_step_pre_hook(implementation)
+'''
+
+_FULLY_SHARD = """
+
+import torch.distributed.fsdp as fsdp  # noqa: E402
+
+shard = fsdp.fully_shard
+fsdp.fully_shard = functools.wraps(shard)(
+    lambda *args, **kwargs: shard(*args, **{{**kwargs, "reshard_after_forward": {reshard}}})
+)
+"""
+
+_FSDP1 = """
+
+import torch.distributed.fsdp as fsdp  # noqa: E402
+
+give(fsdp.FullyShardedDataParallel, {{{arguments}}})
+"""
+
+_TAIL = """
+
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+_LOADER_NAMES = {
+    "dataloader_workers": "num_workers",
+    "prefetch_factor": "prefetch_factor",
+    "persistent_workers": "persistent_workers",
+    "pin_memory": "pin_memory",
+}
+
+
+def program(objects: Mapping[str, Value], wrappers: list[str], module: bool) -> str:
+    """The text of ``start.py``.
+
+    Args:
+        objects: knobs of what the script builds.
+        wrappers: kinds of data-parallel wrappers that it makes.
+        module: whether the script is started as a module.
+
+    """
+    parts = [_HEAD]
+    parts += _ddp(objects) + _loader(objects) + _optimizer(objects) + _sharding(objects, wrappers)
+    if objects.get("cudnn_benchmark") is not None:
+        value = bool(objects["cudnn_benchmark"])
+        parts.append(
+            f"\n\nimport torch  # noqa: E402\n\ntorch.backends.cudnn.benchmark = {value}\n"
+        )
+    tail = _TAIL
+    if module:
+        tail = tail.replace("sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))\n", "")
+        tail = tail.replace(
+            'runpy.run_path(sys.argv[0], run_name="__main__")',
+            "sys.path[0] = os.getcwd()\n"
+            'runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)',
+        )
+    return "".join([*parts, tail])
+
+
+def _ddp(objects: Mapping[str, Value]) -> list[str]:
+    arguments = wrapper_arguments(objects)
+    names = ("gradient_as_bucket_view", "static_graph", "find_unused_parameters")
+    arguments.update({n: objects[n] for n in names if objects.get(n) is not None})
+    of_buckets = any(objects.get(n) is not None for n in ("bucket_cap_mb", "first_bucket_mb"))
+    without = ("bucket_cap_mb", "bucket_cap_mb_list") if of_buckets else ()
+    return [_DDP.format(arguments=arguments, without=without)] if arguments or without else []
+
+
+def _loader(objects: Mapping[str, Value]) -> list[str]:
+    found = {n: objects[knob] for knob, n in _LOADER_NAMES.items() if objects.get(knob) is not None}
+    without: tuple[str, ...] = ()
+    if found.get("num_workers") == 0:
+        without = ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context")
+        found = {name: value for name, value in found.items() if name not in without}
+    return [_LOADER.format(arguments=found, without=without)] if found else []
+
+
+def _optimizer(objects: Mapping[str, Value]) -> list[str]:
+    name = objects.get("optimizer_implementation")
+    if name in (None, "default"):
+        return []
+    return [_OPTIMIZER.format(name=name, foreach=name == "foreach", fused=name == "fused")]
+
+
+def _sharding(objects: Mapping[str, Value], wrappers: list[str]) -> list[str]:
+    stage = objects.get("zero_stage")
+    parts = []
+    if stage is not None and "fully_shard" in wrappers:
+        parts.append(_FULLY_SHARD.format(reshard=stage == 3))
+    given = []
+    if stage is not None:
+        strategy = "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP"
+        given.append(f'"sharding_strategy": fsdp.ShardingStrategy.{strategy}')
+    prefetch = objects.get("fsdp_backward_prefetch")
+    if prefetch is not None:
+        kind = f"fsdp.BackwardPrefetch.BACKWARD_{str(prefetch).upper()}"
+        given.append(f'"backward_prefetch": {"None" if prefetch == "none" else kind}')
+    if objects.get("fsdp_forward_prefetch") is not None:
+        given.append(f'"forward_prefetch": {bool(objects["fsdp_forward_prefetch"])}')
+    if given and "fsdp1" in wrappers:
+        parts.append(_FSDP1.format(arguments=", ".join(given)))
+    return parts

@@ -1,0 +1,54 @@
+"""What each of several gloo ranks runs for ``test_dtensor_export``."""
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+SAMPLES = 8
+
+
+def make():
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Embedding(12, 8), nn.Flatten(), nn.Linear(24, 8), nn.ReLU(), nn.LayerNorm(8),
+        nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4),
+    ).double()  # fmt: skip
+    batch = (torch.randint(12, (SAMPLES, 3)), torch.randn(SAMPLES, 4).double())
+    return model, loss, batch
+
+
+def loss(model, batch):
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def launch(directory, world, text):
+    torch.multiprocessing.spawn(run, (str(directory), world, text), nprocs=world)
+    return torch.load(f"{directory}/found.pt")
+
+
+def run(rank, directory, world, text):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world
+    )
+    model, loss, batch = make()
+    expected = loss(model, batch)
+    expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model, _, _ = make()
+    exported = {}
+    exec(compile(text, "dtensor_plan.py", "exec"), exported)
+    mesh = exported["parallelize"](model, "cpu")
+    mine = DTensor.from_local(batch[0].chunk(world)[rank], mesh, [Shard(0)])
+    value = loss(model, (mine, batch[1]))
+    value.backward()
+    errors = [abs(value - expected).item()]
+    for name, parameter in model.named_parameters():
+        errors.append((parameter.grad.full_tensor() - gradients[name]).abs().max().item())
+    if rank == 0:
+        placements = {n: str(p.placements[0]) for n, p in model.named_parameters()}
+        torch.save((errors, placements), f"{directory}/found.pt")
+    dist.destroy_process_group()

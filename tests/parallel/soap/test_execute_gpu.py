@@ -1,0 +1,18 @@
+"""The same over NCCL, launched and then replayed from CUDA graphs."""
+
+import pytest
+import torch
+from parallel.soap.soap_odd_models import ODD
+from parallel.soap.soap_ranks import launch_gpu
+
+COUNT = torch.cuda.device_count()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
+def test_plans_on_gpus_give_what_one_gpu_gives(tmp_path):
+    names = ["mlp", "dlrm", "tables", "conv", "transformer", *sorted(set(ODD) - {"recurrent"})]
+    found = launch_gpu(tmp_path, min(COUNT, 4), names, count=6)
+    for name, results in found.items():
+        assert max(error for error, _ in results) < 1e-9, (name, results)
+        assert any(replayed for _, replayed in results), name
