@@ -74,8 +74,8 @@ def _link(records: list[dict[str, Any]]) -> str:
              truth, f"{r['bound']:.1%}", r["finding"]]
         )  # fmt: skip
     text = (
-        "Two CPU ranks in network namespaces over gloo, 4 MiB of gradients and 100 ms of computing a "
-        "step. `wire` is what these bytes take at the link's rate, `true share` what the step took "
+        "Two CPU ranks in network namespaces over gloo, 4 MiB of gradients and 100 ms of computing "
+        "a step. `wire` is what these bytes take at the link's rate, `true share` what the step took "
         "longer than over the free link, with that one's own share added.\n\n"
     )
     head = [
