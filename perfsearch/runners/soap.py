@@ -185,7 +185,7 @@ class Soap(Runner):
     @property
     def replays(self) -> bool:
         """Whether steps are replayed, so that launching costs the host nothing."""
-        return self.options.cuda_graph and self.hardware.device == "cuda"
+        return self.options.cuda_graph and self.inputs.machine.can_replay
 
     def _imported(self) -> Plan | None:
         path = self.options.import_from
