@@ -167,7 +167,10 @@ class Soap(Runner):
 
         def simulator() -> Simulator:
             inputs, cost_of = self.inputs, self.inputs.cost_of(self.replays)
-            return Simulator(inputs.graph, inputs.machine, cost_of, roles, extra, allowed)
+            machine = inputs.machine
+            if self.replays:
+                machine = replace(machine, transfer_host_us=0.0, sync_host_us=0.0)
+            return Simulator(inputs.graph, machine, cost_of, roles, extra, allowed)
 
         self._make_simulator = simulator
         self._simulator = simulator()
@@ -182,7 +185,7 @@ class Soap(Runner):
     @property
     def replays(self) -> bool:
         """Whether steps are replayed, so that launching costs the host nothing."""
-        return self.options.cuda_graph and self.hardware.device == "cuda"
+        return self.options.cuda_graph and self.inputs.machine.can_replay
 
     def _imported(self) -> Plan | None:
         path = self.options.import_from

@@ -9,6 +9,7 @@ from parallel.soap import synthetic
 
 from perfsearch.assemble import build_runner, strategy_factory
 from perfsearch.config import validate
+from perfsearch.parallel.soap import strategy_file
 from perfsearch.parallel.soap.axes import Whole
 from perfsearch.parallel.soap.configuration import data_parallel
 from perfsearch.parallel.soap.costs import CostTable, shards_of
@@ -127,6 +128,24 @@ def test_the_chain_is_walked_after_the_baseline_and_shown(tmp_path, tables, open
     saved = json.loads((tmp_path / "run" / "soap" / "machine.json").read_text())
     assert saved["calibrated"]
     assert saved["step_us"] == 2000.0
+
+
+def test_saved_tables_give_the_same_search_without_running_anything(tmp_path, tables, opened):
+    runner = opened()
+    trials = []
+    chosen = settings(tmp_path, tables)
+    strategy = strategy_factory(chosen)(runner.space, runner.hints(trials))
+    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
+    trials[0].measurement.step_seconds = [1.7 * s for s in trials[0].measurement.step_seconds]
+    strategy.tell(trials[0])
+    best = runner.plan(strategy.ask())
+    kept = str(tmp_path / "again.yaml")
+    saved = tmp_path / "run" / "soap"
+    again = settings(tmp_path / "other", saved, mode="estimate", export_to=kept)
+    planner = build_runner(again)
+    assert planner.estimate(again, View()) == 0
+    planner.close()
+    assert strategy_file.parse(Path(kept).read_text(), runner.inputs.graph) == best
 
 
 def test_no_proposals_run_an_imported_plan_as_it_is(tmp_path, tables, opened):
