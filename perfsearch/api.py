@@ -113,25 +113,33 @@ def autotune(model: torch.nn.Module, **options: Any) -> torch.nn.parallel.Distri
 
 def apply(
     source: str | Path | Mapping[str, Any],
-    model: torch.nn.Module,
+    model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-) -> torch.nn.parallel.DistributedDataParallel:
+) -> torch.nn.parallel.DistributedDataParallel | None:
     """Wrap a model as a search of ``runner=ddp`` found best.
 
         model = perfsearch.apply("outputs/RUN/best/config.yaml", model, optimizer)
 
-    What only takes effect elsewhere (environment variables before the start, the loader's
-    arguments) is named in a warning.
+    Without a model, at the beginning of a script: wrappers, loaders and optimizers that it builds
+    from then on take the knobs, as under ``perfsearch-run --knobs``. What only takes effect
+    elsewhere (environment variables before the start, the loader's arguments) is named in a
+    warning.
 
     Args:
         source: ``best/config.yaml`` or the run's directory, or knobs by name.
-        model: a module, which is wrapped, or a ``DistributedDataParallel`` between two steps.
+        model: a module, which is wrapped, or a ``DistributedDataParallel`` between two steps;
+            ``None``: whatever the script builds.
         optimizer: of the model; it takes the implementation that was found.
 
     Raises:
         BadInputError: no such file, a knob that a wrapper does not know, or another runner's.
 
     """
-    from perfsearch.online import applying
+    from perfsearch import api_apply
 
-    return applying.apply(applying.read_knobs(source), model, optimizer)
+    knobs = api_apply.read_knobs(source)
+    if model is None:
+        api_apply.prepare(knobs)
+        return None
+    wrapped: torch.nn.parallel.DistributedDataParallel = api_apply.apply(knobs, model, optimizer)
+    return wrapped

@@ -18,6 +18,7 @@ from perfsearch.online import enable, enabling, participant, session
 from perfsearch.online import wrapper as wrapping
 from perfsearch.online.optimizer import ImplementationSwitch
 from perfsearch.online.wrapper import configuration_of, rewrap
+from perfsearch.parallel.hierarchy import HierarchicalAllReduce
 
 WIDTH = 96
 
@@ -233,6 +234,20 @@ def failing(directory):
     )  # fmt: skip
 
 
+def hanging(directory):
+    """The last rank never comes to the first hierarchical all-reduce."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        HierarchicalAllReduce.reduce_and_wait = lambda *_: time.sleep(3600)
+    begin = time.monotonic()
+    found = tuned(
+        directory,
+        time_limit_s=1.5,
+        knobs={"bucket_cap_mb": [1, 25], "hierarchical_group_size": "search", "first_bucket_mb": 1,
+               "optimizer_implementation": "default", "gradient_as_bucket_view": False},
+    )  # fmt: skip
+    return {**found, "seconds": time.monotonic() - begin}
+
+
 def apart(directory):
     """Rank 1 stops stepping its optimizer: tuning ends, training does not hang."""
     enable({"log_file": str(directory / "log.csv"), "time_limit_s": 0.5})
@@ -337,9 +352,12 @@ def main():
     scenario, directory = sys.argv[1], Path(sys.argv[2])
     found = globals()[scenario](directory)
     (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
     sys.stdout.flush()
-    assert os.environ["RANK"]
+    sys.stderr.flush()
+    if scenario == "hanging":
+        dist.barrier()
+        os._exit(0)  # threads still wait in collectives that will not end
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ class Participant:
         self._parameters = {id(p) for p in model.module.parameters()}
         self._switch: ImplementationSwitch | None = None
         self._before: dict[str, Value] | None = None
+        self._hung: set[int] = set()
         self.train_iter = 0
         self._told_facts = False
         self._clock: Clock = make_clock(self._device)
@@ -110,7 +111,8 @@ class Participant:
             instruction = self._decide() if self._channel.leads else self._channel.await_decision()
             report = Report(self.train_iter)
             if instruction.kind == APPLY:
-                self._before = self._in_force(model)
+                if self._before is None:  # what every rank has confirmed
+                    self._before = self._in_force(model)
                 begin = time.monotonic()
                 failure = self._apply(model, instruction.configuration)
                 report = Report(self.train_iter, failure, time.monotonic() - begin)
@@ -179,12 +181,16 @@ class Participant:
 
         Whatever goes wrong is an answer, since all ranks have to go back together.
         """
+        size = int(configuration.get("hierarchical_group_size") or 0)
+        if size in self._hung:
+            return f"{NOT_IN_TIME} {self._options.time_limit_s:g} s before: groups of {size}"
         try:
             wrapping.rewrap(model, configuration)
             if self._switch is not None:
                 self._switch.apply(configuration["optimizer_implementation"])
             self._probe(model)
         except queue.Empty:
+            self._hung.add(size)
             return f"{NOT_IN_TIME} {self._options.time_limit_s:g} s"
         except Exception as error:
             return f"{type(error).__name__}: {error}"

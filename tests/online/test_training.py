@@ -110,6 +110,18 @@ def test_settings_that_fail_or_take_too_long_are_rolled_back(tmp_path):
     assert ranks[0]["in_force"]["bucket_cap_mb"] in (0.25, 25.0)
 
 
+def test_a_path_that_hangs_holds_up_no_step(tmp_path):
+    ranks, _ = run("hanging", tmp_path, nproc=4)
+    for found in ranks:
+        assert is_same(found["differs"]), found["differs"]
+        assert found["in_force"]["hierarchical_group_size"] == 0
+    trials = log.read(tmp_path / "log.csv").trials
+    staged = [t for t in trials if t.configuration["hierarchical_group_size"] == 2]
+    assert staged
+    assert {t.status for t in staged} == {"timeout"}
+    assert max(found["seconds"] for found in ranks) < 90
+
+
 def test_ranks_that_step_differently_end_tuning_and_nothing_else(tmp_path):
     ranks, output = run("apart", tmp_path)
     assert "do all ranks train the same number of steps?" in output

@@ -1,9 +1,12 @@
 """Where the knobs of a found configuration are read from."""
 
+import subprocess
+import sys
+
 import pytest
 import yaml
 
-from perfsearch.online.applying import read_knobs
+from perfsearch.api_apply import read_knobs
 from perfsearch.search.errors import BadInputError
 
 KNOBS = {"bucket_cap_mb": 8.0, "optimizer_implementation": "fused", "compile_mode": "none"}
@@ -22,6 +25,34 @@ def test_a_file_its_directory_and_the_runs_directory_are_the_same(tmp_path):
     for source in (best / "config.yaml", best, tmp_path / "run", str(best)):
         assert read_knobs(source) == KNOBS
     assert read_knobs(KNOBS) == KNOBS
+
+
+def test_a_script_builds_with_the_knobs_from_then_on(tmp_path):
+    """In a process of its own, since constructors stay wrapped."""
+    write(tmp_path / "best", knobs={**KNOBS, "dataloader_workers": 2, "nccl_algo": "Ring"})
+    code = """
+import sys, warnings, torch, perfsearch
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert perfsearch.apply(sys.argv[1]) is None
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.AdamW(net.parameters())
+loader = torch.utils.data.DataLoader([1, 2])
+net(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+print(net.bucket_bytes_cap, optimizer.param_groups[0]["fused"], loader.num_workers)
+print(*(w.message for w in caught if "perfsearch" in str(w.message)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    built, said = done.stdout.strip().splitlines()
+    assert built == f"{8 * 2**20} True 2"
+    assert said == "perfsearch.apply: not in force by itself: start the script with NCCL_ALGO=Ring"
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,26 @@ def apply(knobs: Mapping[str, Value], model: Any, optimizer: Any) -> Any:
     return model
 
 
+def prepare(knobs: Mapping[str, Value]) -> None:
+    """Have everything that is built from now on take the knobs; see ``perfsearch.apply``."""
+    from perfsearch.instrument.script import Script
+    from perfsearch.run_knobs import plan
+
+    planned = plan(knobs, [])
+    script = Script(planned.objects)
+    script.losses.keeping = False
+    script.switches.put_into_force()
+    variables = {n: v for n, v in planned.environment.items() if os.environ.get(n) != v}
+    elsewhere = [f"start the script with {_assigned(variables)}"] if variables else []
+    elsewhere += [f"{name}={value}" for name, value in planned.unreachable.items()]
+    for text in elsewhere:
+        warnings.warn(f"perfsearch.apply: not in force by itself: {text}", stacklevel=3)
+
+
+def _assigned(variables: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in variables.items())
+
+
 def _module(knobs: Mapping[str, Value], module: Any) -> Any:
     import torch
 
@@ -109,8 +129,7 @@ def _elsewhere(knobs: Mapping[str, Value]) -> list[str]:
     wanted = {n: v for n, v in variables.items() if os.environ.get(n) != v}
     found = []
     if wanted:
-        text = " ".join(f"{name}={value}" for name, value in wanted.items())
-        found.append(f"start the script with {text}")
+        found.append(f"start the script with {_assigned(wanted)}")
     loader = _ddp_export.loader_lines(knobs)
     if loader:
         text = ", ".join(f"{name}={value!r}" for name, value in loader.items())
