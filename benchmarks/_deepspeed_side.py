@@ -11,7 +11,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,7 @@ def tune(size: str, ranks: int, on_gpu: bool, directory: Path, limit_s: float) -
                 print(f"  {time.monotonic() - begin:5.0f} s: {done}", flush=True)
         finished = process.poll() is not None
         if not finished:
-            os.killpg(process.pid, 9)
-            process.wait()
+            _end(process)
     results = directory / "autotuning_results"
     optimal = results / "ds_config_optimal.json"
     tail = (directory / "tuner.log").read_text()[-2000:]
@@ -124,6 +123,18 @@ def tune(size: str, ranks: int, on_gpu: bool, directory: Path, limit_s: float) -
         "chosen": json.loads(optimal.read_text()) if optimal.exists() else None,
         "log": "" if optimal.exists() else tail,
     }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it with everything that it has started, each in a session of its own."""
+    import psutil
+
+    started = psutil.Process(process.pid).children(recursive=True)
+    for one in [psutil.Process(process.pid), *started]:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+    psutil.wait_procs(started, timeout=10)
 
 
 def _metrics(directory: Path) -> list[Path]:

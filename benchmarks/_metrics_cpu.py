@@ -24,7 +24,7 @@ from perfsearch.workers.environment import Environment, Limits
 from perfsearch.workloads.spec import WorkloadSpec
 
 SLEEPS_MS = (20.0, 60.0, 120.0)
-LINK_MBIT = (50, 100, 200)
+LINK_MBIT = (50, 200, 500)
 GRADIENT_MIB = 4.0
 PHASE_JOBS = (("gpt", "tiny"), ("mlp", "tiny"), ("resnet", "tiny"), ("dlrm", "tiny"))
 _HOSTS = ("10.217.41.1", "10.217.41.2")
@@ -37,7 +37,9 @@ _NAMES = Path("/etc/netns")
 def look(workload: WorkloadSpec, repeats: int = 1, **environment: Any) -> list[Measurement]:
     """Close looks at the baseline of a job."""
     with tempfile.TemporaryDirectory() as name:
-        where = Environment(Path(name), limits=Limits(120, 180, 10), **environment)
+        one_thread = {"OMP_NUM_THREADS": "1"}  # more would wait for each other on few processors
+        limits = Limits(120, 180, 10)
+        where = Environment(Path(name), limits=limits, variables=one_thread, **environment)
         runner = DDP(DdpOptions("cpu", {"static_graph": "search"}), workload, where)
         runner.open(Path(name))
         found = []
@@ -138,7 +140,7 @@ def _inside(space: str) -> list[str]:
     return ["unshare", "--uts", "sh", "-c", named, "sh"]
 
 
-_KEPT = ("step_ms", "exposed_ms", "without_ms", "bound", "finding")
+_KEPT = ("step_ms", "share", "exposed_ms", "without_ms", "bound", "finding")
 
 
 def link_rank(store: Store) -> None:
@@ -153,6 +155,9 @@ def link_rank(store: Store) -> None:
         "link-rank",
         "",
         step_ms=statistics.median(e["with_everything_ms"] for e in evidence),
+        share=statistics.median(
+            m.phases_ms["comm_exposed"] / m.bottleneck_evidence["detailed_step_ms"] for m in looks
+        ),
         exposed_ms=statistics.median(m.phases_ms["comm_exposed"] for m in looks),
         without_ms=statistics.median(e["without_communication_ms"] for e in evidence),
         bound=statistics.median(shares),

@@ -45,9 +45,14 @@ def sleeping() -> Job:
 
 
 def wide() -> Job:
-    """Layers with many parameters and little to compute: 4 MiB of gradients."""
+    """4 MiB of gradients, and computing that takes 100 ms however busy the machine is."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return _square(model, batch)
+
     layers = [nn.Linear(512, 512, bias=False) for _ in range(4)]
-    return Job(nn.Sequential(*layers), Vectors(512), _square, _sgd)
+    return Job(nn.Sequential(*layers), Vectors(512), loss, _sgd)
 
 
 def asking() -> Job:

@@ -7,9 +7,16 @@ from typing import Any
 from _metrics_store import Store
 
 
-def markdown(store: Store) -> str:
-    """Every part that was recorded, with its command, commit and hardware."""
+def markdown(store: Store, note: str = "") -> str:
+    """Every part that was recorded, with its command, commit and hardware.
+
+    Args:
+        store: the records.
+        note: what else a reader should know, such as what ran beside.
+
+    """
     sections = ["# Metrics and diagnosis against known truths\n", _INTRODUCTION]
+    sections += [f"{note}\n"] if note else []
     for part, title, make in (
         ("loader", "A loader that sleeps", _loader),
         ("phases", "Phases sum to the step", _phases),
@@ -63,7 +70,6 @@ def _link(records: list[dict[str, Any]]) -> str:
     free = next((r for r in records if r["key"] == "free"), None)
     rows = []
     for r in records:
-        share = r["exposed_ms"] / r["step_ms"]
         wire, truth = "", ""
         if r["wire_ms"] is not None:
             wire = f"{r['wire_ms']:.1f}"
@@ -71,13 +77,13 @@ def _link(records: list[dict[str, Any]]) -> str:
             added = r["step_ms"] - free["step_ms"] + free["exposed_ms"]
             truth = f"{added / r['step_ms']:.1%}"
         rows.append(
-            [r["key"], f"{r['step_ms']:.1f}", wire, f"{r['exposed_ms']:.1f}", f"{share:.1%}",
+            [r["key"], f"{r['step_ms']:.1f}", wire, f"{r['exposed_ms']:.1f}", f"{r['share']:.1%}",
              truth, f"{r['bound']:.1%}", r["finding"]]
         )  # fmt: skip
     text = (
-        "Two CPU ranks in network namespaces over gloo, 4 MiB of gradients a step. `wire` is what "
-        "these bytes take at the link's rate, `true share` what the step took longer than over the "
-        "free link, with that one's own share added.\n\n"
+        "Two CPU ranks in network namespaces over gloo, 4 MiB of gradients and 100 ms of "
+        "computing a step. `wire` is what these bytes take at the link's rate, `true share` what "
+        "the step took longer than over the free link, with that one's own share added.\n\n"
     )
     head = [
         "link",

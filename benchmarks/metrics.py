@@ -71,6 +71,7 @@ def main() -> int:
     everything = {**cpu, **gpu, **held, **hidden}
     parser.add_argument("parts", nargs="+", choices=["cpu", "gpu", "report", *everything])
     parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--note", default="", help="a line for the report, such as what ran beside")
     parser.add_argument("--runs", type=Path, nargs="*", default=[], help="run directories, `bound`")
     parser.add_argument("--size", default="large", help="GPT-2's, for the parts on a GPU")
     parser.add_argument("--device", default="cuda", help="cpu tries `cost` and `tuning` themselves")
@@ -85,7 +86,7 @@ def main() -> int:
         or ("gpu" in arguments.parts and name in gpu)
     ]
     if "report" in arguments.parts:
-        print(_metrics_report.markdown(Store(arguments.store, "")), end="")
+        print(_metrics_report.markdown(Store(arguments.store, ""), arguments.note), end="")
     for name in wanted:
         print(f"== {name} ({socket.gethostname()})", flush=True)
         everything[name](Store(arguments.store, hardware(name in gpu)))

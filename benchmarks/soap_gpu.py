@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ HERE = Path(__file__).parent.absolute()
 MODELS = {"dlrm": 1024, "wide": 256, "convolutions": 1024}
 """Global batch of each job."""
 ROUNDS = 5
+CONFIRM = ("confirm.finalists=1", "confirm.max_repeats=3", "confirm.seconds=120")
 DRAWN = 6
 """Plans drawn for each model."""
 DRIFTS = (2, 4, 8, 16)
@@ -159,7 +160,13 @@ def tune_ddp(bench: Bench) -> None:
     if bench.store.has("ddp", "best"):
         return
     run_dir = bench.directory / "ddp-dlrm"
-    more = ["strategy=bayes", "budget.trials=15", "confirm.max_repeats=4"]
+    dropped = [
+        "nccl_nsocks_perthread", "nccl_socket_nthreads", "nccl_algo", "nccl_proto",
+        "nccl_min_ctas", "nccl_max_ctas", "nccl_buffsize", "omp_num_threads",
+        "hierarchical_group_size", "channels_last", "cudnn_benchmark", "compile_mode",
+    ]  # fmt: skip
+    more = ["strategy=bayes", "budget.trials=12", *CONFIRM]
+    more += [f"~runner.knobs.{name}" for name in dropped]  # these would start processes anew
     code = bench.command("ddp", "dlrm", MODELS["dlrm"], run_dir, *more)
     if code == 0:
         summary = json.loads((run_dir / "best" / "summary.json").read_text())
@@ -173,7 +180,7 @@ def searches(bench: Bench) -> None:
             continue
         run_dir = bench.directory / f"search-{model}"
         cache = f"runner.cache={bench.directory / 'cache'}"
-        more = ["strategy=mcmc", "budget.trials=6", "confirm.max_repeats=4", cache]
+        more = ["strategy=mcmc", "budget.trials=6", cache, *CONFIRM]
         code = bench.command("soap", model, batch, run_dir, *more)
         if code == 0:
             summary = json.loads((run_dir / "best" / "summary.json").read_text())
@@ -216,39 +223,48 @@ def by_hand(bench: Bench) -> dict[str, Any]:
 
 
 def side(bench: Bench) -> None:
-    """Measure the rows of a model in turn, several rounds in one sitting."""
+    """Measure the rows of a model in turn, several rounds in one sitting, in warm processes."""
     for model in MODELS:
         if not bench.store.has("search", model):
             print(f"side: no search of {model} yet", flush=True)
             continue
-        rows = _rows(bench, model)
-        for turn in range(ROUNDS):
-            order = list(rows)
-            order = order[turn % len(order) :] + order[: turn % len(order)]
-            for row in order:
-                key = f"{model}/{row}/{turn}"
-                if bench.store.has("side", key) or bench.seconds_left() < 60:
-                    continue
-                kept = rows[row](turn)
-                bench.store.add("side", key, model=model, row=row, turn=turn, **kept)
-                print(f"  {key}: {kept}", flush=True)
+        with ExitStack() as stack:
+            rows = _rows(bench, model, stack)
+            for turn in range(ROUNDS):
+                order = list(rows)
+                order = order[turn % len(order) :] + order[: turn % len(order)]
+                for row in order:
+                    key = f"{model}/{row}/{turn}"
+                    if bench.store.has("side", key) or bench.seconds_left() < 60:
+                        continue
+                    kept = rows[row](turn)
+                    bench.store.add("side", key, model=model, row=row, turn=turn, **kept)
+                    print(f"  {key}: {kept}", flush=True)
 
 
-def _rows(bench: Bench, model: str) -> dict[str, Callable[[int], dict[str, Any]]]:
-    """What measures each row; processes are fresh each time, so that none holds memory."""
+Row = Callable[[int], dict[str, Any]]
 
-    def plan_row(make: Callable[[Soap], Plan]) -> Callable[[int], dict[str, Any]]:
+
+def _rows(bench: Bench, model: str, stack: ExitStack) -> dict[str, Row]:
+    """What measures each row; a row's processes start with its first turn and stay."""
+    opened: dict[str, Any] = {}
+
+    def runner(name: str, make: Callable[[], Any]) -> Any:
+        if name not in opened:
+            opened[name] = stack.enter_context(make())
+        return opened[name]
+
+    def plan_row(make: Callable[[Soap], Plan]) -> Row:
         def measure(turn: int) -> dict[str, Any]:
-            with bench.soap(model) as runner:
-                configuration = _soap_plans.configuration_of(make(runner))
-                return visit(runner, configuration, turn)
+            soap = runner("soap", lambda: bench.soap(model))
+            return visit(soap, _soap_plans.configuration_of(make(soap)), turn)
 
         return measure
 
-    def ddp_row(factory: str, knobs: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
+    def ddp_row(factory: str, knobs: dict[str, Any]) -> Row:
         def measure(turn: int) -> dict[str, Any]:
-            with bench.ddp(factory, knobs) as runner:
-                return visit(runner, dict(runner.baseline), turn)
+            ddp = runner(f"{factory} {knobs}", lambda: bench.ddp(factory, knobs))
+            return visit(ddp, dict(ddp.baseline), turn)
 
         return measure
 

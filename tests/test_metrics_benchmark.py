@@ -32,6 +32,7 @@ def test_a_part_goes_on_where_it_ended(module, tmp_path, capsys):
 def test_the_page_shows_what_was_measured_and_says_what_was_not(module, tmp_path):
     store = module("_metrics_store").Store(tmp_path / "s.jsonl", "2 processors")
     common = {"exposed_ms": 30.0, "without_ms": 9.0, "bound": 0.8, "finding": "communication_bound"}
+    common["share"] = 0.429
     store.add("link", "free", wire_ms=None, **{**common, "step_ms": 40.0, "exposed_ms": 10.0})
     store.add("link", "100 Mbit/s", wire_ms=335.5, step_ms=70.0, **common)
     text = module("_metrics_report").markdown(store)

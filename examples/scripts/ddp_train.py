@@ -8,6 +8,7 @@ perfsearch-run --search --nproc-per-node 2 examples/scripts/ddp_train.py --epoch
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ def main():
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=20)
 
     for epoch in range(args.epochs):
+        begin = time.time()
         sampler.set_epoch(epoch)
         for number, (inputs, targets) in enumerate(loader):
             inputs, targets = inputs.to(device), targets.to(device)
@@ -57,7 +59,9 @@ def main():
                 schedule.step()
                 optimizer.zero_grad()
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item() * args.accumulate:.4f}", flush=True)
+            rate = len(loader) * args.batch_size * dist.get_world_size() / (time.time() - begin)
+            told = f"epoch {epoch}: loss {loss.item() * args.accumulate:.4f}"
+            print(f"{told}, {rate:.0f} samples/s", flush=True)
     dist.destroy_process_group()
 
 

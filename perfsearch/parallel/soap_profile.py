@@ -50,7 +50,7 @@ def build(context: BuildContext) -> ProfileStep:
     """Capture and measure what the options ask for, and leave it in their directory."""
     options, device = context.options, context.device
     directory = Path(options["directory"])
-    job = context.job(True)
+    job = context.host_job()
     graph = captured_of(job, options["samples"], device).graph
     first = context.groups.rank == 0
     if first:

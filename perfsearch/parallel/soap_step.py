@@ -84,9 +84,9 @@ class SoapStep(TrainStep):
         if self._recording is not None:
             self._replay(self._recording, leaves, mark)
         else:
-            self._loss = self._execution.forward(leaves)
+            self._loss = self._execution.passes.forward(leaves)
             mark("forward")
-            self._execution.backward()
+            self._execution.passes.backward()
             mark("backward")
             self._execution.apply_gradients(self.optimizer)
             mark("optimizer")
@@ -97,19 +97,19 @@ class SoapStep(TrainStep):
         execution = self._execution
 
         def forward() -> None:
-            self._loss = execution.forward(recording.inputs)
+            self._loss = execution.passes.forward(recording.inputs)
 
         def optimize() -> None:
             execution.apply_gradients(self.optimizer)
 
-        phases = [forward, execution.backward]
+        phases = [forward, execution.passes.backward]
         if self._optimizer_recorded:
             phases.append(optimize)
         recording = Recording(phases, leaves, self._device)
         if recording.record():
             self._recording = recording
         else:
-            execution.reset()
+            execution.passes.reset()
             print(f"the step is launched, not replayed: {recording.reason}", flush=True)
 
     def _replay(self, recording: Recording, leaves: list[torch.Tensor], mark: Mark) -> None:

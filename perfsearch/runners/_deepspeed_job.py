@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
 _WORKLOAD = "script"
 
+_ELSEWHERE = {
+    "module": "reads the launcher's own --module in workload.command",
+    "map": "reads autotuning.arg_mappings of the configuration",
+    "map_file": "writes its values into the configuration alone",
+    "preset": "finds the options of HF Trainer by itself, others in autotuning.arg_mappings",
+}
+"""Keys of scripts in general that have another place here."""
+
 
 def asked(settings: Settings) -> tuple[Command, Path]:
     """The command, and the path of the configuration.
@@ -38,6 +46,10 @@ def asked(settings: Settings) -> tuple[Command, Path]:
             f"workload={workload.name}: runner=deepspeed trains your own script. Set "
             "workload=script workload.command='deepspeed train.py --deepspeed_config ds.json'"
         )
+    for key, instead in _ELSEWHERE.items():
+        value = workload.options.get(key)
+        if value:
+            raise BadInputError(f"workload.{key}={value}: runner=deepspeed {instead}")
     command = Command.parse(workload.options.get("command"))
     _require(command)
     named, given = command.config_path, settings.runner.options.get("ds_config")
@@ -53,6 +65,21 @@ def asked(settings: Settings) -> tuple[Command, Path]:
             "itself names it"
         )
     return command, Path(str(path))
+
+
+def counted(settings: Settings) -> int | None:
+    """``workload.samples_per_step``, where the user says what a step of today counts for."""
+    value = settings.workload.options.get("samples_per_step")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadInputError(f"workload.samples_per_step={value}: a whole number from 1 is needed")
+    return value
+
+
+def silence(settings: Settings) -> tuple[str, ...]:
+    """``workload.silence``: arguments that keep a trial from writing checkpoints and logs."""
+    return tuple(str(word) for word in settings.workload.options.get("silence") or ())
 
 
 def _require(command: Command) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,11 @@ _HOOK = Path(perfsearch.__file__).parent / "deepspeed_hook" / "path"
 _TOO_SHORT = (
     "the script ended after {steps} steps, before enough of them were scored. Let it run for "
     "longer, or set autotuning.start_profile_step and end_profile_step to less"
+)
+
+_BUILDING = (
+    "an operator was still being compiled. Start the job once by hand, so that it is kept, or set "
+    "limits.startup_s to more"
 )
 
 
@@ -115,8 +120,10 @@ def run(start: Start, time_limit_s: float) -> Outcome:
     results = _results(logs, start.ranks)
     if results is not None:
         return _measured(results, logs)
-    _break_build_locks(begin)
+    was_building = _break_build_locks(begin)
     failure = _failure(start, process, limit_s if timed_out else None, oom_kills() - kills)
+    if timed_out and was_building:
+        failure = replace(failure, reason=f"{failure.reason}; {_BUILDING}")
     rank_file = rank_log(logs, failure.rank or 0)
     where = rank_file if rank_file.exists() else logs / _LAUNCHER_LOG
     return Outcome(failure.status, None, failure.reason, str(where), True)
@@ -169,18 +176,25 @@ def _end(process: subprocess.Popen[bytes], token: str, start: Start) -> None:
         process.wait(start.limits.grace_s)
 
 
-def _break_build_locks(begin: float) -> None:
+def _break_build_locks(begin: float) -> bool:
     """Remove locks on compiled operators that ended ranks may have left.
 
     torch keeps such a lock while an operator is built or loaded. One that outlives its process
     would stop every later start for good. Only those made since ``begin`` can be this trial's.
+
+    Returns:
+        Whether there was one.
+
     """
+    found = False
     default = Path.home() / ".cache" / "torch_extensions"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
     for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
         with contextlib.suppress(FileNotFoundError):
             if lock.stat().st_mtime >= begin:
                 lock.unlink()
+                found = True
+    return found
 
 
 def _clear(logs: Path, ranks: int) -> None:

@@ -61,8 +61,13 @@ class Script(Runner):
     """
 
     @classmethod
-    def from_options(cls, settings: Settings, given: Mapping[str, Any]) -> Script:
-        """Build it from the checked settings, and the ``runner.*`` keys of whoever was asked for.
+    def from_options(cls, settings: Settings, device: str, knobs: Mapping[str, Any]) -> Script:
+        """Build it for the runner that was asked for.
+
+        Args:
+            settings: everything that the user has set.
+            device: ``runner.device``.
+            knobs: ``runner.knobs``, as the runner has understood them.
 
         Raises:
             BadInputError: with the message for the user.
@@ -75,12 +80,12 @@ class Script(Runner):
                 "mode", f"mode={settings.mode}: workload=script has only mode=search."
             )
         options = build_options(ScriptOptions, settings.workload.options, "workload")
-        knobs = dict(given.get("knobs") or {})
+        knobs = dict(knobs)
         if settings.runner.name == "zero" and knobs.get("bucket_cap_mb") == DEFAULT_BUCKET_MB:
             del knobs["bucket_cap_mb"]  # the option file's, not a wish for this script
         try:
             return cls(
-                str(given.get("device", "auto")),
+                device,
                 knobs,
                 options,
                 environment_of(settings),

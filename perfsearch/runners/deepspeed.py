@@ -83,6 +83,8 @@ class DeepSpeed(Runner):
         batch: ``fixed`` or ``free``.
 
     Attributes:
+        counted: samples that throughput counts for a step of today; ``None``: the global batch.
+        silence: further arguments of the script in trials.
         left_out: knobs that are not searched although they were asked for by default, and why.
 
     Raises:
@@ -102,9 +104,12 @@ class DeepSpeed(Runner):
         options = build_options(DeepSpeedOptions, settings.runner.options, "runner")
         command, file = _deepspeed_job.asked(settings)
         try:
-            return cls(options, command, file, environment_of(settings), settings.batch)
+            made = cls(options, command, file, environment_of(settings), settings.batch)
         except ValueError as error:
             raise BadInputError(str(error)) from error
+        made.counted = _deepspeed_job.counted(settings)
+        made.silence = _deepspeed_job.silence(settings)
+        return made
 
     def __init__(
         self,
@@ -149,6 +154,8 @@ class DeepSpeed(Runner):
             options.memory_headroom,
             self.autotuning.num_params,
         )
+        self.counted: int | None = None
+        self.silence: tuple[str, ...] = ()
         self._trials: Sequence[Trial] = ()
         self._survived: set[str] = set()
 
@@ -170,6 +177,9 @@ class DeepSpeed(Runner):
         ignored += self._not_fed(whole, outcome)
         if ignored:
             return replace(outcome, status=Status.NOT_APPLIED, reason="; ".join(ignored))
+        if self.counted is not None:
+            samples = outcome.measurement.samples_per_step
+            outcome.measurement.samples_per_step = self.counted * samples // self.batch.global_batch
         if is_baseline:
             return outcome
         lack = self.memory.lacks_headroom(outcome.measurement)
@@ -200,7 +210,7 @@ class DeepSpeed(Runner):
             survive=survive,
         )
         return trial_of.Start(
-            words=self.command.for_trial(config, options, trial_of.free_port()),
+            words=[*self.command.for_trial(config, options, trial_of.free_port()), *self.silence],
             request=request,
             ranks=self.devices,
             run_dir=self._environment.run_dir,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfsearch.config_options import build_options, option
+from perfsearch.config_options import build_options
 from perfsearch.parallel import torch_features
 from perfsearch.parallel.soap import dtensor_export, strategy_file
 from perfsearch.parallel.soap.configuration import Plan, PlanError, data_parallel
 from perfsearch.parallel.soap.coverage import coverage
-from perfsearch.runners import _ranks, _soap_plans, _soap_report, _soap_tables
+from perfsearch.runners import _soap_plans, _soap_report, _soap_tables
+from perfsearch.runners._soap_options import SoapOptions
+from perfsearch.runners._soap_ranks import Ranks
 from perfsearch.runners.base import Outcome, Runner
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.ddp import environment_of
@@ -25,8 +26,6 @@ from perfsearch.search.space import Space
 from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.workers import devices, registry
 from perfsearch.workers.environment import Environment, detect
-from perfsearch.workers.messages import GroupSpec, TrialRequest
-from perfsearch.workers.pool import Pool
 from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
@@ -38,43 +37,6 @@ PROPOSALS = 200_000
 ALPHA = 1.0
 RETURNS = 100
 """Times that a chain goes back to its best plan, unless it is told when to."""
-
-
-@dataclass(frozen=True)
-class SoapOptions:
-    """The ``runner.*`` keys of this runner.
-
-    Attributes:
-        device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
-        split: kinds of dimensions that may be split: ``sample``, ``attribute``, ``parameter``.
-        import_from: strategy to start from, ours or FlexFlow's; with ``strategy.proposals=0`` it
-            is measured as it is.
-        export_to: where the strategy that is handed over is written, beside the run directory.
-        tables: directory with ``graph.json``, ``machine.json`` and ``costs.json`` of an earlier
-            search, or edited copies, to plan with instead of measuring.
-        cache: directory of measured costs and machines that searches share; ``null``:
-            ``~/.cache/perfsearch/soap``.
-        device_memory_gib: memory to plan for; ``null``: the devices' own.
-        min_coverage: smallest share of operators, and of FLOPs, that must have rules for splitting.
-        cuda_graph: replay the step as a CUDA graph where it allows that.
-        knobs: by operator: a value such as ``4x1@0,1,2,3`` pins it, a list of them gives its
-            choices; others are searched.
-
-    """
-
-    device: str = "auto"
-    split: tuple[str, ...] = ("sample", "attribute", "parameter")
-    import_from: str | None = None
-    export_to: str | None = None
-    tables: str | None = None
-    cache: str | None = None
-    device_memory_gib: float | None = option(None, above=0)
-    min_coverage: float = option(0.5, low=0, high=1)
-    cuda_graph: bool = True
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _soap_tables.roles_of(self.split)
 
 
 class Soap(Runner):
@@ -144,7 +106,7 @@ class Soap(Runner):
         self.space = Space([])
         self.baseline: dict[str, Value] = {}
         self.pinned: dict[str, Value] = {}
-        self._pool = Pool(environment, self.hardware.gpus)
+        self._ranks = Ranks(environment, self.hardware, self.workload)
         self._start: dict[str, Value] | None = None
         self._trials: Sequence[Trial] = ()
         self._inputs: _soap_tables.Inputs | None = None
@@ -165,7 +127,7 @@ class Soap(Runner):
     def open(self, run_dir: Path) -> None:
         """End what a killed controller left behind, describe the job, and set up the space."""
         self._environment = replace(self._environment, run_dir=run_dir)
-        self._pool = Pool(self._environment, self.hardware.gpus)
+        self._ranks = Ranks(self._environment, self.hardware, self.workload)
         registry.reap(run_dir)
         self.prepare(run_dir / "soap")
 
@@ -205,7 +167,10 @@ class Soap(Runner):
 
         def simulator() -> Simulator:
             inputs, cost_of = self.inputs, self.inputs.cost_of(self.replays)
-            return Simulator(inputs.graph, inputs.machine, cost_of, roles, extra, allowed)
+            machine = inputs.machine
+            if self.replays:
+                machine = replace(machine, transfer_host_us=0.0, sync_host_us=0.0)
+            return Simulator(inputs.graph, machine, cost_of, roles, extra, allowed)
 
         self._make_simulator = simulator
         self._simulator = simulator()
@@ -220,7 +185,7 @@ class Soap(Runner):
     @property
     def replays(self) -> bool:
         """Whether steps are replayed, so that launching costs the host nothing."""
-        return self.options.cuda_graph and self.hardware.device == "cuda"
+        return self.options.cuda_graph and self.inputs.machine.can_replay
 
     def _imported(self) -> Plan | None:
         path = self.options.import_from
@@ -233,60 +198,16 @@ class Soap(Runner):
 
     def _profile(self, directory: Path, known: list[str], machine: bool) -> None:
         """Have the ranks capture the job and measure what is not known."""
-        memory_gib = self.hardware.memory_gib
-        if memory_gib is None:
-            pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            memory_gib = pages / 2**30 / self.hardware.nproc
-        options = {
-            "directory": str(directory.absolute()),
-            "samples": self.workload.global_batch,
-            "devices": self.devices,
-            "device_name": self.hardware.device_name,
-            "memory_gib": memory_gib,
-            "known": known,
-            "machine": machine,
-            "roles": list(self.options.split),
-        }
-        request = self._request("soap_profile", {}, options)
-        plan = MeasuringPlan(
-            number=-1,
-            time_limit_s=self._environment.limits.trial_s,
-            scored_steps=(1, 1),
-            scored_seconds=0.0,
-            log_directory=self._environment.run_dir / "logs" / "profile",
-        )
-        outcome = _ranks.measure(self._pool, self._group_spec(), request, plan, None)
-        if outcome.status is not Status.OK:
-            raise BadInputError(
-                f"runner=soap: the job could not be described: {outcome.reason}. Full log: "
-                f"{outcome.log_path}"
-            )
+        self._ranks.describe(directory, known, machine, self.devices, self.options)
 
     def measure(self, configuration: Configuration, plan: MeasuringPlan) -> Outcome:
         """Train the configuration."""
         text = strategy_file.dump(self.inputs.graph, self.plan(configuration), self.devices)
-        request = self._request("soap_step", {"plan": text}, {"cuda_graph": self.replays})
-        counted = self.workload.samples_per_step
-        return _ranks.measure(self._pool, self._group_spec(), request, plan, counted)
+        return self._ranks.train(text, self.replays, plan)
 
     def plan(self, configuration: Configuration) -> Plan:
         """The plan of a configuration of the space."""
         return _soap_plans.plan_of({**self.pinned, **configuration})
-
-    def _request(
-        self, recipe: str, configuration: dict[str, Any], options: dict[str, Any]
-    ) -> TrialRequest:
-        assert self.workload.global_batch is not None
-        return TrialRequest(
-            serial=0,
-            recipe=recipe,
-            configuration=configuration,
-            samples_per_step=self.workload.global_batch,
-            recipe_options=options,
-        )
-
-    def _group_spec(self) -> GroupSpec:
-        return _ranks.group_spec(self._environment, self.hardware, self.workload, {})
 
     def identity(self) -> dict[str, str]:
         """Model, ranks, devices and versions: what a result holds for."""
@@ -443,5 +364,5 @@ class Soap(Runner):
 
     def close(self) -> None:
         """End the warm group."""
-        self._pool.close()
+        self._ranks.close()
         registry.reap(self._environment.run_dir, grace_s=0.0)

@@ -115,7 +115,7 @@ class Zero(Runner):
         if settings.workload.name == SCRIPT:
             from perfsearch.runners._script import Script
 
-            return Script.from_options(settings, chosen)
+            return Script.from_options(settings, options.device, options.knobs)
         try:
             workload = WorkloadSpec.from_mapping(
                 {"name": settings.workload.name, **settings.workload.options}

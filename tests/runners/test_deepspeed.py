@@ -20,6 +20,7 @@ from perfsearch.runners._deepspeed_batch import today
 from perfsearch.runners._deepspeed_command import Command
 from perfsearch.runners._deepspeed_memory import Memory, Rest
 from perfsearch.runners._zero_batch import Batch
+from perfsearch.runners.base import Plan
 from perfsearch.runners.deepspeed import DeepSpeed
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
@@ -39,7 +40,11 @@ def job(tmp_path, monkeypatch):
         plain = {
             "runner": {"name": "deepspeed", **changes.pop("runner", {})},
             "strategy": {"name": changes.pop("strategy", "auto")},
-            "workload": {"name": "script", "command": changes.pop("command", f"{LAUNCH} {tail}")},
+            "workload": {
+                "name": "script",
+                "command": changes.pop("command", f"{LAUNCH} {tail}"),
+                **changes.pop("workload", {}),
+            },
             "run_dir": str(tmp_path / "run"),
             **changes,
         }
@@ -404,6 +409,8 @@ def test_another_workload_is_refused():
     [
         ({"runner": {"ds_config": "other.json"}}, "runner.ds_config"),
         ({"nproc": 3}, "nproc=3"),
+        ({"workload": {"map": ["micro_batch=--bs"]}}, "arg_mappings"),
+        ({"workload": {"samples_per_step": 0}}, "from 1"),
         ({"runner": {"knobs": {"micro_batch": 3}}}, "Nearest possible: 2 or 4"),
         ({"runner": {"knobs": {"zero_stag": 3}}}, "Did you mean 'zero_stage'"),
         ({"command": "no-such-dir/deepspeed t.py --deepspeed ds.json"}, "not installed"),
@@ -417,6 +424,16 @@ def test_another_workload_is_refused():
 def test_what_cannot_work_is_refused_before_anything_starts(job, changes, words):
     with pytest.raises(BadInputError, match=words):
         job({"train_micro_batch_size_per_gpu": 4}, **changes)
+
+
+def test_trials_are_silenced_and_the_tuned_command_is_not(job, tmp_path):
+    file = {"train_micro_batch_size_per_gpu": 4}
+    runner, _ = job(file, workload={"silence": ["--no-log", 3]})
+    plan = Plan(0, log_directory=tmp_path / "logs")
+    start = runner._start({**runner.pinned, **runner.baseline}, plan, survive=False)
+    assert start.words[-2:] == ["--no-log", "3"]
+    runner.export(runner.baseline, tmp_path / "apply")
+    assert "--no-log" not in (tmp_path / "apply" / "cmd_optimal.txt").read_text()
 
 
 # ---- memory
@@ -479,5 +496,6 @@ def test_locks_of_ended_ranks_are_broken_and_older_ones_are_left(tmp_path, monke
         lock.parent.mkdir(parents=True)
         lock.touch()
     os.utime(locks[1], (1000, 1000))
-    _deepspeed_trial._break_build_locks(begin=2000)
+    assert _deepspeed_trial._break_build_locks(begin=2000)
+    assert not _deepspeed_trial._break_build_locks(begin=2000)
     assert [lock.exists() for lock in locks] == [False, True]

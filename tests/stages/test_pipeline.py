@@ -264,3 +264,10 @@ def test_one_repeat_gives_no_interval(search: Search) -> None:
 def test_readings_that_agree_by_chance_are_no_proof(search: Search) -> None:
     result = search(SyntheticRunner(spread=0.0, gain=0.01), confirm={"max_repeats": 2})
     assert result.verdict.winner is None
+
+
+def test_a_search_without_a_new_best_runs_out_of_patience(search: Search) -> None:
+    """No configuration is better than the baseline, so the third search trial is the last."""
+    result = search(SyntheticRunner(gain=-0.2), budget={"trials": 10, "patience": 3})
+    assert result.reason == "budget.patience=3: no new best in 3 trials"
+    assert len([t for t in result.trials if t.purpose is Purpose.SEARCH]) == 3

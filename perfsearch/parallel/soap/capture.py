@@ -19,7 +19,15 @@ from perfsearch.parallel.soap.assembly import assemble
 from perfsearch.parallel.soap.axes import Whole
 from perfsearch.parallel.soap.draft import Draft
 from perfsearch.parallel.soap.graph import INPUT, WHOLE, Graph, Parameter, Role
-from perfsearch.parallel.soap.lowering import RULES, Call, Lowered, Slot, Value, same
+from perfsearch.parallel.soap.lowering import (
+    RULES,
+    TAKE_PARAMETERS,
+    Call,
+    Lowered,
+    Slot,
+    Value,
+    same,
+)
 from perfsearch.parallel.soap.precision import Autocast
 from perfsearch.parallel.soap.rules_dense import embedding_bag
 from perfsearch.parallel.soap.rules_loss import LOSSES, total
@@ -38,25 +46,6 @@ from perfsearch.parallel.soap.traced import (
 from perfsearch.parallel.soap.tracing import CaptureError, Loss, Program, trace
 from perfsearch.parallel.soap.writes import Writes
 
-_TAKE_PARAMETERS = frozenset(
-    {
-        "linear",
-        "matmul",
-        "embedding",
-        "embedding_bag",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "layer_norm",
-        "rms_norm",
-        "batch_norm",
-        "group_norm",
-        "instance_norm",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-    }
-)
 _CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_size"})
 _HAVE_RULES = frozenset({"dropout", "scaled_dot_product_attention"})
 _UNSPLIT = "draws random numbers in a form that has no rule for splitting it"
@@ -228,7 +217,7 @@ class _Capture:
         if rule is None:
             tags = getattr(call.target, "tags", ())
             return pointwise(call) if torch.Tag.pointwise in tags else None
-        if call.name in _TAKE_PARAMETERS:
+        if call.name in TAKE_PARAMETERS:
             lowered = rule(call)
             if lowered is not None:
                 return lowered

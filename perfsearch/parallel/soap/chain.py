@@ -14,7 +14,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from perfsearch.parallel.soap import delta
+from perfsearch.parallel.soap import delta, proposals
 from perfsearch.parallel.soap.compiled import compiled
 from perfsearch.parallel.soap.routes import NO_SPACE
 from perfsearch.parallel.soap.tables import (
@@ -91,10 +91,10 @@ def propose(t: Integers, w: Integers, reals: Reals, random: Random) -> None:
     """Draw a proposal; see the module."""
     operator = draw_below(random, t[OPERATORS])
     if draw_unit(random) >= reals[CARRY]:
-        delta.change(t, w, operator, _any_config(t, operator, random))
+        proposals.change(t, w, operator, _any_config(t, operator, random))
         return
     if draw_unit(random) < 0.5:
-        delta.change(t, w, operator, _any_config(t, operator, random))
+        proposals.change(t, w, operator, _any_config(t, operator, random))
     _carry(t, w, operator, random)
 
 
@@ -128,7 +128,7 @@ def _carry(t: Integers, w: Integers, operator: int, random: Random) -> None:
         if config < 0:
             return
         if config != w[plan + other]:
-            delta.change(t, w, other, config)
+            proposals.change(t, w, other, config)
         operator = other
         if draw_unit(random) < 0.25:
             return
@@ -158,24 +158,24 @@ def _note(t: Integers, w: Integers, time: int) -> None:
 
 
 @compiled
-def walk(t: Integers, c: Reals, w: Integers, reals: Reals, random: Random, proposals: int) -> int:
-    """Go on until ``proposals`` were simulated in all.
+def walk(t: Integers, c: Reals, w: Integers, reals: Reals, random: Random, count: int) -> int:
+    """Go on until ``count`` proposals were simulated in all.
 
     Returns:
         0 when done, or ``NO_SPACE``, after which the arena must grow and this be called again.
 
     """
-    while w[ITERATION] < proposals:
+    while w[ITERATION] < count:
         before = random[0]
         propose(t, w, reals, random)
-        outcome = delta.prepare(t, c, w)
+        outcome = proposals.prepare(t, c, w)
         if outcome == NO_SPACE:
-            delta.withdraw(t, w)
+            proposals.withdraw(t, w)
             random[0] = before
             return NO_SPACE
         time = -1
         accepted = False
-        if outcome == delta.INFEASIBLE:
+        if outcome == proposals.INFEASIBLE:
             w[INFEASIBLE_COUNT] += 1
         else:
             time = delta.evaluate(t, w)
@@ -192,7 +192,7 @@ def walk(t: Integers, c: Reals, w: Integers, reals: Reals, random: Random, propo
                     w[w[BEST_PLAN] + k] = w[w[PLAN] + t[OPERATORS] + k]
             delta.accept(t, w)
         else:
-            delta.withdraw(t, w)
+            proposals.withdraw(t, w)
         if w[ITERATION] % w[EVERY] == 0 and w[SERIES_USED] < w[SERIES_SIZE]:
             row = w[SERIES] + 4 * w[SERIES_USED]
             w[row], w[row + 1], w[row + 2], w[row + 3] = w[ITERATION], w[COST], time, w[BEST_COST]

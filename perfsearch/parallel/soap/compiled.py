@@ -12,7 +12,16 @@ import numba
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_MODULES = ("tables", "routes", "steps", "delta", "chain")
+_MODULES = (
+    "tables",
+    "overlaps",
+    "routes",
+    "transfers",
+    "steps",
+    "proposals",
+    "delta",
+    "chain",
+)
 """All that is compiled. What is kept of one holds code of the others."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perfsearch.parallel.soap import chain as chains
-from perfsearch.parallel.soap import delta, steps
+from perfsearch.parallel.soap import delta, proposals, steps
 from perfsearch.parallel.soap import tables as at
 from perfsearch.parallel.soap.routes import NO_SPACE
 from perfsearch.parallel.soap.tables import Integers, Reals
@@ -118,14 +118,14 @@ class Engine:
         return recorded[: self._w[at.TRACED] or rows]
 
     def propose(self, changes: dict[int, int]) -> int:
-        """Time of the current plan with these changes; ``delta.INFEASIBLE`` beyond memory.
+        """Time of the current plan with these changes; ``proposals.INFEASIBLE`` beyond memory.
 
         The current plan stays. Call ``accept`` or ``withdraw`` next.
         """
         while True:
             for operator, config in changes.items():
-                delta.change(self._t, self._w, operator, config)
-            outcome = delta.prepare(self._t, self._c, self._w)
+                proposals.change(self._t, self._w, operator, config)
+            outcome = proposals.prepare(self._t, self._c, self._w)
             if outcome != NO_SPACE:
                 break
             self.withdraw()
@@ -138,11 +138,11 @@ class Engine:
 
     def withdraw(self) -> None:
         """Drop the proposal."""
-        delta.withdraw(self._t, self._w)
+        proposals.withdraw(self._t, self._w)
 
-    def walk(self, proposals: int) -> None:
-        """Go on until the chain has simulated ``proposals``."""
-        arguments = (self._reals, self._random, proposals)
+    def walk(self, count: int) -> None:
+        """Go on until the chain has simulated ``count`` proposals."""
+        arguments = (self._reals, self._random, count)
         while chains.walk(self._t, self._c, self._w, *arguments) == NO_SPACE:
             self._grow()
 
@@ -188,8 +188,8 @@ class Engine:
             at.BEFORE: 2 * (2 * operators + 1) * 4 * devices,
             at.ARRIVED: 2 * edges * devices,
             at.ARRIVED_BACK: 2 * edges * devices,
-            at.FRESH: 2 * operators,
-            at.MOVED: operators,
+            at.FRESH: 2 * edges,
+            at.LAUNCHED: 4 * edges,
             at.CHANGED: max(operators, chains.LONGEST_CARRY),
             at.VOLUME: devices * devices,
             at.LISTS: 6 * devices,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -52,6 +53,12 @@ class Layout:
     given: list[Exchange | None]
     given_batches: list[PieceBatch]
     synchroniser: Synchroniser
+
+    @cached_property
+    def exchanges(self) -> list[Exchange]:
+        """All of this rank's."""
+        found = [exchange for node in self.nodes for exchange in node.outgoing]
+        return found + [exchange for exchange in self.given if exchange is not None]
 
 
 def lay_out(

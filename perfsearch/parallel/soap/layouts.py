@@ -175,9 +175,8 @@ def layout(
             weights[place] += 0 if by_rows else size
             resident[place] += round(size * copies)
             replicas.setdefault((parameter.name, tiles[parameter.name]), []).append(place)
-    return Layout(
-        degrees, tuple(parts), tuple(resident), tuple(weights), _syncs(operator, replicas)
-    )
+    syncs = _syncs(operator, replicas)
+    return Layout(degrees, tuple(parts), tuple(resident), tuple(weights), syncs, by_rows)
 
 
 def _syncs(

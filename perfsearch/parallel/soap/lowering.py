@@ -133,6 +133,27 @@ Rule = Callable[[Call], Lowered | None]
 
 RULES: dict[str, Rule] = {}
 
+TAKE_PARAMETERS = frozenset(
+    {
+        "linear",
+        "matmul",
+        "embedding",
+        "embedding_bag",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "layer_norm",
+        "rms_norm",
+        "batch_norm",
+        "group_norm",
+        "instance_norm",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+    }
+)
+"""Functions whose rules take parameters as they are; others take them as tensors."""
+
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Register a rule for functions."""

@@ -52,6 +52,7 @@ class Machine:
         task_us: what each part of an operator takes beside its own time, each way.
         sync_on_link: whether sums of gradients queue behind other transfers of the device.
         updates_rows: whether tables of one device alone are updated by the rows that were read.
+        can_replay: whether steps may be replayed, so that launching costs the host nothing.
         calibrated: by what measured step ``task_us`` and ``step_us`` were fitted; empty: not yet.
         bucket_mib: gradients that are summed together; 0: each operator's by themselves.
 
@@ -74,6 +75,7 @@ class Machine:
     task_us: float = 0.0
     sync_on_link: bool = False
     updates_rows: bool = False
+    can_replay: bool = False
     calibrated: str = ""
     bucket_mib: float = 25.0
 

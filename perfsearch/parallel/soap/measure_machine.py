@@ -66,6 +66,7 @@ def measure(
         copy_us=copy_us,
         copy_us_per_mib=copy_us_per_mib,
         updates_rows=rows,
+        can_replay=device.type == "cuda",
         sync_on_link=device.type == "cuda",  # NCCL is given one order over its communicators
         transfer_host_us=host_us,
         sync_host_us=host_us,

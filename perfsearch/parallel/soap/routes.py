@@ -5,15 +5,21 @@ senders and its groups, receivers that wait for the same senders:
 
     header    forward senders, forward groups, backward senders, backward groups,
               start of the backward half, kind forward, kind backward, receivers of bytes
-    senders   (device, time of packing, duration where it receives nothing, else -1)...
+    senders   (device, time of packing, duration where it receives nothing else -1, latency)...
     group     number of sources, of receivers, sources...,
-              then (device, duration, time of putting together)...
+              then (device, duration, time of putting together, latency)...
     bytes     (device, bytes)...
 """
 
 from __future__ import annotations
 
 from perfsearch.parallel.soap.compiled import compiled
+from perfsearch.parallel.soap.overlaps import (
+    collective,
+    copy_time,
+    curve_time,
+    overlaps,
+)
 from perfsearch.parallel.soap.tables import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -22,19 +28,13 @@ from perfsearch.parallel.soap.tables import (
     ARENA_USED,
     BROADCAST,
     C_DEVICES,
-    C_LAYOUT,
     C_PARTS,
     C_WIDTH,
     CLASS_FIRST,
     CONFIG,
-    COPY_NS,
-    COPY_NS_PER_MIB,
     DEVICES,
-    E_BYTES,
-    E_DIMS,
     E_GRADIENT,
     E_NEED_OF,
-    E_NEEDS,
     E_WIDTH,
     EDGE,
     EDGE_CLASS,
@@ -47,10 +47,7 @@ from perfsearch.parallel.soap.tables import (
     NEED_COUNT,
     NODE_OF,
     OPERATOR_CLASS,
-    OWNED,
     PLACES,
-    POINTS,
-    RECTANGLES,
     REDUCE_SCATTER,
     VOLUME,
     Integers,
@@ -60,24 +57,6 @@ from perfsearch.parallel.soap.tables import (
 HEADER = 8
 NO_SPACE = -1
 """Instead of a place, where the arena or its table must grow first."""
-_KINDS = 6
-
-
-@compiled
-def curve_time(t: Integers, c: Reals, across: int, kind: int, members: int, size: float) -> int:
-    """Nanoseconds of a transfer, between the points of its curve; at least that of the first.
-
-    ``c`` has the sizes of the points, then their times by (within or across nodes, kind, members).
-    """
-    points = t[POINTS]
-    times = points + ((across * _KINDS + kind) * (t[DEVICES] + 1) + members) * points
-    if size <= c[0]:
-        return int(c[times] + 0.5)
-    k = 0
-    while k < points - 2 and size > c[k + 1]:
-        k += 1
-    slope = (c[times + k + 1] - c[times + k]) / (c[k + 1] - c[k])
-    return int(c[times + k] + slope * (size - c[k]) + 0.5)
 
 
 @compiled
@@ -96,7 +75,7 @@ def find_route(t: Integers, c: Reals, w: Integers, edge: int, source: int, targe
         slot = (slot + 1) & mask
     parts = t[t[CONFIG] + C_WIDTH * source + C_PARTS] + t[t[CONFIG] + C_WIDTH * target + C_PARTS]
     # An upper bound: each receiver may be a group of its own.
-    longest = HEADER + 12 * parts + 2 * parts * parts
+    longest = HEADER + 14 * parts + 2 * parts * parts
     if w[ARENA_USED] + longest > w[ARENA_SIZE] or 2 * w[KEYS_USED] > mask:
         return NO_SPACE
     place: int = _build(t, c, w, edge, source, target)
@@ -107,76 +86,14 @@ def find_route(t: Integers, c: Reals, w: Integers, edge: int, source: int, targe
 
 
 @compiled
-def _needs(t: Integers, edge: int, layout: int) -> int:
-    """Place of the rectangles that the parts of the consumer's layout read."""
-    record = t[EDGE_CLASS] + E_WIDTH * t[t[EDGE] + 3 * edge + 2]
-    consumer = t[t[OPERATOR_CLASS] + t[t[EDGE] + 3 * edge + 1]]
-    place: int = t[RECTANGLES] + t[t[record + E_NEEDS] + layout - t[t[CLASS_FIRST] + consumer]]
-    return place
-
-
-@compiled
-def _overlaps(t: Integers, w: Integers, edge: int, source: int, target: int) -> int:
-    """Fill the volume, in bytes by receiving and sending part; return the bytes that move."""
-    record = t[EDGE_CLASS] + E_WIDTH * t[t[EDGE] + 3 * edge + 2]
-    dims, size = t[record + E_DIMS], t[record + E_BYTES]
-    sending, receiving = t[CONFIG] + C_WIDTH * source, t[CONFIG] + C_WIDTH * target
-    need = _needs(t, edge, t[receiving + C_LAYOUT])
-    own = t[RECTANGLES] + t[t[OWNED] + t[sending + C_LAYOUT]]
-    moved = 0
-    for j in range(t[receiving + C_PARTS]):
-        for i in range(t[sending + C_PARTS]):
-            volume = size
-            for d in range(dims):
-                a, b = need + 2 * (j * dims + d), own + 2 * (i * dims + d)
-                volume *= max(min(t[a + 1], t[b + 1]) - max(t[a], t[b]), 0)
-            w[w[VOLUME] + j * t[DEVICES] + i] = volume
-            if t[t[sending + C_DEVICES] + i] != t[t[receiving + C_DEVICES] + j]:
-                moved += volume
-    return moved
-
-
-@compiled
-def _collective(t: Integers, w: Integers, edge: int, source: int, target: int) -> int:
-    """Which collective the forward transfers are; ``EXCHANGE`` where they are none."""
-    sending, receiving = t[CONFIG] + C_WIDTH * source, t[CONFIG] + C_WIDTH * target
-    senders, receivers = t[sending + C_PARTS], t[receiving + C_PARTS]
-    volume, devices = w[VOLUME], t[DEVICES]
-    for j in range(receivers):
-        for i in range(senders):
-            if w[volume + j * devices + i] == 0:
-                return EXCHANGE
-    if senders == 1:
-        for j in range(1, receivers):
-            if w[volume + j * devices] != w[volume]:
-                return EXCHANGE
-        return BROADCAST if receivers > 1 else EXCHANGE
-    if senders != receivers:
-        return EXCHANGE
-    for i in range(senders):
-        found = False
-        for j in range(receivers):
-            found = found or t[t[receiving + C_DEVICES] + j] == t[t[sending + C_DEVICES] + i]
-        if not found:
-            return EXCHANGE
-    dims = t[t[EDGE_CLASS] + E_WIDTH * t[t[EDGE] + 3 * edge + 2] + E_DIMS]
-    need = _needs(t, edge, t[receiving + C_LAYOUT])
-    for j in range(1, receivers):
-        for k in range(2 * dims):
-            if t[need + k] != t[need + 2 * j * dims + k]:
-                return ALL_TO_ALL
-    return ALL_GATHER
-
-
-@compiled
 def _build(t: Integers, c: Reals, w: Integers, edge: int, source: int, target: int) -> int:
     """Write a route to the arena."""
-    if _overlaps(t, w, edge, source, target) == 0:
+    if overlaps(t, w, edge, source, target) == 0:
         return 0
     sending, receiving = t[CONFIG] + C_WIDTH * source, t[CONFIG] + C_WIDTH * target
     senders, receivers = t[sending + C_PARTS], t[receiving + C_PARTS]
     at, to = t[sending + C_DEVICES], t[receiving + C_DEVICES]
-    kind = _collective(t, w, edge, source, target)
+    kind = collective(t, w, edge, source, target)
     start: int = w[ARENA] + w[ARENA_USED]
     end = _half(t, c, w, start, start + HEADER, 0, kind, senders, at, receivers, to)
     w[start + 4], w[start + 5], w[start + 6] = end - start, kind, EXCHANGE
@@ -257,16 +174,19 @@ def _half(
         common = curve_time(t, c, across, kind, members, float(largest))
     elif kind != EXCHANGE:
         common = curve_time(t, c, across, kind, members, total / members)
+    least = curve_time(t, c, across, kind, members, 0.0) if kind != EXCHANGE else 0
     sending = 0
     for i in range(senders):
         if w[targets + i]:
-            time = -1
+            time, latency = -1, 0
             if not w[receives + t[at + i]]:
-                time = common
+                time, latency = common, least
                 if kind == EXCHANGE:
                     time = curve_time(t, c, across, kind, w[targets + i], float(w[sent + i]))
-            w[end], w[end + 1], w[end + 2] = t[at + i], _copy_time(t, w[sent + i]), time
-            end += 3
+                    latency = curve_time(t, c, across, kind, w[targets + i], 0.0)
+            w[end], w[end + 1], w[end + 2] = t[at + i], copy_time(t, w[sent + i]), time
+            w[end + 3] = latency
+            end += 4
             sending += 1
     groups = 0
     for j in range(receivers):
@@ -293,28 +213,25 @@ def _half(
                 continue
             if not _same_sources(w, volume, by_receiver, by_sender, j, k, senders):
                 continue
-            time = common
+            time, latency = common, least
             if kind == EXCHANGE:
                 own = w[part_at + t[to + k]] - 1
                 peers, amount = w[sources + k], w[received + k]
                 if own >= 0:
                     peers, amount = max(peers, w[targets + own]), max(amount, w[sent + own])
                 time = curve_time(t, c, across, kind, peers, float(amount))
+                latency = curve_time(t, c, across, kind, peers, 0.0)
             needed = 0
             for i in range(senders):
                 needed += w[volume + k * by_receiver + i * by_sender]
-            w[end], w[end + 1], w[end + 2] = t[to + k], time, _copy_time(t, needed)
-            end += 3
+            w[end], w[end + 1], w[end + 2] = t[to + k], time, copy_time(t, needed)
+            w[end + 3] = latency
+            end += 4
             count += 1
         w[place + 1] = count
     w[start + header] = sending
     w[start + header + 1] = groups
     return end
-
-
-@compiled
-def _copy_time(t: Integers, size: int) -> int:
-    return int(t[COPY_NS] + t[COPY_NS_PER_MIB] * size / 1048576.0 + 0.5)
 
 
 @compiled

@@ -7,15 +7,14 @@ it reads has arrived; nothing else decides, so no queue is needed and ties canno
 Step ``s`` is the forward task of operator ``s``, or with ``n`` operators the backward task of
 operator ``2 n - 1 - s``. What an operator computes is sent as soon as it is there, and waited for
 where it is read first; a transfer begins at a device when that has done what comes before it, as a
-stream that waits for another one does. Consumers that need the same share one transfer.
+stream that waits for another one does. Consumers that need the same share one transfer, and the
+exchanges between pairs that one consumer waits for are one, sent after the last of its producers.
 """
 
 from __future__ import annotations
 
 from perfsearch.parallel.soap.compiled import compiled
 from perfsearch.parallel.soap.tables import (
-    ARRIVED,
-    ARRIVED_BACK,
     BACKWARD,
     BEFORE,
     C_DEVICES,
@@ -36,10 +35,10 @@ from perfsearch.parallel.soap.tables import (
     HOST,
     HOST_IS_FREE,
     IN_FIRST,
+    LAUNCHED,
     LINK,
     LIVE,
     LIVE_FIRST,
-    MOVED,
     OPERATORS,
     OPTIMIZE,
     OPTIMIZER,
@@ -53,8 +52,7 @@ from perfsearch.parallel.soap.tables import (
     P_WIDTH,
     PLAN,
     ROUTES,
-    SEND_BACKWARD,
-    SEND_FORWARD,
+    SKIP_SHIFT,
     STATE,
     STEP_NS,
     STEPS_RUN,
@@ -62,11 +60,19 @@ from perfsearch.parallel.soap.tables import (
     SYNC_HOST_NS,
     SYNC_ON_LINK,
     SYNCHRONISE,
-    TRACE,
     TRACE_SIZE,
-    TRACED,
-    TRANSFER_HOST_NS,
     Integers,
+)
+from perfsearch.parallel.soap.transfers import (
+    arrival,
+    half,
+    is_exchange,
+    is_last_source,
+    leads,
+    send,
+    send_all,
+    trace,
+    wait,
 )
 
 
@@ -89,7 +95,6 @@ def run(t: Integers, w: Integers, first: int, stop: int, settled: int, plan: int
 
     """
     operators, devices = t[OPERATORS], t[DEVICES]
-    clock = w[CLOCK]
     size = 4 * devices
     state = w[STATE]
     free = state + DEVICE * devices
@@ -110,22 +115,11 @@ def run(t: Integers, w: Integers, first: int, stop: int, settled: int, plan: int
             for k in range(t[t[OUT_FIRST] + operator], t[t[OUT_FIRST] + operator + 1]):
                 edge = t[t[OUT_EDGES] + k]
                 if w[routes + edge] and leads(t, w, edge, routes):
-                    later = 0
-                    arrived = w[ARRIVED_BACK] + edge * devices
-                    if plan == 1:
-                        other = t[t[EDGE] + 3 * edge + 1]
-                        if w[w[FRESH] + operators + other] == clock:
-                            arrived += t[EDGES] * devices
-                        else:
-                            later = w[w[MOVED] + other]
-                    _wait(t, w, w[routes + edge], 2, arrived, later)
+                    wait(t, w, edge, w[routes + edge], 1, plan)
         else:
             for edge in range(t[t[IN_FIRST] + operator], t[t[IN_FIRST] + operator + 1]):
                 if w[routes + edge] and leads(t, w, edge, routes):
-                    arrived = w[ARRIVED] + edge * devices
-                    if plan == 1 and w[w[FRESH] + t[t[EDGE] + 3 * edge]] == clock:
-                        arrived += t[EDGES] * devices
-                    _wait(t, w, w[routes + edge], 0, arrived, 0)
+                    wait(t, w, edge, w[routes + edge], 0, plan)
         record = t[CONFIG] + C_WIDTH * w[plans + operator]
         at, row = t[record + C_DEVICES], t[record + C_ROWS]
         on_host = P_BACKWARD_HOST if backward else P_FORWARD_HOST
@@ -141,20 +135,17 @@ def run(t: Integers, w: Integers, first: int, stop: int, settled: int, plan: int
             if w[TRACE_SIZE]:
                 trace(w, BACKWARD if backward else FORWARD, operator, device, begin, end)
         if backward:
-            arrived = w[ARRIVED_BACK] + plan * t[EDGES] * devices
-            for edge in range(t[t[IN_FIRST] + operator], t[t[IN_FIRST] + operator + 1]):
-                if w[routes + edge] and leads(t, w, edge, routes):
-                    _send(t, w, edge, w[routes + edge], 2, arrived + edge * devices)
+            send_all(t, w, operator, 1, plan, step)
             if t[record + C_GROUP_COUNT]:
                 _synchronise(t, w, operator, record)
         else:
-            arrived = w[ARRIVED] + plan * t[EDGES] * devices
             for k in range(t[t[OUT_FIRST] + operator], t[t[OUT_FIRST] + operator + 1]):
                 edge = t[t[OUT_EDGES] + k]
                 if w[routes + edge] and leads(t, w, edge, routes):
-                    _send(t, w, edge, w[routes + edge], 0, arrived + edge * devices)
-        if plan == 1:
-            w[w[FRESH] + (operators if backward else 0) + operator] = clock
+                    if not is_exchange(w, w[routes + edge]):
+                        send(t, w, edge, w[routes + edge], 0, plan, step)
+                    elif is_last_source(t, w, edge, routes):
+                        send_all(t, w, t[t[EDGE] + 3 * edge + 1], 0, plan, step)
         step += 1
     w[STEPS_RUN] += step - first
     if step == 2 * operators:
@@ -162,83 +153,6 @@ def run(t: Integers, w: Integers, first: int, stop: int, settled: int, plan: int
         for k in range(size):
             w[here + k] = w[state + k]
     return step
-
-
-@compiled
-def leads(t: Integers, w: Integers, edge: int, routes: int) -> bool:
-    """Whether no earlier consumer has had the same moved to the same devices."""
-    source = t[t[EDGE] + 3 * edge]
-    for k in range(t[t[OUT_FIRST] + source], t[t[OUT_FIRST] + source + 1]):
-        other = t[t[OUT_EDGES] + k]
-        if other == edge:
-            return True
-        if w[routes + other] == w[routes + edge]:
-            return False
-    return True
-
-
-@compiled
-def _half(w: Integers, route: int, direction: int) -> int:
-    """Where a half's senders begin."""
-    place: int = route + 8
-    if direction:
-        place = route + w[route + 4]
-    return place
-
-
-@compiled
-def _wait(t: Integers, w: Integers, route: int, direction: int, arrived: int, later: int) -> None:
-    """Let receivers' devices wait for what arrives, and put it together."""
-    free = w[STATE] + DEVICE * t[DEVICES]
-    place = _half(w, route, direction) + 3 * w[route + direction]
-    for _ in range(w[route + direction + 1]):
-        first = place + 2 + w[place]
-        last = first + 3 * w[place + 1]
-        for k in range(first, last, 3):
-            device = w[k]
-            w[free + device] = max(w[free + device], w[arrived + device] + later) + w[k + 2]
-        place = last
-
-
-@compiled
-def _send(t: Integers, w: Integers, edge: int, route: int, direction: int, arrived: int) -> None:
-    """Move an edge's tensors, gradients for direction 2, and note when they are there."""
-    devices, launch = t[DEVICES], t[TRANSFER_HOST_NS]
-    host = w[STATE] + HOST * devices
-    free = w[STATE] + DEVICE * devices
-    link = w[STATE] + LINK * devices
-    kind = SEND_BACKWARD if direction else SEND_FORWARD
-    first = _half(w, route, direction)
-    last = first + 3 * w[route + direction]
-    for k in range(first, last, 3):
-        w[free + w[k]] += w[k + 1]
-    place = last
-    for _ in range(w[route + direction + 1]):
-        sources, receivers = w[place], w[place + 1]
-        place += 2
-        available = 0
-        for k in range(place, place + sources):
-            available = max(available, w[free + w[k]])
-        place += sources
-        for k in range(place, place + 3 * receivers, 3):
-            device = w[k]
-            w[host + device] += launch
-            begin = max(max(available, w[free + device]), max(w[link + device], w[host + device]))
-            end = begin + w[k + 1]
-            w[link + device] = end
-            w[arrived + device] = end
-            if w[TRACE_SIZE]:
-                trace(w, kind, edge, device, begin, end)
-        place += 3 * receivers
-    for k in range(first, last, 3):
-        if w[k + 2] >= 0:
-            device = w[k]
-            w[host + device] += launch
-            begin = max(w[free + device], max(w[link + device], w[host + device]))
-            end = begin + w[k + 2]
-            w[link + device] = end
-            if w[TRACE_SIZE]:
-                trace(w, kind, edge, device, begin, end)
 
 
 @compiled
@@ -291,7 +205,6 @@ def is_shifted(t: Integers, w: Integers, step: int) -> bool:
                 return False
     side = 1 if step >= operators else 0
     boundary = 2 * operators - 1 - step if side else step - 1
-    arrived = w[ARRIVED_BACK] if side else w[ARRIVED]
     routes = w[ROUTES] + t[EDGES]
     row = t[LIVE_FIRST] + boundary
     for place in range(t[LIVE] + t[row], t[LIVE] + t[row + 1]):
@@ -299,18 +212,18 @@ def is_shifted(t: Integers, w: Integers, step: int) -> bool:
         route = w[routes + edge]
         if route == 0 or not leads(t, w, edge, routes):
             continue
-        other = t[t[EDGE] + 3 * edge + side]
-        if w[w[FRESH] + side * operators + other] != w[CLOCK]:
-            if (w[w[MOVED] + other] if side else 0) != shift:
+        if w[w[FRESH] + side * t[EDGES] + edge] != w[CLOCK]:
+            if not side and is_exchange(w, route) and w[w[LAUNCHED] + edge] >= step:
+                continue  # it is yet to be sent
+            if (w[SKIP_SHIFT] if side else 0) != shift:
                 return False
             continue
-        old = arrived + edge * devices
-        new = old + t[EDGES] * devices
-        k = _half(w, route, 2 * side) + 3 * w[route + 2 * side]
+        old, new = arrival(t, w, edge, side, 0), arrival(t, w, edge, side, 1)
+        k = half(w, route, side) + 4 * w[route + 2 * side]
         for _ in range(w[route + 2 * side + 1]):
             first = k + 2 + w[k]
-            last = first + 3 * w[k + 1]
-            for place_of in range(first, last, 3):
+            last = first + 4 * w[k + 1]
+            for place_of in range(first, last, 4):
                 if w[new + w[place_of]] != w[old + w[place_of]] + shift:
                     return False
             k = last
@@ -335,14 +248,3 @@ def finish(t: Integers, w: Integers, plan: int) -> int:
         longest = max(longest, end)
     whole: int = longest + t[STEP_NS]
     return whole
-
-
-@compiled
-def trace(w: Integers, kind: int, subject: int, device: int, begin: int, end: int) -> None:
-    """Record a task; those beyond the trace's size are counted and left out."""
-    row = w[TRACED]
-    if row < w[TRACE_SIZE]:
-        place = w[TRACE] + 5 * row
-        w[place], w[place + 1], w[place + 2] = kind, subject, device
-        w[place + 3], w[place + 4] = begin, end
-    w[TRACED] += 1

@@ -114,9 +114,10 @@ COST, BEST_COST, START_COST, ITERATION, ACCEPTED, INFEASIBLE_COUNT, SERIES_USED,
 )
 """Of the chain: nanoseconds of the current, best and first plan; proposals, accepted ones, ones
 beyond memory, points of the series, and the proposal that found the best plan."""
-SKIP_FROM, SKIP_TO, SKIP_SHIFT, END_FROM, END_SHIFT = range(14, 19)
-"""Steps that the last proposal skipped, and by how much later they are; the same to the end."""
-KEY_SLOTS, ARENA_SIZE, TRACE_SIZE, KEPT, EVERY, RETURN_EVERY, SERIES_SIZE = range(19, 26)
+SKIP_FROM, SKIP_TO, SKIP_SHIFT, END_FROM, END_SHIFT, FIRST_STEP = range(14, 20)
+"""Steps that the last proposal skipped, and by how much later they are; the same to the end; and
+the first step that it touches."""
+KEY_SLOTS, ARENA_SIZE, TRACE_SIZE, KEPT, EVERY, RETURN_EVERY, SERIES_SIZE = range(20, 27)
 """Sizes; proposals between points of the series, and after which the chain goes back to the best
 plan (0: never)."""
 W_SCALARS = 28
@@ -139,9 +140,9 @@ ARRIVED = 34
 ARRIVED_BACK = 35
 """(2, edges, devices): the same of its gradients."""
 FRESH = 36
-"""(2, operators): the proposal that computed it last, forward and backward."""
-MOVED = 37
-"""(operators): by how much a skipped operator's backward times lie later."""
+"""(2, edges): the proposal that moved it last, forward and backward."""
+LAUNCHED = 37
+"""(2, 2, edges): the step at which it is moved, forward and backward."""
 CHANGED = 38
 """(operators): those that a proposal changes."""
 VOLUME = 39

@@ -36,13 +36,19 @@ class _Step:
                 self.wait(edge, False)
             self.compute(operator, "forward")
             for edge in self.moved(0, operator):
-                self.send(edge, False)
+                if not self.is_exchange(edge):
+                    self.send([edge], False)
+                elif edge == self.last_exchange(edge[1]):
+                    self.send(self.exchanges(edge[1]), False)
         for operator in reversed(graph.planned):
             for edge in self.moved(0, operator):
                 self.wait(edge, True)
             self.compute(operator, "backward")
             for edge in self.moved(1, operator):
-                self.send(edge, True)
+                if not self.is_exchange(edge):
+                    self.send([edge], True)
+            if self.exchanges(operator.name):
+                self.send(self.exchanges(operator.name), True)
             chosen = self.plan[operator.name]
             known = layout(operator, chosen.degrees, owned[operator.name], machine.state_per_weight)
             for place, device in enumerate(chosen.devices):
@@ -74,6 +80,19 @@ class _Step:
                 found.append(edge)
             seen.add(key)
         return found
+
+    def is_exchange(self, edge):
+        sent = messages(self.graph, self.plan, *edge)
+        return collective(self.graph, self.plan, edge, sent) in ("exchange", "all_to_all")
+
+    def exchanges(self, name):
+        return [e for e in self.moved(1, self.graph.by_name[name]) if self.is_exchange(e)]
+
+    def last_exchange(self, name):
+        """Of the last producer's edges the first."""
+        order = {o.name: i for i, o in enumerate(self.graph.planned)}
+        last = max(order[e[0]] for e in self.exchanges(name))
+        return next(e for e in self.exchanges(name) if order[e[0]] == last)
 
     def compute(self, operator, side):
         chosen, lines = self.plan[operator.name], self.lines
@@ -109,68 +128,72 @@ class _Step:
             line = self.lines["device"]
             line[device] = max(line[device], time) + self.copy_ns(size)
 
-    def send(self, edge, backward):
-        if backward and not self.flows_back(edge):
-            return
-        machine, lines = self.machine, self.lines
-        sent = messages(self.graph, self.plan, *edge)
-        kind = collective(self.graph, self.plan, edge, sent)
-        source, target = self.plan[edge[0]], self.plan[edge[1]]
+    def send(self, edges, backward):
+        lines, machine = self.lines, self.machine
+        edges = [e for e in edges if not backward or self.flows_back(e)]
+        sides = [_Side(self, edge, backward) for edge in edges]
+        for side in sides:
+            for device, to in side.going.items():
+                lines["device"][device] += self.copy_ns(sum(to.values()))
+        into, out, ready = {}, {}, {}
+        for side in sides:
+            for device, waits in side.waits.items():
+                if device in side.coming:
+                    time, least = side.time(device)
+                    into[device] = into[device] + time - least if device in into else time
+                    before = max(lines["device"][a] for a in waits)
+                    ready[device] = max(ready.get(device, 0), before)
+            for device in side.going:
+                if device not in side.coming:
+                    time, least = side.time(device)
+                    out[device] = out[device] + time - least if device in out else time
+        for device in sorted({*into, *out}):
+            lines["host"][device] += round(1e3 * machine.transfer_host_us)
+            begin = max(lines[name][device] for name in ("device", "link", "host"))
+            begin = max(begin, ready.get(device, 0))
+            lines["link"][device] = begin + max(into.get(device, 0), out.get(device, 0))
+        for edge, side in zip(edges, sides, strict=True):
+            self.arrived[edge, backward] = {
+                device: (lines["link"][device], side.whole[device]) for device in side.coming
+            }
+
+
+class _Side:
+    """One edge's messages in one direction."""
+
+    def __init__(self, step, edge, backward):
+        machine = step.machine
+        sent = messages(step.graph, step.plan, *edge)
+        self.kind = collective(step.graph, step.plan, edge, sent)
+        source, target = step.plan[edge[0]], step.plan[edge[1]]
         if backward:
-            kind = {"all_gather": "reduce_scatter", "all_to_all": "all_to_all"}.get(
-                kind, "exchange"
-            )
+            back = {"all_gather": "reduce_scatter", "all_to_all": "all_to_all"}
+            self.kind = back.get(self.kind, "exchange")
             sent = [(b, a, size) for a, b, size in sent]
-            source, target = target, source
-        waits, whole, coming, going = {}, {}, {}, {}
+        self.waits, self.whole, self.coming, self.going = {}, {}, {}, {}
         for a, b, size in sent:
-            waits.setdefault(b, set()).add(a)
-            whole[b] = whole.get(b, 0) + size
+            self.waits.setdefault(b, set()).add(a)
+            self.whole[b] = self.whole.get(b, 0) + size
             if a != b:
-                coming.setdefault(b, {})[a] = size
-                going.setdefault(a, {})[b] = size
-        most = max(len(source.devices), len(target.devices))
-        size_of = {
-            "all_gather": max(whole.values()),
-            "broadcast": max(whole.values()),
-            "reduce_scatter": sum(whole.values()) / most,
-            "all_to_all": sum(whole.values()) / most,
-        }
+                self.coming.setdefault(b, {})[a] = size
+                self.going.setdefault(a, {})[b] = size
+        self.most = max(len(source.devices), len(target.devices))
         node = machine.devices_per_node
-        spread = any(a // node != b // node for b, found in coming.items() for a in found)
-        curves = machine.across if spread else machine.within
+        spread = any(a // node != b // node for b, found in self.coming.items() for a in found)
+        self.curves = machine.across if spread else machine.within
 
-        def time(peers, size):
-            if kind == "exchange":
-                return time_ns(curves["exchange"], peers, size)
-            return time_ns(curves[kind], most, size_of[kind])
-
-        for device, to in going.items():
-            lines["device"][device] += self.copy_ns(sum(to.values()))
-        there = self.arrived[edge, backward] = {}
-        groups = []
-        for device in target.devices:
-            if device in coming and waits[device] not in groups:
-                groups.append(waits[device])
-        for group in groups:
-            for device in target.devices:
-                if device in coming and waits[device] == group:
-                    out = going.get(device, {})
-                    peers = max(len(coming[device]), len(out))
-                    size = max(sum(coming[device].values()), sum(out.values()))
-                    lines["host"][device] += round(1e3 * machine.transfer_host_us)
-                    begin = max(
-                        *(lines["device"][a] for a in group),
-                        *(lines[name][device] for name in ("device", "link", "host")),
-                    )
-                    lines["link"][device] = begin + time(peers, size)
-                    there[device] = lines["link"][device], whole[device]
-        for device in source.devices:
-            if device in going and device not in coming:
-                lines["host"][device] += round(1e3 * machine.transfer_host_us)
-                begin = max(lines[name][device] for name in ("device", "link", "host"))
-                out = going[device]
-                lines["link"][device] = begin + time(len(out), sum(out.values()))
+    def time(self, device):
+        """Nanoseconds that a device takes part, and of a message without content."""
+        if self.kind == "exchange":
+            coming, going = self.coming.get(device, {}), self.going.get(device, {})
+            members = max(len(coming), len(going))
+            size = max(sum(coming.values()), sum(going.values()))
+        elif self.kind in ("all_gather", "broadcast"):
+            members, size = self.most, max(self.whole.values())
+        else:
+            members, size = self.most, sum(self.whole.values()) / self.most
+        curves = self.curves[self.kind]
+        return time_ns(curves, members, size), time_ns(curves, members, 0)
 
 
 def collective(graph, plan, edge, sent):

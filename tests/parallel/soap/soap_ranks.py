@@ -184,15 +184,15 @@ def _recorded(execution, stepper, leaves, device):
     """The recording, if it could be made, and where replays leave the loss."""
     kept = []
     phases = [
-        lambda: kept.append(execution.forward(recording.inputs)),
-        execution.backward,
+        lambda: kept.append(execution.passes.forward(recording.inputs)),
+        execution.passes.backward,
         lambda: execution.apply_gradients(stepper),
     ]
     recording = Recording(phases, leaves, device)
     if recording.record():
         return recording, kept
     print(f"not recorded: {recording.reason}", flush=True)
-    execution.reset()
+    execution.passes.reset()
     return None, kept
 
 

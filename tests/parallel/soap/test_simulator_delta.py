@@ -15,7 +15,7 @@ from parallel.soap.synthetic import (
     random_plan,
 )
 
-from perfsearch.parallel.soap import delta
+from perfsearch.parallel.soap import proposals
 from perfsearch.parallel.soap import tables as at
 from perfsearch.parallel.soap.configuration import data_parallel
 from perfsearch.parallel.soap.engine import ChainOptions, Engine
@@ -109,7 +109,7 @@ def test_beyond_a_devices_memory_is_infeasible():
     engine.start(numbers)
     assert engine.fits()
     alone = problem.numbers_of({o.name: problem.configurations(0)[0] for o in graph.planned})
-    assert engine.propose({i: int(c) for i, c in enumerate(alone)}) == delta.INFEASIBLE
+    assert engine.propose({i: int(c) for i, c in enumerate(alone)}) == proposals.INFEASIBLE
     engine.withdraw()
     engine.walk(500)
     assert engine[at.INFEASIBLE_COUNT] > 0

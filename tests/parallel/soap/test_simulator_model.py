@@ -1,0 +1,172 @@
+"""What the simulator charges, case by case; among them what FlexFlow's simulator got wrong."""
+
+import itertools
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from parallel.soap.synthetic import (
+    batch_input,
+    cost_of,
+    linear,
+    machine,
+    on,
+    random_graph,
+    table,
+)
+
+from perfsearch.parallel.soap.configuration import data_parallel
+from perfsearch.parallel.soap.engine import ChainOptions
+from perfsearch.parallel.soap.graph import Graph, Role
+from perfsearch.parallel.soap.layouts import layout, owned_keys
+from perfsearch.parallel.soap.simulator import Simulator
+from perfsearch.parallel.soap.tasks import sync_us
+from perfsearch.parallel.soap.timeline import busy_lines, chrome_trace
+
+X = batch_input("x", (8, 16))
+FIRST = linear("first", X, 32)
+SECOND = linear("second", FIRST, 8)
+PAIR = Graph((X, FIRST, SECOND), frozenset({"x"}), "second", 8)
+IDS = batch_input("ids", (8, 1), "int64")
+TABLE = table("table", IDS, 1000, 16)
+
+
+def syncs(operator, degrees):
+    owned = owned_keys(Graph((X, operator), frozenset({"x"}), operator.name, 8))[operator.name]
+    return layout(operator, degrees, owned, 0.0).syncs
+
+
+def test_only_the_shard_that_is_replicated_is_summed():
+    whole = 4 * (32 * 16 + 32)
+    assert syncs(FIRST, (4, 1)) == (((0, 1, 2, 3), whole),)
+    assert syncs(FIRST, (1, 4)) == ()
+    assert syncs(FIRST, (2, 2)) == (((0, 2), whole // 2), ((1, 3), whole // 2))
+
+
+def test_an_embeddings_gradient_has_the_tables_size():
+    owned = frozenset({"table.weight"})
+    assert layout(TABLE, (4, 1), owned, 0.0).syncs == (((0, 1, 2, 3), 4 * 1000 * 16),)
+
+
+def test_a_table_of_one_device_is_updated_by_rows_where_the_optimizer_allows_it():
+    owned = frozenset({"table.weight"})
+    alone = layout(TABLE, (1, 1), owned, 0.0, updates_rows=True)
+    assert alone.by_rows and alone.weight_bytes == (0,)
+    assert not layout(TABLE, (1, 1), owned, 0.0).by_rows
+    assert not layout(TABLE, (2, 1), owned, 0.0, updates_rows=True).by_rows
+    assert layout(TABLE, (1, 2), owned, 0.0, updates_rows=True).by_rows
+
+
+def transfers(plan, hardware=None):
+    simulator = Simulator(PAIR, hardware or machine(), cost_of, extra=(plan,))
+    tasks = simulator.timeline(plan)
+    return {t.device: t.end_us - t.begin_us for t in tasks if t.kind == "transfer"}
+
+
+def test_a_linear_layer_split_over_outputs_needs_its_whole_input_everywhere():
+    plan = {"first": on((4, 1), 0, 1, 2, 3), "second": on((1, 4), 0, 1, 2, 3)}
+    hardware = machine()
+    found = transfers(plan, hardware)
+    simulator = Simulator(PAIR, hardware, cost_of)
+    gathered = {**plan, "second": on((4, 1), 0, 1, 2, 3)}
+    assert transfers(gathered) == {}
+    whole_us = 4 * 8 * 32 * 0.75 * 1e6 / (0.01 * 2**30)
+    assert set(found) == {0, 1, 2, 3}
+    assert found[0] > whole_us
+    assert simulator.estimate(plan).seconds > simulator.estimate(gathered).seconds
+
+
+def test_what_stays_on_its_device_is_not_moved():
+    assert transfers({"first": on((2, 1), 1, 3), "second": on((2, 1), 1, 3)}) == {}
+    moved = transfers({"first": on((2, 1), 1, 3), "second": on((2, 1), 3, 1)})
+    assert set(moved) == {1, 3}
+
+
+def test_times_have_the_units_that_their_names_say():
+    hardware = machine()
+    exact = sync_us(replace(hardware, bucket_mib=1e-6), (0, 1, 2, 3), 1 << 20)
+    by_hand_us = 3 * 4 + 2 * 0.75 * (1 << 20) * 1e6 / (0.01 * 2**30)
+    assert exact == pytest.approx(by_hand_us, rel=0.01)
+
+
+def test_sums_over_nodes_take_the_links_between_them():
+    hardware = replace(machine(per_node=2), bucket_mib=1e-6)
+    assert sync_us(hardware, (0, 1), 1 << 20) < sync_us(hardware, (1, 2), 1 << 20)
+
+
+def test_tasks_of_one_timeline_never_overlap():
+    graph = random_graph(random.Random(11), count=8)
+    simulator = Simulator(graph, machine(), cost_of)
+    plan = simulator.drift(data_parallel(graph, range(4)), 9, seed=1)
+    tasks = simulator.timeline(plan)
+    lanes = {}
+    for task in tasks:
+        kind = "compute" if task.kind in ("forward", "backward", "optimizer") else task.kind
+        kind = "link" if kind.startswith("transfer") else kind
+        lanes.setdefault((task.device, kind), []).append((task.begin_us, task.end_us))
+    for lane in lanes.values():
+        lane.sort()
+        assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(lane))
+    end = max(task.end_us for task in tasks)
+    assert end == pytest.approx(1e6 * simulator.estimate(plan).seconds)
+    trace = json.loads(json.dumps(chrome_trace(tasks)))
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert len(spans) == len(tasks)
+    assert len(busy_lines(tasks, 4)) == 4
+
+
+def test_a_search_is_the_same_again_and_never_ends_worse_than_its_start():
+    graph = random_graph(random.Random(3), count=7)
+    start = data_parallel(graph, range(4))
+    runs = [
+        Simulator(graph, machine(), cost_of).search(start, 3000, ChainOptions(), seed=5)
+        for _ in range(2)
+    ]
+    assert runs[0].plans == runs[1].plans
+    assert runs[0].series == runs[1].series
+    other = Simulator(graph, machine(), cost_of).search(start, 3000, ChainOptions(), seed=6)
+    assert other.series != runs[0].series
+    simulator = Simulator(graph, machine(), cost_of)
+    times = [seconds for seconds, _ in runs[0].plans]
+    assert times == sorted(times)
+    assert times[0] <= simulator.estimate(start).seconds
+    for seconds, plan in runs[0].plans[:5]:
+        assert simulator.estimate(plan).seconds == seconds
+
+
+def test_a_search_keeps_to_the_memory_that_there_is():
+    graph = random_graph(random.Random(3), count=7)
+    start = data_parallel(graph, range(4))
+    roomy = Simulator(graph, machine(), cost_of)
+    limit = roomy.estimate(start).peak_gib * 1.2
+    tight = Simulator(graph, replace(machine(), memory_gib=limit), cost_of)
+    found = tight.search(start, 3000, ChainOptions(), seed=0)
+    assert found.infeasible > 0
+    assert all(roomy.estimate(plan).peak_gib <= limit for _, plan in found.plans)
+
+
+def test_a_start_beyond_memory_is_left_for_what_fits():
+    graph = random_graph(random.Random(3), count=7)
+    start = data_parallel(graph, range(4))
+    roomy = Simulator(graph, machine(), cost_of)
+    limit = roomy.estimate(start).peak_gib * 0.9
+    tight = Simulator(graph, replace(machine(), memory_gib=limit), cost_of)
+    assert not tight.estimate(start).fits
+    found = tight.search(start, 3000, ChainOptions(), seed=0)
+    assert found.plans
+    assert all(roomy.estimate(plan).peak_gib <= limit for _, plan in found.plans)
+
+
+def test_only_dimensions_of_the_chosen_kinds_are_split():
+    simulator = Simulator(PAIR, machine(), cost_of, frozenset({Role.SAMPLE}))
+    assert {c.degrees[1] for c in simulator.problem.configurations(0)} == {1}
+
+
+def test_operators_that_may_have_less_than_their_class_keep_to_it():
+    only = (on((1, 1), 2),)
+    simulator = Simulator(PAIR, machine(), cost_of, allowed={"first": only})
+    start = {**data_parallel(PAIR, range(4)), "first": only[0]}
+    found = simulator.search(start, 500, ChainOptions(alpha=0.0), seed=0)
+    assert {plan["first"] for _, plan in found.plans} == set(only)
+    assert len({plan["second"] for _, plan in found.plans}) > 1

@@ -1,0 +1,139 @@
+import random
+
+import pytest
+from parallel.soap.synthetic import cost_of, machine, on, random_graph, random_plan
+
+from perfsearch.parallel.soap import flexflow_format, graph_file, strategy_file
+from perfsearch.parallel.soap.configuration import PlanError, data_parallel
+from perfsearch.parallel.soap.costs import CostError, CostTable, Shard, ShardCost
+from perfsearch.parallel.soap.layouts import gradients
+from perfsearch.parallel.soap.machine import Machine, MachineError, at_members, at_size
+from perfsearch.parallel.soap.tasks import Problem
+
+GRAPH = random_graph(random.Random(4))
+
+
+def test_a_plan_is_read_as_it_was_written():
+    problem = Problem(GRAPH, machine(), cost_of)
+    for seed in range(5):
+        plan = random_plan(problem, random.Random(seed))
+        assert strategy_file.parse(strategy_file.dump(GRAPH, plan, 4), GRAPH) == plan
+
+
+def test_the_table_is_flexflows():
+    plan = data_parallel(GRAPH, range(2))
+    name = GRAPH.planned[0].name
+    first = strategy_file.table(GRAPH, plan)[0]
+    assert first == f"[{name}] num_dims(2) dims[2,1] device_ids[0,1]"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.replace("schema: 1", "schema: 7"), ["schema", "7"]),
+        (lambda t: t.replace("end:", "ende:"), ["ende", "end"]),
+        (lambda t: t.replace("degrees: [2, 1]", "degrees: [3, 1]", 1), ["parts", "operator"]),
+        (lambda t: t.replace("devices: [0, 1]", "devices: [0, 9]", 1), ["device 9"]),
+        (lambda t: t.replace("degrees", "degree", 1), ["degrees"]),
+        (lambda t: t + "  - x\n ]", ["not a strategy"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_operator(change, words):
+    text = strategy_file.dump(GRAPH, data_parallel(GRAPH, range(2)), 2)
+    with pytest.raises(PlanError) as error:
+        strategy_file.parse(change(text), GRAPH)
+    for word in words:
+        assert word in str(error.value)
+
+
+def flexflow_text(plan, names=None):
+    lines = [str(len(plan))]
+    for place, (name, chosen) in enumerate(plan.items()):
+        degrees = list(reversed(chosen.degrees))
+        words = [names[place] if names else name, 0, len(degrees)]
+        lines += [str(w) for w in words] + ["\t".join(map(str, degrees))]
+        lines += [str(len(chosen.devices)), "\t".join(map(str, chosen.devices))]
+    return "\n".join(lines) + "\n"
+
+
+def test_flexflows_text_is_read_innermost_dimension_first():
+    first = GRAPH.planned[0].name
+    plan = {**data_parallel(GRAPH, range(4)), first: on((1, 4), 3, 1, 0, 2)}
+    text = flexflow_text(plan)
+    assert flexflow_format.is_flexflow(text)
+    assert not flexflow_format.is_flexflow(strategy_file.dump(GRAPH, plan, 4))
+    assert flexflow_format.parse(text, GRAPH, 4) == plan
+    other = [f"Dense_{100 + i}" for i in range(len(plan))]
+    assert flexflow_format.parse(flexflow_text(plan, other), GRAPH, 4) == plan
+
+
+def test_flexflows_text_that_is_no_plan_is_refused():
+    plan = data_parallel(GRAPH, range(2))
+    text = flexflow_text(plan)
+    with pytest.raises(PlanError, match="announced"):
+        flexflow_format.parse(text.replace(str(len(plan)), str(len(plan) + 1), 1), GRAPH, 2)
+    with pytest.raises(PlanError, match="device 1"):
+        flexflow_format.parse(text, GRAPH, 1)
+    with pytest.raises(PlanError, match="cannot be told"):
+        flexflow_format.parse("1\nDense_100\n0\n2\n1\t1\n1\n0\n", GRAPH, 2)
+
+
+def test_a_graph_is_read_as_it_was_written_and_its_costs_are_found_again():
+    again = graph_file.parse(graph_file.dump(GRAPH))
+    assert [o.name for o in again.operators] == [o.name for o in GRAPH.operators]
+    assert again.edges == GRAPH.edges
+    assert again.inputs == GRAPH.inputs
+    for before, after in zip(GRAPH.planned, again.planned, strict=True):
+        wanted = gradients(GRAPH, before)
+        assert wanted == gradients(again, after)
+        assert Shard(before, before.whole, wanted).key == Shard(after, after.whole, wanted).key
+
+
+def test_costs_are_kept_by_shape_and_a_missing_one_names_the_operator(tmp_path):
+    operator = GRAPH.planned[0]
+    table = CostTable("a card", "2.13")
+    whole = Shard(operator, operator.whole, (False,) * len(operator.inputs))
+    table.add(whole, ShardCost(1.5, 2.5, 0.5))
+    table.write(tmp_path / "costs.json")
+    again = CostTable.read(tmp_path / "costs.json")
+    assert again.cost_of(operator, whole.part, whole.gradients) == ShardCost(1.5, 2.5, 0.5)
+    smaller = ((0, 1), *operator.whole[1:])
+    with pytest.raises(CostError, match=operator.name):
+        again.cost_of(operator, smaller, whole.gradients)
+    (tmp_path / "costs.json").write_text("{}")
+    with pytest.raises(CostError, match="not a table"):
+        CostTable.read(tmp_path / "costs.json")
+
+
+def test_a_machine_file_can_be_edited(tmp_path):
+    path = tmp_path / "machine.json"
+    before = machine(per_node=2)
+    before.write(path)
+    assert Machine.read(path) == before
+    path.write_text(path.read_text().replace('"memory_gib": 1', '"memory_gib": 80'))
+    assert Machine.read(path).memory_gib == 80
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "word"),
+    [
+        ('"memory_gib"', '"memory"', "memory"),
+        ('"schema": 1', '"schema": 2', "schema"),
+        ('"exchange"', '"swap"', "swap"),
+        ('"devices": 4', '"devices": 0', "devices"),
+    ],
+)
+def test_a_machine_file_that_cannot_be_is_refused(tmp_path, old, new, word):
+    path = tmp_path / "machine.json"
+    machine().write(path)
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(MachineError, match=word):
+        Machine.read(path)
+
+
+def test_curves_are_straight_between_and_beyond_their_points():
+    curve = {100: 10.0, 200: 30.0}
+    assert [at_size(curve, s) for s in (1, 100, 150, 300)] == [10.0, 10.0, 20.0, 50.0]
+    members = at_members({2: {100: 10.0}, 4: {100: 20.0}}, 3)
+    assert members == {100: 15.0}
+    assert at_members({2: {100: 10.0}, 4: {100: 20.0}}, 8) == {100: 40.0}

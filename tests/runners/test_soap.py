@@ -1,0 +1,277 @@
+"""The runner on saved tables: no process is started, trials are simulated."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from parallel.soap import synthetic
+
+from perfsearch.assemble import build_runner, strategy_factory
+from perfsearch.config import validate
+from perfsearch.parallel.soap import strategy_file
+from perfsearch.parallel.soap.axes import Whole
+from perfsearch.parallel.soap.configuration import data_parallel
+from perfsearch.parallel.soap.costs import CostTable, shards_of
+from perfsearch.parallel.soap.graph import Graph
+from perfsearch.runners import _soap_plans
+from perfsearch.runners._soap_tables import Inputs
+from perfsearch.runners.base import Outcome
+from perfsearch.search.errors import BadInputError
+from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.view import View
+
+DEVICES = 2
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """A small DLRM: two tables, a layer, their concatenation, a layer."""
+    x = synthetic.batch_input("x", (8, 4))
+    ids = synthetic.batch_input("ids", (8, 1), "int64")
+    bottom = synthetic.linear("bottom", x, 8)
+    first, second = (synthetic.table(f"table_{i}", ids, 500, 8) for i in (0, 1))
+    joined = synthetic.cat("joined", [bottom, first, second])
+    top = synthetic.linear("top", joined, 4)
+    operators = (x, ids, bottom, first, second, joined, top)
+    graph = Graph(operators, frozenset({"x", "ids"}), "top", 8)
+    costs = CostTable("a card", "2.13")
+    for shard in shards_of(graph, DEVICES):
+        costs.add(shard, synthetic.cost_of(shard.operator, shard.part, shard.gradients))
+    directory = tmp_path / "tables"
+    Inputs(graph, synthetic.machine(devices=DEVICES), costs).write(directory)
+    return directory
+
+
+def settings(tmp_path, tables, strategy=None, mode="search", **runner):
+    return validate(
+        {
+            "mode": mode,
+            "runner": {"name": "soap", "device": "cpu", "tables": str(tables), **runner},
+            "strategy": strategy or {"name": "mcmc", "proposals": 300},
+            "workload": {"name": "dlrm", "size": "tiny", "global_batch": 8},
+            "nproc": DEVICES,
+            "run_dir": str(tmp_path / "run"),
+        }
+    )
+
+
+@pytest.fixture
+def opened(tmp_path, tables):
+    """A runner after ``open``; its trials take what the simulator says."""
+    made = []
+
+    def make(**runner):
+        built = build_runner(settings(tmp_path, tables, **runner))
+        built.open(tmp_path / "run")
+        made.append(built)
+        return built
+
+    yield make
+    for built in made:
+        built.close()
+
+
+def told(runner, configuration, number, purpose=Purpose.SEARCH):
+    seconds = runner.simulator.estimate(runner.plan(configuration)).seconds
+    measured = Measurement([seconds] * 3, samples_per_step=8, peak_allocated_gib=0.1)
+    return Trial(number, dict(configuration), purpose, Status.OK, measured, seconds / 8)
+
+
+def test_the_baseline_is_data_parallel_and_each_operator_a_knob(opened):
+    runner = opened()
+    assert set(runner.space.by_name) == {"bottom", "table_0", "table_1", "joined", "top"}
+    plan = runner.plan(runner.baseline)
+    assert plan == data_parallel(runner.inputs.graph, range(DEVICES))
+    for name, value in runner.baseline.items():
+        assert _soap_plans.written(_soap_plans.read(value)) == value
+        assert value in runner.space.by_name[name].values
+    assert runner.space.feasible(runner.baseline)
+
+
+@pytest.mark.parametrize("name", ["mcmc", "random", "nevergrad", "bayes", "grid"])
+def test_every_strategy_searches_it(tmp_path, tables, opened, name):
+    runner = opened()
+    trials = []
+    strategy = strategy_factory(settings(tmp_path, tables, {"name": name}))(
+        runner.space, runner.hints(trials)
+    )
+    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
+    strategy.tell(trials[0])
+    asked = []
+    for number in range(1, 5):
+        configuration = strategy.ask()
+        assert configuration is not None
+        assert runner.space.feasible(configuration)
+        asked.append(json.dumps(configuration))
+        trials.append(told(runner, configuration, number))
+        strategy.tell(trials[-1])
+    assert len(set(asked)) == 4
+
+
+def test_the_chain_is_walked_after_the_baseline_and_shown(tmp_path, tables, opened):
+    runner = opened()
+    trials = []
+    chosen = settings(tmp_path, tables)
+    strategy = strategy_factory(chosen)(runner.space, runner.hints(trials))
+    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
+    trials[0].measurement.phases_ms = {"dataloader_next": 2.0}
+    strategy.tell(trials[0])
+    best = strategy.ask()
+    (walk,) = strategy.walks
+    assert walk.series[-1][0] == 300
+    assert walk.series[-1][3] == min(row[3] for row in walk.series)
+    assert "300 proposals" in walk.note
+    assert "can be split" in walk.note
+    predicted = runner.predict(best, trials).cost
+    assert predicted <= runner.predict(runner.baseline, trials).cost
+    saved = json.loads((tmp_path / "run" / "soap" / "machine.json").read_text())
+    assert saved["calibrated"]
+    assert saved["step_us"] == 2000.0
+
+
+def test_saved_tables_give_the_same_search_without_running_anything(tmp_path, tables, opened):
+    runner = opened()
+    trials = []
+    chosen = settings(tmp_path, tables)
+    strategy = strategy_factory(chosen)(runner.space, runner.hints(trials))
+    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
+    trials[0].measurement.step_seconds = [1.7 * s for s in trials[0].measurement.step_seconds]
+    strategy.tell(trials[0])
+    best = runner.plan(strategy.ask())
+    kept = str(tmp_path / "again.yaml")
+    saved = tmp_path / "run" / "soap"
+    again = settings(tmp_path / "other", saved, mode="estimate", export_to=kept)
+    planner = build_runner(again)
+    assert planner.estimate(again, View()) == 0
+    planner.close()
+    assert strategy_file.parse(Path(kept).read_text(), runner.inputs.graph) == best
+
+
+def test_no_proposals_run_an_imported_plan_as_it_is(tmp_path, tables, opened):
+    first = opened()
+    whole = {**first.baseline, "table_0": "1x1@1", "table_1": "1x1@0"}
+    first.export(whole, tmp_path / "apply")
+    runner = opened(import_from=str(tmp_path / "apply" / "strategy.yaml"))
+    trials = []
+    chosen = settings(tmp_path, tables, {"name": "mcmc", "proposals": 0})
+    strategy = strategy_factory(chosen)(runner.space, runner.hints(trials))
+    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
+    strategy.tell(trials[0])
+    assert strategy.ask() == whole
+    trials.append(told(runner, whole, 1))
+    strategy.tell(trials[1])
+    assert strategy.ask() is None
+
+
+def test_pinned_operators_stay_and_lists_bound(tmp_path, tables, opened):
+    runner = opened(knobs={"table_0": "1x1@1", "top": ["2x1@0,1", "1x2@1,0"]})
+    assert runner.pinned == {"table_0": "1x1@1"}
+    assert set(runner.space.by_name["top"].values) == {"2x1@0,1", "1x2@1,0"}
+    trials = []
+    strategy = strategy_factory(settings(tmp_path, tables))(runner.space, runner.hints(trials))
+    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
+    strategy.tell(trials[0])
+    for _ in range(5):
+        configuration = strategy.ask()
+        if configuration is None:
+            break
+        assert configuration["top"] in ("2x1@0,1", "1x2@1,0")
+        assert runner.plan(configuration)["table_0"].devices == (1,)
+
+
+@pytest.mark.parametrize(
+    ("runner", "words"),
+    [
+        ({"knobs": {"tpo": "1x1@0"}}, ["runner.knobs.tpo", "top"]),
+        ({"knobs": {"top": "3x1@0"}}, ["runner.knobs.top=3x1@0", "2x1@0,1"]),
+        ({"knobs": {"top": "nonsense"}}, ["runner.knobs.top=nonsense"]),
+    ],
+)
+def test_a_pin_that_cannot_be_is_refused(opened, runner, words):
+    with pytest.raises(BadInputError) as error:
+        opened(**runner)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_input_that_cannot_work_is_refused_before_anything_starts(tmp_path, tables):
+    for runner, word in (
+        ({"split": ["samples"]}, "samples"),
+        ({"import_from": str(tmp_path / "none.yaml")}, "no such file"),
+        ({"min_coverage": 2}, "min_coverage"),
+    ):
+        with pytest.raises(BadInputError, match=word):
+            build_runner(settings(tmp_path, tables, **runner))
+    with pytest.raises(BadInputError, match="captured graph"):
+        build_runner(settings(tmp_path, tmp_path / "nothing"))
+
+
+def test_memory_is_a_hard_limit(opened):
+    roomy = opened()
+    need = roomy.simulator.estimate(roomy.plan(roomy.baseline)).peak_gib
+    tight = opened(device_memory_gib=need * 0.5)
+    assert "GiB on one device" in tight.screen(tight.baseline)
+    assert roomy.screen(roomy.baseline) is None
+
+
+def test_a_model_without_rules_is_refused_with_its_operators_named(tmp_path, opened, tables):
+    x = synthetic.batch_input("x", (8, 4))
+    whole = synthetic.operator(
+        "odd", "whole", [x], (8, 4), [(Whole(8), Whole(4))], roles=(None, None)
+    )
+    graph = Graph((x, whole), frozenset({"x"}), "odd", 8)
+    costs = CostTable("a card", "2.13")
+    Inputs(graph, synthetic.machine(devices=DEVICES), costs).write(tables)
+    with pytest.raises(BadInputError, match="odd"):
+        opened()
+
+
+def test_what_is_measured_is_the_plans_text(opened, monkeypatch):
+    runner = opened()
+    texts = []
+
+    def train(text, replays, plan):
+        texts.append((text, replays))
+        return Outcome(Status.OK)
+
+    monkeypatch.setattr(runner._ranks, "train", train)
+    runner.measure({**runner.baseline, "table_0": "1x1@1"}, None)
+    ((text, replays),) = texts
+    record = yaml.safe_load(text)
+    assert record["operators"]["table_0"] == {"degrees": [1, 1], "devices": [1]}
+    assert not replays
+
+
+def test_the_export_can_be_fed_back(tmp_path, opened):
+    runner = opened(export_to=str(tmp_path / "kept.yaml"))
+    trials = [told(runner, runner.baseline, 0, Purpose.BASELINE)]
+    runner.hints(trials)
+    configuration = {**runner.baseline, "table_0": "1x1@1"}
+    trials.append(told(runner, configuration, 1))
+    written = {Path(p).name for p in runner.export(configuration, tmp_path / "apply")}
+    assert {"strategy.yaml", "timeline.json", "simulated_against_measured.csv"} <= written
+    rows = (tmp_path / "apply" / "simulated_against_measured.csv").read_text().splitlines()
+    assert len(rows) == 3
+    assert (tmp_path / "kept.yaml").read_text() == (
+        tmp_path / "apply" / "strategy.yaml"
+    ).read_text()
+    assert any(line.startswith("[table_0]") for line in runner.closing_lines(configuration, trials))
+    again = opened(**runner.settings_of(configuration))
+    assert again.plan({}) == runner.plan(configuration)
+
+
+@pytest.mark.parametrize("mode", ["simulate", "estimate"])
+def test_a_plan_is_simulated_and_searched_without_a_trial(tmp_path, tables, mode, capsys):
+    outputs = []
+    for _ in range(2):
+        chosen = settings(tmp_path, tables, mode=mode)
+        runner = build_runner(chosen)
+        assert getattr(runner, mode)(chosen, View()) == 0
+        runner.close()
+        shown = capsys.readouterr().out
+        assert "predicted step" in shown
+        assert "num_dims(2)" in shown
+        outputs.append([ln for ln in shown.splitlines() if "proposals in" not in ln])
+    assert outputs[0] == outputs[1]
+    assert any("iter(" in ln for ln in outputs[0]) == (mode == "estimate")
