@@ -1,4 +1,4 @@
-"""The command ``perfsearch``; the only file that imports Hydra, and only when it is needed."""
+"""The command ``perfsearch``; it imports Hydra only when needed, as ``perfsearch.compose`` does."""
 
 from __future__ import annotations
 

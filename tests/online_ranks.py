@@ -277,7 +277,9 @@ def two_models(directory):
 
     plain = run()
     enable({"log_file": str(directory / "log.csv"), "max_samples": 2, "steps_per_sample": 4})
+    never_trained = make(3)
     after = run()
+    assert never_trained.module is not None
     return {"differs": [differs(a, b) for a, b in zip(plain, after, strict=True)]}
 
 

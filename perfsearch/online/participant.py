@@ -75,7 +75,7 @@ class Participant:
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that ``optimizer`` has stepped."""
-        if not self.running or not self._is_ours(optimizer):
+        if not self.running or not self.is_ours(optimizer):
             return
         model = self._model()
         if model is not None and model._join_config.enable:
@@ -89,7 +89,17 @@ class Participant:
         if self._done_steps >= self._plan.discard + self._plan.score:
             self._boundary()
 
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was counted."""
+        return self.train_iter > 0
+
+    @property
+    def model_lives(self) -> bool:
+        """Whether there is still something to tune."""
+        return self._model() is not None
+
+    def is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it is the one that this model's steps are counted by: the first that was seen."""
         if self._optimizer is None or self._optimizer() is None:
             owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -101,9 +111,7 @@ class Participant:
 
     def _boundary(self) -> None:
         model = self._model()
-        if model is None:
-            self._end("the model is gone")
-            return
+        assert model is not None  # whose turn it is has a model that lives
         synchronize(self._device)
         report = self._timed_report(model)
         while True:

@@ -161,12 +161,17 @@ def _install_hook() -> Any:
 
 
 def _on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Let models take their turns: what one tries would disturb what another measures."""
-    for session in list(_sessions):
-        if session.participant.running:
+    """Let models take their turns: what one tries would disturb what another measures.
+
+    The turn is that of the model whose optimizer steps first, until it has ended or is gone.
+    """
+    _sessions[:] = [s for s in _sessions if s.participant.running and s.participant.model_lives]
+    for session in _sessions:
+        if session.participant.has_begun or session.participant.is_ours(optimizer):
             session.participant.on_step(optimizer)
+            _sessions.remove(session)
+            _sessions.insert(0, session)  # whose turn it is comes first
             return
-        _sessions.remove(session)
 
 
 def begin(model: DistributedDataParallel, options: AutotuneOptions) -> DistributedDataParallel:
