@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -156,10 +157,17 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
 def to_plain(settings: Settings) -> dict[str, Any]:
     """Plain values that ``validate`` turns back into the same settings; for ``config.yaml``."""
     plain = _plain(dataclasses.asdict(settings))
+    uri = settings.tracking.uri
+    if uri is not None and _has_credentials(uri):
+        plain["tracking"]["uri"] = None  # files are handed on; MLflow reads them from variables
     for group in GROUPS:
         chosen = plain[group]
         plain[group] = {"name": chosen["name"], **chosen["options"]}
     return {"schema_version": SCHEMA_VERSION, **plain}
+
+
+def _has_credentials(uri: str) -> bool:
+    return "@" in urllib.parse.urlsplit(uri).netloc
 
 
 def _plain(value: Any) -> Any:

@@ -94,6 +94,8 @@ def search(
         stack.callback(_close, runner)
         asked = settings.run_dir or default_run_dir(settings)
         directory, resuming = opening.choose_run_dir(asked.absolute(), settings.resume)
+        if directory != asked.absolute():
+            view.note(f"{asked} holds a finished search; this one is in {directory}")
         directory.mkdir(parents=True, exist_ok=True)
         stack.enter_context(run_directory_lock(directory))
         stack.enter_context(device_lock(runner.device_set(), view.note))

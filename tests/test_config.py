@@ -63,6 +63,14 @@ def test_written_settings_read_back_the_same():
     assert validate(to_plain(found)) == found
 
 
+def test_written_settings_hold_no_password():
+    found = settings(tracking={"uri": "http://user:secret@host:5000"})
+    assert found.tracking.uri is not None
+    assert to_plain(found)["tracking"]["uri"] is None
+    kept = settings(tracking={"uri": "http://host:5000"})
+    assert to_plain(kept)["tracking"]["uri"] == "http://host:5000"
+
+
 def test_settings_of_another_schema_are_refused():
     assert "schema_version=2" in message(schema_version=2)
 

@@ -128,6 +128,13 @@ def _finite(value: Any) -> bool:
     return True
 
 
+def printable(text: str) -> str:
+    """``text`` with what no terminal or file should meet (control characters, halves of surrogate
+    pairs) written as escapes.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 @dataclass
 class Trial:
     """One configuration that was tried.
@@ -163,6 +170,9 @@ class Trial:
     seconds: float = 0.0
     overhead_seconds: float = 0.0
     fresh_process: bool = False
+
+    def __post_init__(self) -> None:
+        self.reason = printable(self.reason)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the journal."""

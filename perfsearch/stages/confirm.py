@@ -56,7 +56,9 @@ def run(session: Session) -> Verdict:
             return _unconfirmed(session, f"not confirmed (confirm.{key}=0)")
     finalists = choose_finalists(session)
     if not finalists:
-        return Verdict(reason="no trial was faster than the baseline: no gain")
+        ran = any(t.status is Status.OK for t in session.search_trials)
+        why = "no trial was faster than the baseline" if ran else "no search trial succeeded"
+        return Verdict(reason=f"{why}: no gain")
     many = "one finalist" if len(finalists) == 1 else f"{len(finalists)} finalists"
     session.view.stage("confirm", f"{many} against the baseline")
     arms: dict[int, dict[str, Value]] = {t.number: t.configuration for t in finalists}

@@ -163,7 +163,7 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
             started[data["trial"]] = data
             pending = None if data["purpose"] == Purpose.SEARCH else pending
         elif event.name == "finished":
-            trial = Trial.from_json(data["trial"])
+            trial = _trial_of(event)
             session.add(trial)
             told.discard(trial.number)
         elif event.name == "told":
@@ -186,6 +186,23 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
         session.rerun.append((pending, None))
 
 
+def _trial_of(event: Event) -> Trial:
+    """The trial that an event tells of.
+
+    Raises:
+        JournalError: it holds what this version does not know.
+
+    """
+    try:
+        return Trial.from_json(event.data["trial"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise JournalError(
+            f"event {event.number} of the journal does not tell of a trial as this version does "
+            f"({type(error).__name__}: {error}). Use the version that wrote it, resume=never, or "
+            "another run_dir."
+        ) from error
+
+
 def _adopt_fitting(session: Session, events: Sequence[Event], opened: Sequence[Event]) -> str:
     """Tell the trials of a search that was changed since, as far as they still fit."""
     runner = session.runner
@@ -193,7 +210,7 @@ def _adopt_fitting(session: Session, events: Sequence[Event], opened: Sequence[E
     latest: dict[int, tuple[Trial, Mapping[str, Value]]] = {}
     for event in events:
         if event.name == "finished":
-            trial = Trial.from_json(event.data["trial"])
+            trial = _trial_of(event)
             known = [p for number, p in pinned_at if number < event.number]
             latest[trial.number] = trial, known[-1]
         elif event.name == "started":

@@ -93,6 +93,8 @@ class Evidence:
         oom_kills: processes that the host's OOM killer ended meanwhile.
         timed_out: seconds of the limit that was exceeded.
         starting: whether it was still starting up.
+        disk_full: why nothing can be written beside the logs; empty if it can. The cause may then
+            be missing, or be another than what is left says.
 
     """
 
@@ -103,6 +105,7 @@ class Evidence:
     oom_kills: int = 0
     timed_out: float | None = None
     starting: bool = False
+    disk_full: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,9 @@ def classify(evidence: Evidence) -> Failure:
     first = first_error(evidence.errors)
     if first is not None and not is_echo(first):
         return replace(_of_error(first, evidence), while_looking=first.phase == LOOKING)
+    if evidence.disk_full:
+        reason = f"the ranks' logs cannot be written: {evidence.disk_full}"
+        return Failure(Status.INFRASTRUCTURE, reason)
     if evidence.timed_out is not None:
         what = "start-up" if evidence.starting else "the trial"
         status = Status.INFRASTRUCTURE if evidence.starting else Status.TIMEOUT

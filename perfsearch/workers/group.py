@@ -16,7 +16,7 @@ from perfsearch.workers import devices, processes
 from perfsearch.workers.channel import Channel, ChannelClosed, Listener
 from perfsearch.workers.devices import Gpu
 from perfsearch.workers.environment import Limits
-from perfsearch.workers.failures import Evidence, Failure, classify
+from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify
 from perfsearch.workers.leavings import Leavings, launcher_report, oom_kills
 from perfsearch.workers.messages import (
     NCCL_LOG_FILE,
@@ -80,6 +80,8 @@ class WorkerGroup:
         self._channel: Channel | None = None
         self._directory: Path | None = None
         self._log_directory = Path()
+        self._ranks: list[dict[str, Any]] = []
+        self._gone: ProcessEnd | None = None
         self._used_before: list[float] = []
         self._oom_kills_before = oom_kills()
 
@@ -131,6 +133,7 @@ class WorkerGroup:
         finally:
             listener.close()
         self.info = message["info"]
+        self._ranks = message["ranks"]
         return self._shared_device(message["ranks"])
 
     def _spawn(self, first: TrialRequest) -> None:
@@ -158,7 +161,7 @@ class WorkerGroup:
     def _launcher_runs(self) -> bool:
         return self._launcher is not None and self._launcher.poll() is None
 
-    def _shared_device(self, ranks: list[dict[str, str]]) -> Failure | None:
+    def _shared_device(self, ranks: list[dict[str, Any]]) -> Failure | None:
         if self.spec.device == "cpu":
             return None
         places = [(r["host"], r["device"]) for r in ranks]
@@ -209,8 +212,13 @@ class WorkerGroup:
             raise
         if message["errors"]:
             errors = [RankError(**e) for e in message["errors"]]
-            tails = Leavings(self._log_directory, self.spec.world_size).tails()
-            evidence = Evidence(errors=errors, log_tails=tails, oom_kills=self._new_kills())
+            left = Leavings(self._log_directory, self.spec.world_size)
+            evidence = Evidence(
+                errors=errors,
+                log_tails=left.tails(),
+                oom_kills=self._new_kills(),
+                disk_full=left.cannot_be_written(),
+            )
             return Reply(failure=classify(evidence))
         return Reply(message=message)
 
@@ -225,6 +233,20 @@ class WorkerGroup:
             except TimeoutError:
                 if not self._launcher_runs():
                     raise ChannelClosed("the launcher is gone") from None
+                if self._gone is None and (ended := self._ended_rank()) is not None:
+                    # Any other code makes the launcher end the group, and report it, meanwhile.
+                    self._gone = ProcessEnd(ended, 0, time.time())
+                    deadline = min(deadline, time.monotonic() + self._limits.grace_s)
+
+    def _ended_rank(self) -> int | None:
+        """A rank on this host whose process is gone, though the launcher still runs."""
+        here = os.uname().nodename
+        for rank, process in enumerate(self._ranks):
+            if process["host"] == here and not processes.is_alive(
+                process["pid"], process["started"]
+            ):
+                return rank
+        return None
 
     def _fail(self, timed_out: float | None, starting: bool = False) -> Failure:
         """Gather what can be known of the failure, and end what is left."""
@@ -236,6 +258,8 @@ class WorkerGroup:
         left = Leavings(self._log_directory, self.spec.world_size)
         code = launcher.poll() if launcher is not None and timed_out is None else None
         ends, launcher_error = launcher_report(self._directory, code)
+        if timed_out is not None and self._gone is not None:
+            ends, timed_out = [self._gone], None
         if launcher is None and timed_out is None:
             launcher_error = f"it ended while importing torch; see {self._log_directory.parent}"
         evidence = Evidence(
@@ -246,6 +270,7 @@ class WorkerGroup:
             oom_kills=self._new_kills(),
             timed_out=timed_out,
             starting=starting,
+            disk_full=left.cannot_be_written(),
         )
         self.end(kill=True)
         return classify(evidence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from perfsearch.workers.failures import ProcessEnd, signal_name
 from perfsearch.workers.messages import LAUNCHER_REPORT, RankError, rank_error_file, rank_log
 
 _TAIL_BYTES = 16_384
+_PROBE_BYTES = 8_192  # what a rank may need to write down why it failed
 
 _KILL_COUNTS = (
     "/sys/fs/cgroup/memory.events",
@@ -47,6 +49,16 @@ class Leavings:
                 with contextlib.suppress(ValueError):  # its rank died while writing
                     found.append(RankError(**json.loads(path.read_text())))
         return found
+
+    def cannot_be_written(self) -> str:
+        """Why nothing more can be written beside the logs, such as a full disk; empty if it can."""
+        try:
+            with tempfile.TemporaryFile(dir=self.directory) as file:
+                file.write(b"0" * _PROBE_BYTES)
+                file.flush()
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
     def tails(self) -> dict[int, str]:
         """The end of each rank's log."""

@@ -13,6 +13,7 @@ from perfsearch.workers.bootstrap import AbortWatch
 from perfsearch.workers.channel import Channel, ChannelClosed
 from perfsearch.workers.measure import slowest
 from perfsearch.workers.messages import AFTER_PEER, RankError, Startup, TrialRequest
+from perfsearch.workers.processes import started_at
 from perfsearch.workers.rank import report_error, switch_log
 from perfsearch.workers.results import combine
 from perfsearch.workers.trainer import Trainer
@@ -42,7 +43,10 @@ class Loop:
         self._store = self._groups.connect()
         self._watch_store = self._groups.connect()
         self._send_lock = threading.Lock()
-        self._identity = {"host": os.uname().nodename, "device": _device_name(self._groups.device)}
+        self._identity = {
+            "host": os.uname().nodename,
+            "device": _device_name(self._groups.device),
+        }
 
     def serve(self) -> int:
         """Run until the controller says ``close`` or is gone; return the exit code."""
@@ -66,7 +70,9 @@ class Loop:
         """Make the first process group, and tell the controller that every rank is there."""
         self._groups.ensure(self._startup.group_values, self._startup.group_env, _FIRST_TIMEOUT_S)
         slowest([0.0], self._groups.device)
-        self._store.set(f"hello/{self._groups.rank}", json.dumps(self._identity))
+        process = {"pid": os.getpid(), "started": started_at(os.getpid())}
+        hello = json.dumps({**self._identity, **process})
+        self._store.set(f"hello/{self._groups.rank}", hello)
         if self._channel is None:
             return
         ranks = [json.loads(self._store.get(f"hello/{r}")) for r in self._all_ranks()]

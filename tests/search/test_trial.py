@@ -55,3 +55,11 @@ def test_an_objective_that_is_no_number_is_refused() -> None:
 def test_log_cost_error_needs_three_steps() -> None:
     assert log_cost_error(Measurement([0.1, 0.1], samples_per_step=1)) is None
     assert log_cost_error(Measurement([0.1] * 4, samples_per_step=1)) == 0
+
+
+def test_a_reason_holds_nothing_that_a_terminal_or_a_file_cannot_take() -> None:
+    text = "h\u00e9llo \udce9 \x00 \x1b[31m"
+    trial = Trial(1, {}, Purpose.SEARCH, Status.CRASH, reason=text)
+    assert trial.reason == "h\u00e9llo \\udce9 \\x00 \\x1b[31m"
+    trial.reason.encode()
+    assert Trial.from_json(trial.to_json()) == trial

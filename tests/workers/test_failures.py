@@ -222,6 +222,18 @@ def test_a_failure_that_hung_is_recorded_as_what_it_was():
     assert classify(evidence).status is Status.OOM
 
 
+def test_on_a_full_disk_nobody_is_blamed_but_who_could_say_why():
+    noise = {1: "CUDA out of memory. retrying"}
+    full = Evidence(
+        ends=[ProcessEnd(0, 1, 1.0)], log_tails=noise, disk_full="No space left on device"
+    )
+    failure = classify(full)
+    assert failure.status is Status.INFRASTRUCTURE
+    assert failure.reason == "the ranks' logs cannot be written: No space left on device"
+    said = Evidence(errors=[error("boom", rank=1)], disk_full="No space left on device")
+    assert classify(said).status is Status.CRASH
+
+
 def test_one_line():
     assert one_line("\n first \nsecond") == "first"
     assert one_line("cause:\n  the thing") == "cause: the thing"

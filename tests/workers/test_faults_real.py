@@ -160,6 +160,7 @@ def test_nan_is_divergence(warm):
     ("fault", "status", "reason"),
     [
         ({"kind": "exit", "code": 3}, Status.CRASH, "rank 1 ended with exit code 3"),
+        ({"kind": "exit", "code": 0}, Status.CRASH, "rank 1 ended with exit code 0"),
         ({"kind": "signal", "signal": "SIGKILL"}, Status.KILLED, "rank 1 was ended by SIGKILL"),
     ],
 )

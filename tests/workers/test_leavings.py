@@ -27,6 +27,11 @@ def test_tails_are_bounded_and_survive_any_bytes(tmp_path):
     assert len(tails[0]) < 20_000
 
 
+def test_a_directory_that_cannot_be_written_says_why(tmp_path):
+    assert Leavings(tmp_path, 2).cannot_be_written() == ""
+    assert Leavings(tmp_path / "gone", 2).cannot_be_written() == "No such file or directory"
+
+
 def test_what_the_launcher_says(tmp_path):
     assert launcher_report(tmp_path, None) == ([], "")
     assert launcher_report(tmp_path, 0) == ([], "")
