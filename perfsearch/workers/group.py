@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import subprocess
@@ -82,6 +83,7 @@ class WorkerGroup:
         self._log_directory = Path()
         self._ranks: list[dict[str, Any]] = []
         self._gone: ProcessEnd | None = None
+        self._gone_until = math.inf
         self._used_before: list[float] = []
         self._oom_kills_before = oom_kills()
 
@@ -225,7 +227,7 @@ class WorkerGroup:
     def _receive(self, deadline: float) -> dict[str, Any]:
         assert self._channel is not None
         while True:
-            left = deadline - time.monotonic()
+            left = min(deadline, self._gone_until) - time.monotonic()
             if left <= 0:
                 raise TimeoutError
             try:
@@ -233,33 +235,44 @@ class WorkerGroup:
             except TimeoutError:
                 if not self._launcher_runs():
                     raise ChannelClosed("the launcher is gone") from None
-                if self._gone is None and (ended := self._ended_rank()) is not None:
-                    # Any other code makes the launcher end the group, and report it, meanwhile.
-                    self._gone = ProcessEnd(ended, 0, time.time())
-                    deadline = min(deadline, time.monotonic() + self._limits.grace_s)
+                if self._gone is None and (ended := self._ended_ranks()):
+                    self._gone = ended[0]
+                    self._gone_until = time.monotonic() + self._limits.grace_s
 
-    def _ended_rank(self) -> int | None:
-        """A rank on this host whose process is gone, though the launcher still runs."""
-        here = os.uname().nodename
+    def _ended_ranks(self) -> list[ProcessEnd]:
+        """Ranks on this host whose processes are gone, though the launcher still runs.
+
+        The launcher looks away from one that ended with 0, and sees another only when the last of
+        the processes that it started has ended, too.
+        """
+        ended = []
         for rank, process in enumerate(self._ranks):
-            if process["host"] == here and not processes.is_alive(
-                process["pid"], process["started"]
-            ):
-                return rank
-        return None
+            place = process["pid"], process["started"]
+            if process["host"] == os.uname().nodename and not processes.is_alive(*place):
+                # Had its launcher taken note of another code, it would have ended the group.
+                code = processes.exit_code(*place)
+                ended.append(ProcessEnd(rank, 0 if code is None else code, time.time()))
+        return ended
+
+    def _some_run(self) -> bool:
+        """Whether another rank still runs, so that the launcher will not end soon."""
+        return len(self._ended_ranks()) < len(self._ranks)
 
     def _fail(self, timed_out: float | None, starting: bool = False) -> Failure:
         """Gather what can be known of the failure, and end what is left."""
         assert self._directory is not None
         launcher = self._launcher
-        if launcher is not None and timed_out is None:
+        gone = self._gone if timed_out is not None else None
+        if gone is not None:
+            timed_out = None
+        if launcher is not None and timed_out is None and not (gone and self._some_run()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(self._limits.grace_s)
         left = Leavings(self._log_directory, self.spec.world_size)
         code = launcher.poll() if launcher is not None and timed_out is None else None
         ends, launcher_error = launcher_report(self._directory, code)
-        if timed_out is not None and self._gone is not None:
-            ends, timed_out = [self._gone], None
+        if gone is not None and not ends:
+            ends = [gone]
         if launcher is None and timed_out is None:
             launcher_error = f"it ended while importing torch; see {self._log_directory.parent}"
         evidence = Evidence(

@@ -13,6 +13,7 @@ from perfsearch.workers.messages import TOKEN_VARIABLE
 
 _KILL_ROUNDS = 50
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted from the state that follows the name
+_EXIT_CODE_FIELD = 49
 
 
 def started_at(pid: int) -> float:
@@ -37,6 +38,19 @@ def is_alive(pid: int, started: float) -> bool:
         return started_at(pid) == started and not _is_zombie(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return False
+
+
+def exit_code(pid: int, started: float) -> int | None:
+    """How the process that had ``pid`` when it was started at ``started`` ended, negative for a
+    signal, as long as its parent has not asked; ``None`` where it runs or that is not known.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] != "Z" or float(fields[_START_TIME_FIELD]) != started:
+            return None
+        return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD]))
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def members(token: str, exclude: Iterable[int] = ()) -> list[psutil.Process]:

@@ -171,6 +171,12 @@ def test_a_rank_that_dies_takes_the_trial_down(warm, fault, status, reason):
     assert warm.left(token) == []
 
 
+def test_a_killed_rank_is_seen_though_its_loader_still_holds_on(warm):
+    """The launcher sees the end of a rank only when the processes that it forked have ended."""
+    outcome = warm.measure({"kind": "signal", "signal": "SIGKILL", "rank": 1}, workers=1)
+    assert (outcome.status, outcome.reason) == (Status.KILLED, "rank 1 was ended by SIGKILL")
+
+
 def test_a_hang_is_cut_with_its_grandchildren(warm):
     """morganlinton/VulcanBench#112, cfengine/core#6305, deepspeedai/DeepSpeed#4100: all of it."""
     token = warm.token

@@ -73,6 +73,22 @@ def test_a_reused_pid_is_told_apart():
     assert not processes.is_alive(child.pid, started)
 
 
+@pytest.mark.parametrize(("ending", "code"), [("os._exit(0)", 0), ("os._exit(3)", 3),
+                                              ("os.kill(os.getpid(), 9)", -9)])  # fmt: skip
+def test_how_a_process_ended_is_known_until_its_parent_asks(ending, code):
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"import os, sys; sys.stdin.read(); {ending}"], stdin=subprocess.PIPE
+    )
+    started = processes.started_at(child.pid)
+    assert processes.exit_code(child.pid, started) is None
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert processes.exit_code(child.pid, started) == code
+    assert processes.exit_code(child.pid, started + 1) is None
+    child.wait()
+    assert processes.exit_code(child.pid, started) is None
+
+
 def test_leftovers_on_record_are_reaped(tree, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     token, _root = tree
