@@ -129,10 +129,13 @@ def _finite(value: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    """``text`` with what no terminal or file should meet (control characters, halves of surrogate
-    pairs) written as escapes.
+    """``text`` in one line, with what no terminal or file should meet (control characters, halves
+    of surrogate pairs) written as escapes.
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 @dataclass
