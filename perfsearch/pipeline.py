@@ -16,6 +16,7 @@ from perfsearch.config import default_run_dir
 from perfsearch.exits import ExitCode, deferred
 from perfsearch.lock import device_lock, run_directory_lock
 from perfsearch.runners.base import Runner
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
 from perfsearch.search.journal import Journal, JournalWriteError
 from perfsearch.search.knob import Value
@@ -117,6 +118,9 @@ def search(
             journal.append("ended", exit_code=result.exit_code, reason=result.reason)
         except BaseException as error:
             _close(runner)  # no process waits for the view to be finished
+            if isinstance(error, BadInputError):  # the same command would be refused again
+                session.tracker.close("FAILED")
+                raise
             if not _is_full_disk(error):
                 record.interrupted(session)
                 raise
@@ -179,8 +183,9 @@ def _stages(session: Session) -> Result:
         reason = PROFILED if profiled else gains.reason_to_stop(session) or searching.run(session)
     except BreakerError as error:
         exit_code, reason = ExitCode.CIRCUIT_BREAKER, str(error)
-        session.view.warning(reason)
-    session.view.note(f"search ended: {reason}")
+        session.view.warning(f"search ended: {reason}")
+    else:
+        session.view.note(f"search ended: {reason}")
     if any(t.status is Status.OK for t in session.trials):
         verdict = Verdict(reason=PROFILED) if profiled else confirm.run(session)
     else:

@@ -171,6 +171,19 @@ def test_an_unknown_journal_version_is_refused(search: Search) -> None:
         search()
 
 
+def test_an_unknown_status_is_refused_without_a_promise(search: Search) -> None:
+    from perfsearch.search.journal import JournalError
+
+    with pytest.raises(KeyboardInterrupt):
+        search(SyntheticRunner(fail=interrupt_at(4)))
+    journal = search.run_dir / "journal.jsonl"
+    journal.write_text(journal.read_text().replace('"status":"ok"', '"status":"fine"', 1))
+    with pytest.raises(JournalError, match="'fine' is not a valid"):
+        search()
+    assert "goes on from here" not in search.view.text
+    assert search.tracker.status == "FAILED"
+
+
 def test_a_full_disk_ends_the_search_and_keeps_a_valid_journal(search: Search, monkeypatch) -> None:
     real = Journal._write
 
