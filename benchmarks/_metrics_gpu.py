@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from _metrics_store import ROOT, Store
+from overhead import interval
 
 from perfsearch.metrics.bounds import bound_of, bounds
 from perfsearch.metrics.looks import closest_look
 from perfsearch.metrics.throughput import mfu_of
 from perfsearch.parallel.base import TrainStep
-from perfsearch.search.statistics import student_quantile
 from perfsearch.search.trial import Measurement
 from perfsearch.workers import measure
 from perfsearch.workers.bootstrap import Groups
@@ -39,12 +39,16 @@ WARM_STEPS = 12
 PROFILED_STEPS = 5
 _MARKER = "spin_kernel"
 """The kernel of ``torch.cuda._sleep``, by which phases are found on the device's timeline."""
+_MARKER_CYCLES = 500_000
+"""So long that the event behind a marking kernel is queued before the kernel ends."""
 
 
 @contextmanager
-def one_rank(size: str, kind: str = "cuda") -> Iterator[tuple[TrainStep, _Feed]]:
+def one_rank(
+    size: str, kind: str = "cuda", samples: int | None = None
+) -> Iterator[tuple[TrainStep, _Feed]]:
     """GPT-2 under DistributedDataParallel on one device, built as in a trial, and warm."""
-    workload = WorkloadSpec("gpt", size=size).resolve(kind, 80.0, 1)
+    workload = WorkloadSpec("gpt", size=size, global_batch=samples).resolve(kind, 80.0, 1)
     spec = GroupSpec(workload=asdict(workload), device=kind, nproc=1)
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
@@ -105,30 +109,30 @@ def events(store: Store, size: str) -> None:
 
 
 def _marking(clock: measure.Clock, order: list[str]) -> Callable[[str], None]:
-    """Mark a phase with an event, and with a kernel of its own beside it."""
+    """Mark a phase with a kernel of its own, and with the event at that kernel's end."""
     original = clock.mark
 
     def mark(phase: str) -> None:
+        torch.cuda._sleep(_MARKER_CYCLES)
         original(phase)
-        torch.cuda._sleep(10)
         order.append(phase)
 
     return mark
 
 
 def _phases_of(trace: Path, order: list[str]) -> dict[str, float]:
-    """Mean milliseconds a step of each phase, between the marking kernels of a trace."""
+    """Mean milliseconds a step of each phase, between the ends of a trace's marking kernels."""
     listed = json.loads(trace.read_text())["traceEvents"]
-    begins = sorted(
-        float(e["ts"]) / 1e3
+    ends = sorted(
+        (float(e["ts"]) + float(e["dur"])) / 1e3
         for e in listed
         if e.get("cat") == "kernel" and _MARKER in str(e.get("name"))
     )
-    if len(begins) != len(order):
-        raise RuntimeError(f"{len(begins)} marking kernels were seen of {len(order)}")
+    if len(ends) != len(order):
+        raise RuntimeError(f"{len(ends)} marking kernels were seen of {len(order)}")
     totals: dict[str, float] = {}
-    step_begin = begins[0]
-    for previous, now, phase in zip(begins, begins[1:], order[1:], strict=False):
+    step_begin = ends[0]
+    for previous, now, phase in zip(ends, ends[1:], order[1:], strict=False):
         if phase == "step":
             totals["step"] = totals.get("step", 0.0) + now - step_begin
             step_begin = now
@@ -174,11 +178,15 @@ def smi(store: Store, seconds: float = 20.0) -> None:
         store.add("smi", name, nvidia_smi=theirs, sampler=found[key], error=found[key] / theirs - 1)
 
 
-def cost(store: Store, size: str, blocks: int, kind: str) -> None:
-    """What light and full timings, and the sampler, add to a step: on against off, interleaved."""
-    if store.has("cost", f"{size} full"):
+def cost(store: Store, size: str, blocks: int, kind: str, samples: int | None) -> None:
+    """What light and full timings, and the sampler, add to a step: on against off, interleaved.
+
+    ``samples`` a step: the job's own where ``None``.
+    """
+    named = size if samples is None else f"{size} x {samples}"
+    if store.has("cost", f"{named} full"):
         return
-    with one_rank(size, kind) as (step, feed), _sampler_process(kind) as sampler:
+    with one_rank(size, kind, samples) as (step, feed), _sampler_process(kind) as sampler:
         new_clock = partial(measure.make_clock, feed.device)
         ways: dict[str, Callable[[], float]] = {
             "off": lambda: _window(step, feed, None),
@@ -187,7 +195,7 @@ def cost(store: Store, size: str, blocks: int, kind: str) -> None:
             "sampler": lambda: _with(sampler, lambda: _window(step, feed, None)),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        count = max(4, math.ceil(0.4 / _window(step, feed, None, steps=4)))
+        count = max(2, math.ceil(0.4 / _window(step, feed, None, steps=4)))
         generator = random.Random(0)
         for block in range(blocks):
             for name in generator.sample(list(ways), len(ways)):
@@ -195,26 +203,24 @@ def cost(store: Store, size: str, blocks: int, kind: str) -> None:
             if block % 5 == 4:
                 print(f"cost: block {block + 1} of {blocks}", flush=True)
     for name in ("sampler", "light", "full"):
-        ratios = [on / off - 1 for on, off in zip(seconds[name], seconds["off"], strict=True)]
-        mean = statistics.fmean(ratios)
-        spread = statistics.stdev(ratios) / math.sqrt(len(ratios))
-        reach = student_quantile(0.975, len(ratios) - 1) * spread
+        pairs = zip(seconds[name], seconds["off"], strict=True)
+        middle, low, high = interval([math.log(on / off) for on, off in pairs])
         store.add(
-            "cost", f"{size} {name}", step_ms=statistics.median(seconds["off"]) * 1e3,
-            overhead=mean, low=mean - reach, high=mean + reach, blocks=blocks,
+            "cost", f"{named} {name}", step_ms=statistics.median(seconds["off"]) * 1e3,
+            overhead=middle, low=low, high=high, blocks=blocks,
         )  # fmt: skip
 
 
 def _repeat(way: Callable[[], float], steps: int) -> float:
-    """Seconds a step over enough windows of four steps to hold ``steps``."""
-    return statistics.fmean(way() for _ in range(math.ceil(steps / 4)))
+    """Seconds a step over enough windows of two steps to hold ``steps``."""
+    return statistics.fmean(way() for _ in range(math.ceil(steps / 2)))
 
 
 def _window(
     step: TrainStep,
     feed: _Feed,
     clock: measure.Clock | None,
-    steps: int = 4,
+    steps: int = 2,
     closely: bool = False,
 ) -> float:
     """Seconds a step, by the host between two waits for the device; clocks are read outside."""

@@ -58,7 +58,7 @@ def main() -> int:
         "events": lambda store: _metrics_gpu.events(store, arguments.size),
         "smi": _metrics_gpu.smi,
         "cost": lambda store: _metrics_gpu.cost(
-            store, arguments.size, arguments.blocks, arguments.device
+            store, arguments.size, arguments.blocks, arguments.device, arguments.samples
         ),
         "tuning": lambda store: _metrics_gpu.tuning(
             store, arguments.size, arguments.seconds, arguments.device
@@ -76,6 +76,7 @@ def main() -> int:
     parser.add_argument("--size", default="large", help="GPT-2's, for the parts on a GPU")
     parser.add_argument("--device", default="cuda", help="cpu tries `cost` and `tuning` themselves")
     parser.add_argument("--blocks", type=int, default=30, help="of `cost`")
+    parser.add_argument("--samples", type=int, help="a step of `cost`, where not the job's own")
     parser.add_argument("--seconds", type=float, default=150.0, help="of the search of `tuning`")
     arguments = parser.parse_args()
     wanted = [
