@@ -94,7 +94,8 @@ def search(
     with ExitStack() as stack:
         stack.callback(_close, runner)
         asked = settings.run_dir or default_run_dir(settings)
-        directory, resuming = opening.choose_run_dir(asked.absolute(), settings.resume)
+        named = settings.run_dir is not None
+        directory, resuming = opening.choose_run_dir(asked.absolute(), settings.resume, named)
         if directory != asked.absolute():
             view.note(f"{asked} holds a finished search; this one is in {directory}")
         directory.mkdir(parents=True, exist_ok=True)
