@@ -7,6 +7,7 @@ from rich.console import Console
 
 from perfsearch import view as view_module
 from perfsearch.search.objective import Metric, Objective
+from perfsearch.search.statistics import Interval
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 from perfsearch.view import View, differing_knobs, open_view, result_cells, show_seconds
 from perfsearch.view_live import LiveView
@@ -30,7 +31,7 @@ ROWS = [
     {"label": "baseline", "trial": BASELINE, "objective": 320.0, "unit": "samples/s",
      "interval": None, "confirmed": True},
     {"label": "best", "trial": BETTER, "objective": 400.0, "unit": "samples/s",
-     "interval": SimpleNamespace(ratio=1.25, low=1.21, high=1.29), "confirmed": True},
+     "interval": Interval(1.25, 1.21, 1.29, 5), "confirmed": True},
 ]  # fmt: skip
 
 

@@ -50,14 +50,18 @@ class Interval:
         """Half the interval's width on a log scale, about its relative error."""
         return math.log(self.high / self.low) / 2
 
-    def __str__(self) -> str:
+    @property
+    def short(self) -> str:
+        """The ratio and the interval's ends, for a place that says what they are."""
         if self.half_width > _SAYS_NOTHING:
-            return f"{self.ratio:.3f}x (of {self.pairs} pairs, too few for an interval)"
+            return f"{self.ratio:.3f}x ({self.pairs} pairs are too few)"
         digits = 3  # or more, where an end would read as exactly 1
         while digits < 6 and 1.0 in (round(self.low, digits), round(self.high, digits)):
             digits += 1
-        low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"
-        return f"{self.ratio:.3f}x (95% interval {low} to {high})"
+        return f"{self.ratio:.3f}x ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+    def __str__(self) -> str:
+        return self.short.replace("(", "(95% interval ", 1)
 
 
 def looks(max_repeats: int) -> tuple[int, ...]:
