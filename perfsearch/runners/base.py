@@ -84,6 +84,8 @@ class Runner(ABC):
     trains: bool = True
     """Whether ``measure`` runs the job, so that it can be looked at closely (``mode=profile``)."""
     remarks: Sequence[str] = ()
+    no_knobs: str = ""
+    """Why it has no keys ``runner.knobs``, and what to do instead; empty where it has them."""
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Runner:
