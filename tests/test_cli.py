@@ -175,7 +175,7 @@ def test_the_same_in_a_file_names_the_whole_key(command, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbudget: {trails: 3}\n")
     searchpath = f"hydra.searchpath=[file://{tmp_path}]"
-    refused(command(searchpath, "+experiment=mine"), "Did you mean 'budget.trials'?")
+    refused(command(searchpath, "experiment=mine"), "Did you mean 'budget.trials'?")
 
 
 @pytest.mark.parametrize("sign", ["", "+"])
