@@ -1,4 +1,6 @@
+import errno
 import io
+import os
 import time
 from types import SimpleNamespace
 
@@ -125,6 +127,17 @@ def test_a_best_that_is_worse_than_the_baseline_is_not_called_best(console):
     view.trial_finished(worse, worse, BASELINE, None)
     assert "best so far" not in console.file.getvalue()
     assert "best     the baseline, 320 samples/s" in block(view)
+
+
+def test_a_terminal_that_is_gone_ends_nothing():
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    view = LiveView(console=Console(file=Gone(), force_terminal=True))
+    view.stage("search")
+    assert view.unread
+    view.result(ROWS, "no gain", [])
 
 
 def test_the_closing_table_of_a_search_without_confirmation():

@@ -80,6 +80,8 @@ class Runner(ABC):
     space: Space
     baseline: dict[str, Value]
     pinned: dict[str, Value] = {}
+    no_knobs: str = ""
+    """Why it has no keys ``runner.knobs``, and what to do instead; empty where it has them."""
     devices: int = 1
     trains: bool = True
     """Whether ``measure`` runs the job, so that it can be looked at closely (``mode=profile``)."""
