@@ -186,7 +186,8 @@ def _stages(session: Session) -> Result:
         exit_code, reason = ExitCode.CIRCUIT_BREAKER, str(error)
         session.view.warning(f"search ended: {reason}")
     else:
-        session.view.note(f"search ended: {reason}")
+        if not profiled:  # the verdict says the same
+            session.view.note(f"search ended: {reason}")
     if any(t.status is Status.OK for t in session.trials):
         verdict = Verdict(reason=PROFILED) if profiled else confirm.run(session)
     else:
