@@ -35,7 +35,8 @@ class Ranks:
 
     def train(self, strategy: str, replays: bool, plan: Plan) -> Outcome:
         """Train the text of a strategy as planned."""
-        return self._ask("soap_step", {"plan": strategy}, {"cuda_graph": replays}, plan)
+        options = {"cuda_graph": replays, "examine": True}
+        return self._ask("soap_step", {"plan": strategy}, options, plan)
 
     def describe(
         self, directory: Path, known: list[str], machine: bool, devices: int, options: SoapOptions

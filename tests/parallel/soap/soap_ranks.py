@@ -1,6 +1,7 @@
 """What each of several gloo ranks runs: plans one after another, each against one process."""
 
 import random
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from perfsearch.parallel.soap.configuration import (
     part_rectangles,
 )
 from perfsearch.parallel.soap.execute import Execution
+from perfsearch.parallel.soap.operator_clock import OperatorClock
 from perfsearch.parallel.soap.piece_exchange import PieceExchange
 from perfsearch.parallel.soap.recording import Recording
 from perfsearch.parallel.soap.shard_optimizer import make_capturable
@@ -61,7 +63,7 @@ def random_plan(graph, devices, rng):
     return plan
 
 
-def error_of(captured, plan, name, reference, by_rows=False):
+def error_of(captured, plan, name, reference, by_rows=False, timed=False):
     """The largest difference from one process, relative to the tensor's largest element."""
     losses, gradients, weights, buffers = reference
     model, _, optimizer, batches = soap_models.make(name, STEPS)
@@ -78,16 +80,19 @@ def error_of(captured, plan, name, reference, by_rows=False):
         return ((mine - theirs).abs().max() / whole.abs().max().clamp(min=1e-30)).item()
 
     low, high = execution.samples
+    clock = OperatorClock(len(execution.operators), CPU)
     for step, batch in enumerate(batches):
         leaves = [leaf[low:high] for leaf in tree_flatten(batch)[0]]
-        share = execution.step(leaves)
+        with execution.timed(clock) if timed and step else nullcontext():
+            share = execution.step(leaves)
+            found = dict(execution.gradients)
+            if stepper is not None:
+                execution.apply_gradients(stepper)
         dist.all_reduce(share)
         worst = max(worst, abs(share - losses[step]).item())
-        for key, gradient in execution.gradients.items():
+        for key, gradient in found.items():
             worst = max(worst, differ(gradient, key, gradients[step][key]))
-        assert set(execution.gradients) == set(execution.parameters) - set(rows)
-        if stepper is not None:
-            execution.apply_gradients(stepper)
+        assert set(found) == set(execution.parameters) - set(rows)
     for key, parameter in execution.parameters.items():
         worst = max(worst, differ(parameter.detach(), key, weights[key]))
     for mine, theirs in _statistics(captured, plan, dict(model.named_buffers()), buffers):
@@ -243,6 +248,8 @@ def run(rank, directory, world, name, count):
         plans += [random_plan(captured.graph, world, rng) for _ in range(count)]
         by_rows = name == "tables"
         errors = [error_of(captured, plan, name, reference, by_rows) for plan in plans]
+        # with everything timed it is the same again
+        errors += [error_of(captured, plan, name, reference, by_rows, True) for plan in plans[:9]]
         controls = {
             "dropped message": _without_messages(captured, plans[1], name, reference),
             "missing all-reduce": _without_sums(captured, plans[0], name, reference),

@@ -27,6 +27,7 @@ from perfsearch.parallel.soap.timeline import busy_lines, chrome_trace
 X = batch_input("x", (8, 16))
 FIRST = linear("first", X, 32)
 SECOND = linear("second", FIRST, 8)
+COMPUTING = ("forward", "backward", "optimizer", "copy")
 PAIR = Graph((X, FIRST, SECOND), frozenset({"x"}), "second", 8)
 IDS = batch_input("ids", (8, 1), "int64")
 TABLE = table("table", IDS, 1000, 16)
@@ -102,7 +103,7 @@ def test_tasks_of_one_timeline_never_overlap():
     tasks = simulator.timeline(plan)
     lanes = {}
     for task in tasks:
-        kind = "compute" if task.kind in ("forward", "backward", "optimizer") else task.kind
+        kind = "compute" if task.kind in COMPUTING else task.kind
         kind = "link" if kind.startswith("transfer") else kind
         lanes.setdefault((task.device, kind), []).append((task.begin_us, task.end_us))
     for lane in lanes.values():
