@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from parallel.soap.synthetic import (
     batch_input,
+    cat,
     cost_of,
     linear,
     machine,
@@ -76,6 +77,25 @@ def test_a_linear_layer_split_over_outputs_needs_its_whole_input_everywhere():
     assert set(found) == {0, 1, 2, 3}
     assert found[0] > whole_us
     assert simulator.estimate(plan).seconds > simulator.estimate(gathered).seconds
+
+
+def test_a_disturbed_measurement_of_a_small_transfer_makes_no_larger_one_free():
+    x = batch_input("x", (8, 16))
+    sources = [linear(f"source_{i}", x, 512) for i in range(4)]
+    joined = cat("joined", sources)
+    graph = Graph((x, *sources, joined), frozenset({"x"}), "joined", 8)
+    plan = {**{s.name: on((1, 1), 0) for s in sources}, "joined": on((1, 1), 1)}
+    disturbed = machine()
+    curve = disturbed.within["exchange"][1]
+    smallest = min(curve)
+    curve[smallest] = 10 * curve[2**14]
+
+    def moved_us(hardware):
+        tasks = Simulator(graph, hardware, cost_of, extra=(plan,)).timeline(plan)
+        return sum(t.end_us - t.begin_us for t in tasks if t.kind == "transfer")
+
+    # what is not known to be latency is at least one part's time
+    assert moved_us(disturbed) >= 0.9 * moved_us(machine()) / len(sources) > 0
 
 
 def test_what_stays_on_its_device_is_not_moved():
