@@ -26,7 +26,7 @@ _COMPILING = 3.0  # a discarded step that takes so many times the usual was comp
 
 _USABLE = 0.7  # of a trial's time limit; the rest is for what was not foreseen
 
-_EXAMINING = 20  # usual steps that an examination may take the time of
+_EXAMINING = 10  # usual steps that an examination may take the time of
 
 MAX_DISCARDED = 8
 """Steps after which scoring begins although their times still differ."""

@@ -82,6 +82,7 @@ class Execution:
         usual = self.passes
         self.passes = TimedPasses(self._layout, self.parameters, *self._rest, clock)
         self.passes.rows = usual.rows
+        usual.gradients.clear()
         try:
             yield
         finally:

@@ -16,7 +16,7 @@ Owners = Sequence[tuple[int, float]]
 
 
 class Column(IntEnum):
-    """What a span is spent on."""
+    """What a span is spent on, in the order of the fields of ``OperatorTime``."""
 
     FORWARD = 0
     BACKWARD = 1

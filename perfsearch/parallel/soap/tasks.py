@@ -195,11 +195,7 @@ def behaviour(machine: Machine, host_is_free: bool) -> dict[int, int]:
 
 
 def curves_of(machine: Machine) -> Reals:
-    """Sizes of the curves' points, then nanoseconds by side, kind, members and size.
-
-    A smaller size never takes longer than a larger one, whatever disturbed its measurement: a part
-    of an exchange would otherwise seem to take less than no time beside the latency.
-    """
+    """Sizes of the curves' points, then nanoseconds by side, kind, members and size."""
     times = np.zeros((2, len(KINDS), machine.devices + 1, len(CURVE_BYTES)))
     for side, curves in enumerate((machine.within, machine.across or machine.within)):
         for row, kind in enumerate(KINDS):
@@ -207,7 +203,6 @@ def curves_of(machine: Machine) -> Reals:
                 curve = machines.at_members(curves[kind], count)
                 for column, size in enumerate(CURVE_BYTES):
                     times[side, row, count, column] = 1e3 * machines.at_size(curve, size)
-    times = np.minimum.accumulate(times[..., ::-1], axis=-1)[..., ::-1]
     return np.concatenate([np.array(CURVE_BYTES, dtype=np.float64), times.ravel()])
 
 

@@ -43,6 +43,6 @@ def time_operators(
             readings.append(slowest.cpu())
     usual = torch.stack(readings[1:]).median(0).values
     return {
-        name: OperatorTime(*(float(usual[place, column]) for column in Column))
+        name: OperatorTime(*(round(float(usual[place, column]), 6) for column in Column))
         for place, name in enumerate(execution.operators)
     }
