@@ -334,8 +334,9 @@ class Soap(Runner):
         return [*lines, *_soap_report.accuracy_lines(self._compared(trials)), *worst]
 
     def _operators_of(self, trials: Sequence[Trial]) -> list[_soap_operators.OperatorCompared]:
+        overhead_ms = 2e-3 * self.inputs.machine.task_us  # forward and backward
         return _soap_operators.compare(
-            trials, self.inputs.graph, self.plan, self.simulator.by_operator
+            trials, self.inputs.graph, self.plan, self.simulator.by_operator, overhead_ms
         )
 
     def _compared(self, trials: Sequence[Trial]) -> list[_soap_report.Compared]:

@@ -29,7 +29,7 @@ def trial(number, plan, times, status=Status.OK):
 
 def compared(*trials):
     return _soap_operators.compare(
-        trials, GRAPH, lambda c: PLANS[c["plan"]], lambda plan: SIMULATED
+        trials, GRAPH, lambda c: PLANS[c["plan"]], lambda plan: SIMULATED, 0.25
     )
 
 
@@ -58,6 +58,7 @@ def test_there_is_a_row_for_each_operator_of_each_strategy(tmp_path):
     assert float(first["simulated_ms"]) == 3.5
     assert float(first["measured_ms"]) == 6.5
     assert float(first["error"]) == pytest.approx(3.5 / 6.5 - 1, abs=1e-4)
+    assert float(first["simulated_overhead_ms"]) == 0.25
     assert found[3]["error"] == ""  # nothing was measured that it could be a share of
 
 

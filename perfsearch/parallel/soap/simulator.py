@@ -164,8 +164,10 @@ class Simulator:
     def by_operator(self, plan: Plan) -> dict[str, OperatorTime]:
         """What each operator takes of a plan's step, each time on its slowest device.
 
-        A transfer belongs to the first operator that reads what it moves.
+        A transfer belongs to the first operator that reads what it moves. What a task takes beside
+        its own time (``Machine.task_us``) is left out.
         """
+        beside_ms = round(1e3 * self.problem.machine.task_us) / 1e6
         shape = (len(self.problem.operators), 3, self.problem.machine.devices)
         found = np.zeros(shape)
         for kind, subject, device, begin, end in self._engine.trace(
@@ -175,8 +177,9 @@ class Simulator:
                 continue
             operator = self.problem.edges[subject][1] if kind in _OF_EDGES else subject
             column = {at.FORWARD: 0, at.BACKWARD: 1}.get(kind, 2)
-            found[operator, column, device] += (end - begin) / 1e6
-        slowest = found.max(axis=2).tolist()
+            own_ms = (end - begin) / 1e6 - (beside_ms if column < 2 else 0.0)
+            found[operator, column, device] += own_ms
+        slowest = np.round(found.max(axis=2), 6).tolist()
         return {
             operator.name: OperatorTime(*times)
             for operator, times in zip(self.problem.operators, slowest, strict=True)

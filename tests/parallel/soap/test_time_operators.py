@@ -70,6 +70,14 @@ def test_on_one_device_the_operators_and_the_optimizer_are_the_step():
     assert 1e3 * simulator.estimate(plan).seconds == pytest.approx(whole_ms, rel=0.05)
 
 
+def test_what_was_calibrated_by_whole_steps_is_no_operators_own_time():
+    plan = {"first": on((4, 1), 0, 1, 2, 3), "second": on((1, 4), 0, 1, 2, 3)}
+    own = Simulator(PAIR, machine(), cost_of)
+    beside = Simulator(PAIR, machine(task_us=50.0), cost_of)
+    assert beside.by_operator(plan) == own.by_operator(plan)
+    assert beside.estimate(plan).seconds > own.estimate(plan).seconds
+
+
 def test_the_slowest_device_counts():
     uneven = {"first": on((3, 1), 0, 1, 2), "second": on((1, 1), 3)}
     simulator = Simulator(PAIR, machine(), cost_of, extra=(uneven,))
