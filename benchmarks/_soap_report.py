@@ -35,7 +35,8 @@ def report(records: Records) -> str:
             f"{', '.join(sorted(set(last['gpus']))) or 'none'}.",
             "",
         ]
-    return "\n".join([*lines, *_side(records), *_searches(records), *_drawn(records)])
+    parts = [_side(records), _searches(records), _drawn(records), _kinds(records)]
+    return "\n".join([*lines, *(line for part in parts for line in part)])
 
 
 def _side(records: Records) -> list[str]:
@@ -114,6 +115,27 @@ def _drawn(records: Records) -> list[str]:
                 [r["simulated_ms"] for r in own], [r["step_ms"] for r in own]
             )
             lines.append(f"Rank correlation within {model}: {correlation:.3f} ({len(own)} plans).")
+    return lines
+
+
+def _kinds(records: Records) -> list[str]:
+    """How far off single operators of the drawn plans were."""
+    by_kind: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        for kind, simulated_ms, measured_ms in record.get("operators", ()):
+            if measured_ms > 0:
+                by_kind.setdefault(kind, []).append((simulated_ms, measured_ms))
+    if not by_kind:
+        return []
+    lines = [
+        "", "### By kind of operator", "",
+        "Forward, backward and communication together, of the drawn plans.", "",
+        "| kind | operators | median ms | median absolute error |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for kind, pairs in sorted(by_kind.items()):
+        usual_ms = statistics.median(measured for _, measured in pairs)
+        error = statistics.median(abs(a / b - 1) for a, b in pairs)
+        lines.append(f"| {kind} | {len(pairs)} | {usual_ms:.3f} | {100 * error:.1f}% |")
     return lines
 
 

@@ -40,6 +40,7 @@ from _soap_store import Store
 from perfsearch.config import validate
 from perfsearch.parallel.soap import strategy_file
 from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan, data_parallel
+from perfsearch.parallel.soap.operator_time import OperatorTime
 from perfsearch.runners import _soap_plans
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.base import Runner
@@ -152,6 +153,7 @@ def visit(runner: Runner, configuration: dict[str, Any], number: int) -> dict[st
         kept["peak_gib"] = measured.peak_allocated_gib
         kept["loss"] = measured.first_losses[:1]
         kept["in_force"] = measured.in_force
+        kept["operators"] = measured.environment.get("operators", {})
     return kept
 
 
@@ -238,6 +240,7 @@ def side(bench: Bench) -> None:
                     if bench.store.has("side", key) or bench.seconds_left() < 60:
                         continue
                     kept = rows[row](turn)
+                    kept.pop("operators", None)
                     bench.store.add("side", key, model=model, row=row, turn=turn, **kept)
                     print(f"  {key}: {kept}", flush=True)
 
@@ -282,6 +285,17 @@ def _rows(bench: Bench, model: str, stack: ExitStack) -> dict[str, Row]:
     return rows
 
 
+def by_operator(
+    runner: Soap, plan: Plan, timed: dict[str, dict[str, float]]
+) -> list[tuple[str, float, float]]:
+    """Kind, simulated and measured milliseconds of each operator that was timed."""
+    simulated, known = runner.simulator.by_operator(plan), runner.inputs.graph.by_name
+    return [
+        (known[name].kind, simulated[name].whole_ms, OperatorTime.from_json(times).whole_ms)
+        for name, times in timed.items()
+    ]
+
+
 def drawn(bench: Bench) -> None:
     """Plans drawn by seed, simulated from the search's tables, and measured."""
     for model in MODELS:
@@ -300,10 +314,11 @@ def drawn(bench: Bench) -> None:
                 plan = runner.simulator.drift(start, changes, seed=number)
                 simulated = runner.simulator.estimate(plan)
                 kept = visit(runner, _soap_plans.configuration_of(plan), number)
+                operators = by_operator(runner, plan, kept.pop("operators", {}))
                 bench.store.add(
                     "drawn", f"{model}/{number}", model=model, changes=changes,
                     simulated_ms=1e3 * simulated.seconds, simulated_gib=simulated.peak_gib,
-                    calibrated=runner.inputs.machine.calibrated,
+                    calibrated=runner.inputs.machine.calibrated, operators=operators,
                     strategy=strategy_file.dump(runner.inputs.graph, plan, runner.devices), **kept,
                 )  # fmt: skip
                 print(f"  {model}/{number}: simulated {1e3 * simulated.seconds:.3f} ms, {kept}",

@@ -122,6 +122,14 @@ class TrainStep(ABC):
         Called on every rank after the scored steps, where ``recipe_options`` has ``survive``.
         """
 
+    def examine(self, next_batch: NextBatch) -> dict[str, Any]:
+        """Run further steps to tell what a step is made of: plain values, the same on all ranks.
+
+        They are kept with the measurement's ``environment``. Called on every rank when all else of
+        a trial is done, where ``recipe_options`` has ``examine``; an error does not cost the score.
+        """
+        return {}
+
     def close(self) -> None:  # noqa: B027 - a recipe may have nothing to undo
         """Give back what was built; torch's global switches are restored by the loop."""
 

@@ -15,6 +15,7 @@ from perfsearch.parallel.soap.execute import Execution
 from perfsearch.parallel.soap.recording import Recording
 from perfsearch.parallel.soap.shard_optimizer import make_capturable, shard_optimizer
 from perfsearch.parallel.soap.strategy_file import parse
+from perfsearch.parallel.soap.time_operators import time_operators
 from perfsearch.search.knob import Value
 from perfsearch.workers.state import seed_everything
 from perfsearch.workloads.base import Job
@@ -46,6 +47,7 @@ class SoapStep(TrainStep):
             pin_memory=bool(configuration.get("pin_memory")),
         )
         captured = captured_of(self.job, context.local_batch * self._world, self._device)
+        self._planned = captured.graph.planned
         self._execution = Execution(
             captured,
             self._plan(captured, configuration.get("plan")),
@@ -132,6 +134,15 @@ class SoapStep(TrainStep):
         """What a rank sends to others in a step, and what gradients it sums with others, in MiB."""
         found = {name: size / 2**20 for name, size in self._execution.traffic_bytes().items()}
         return {**found, "tables_by_rows": float(len(self._by_rows))}
+
+    def examine(self, next_batch: NextBatch) -> dict[str, Any]:
+        """Time each operator, by name; from then on steps are launched."""
+        self._recording, self._records = None, False  # launched steps need its memory
+        times = time_operators(
+            self._execution, self.optimizer, lambda: tree_leaves(next_batch()), self._device
+        )
+        planned = {operator.name for operator in self._planned}
+        return {"operators": {n: t.to_json() for n, t in times.items() if n in planned}}
 
     def close(self) -> None:
         """Let go of the graphs, which hold memory and communicators."""

@@ -32,10 +32,19 @@ class Ranks:
     ) -> None:
         self._environment, self._hardware, self._workload = environment, hardware, workload
         self._pool = Pool(environment, hardware.gpus)
+        self._not_examined: set[str] = set()
 
     def train(self, strategy: str, replays: bool, plan: Plan) -> Outcome:
-        """Train the text of a strategy as planned."""
-        return self._ask("soap_step", {"plan": strategy}, {"cuda_graph": replays}, plan)
+        """Train the text of a strategy as planned, and time its operators afterwards.
+
+        A strategy whose trial had to be repeated without that is not asked for it again.
+        """
+        options = {"cuda_graph": replays, "examine": strategy not in self._not_examined}
+        outcome = self._ask("soap_step", {"plan": strategy}, options, plan)
+        found = outcome.measurement
+        if outcome.status is Status.OK and found and "operators" not in found.environment:
+            self._not_examined.add(strategy)
+        return outcome
 
     def describe(
         self, directory: Path, known: list[str], machine: bool, devices: int, options: SoapOptions

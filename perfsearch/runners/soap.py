@@ -13,7 +13,7 @@ from perfsearch.parallel import torch_features
 from perfsearch.parallel.soap import dtensor_export, strategy_file
 from perfsearch.parallel.soap.configuration import Plan, PlanError, data_parallel
 from perfsearch.parallel.soap.coverage import coverage
-from perfsearch.runners import _soap_plans, _soap_report, _soap_tables
+from perfsearch.runners import _soap_operators, _soap_plans, _soap_report, _soap_tables
 from perfsearch.runners._soap_options import SoapOptions
 from perfsearch.runners._soap_ranks import Ranks
 from perfsearch.runners.base import Outcome, Runner
@@ -22,7 +22,7 @@ from perfsearch.runners.ddp import environment_of
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints, Prediction, Walk, WalkRequest
 from perfsearch.search.knob import Configuration, Value
-from perfsearch.search.space import Space
+from perfsearch.search.space import Space, key_of
 from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.workers import devices, registry
 from perfsearch.workers.environment import Environment, detect
@@ -329,7 +329,15 @@ class Soap(Runner):
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
         """The strategy as FlexFlow prints it, and how well the simulator foretold the trials."""
         lines = strategy_file.table(self.inputs.graph, self.plan(configuration))
-        return [*lines, *_soap_report.accuracy_lines(self._compared(trials))]
+        own = [t for t in trials if key_of(t.configuration) == key_of(configuration)]
+        worst = _soap_operators.worst_lines(self._operators_of(own))
+        return [*lines, *_soap_report.accuracy_lines(self._compared(trials)), *worst]
+
+    def _operators_of(self, trials: Sequence[Trial]) -> list[_soap_operators.OperatorCompared]:
+        overhead_ms = 2e-3 * self.inputs.machine.task_us  # forward and backward
+        return _soap_operators.compare(
+            trials, self.inputs.graph, self.plan, self.simulator.by_operator, overhead_ms
+        )
 
     def _compared(self, trials: Sequence[Trial]) -> list[_soap_report.Compared]:
         return _soap_report.compare(trials, lambda c: self.simulator.estimate(self.plan(c)))
@@ -354,6 +362,9 @@ class Soap(Runner):
             written.append(directory / "dtensor_plan.py")
         table = directory / "simulated_against_measured.csv"
         _soap_report.write_csv(self._compared(self._trials), table)
+        written.append(table)
+        table = directory / "simulated_against_measured_by_operator.csv"
+        _soap_operators.write_csv(self._operators_of(self._trials), table)
         written.append(table)
         return written
 

@@ -82,8 +82,9 @@ class Pool:
         reply = group.run(request, time_limit_s)
         if not reply.alive or not group.alive:
             self._end_group()
-        if reply.failure is not None and reply.failure.while_looking and request.detail != "light":
-            result = self.measure(spec, replace(request, detail="light"), time_limit_s)
+        plain = _without_looks(request)
+        if reply.failure is not None and reply.failure.while_looking and request != plain:
+            result = self.measure(spec, plain, time_limit_s)
             if result.measurement is not None:
                 missing = {"close look": reply.failure.reason}
                 result.measurement.environment["unsupported"] = missing
@@ -143,6 +144,12 @@ class Pool:
         preloaded, self._preloaded = self._preloaded, None
         if preloaded is not None:
             preloaded.close(self._environment.limits.grace_s)
+
+
+def _without_looks(request: TrialRequest) -> TrialRequest:
+    """The same, ended with the scored steps."""
+    options = {name: value for name, value in request.recipe_options.items() if name != "examine"}
+    return replace(request, detail="light", recipe_options=options)
 
 
 def _failed(failure: Failure, logs: Path, fresh: bool) -> Result:

@@ -26,6 +26,8 @@ _COMPILING = 3.0  # a discarded step that takes so many times the usual was comp
 
 _USABLE = 0.7  # of a trial's time limit; the rest is for what was not foreseen
 
+_EXAMINING = 10  # usual steps that an examination may take the time of
+
 MAX_DISCARDED = 8
 """Steps after which scoring begins although their times still differ."""
 
@@ -110,6 +112,9 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
         if request.detail == "full" and result.status == "ok":
             trainer.phase = LOOKING
             _add_details(result, step, feed, request)
+        if request.recipe_options.get("examine") and result.status == "ok":
+            trainer.phase = LOOKING
+            _examine(result, step, feed, request)
     except Exception:
         # on a broken device taking things apart fails too; the first failure is the one to tell
         with contextlib.suppress(Exception):
@@ -178,19 +183,38 @@ def _add_details(result: RankResult, step: TrainStep, feed: _Feed, request: Tria
     agreed = result.agreed  # the same on every rank, so that all decide alike
     typical = statistics.median(agreed["step_seconds"])
     steps_before = agreed["discarded_steps"] + len(agreed["step_seconds"])
-    spent = agreed["rewrap_seconds"] + agreed["discarded_seconds"] + sum(agreed["step_seconds"])
-    needed = typical * most_steps(request, typical, steps_before)
-    if spent + needed > _USABLE * request.timeout_s:
-        why = f"it takes about {needed:.0f} s, and little of limits.trial_s is left"
-        result.environment["unsupported"] = {"close look": why}
+    if not _has_time(result, request, "close look", most_steps(request, typical, steps_before)):
         return
     begin = time.perf_counter()
     details = look_closely(step, feed, request, typical, steps_before)
     result.phases_ms = details.phases_ms
     result.evidence.update(details.evidence)
     result.environment.update(details.environment)
+    agreed["detail_seconds"] = measure.slowest([time.perf_counter() - begin], feed.device)[0]
+
+
+def _examine(result: RankResult, step: TrainStep, feed: _Feed, request: TrialRequest) -> None:
+    """Let the recipe say what its step is made of, in steps of its own."""
+    if not _has_time(result, request, "examination", _EXAMINING):
+        return
+    begin = time.perf_counter()
+    feed.clock = measure.make_clock(feed.device)
+    result.environment.update(step.examine(feed))
     spent = measure.slowest([time.perf_counter() - begin], feed.device)[0]
-    agreed["detail_seconds"] = spent
+    result.agreed["detail_seconds"] = result.agreed.get("detail_seconds", 0.0) + spent
+
+
+def _has_time(result: RankResult, request: TrialRequest, what: str, steps: int) -> bool:
+    """Whether so many further steps fit the trial's time; all ranks decide alike."""
+    agreed = result.agreed
+    parts = ("rewrap_seconds", "discarded_seconds", "detail_seconds")
+    spent = sum(agreed["step_seconds"]) + sum(agreed.get(part, 0.0) for part in parts)
+    needed = statistics.median(agreed["step_seconds"]) * steps
+    if spent + needed <= _USABLE * request.timeout_s:
+        return True
+    why = f"it takes about {needed:.0f} s, and little of limits.trial_s is left"
+    result.environment.setdefault("unsupported", {})[what] = why
+    return False
 
 
 def _settle(

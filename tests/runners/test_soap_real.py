@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from perfsearch.parallel.soap import graph_file
+
 pytestmark = pytest.mark.slow
 
 
@@ -35,3 +37,17 @@ def test_the_command_searches_and_runs_plans(tmp_path):
         rows = list(csv.DictReader(file))
     assert len(rows) == 3
     assert all(float(row["measured_ms"]) > 0 for row in rows)
+    table = run_dir / "best" / "apply" / "simulated_against_measured_by_operator.csv"
+    with table.open() as file:
+        by_operator = list(csv.DictReader(file))
+    graph = graph_file.parse((run_dir / "soap" / "graph.json").read_text())
+    operators = [operator.name for operator in graph.planned]
+    assert [row["operator"] for row in by_operator] == operators * len(rows)
+    assert {row["trials"] for row in by_operator} == {row["trials"] for row in rows}
+    for strategy in rows:
+        own = [row for row in by_operator if row["trials"] == strategy["trials"]]
+        together_ms = sum(float(row["measured_ms"]) for row in own)
+        # nothing overlaps when operators are timed, and the optimizer is not among them
+        assert 0.02 < together_ms / float(strategy["measured_ms"]) < 50
+        assert all(float(row["simulated_ms"]) > 0 for row in own)
+    assert "operators furthest from what was simulated" in made.stdout

@@ -74,6 +74,13 @@ class Communicators:
         self._last = (members, work)
         return work
 
+    def align(self) -> None:
+        """Let no rank, on GPUs no stream, go on before all have come this far."""
+        mark = torch.zeros(1, device=self._device)
+        self.launch(
+            self._world, lambda group: dist.all_reduce(mark, group=group, async_op=True)
+        ).wait()
+
     def settled(self) -> None:
         """All that was launched has been waited for: nothing has to wait for it again."""
         self._last = None

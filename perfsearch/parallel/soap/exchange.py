@@ -70,11 +70,20 @@ class Exchange(ABC):
         back = sum(volume(m.rectangle) for m in moved if m.destination == self._rank)
         return there, back
 
-    def drain(self) -> None:
-        """Wait for what this rank only sends, so that its buffers may go."""
+    def wait(self) -> None:
+        """Wait for what was started, if anything was."""
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+    def drain(self) -> None:
+        """Wait for what this rank only sends, so that its buffers may go."""
+        self.wait()
+
+    @property
+    def first_consumer(self) -> str:
+        """The operator that reads what is moved before others do; empty for a batch's tensor."""
+        return self.plan.consumers[0][0] if self.plan.consumers else ""
 
     def _empty(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

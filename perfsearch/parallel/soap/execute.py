@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,12 @@ from perfsearch.parallel.soap.capture import Captured
 from perfsearch.parallel.soap.communicators import Communicators
 from perfsearch.parallel.soap.configuration import Plan, share, validate
 from perfsearch.parallel.soap.layout import lay_out
+from perfsearch.parallel.soap.operator_clock import OperatorClock
 from perfsearch.parallel.soap.passes import Passes
 from perfsearch.parallel.soap.placement import parameters
 from perfsearch.parallel.soap.row_updates import RowUpdates, is_plain_descent, tables_of
 from perfsearch.parallel.soap.storage import tile_of
+from perfsearch.parallel.soap.timed_passes import TimedPasses
 
 
 class Execution:
@@ -32,6 +35,7 @@ class Execution:
 
     Attributes:
         parameters: what this rank trains, by key: the tile that it stores.
+        operators: names, in topological order.
         passes: forward and backward.
         shapes: of all parameters of the model, as the graph views them.
         samples: range of the global batch that this rank must be given, an even share; what it
@@ -53,6 +57,7 @@ class Execution:
         self.rank, world = dist.get_rank(), dist.get_world_size()
         validate(captured.graph, plan, world)
         self._layout = lay_out(captured, plan, model, self.rank, device, groups)
+        self.operators = [operator.name for operator in captured.graph.operators]
         self.samples = share(captured.graph.batch, world, self.rank)
         tensors = dict(model.named_parameters())
         viewed = parameters(captured.graph)
@@ -65,7 +70,23 @@ class Execution:
             for key, tensor in tensors.items()
             if key in self._layout.tiles
         }
-        self.passes = Passes(self._layout, self.parameters, captured.counters, device, groups)
+        self._rest = (captured.counters, device, groups)
+        self.passes = Passes(self._layout, self.parameters, *self._rest)
+
+    @contextmanager
+    def timed(self, clock: OperatorClock) -> Iterator[None]:
+        """Within it steps do one thing at a time, on a clock; they train all the same.
+
+        All ranks must enter it together.
+        """
+        usual = self.passes
+        self.passes = TimedPasses(self._layout, self.parameters, *self._rest, clock)
+        self.passes.rows = usual.rows
+        usual.gradients.clear()
+        try:
+            yield
+        finally:
+            self.passes = usual
 
     def stored(self, key: str) -> Rectangle:
         """What this rank has of a parameter."""

@@ -175,7 +175,20 @@ def uniform(
 
 
 def at_members(curves: Curve, members: int) -> dict[int, float]:
-    """The curve for a number of members: its own, or between those of its neighbours."""
+    """The curve for a number of members: its own, or between those of its neighbours.
+
+    In it no size takes longer than a larger one, whatever disturbed the measurement: parts of an
+    exchange could otherwise take less than no time beside the latency, and so could large sizes,
+    for which the last two points are continued.
+    """
+    curve = _between(curves, members)
+    found, least = {}, math.inf
+    for size in sorted(curve, reverse=True):
+        least = found[size] = min(curve[size], least)
+    return found
+
+
+def _between(curves: Curve, members: int) -> dict[int, float]:
     known = sorted(curves)
     if members in curves:
         return curves[members]

@@ -16,6 +16,7 @@ from perfsearch.parallel.soap.communicators import Communicators
 from perfsearch.parallel.soap.exchange import Exchange
 from perfsearch.parallel.soap.layout import Layout
 from perfsearch.parallel.soap.node import Cut, Node, Source
+from perfsearch.parallel.soap.piece_exchange import PieceBatch
 from perfsearch.parallel.soap.rectangles import within
 from perfsearch.parallel.soap.row_updates import RowUpdates
 from perfsearch.parallel.soap.rules import sizes
@@ -73,23 +74,17 @@ class Passes:
         self._give(leaves)
         received: dict[Exchange, torch.Tensor | None] = {}
         for node in self._nodes:
+            self._align()
             if node.function is not None:
-                inputs = [self._input(source, received) for source in node.sources]
-                read = {
-                    use.name: self.parameters[use.key]
-                    if use.cut is None
-                    else self.parameters[use.key][use.cut]
-                    for use in node.uses
-                }
-                self._inputs[node.place] = inputs
-                self._values[node.place] = node.function(inputs, read)
+                self._compute(node, [self._input(source, received) for source in node.sources])
             elif node.draws:
                 node.draw(self._device)
+            self._align()
             value = self._values[node.place]
             for exchange in node.outgoing:
-                exchange.start(None if value is None else value.detach())
+                self._start(exchange, None if value is None else value.detach())
             for batch in node.launched:
-                batch.launch()
+                self._launch(batch)
         for buffer, number in self._counters:
             self._buffers[buffer].add_(number)
         self._drain()
@@ -114,6 +109,18 @@ class Passes:
                 tensor = self._buffers[node.operator.name]
                 self._values[node.place] = tensor[within(node.rectangle, whole)]
 
+    def _compute(self, node: Node, inputs: list[torch.Tensor | None]) -> None:
+        """The forward pass of one part."""
+        assert node.function is not None
+        read = {
+            use.name: self.parameters[use.key]
+            if use.cut is None
+            else self.parameters[use.key][use.cut]
+            for use in node.uses
+        }
+        self._inputs[node.place] = inputs
+        self._values[node.place] = node.function(inputs, read)
+
     def _input(
         self, source: Source | None, received: dict[Exchange, torch.Tensor | None]
     ) -> torch.Tensor | None:
@@ -126,7 +133,7 @@ class Passes:
                 value = value[source.cut]
         else:
             if source.exchange not in received:
-                received[source.exchange] = source.exchange.finish()
+                received[source.exchange] = self._finish(source.exchange)
             value = received[source.exchange]
             assert value is not None
         value = value.detach()
@@ -134,31 +141,60 @@ class Passes:
 
     def backward(self) -> None:
         """The backward pass; ``gradients`` are summed over those that store the same."""
-        gradients = self.gradients
-        gradients.clear()
+        self.gradients.clear()
         here: list[torch.Tensor | None] = [None] * len(self._nodes)
         needed: dict[Exchange, torch.Tensor] = {}
         for node in reversed(self._nodes):
+            self._align()
             if node.differentiable:
                 arrived = here[node.place]
                 for exchange in node.outgoing:
-                    back = exchange.finish_back()
-                    if back is not None:
-                        arrived = back if arrived is None else arrived + back
+                    arrived = self._finish_back(exchange, arrived)
                 if node.function is not None:
                     self._differentiate(node, arrived, here, needed)
+            self._align()
             for exchange in node.returning:
                 gradient = needed.pop(exchange, None)
                 if gradient is None and exchange.need is not None:
                     gradient = torch.zeros(
                         sizes(exchange.need), dtype=exchange.dtype, device=self._device
                     )
-                exchange.start_back(gradient)
+                self._start_back(exchange, gradient)
             for batch in node.launched_back:
-                batch.launch_back()
-            self._synchroniser.after(node.place, gradients)
-        self._synchroniser.finish(gradients)
+                self._launch_back(batch)
+            self._align()
+            self._sum(node)
+        self._synchroniser.finish(self.gradients)
         self._drain()
+
+    # Single things that a step does; timed steps do them otherwise.
+
+    def _align(self) -> None:
+        """Where timed steps let ranks wait for each other."""
+
+    def _start(self, exchange: Exchange, value: torch.Tensor | None) -> None:
+        exchange.start(value)
+
+    def _launch(self, batch: PieceBatch) -> None:
+        batch.launch()
+
+    def _finish(self, exchange: Exchange) -> torch.Tensor | None:
+        return exchange.finish()
+
+    def _start_back(self, exchange: Exchange, gradient: torch.Tensor | None) -> None:
+        exchange.start_back(gradient)
+
+    def _launch_back(self, batch: PieceBatch) -> None:
+        batch.launch_back()
+
+    def _finish_back(self, exchange: Exchange, arrived: torch.Tensor | None) -> torch.Tensor | None:
+        """Add what comes back to the gradient of what was sent."""
+        back = exchange.finish_back()
+        return arrived if back is None else back if arrived is None else arrived + back
+
+    def _sum(self, node: Node) -> None:
+        """Begin to sum the gradients that a node's backward pass has made ready."""
+        self._synchroniser.after(node.place, self.gradients)
 
     def _differentiate(
         self,

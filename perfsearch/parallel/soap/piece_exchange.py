@@ -67,6 +67,10 @@ class PieceExchange(Exchange):
         assert held is not None and self.outgoing is not None
         return [self.outgoing[within(self._kept, held)], *self.incoming]
 
+    def wait(self) -> None:
+        """Wait for the batch, if it was launched."""
+        self.batch.wait()
+
     def drain(self) -> None:
         """Wait for the batch, and let go of what was sent."""
         self.batch.wait()
@@ -92,6 +96,9 @@ class PieceBatch:
         rank: this device.
         groups: where the participants were ensured.
 
+    Attributes:
+        consumer: the operator at which its members end.
+
     """
 
     def __init__(
@@ -102,6 +109,7 @@ class PieceBatch:
         groups: Communicators,
     ) -> None:
         self._members = members
+        self.consumer = members[0].first_consumer
         self._groups = groups
         self._participants = participants
         self._dtype, self._device = members[0].dtype, members[0].device

@@ -13,6 +13,7 @@ from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan
 from perfsearch.parallel.soap.engine import ChainOptions, Engine
 from perfsearch.parallel.soap.graph import Graph, Role
 from perfsearch.parallel.soap.machine import Machine
+from perfsearch.parallel.soap.operator_time import OperatorTime
 from perfsearch.parallel.soap.tasks import CostOf, Problem
 from perfsearch.parallel.soap.timeline import Task
 
@@ -23,7 +24,10 @@ _KINDS = {
     at.SEND_BACKWARD: "transfer of gradients",
     at.SYNCHRONISE: "sum of gradients",
     at.OPTIMIZE: "optimizer",
+    at.COPY: "copy",
+    at.COPY_SUM: "copy",
 }
+_OF_EDGES = (at.SEND_FORWARD, at.SEND_BACKWARD, at.COPY)
 POINTS = 1000
 """Points of a search's series at most."""
 
@@ -157,6 +161,30 @@ class Simulator:
         engine.walk(changes)
         return self.problem.plan_of(engine.current())
 
+    def by_operator(self, plan: Plan) -> dict[str, OperatorTime]:
+        """What each operator takes of a plan's step, each time on its slowest device.
+
+        A transfer belongs to the first operator that reads what it moves. What a task takes beside
+        its own time (``Machine.task_us``) is left out.
+        """
+        beside_ms = round(1e3 * self.problem.machine.task_us) / 1e6
+        shape = (len(self.problem.operators), 3, self.problem.machine.devices)
+        found = np.zeros(shape)
+        for kind, subject, device, begin, end in self._engine.trace(
+            self.problem.numbers_of(plan)
+        ).tolist():
+            if kind == at.OPTIMIZE:
+                continue
+            operator = self.problem.edges[subject][1] if kind in _OF_EDGES else subject
+            column = {at.FORWARD: 0, at.BACKWARD: 1}.get(kind, 2)
+            own_ms = (end - begin) / 1e6 - (beside_ms if column < 2 else 0.0)
+            found[operator, column, device] += own_ms
+        slowest = np.round(found.max(axis=2), 6).tolist()
+        return {
+            operator.name: OperatorTime(*times)
+            for operator, times in zip(self.problem.operators, slowest, strict=True)
+        }
+
     def timeline(self, plan: Plan) -> list[Task]:
         """Every task of a plan's step."""
         names = [o.name for o in self.problem.operators]
@@ -166,7 +194,7 @@ class Simulator:
             self.problem.numbers_of(plan)
         ).tolist():
             name = "weights"
-            if kind in (at.SEND_FORWARD, at.SEND_BACKWARD):
+            if kind in _OF_EDGES:
                 source, target, _ = edges[subject]
                 name = f"{names[source]} to {names[target]}"
             elif subject >= 0:

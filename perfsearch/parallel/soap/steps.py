@@ -26,6 +26,7 @@ from perfsearch.parallel.soap.tables import (
     C_WIDTH,
     CLOCK,
     CONFIG,
+    COPY_SUM,
     DEVICE,
     DEVICES,
     EDGE,
@@ -169,6 +170,9 @@ def _synchronise(t: Integers, w: Integers, operator: int, record: int) -> None:
         for k in range(place + 2, place + 2 + members):
             device = t[at + t[k]]
             w[host + device] += t[SYNC_HOST_NS]
+            if w[TRACE_SIZE] and t[place + 1]:
+                packed = w[free + device] + t[place + 1]
+                trace(w, COPY_SUM, operator, device, w[free + device], packed)
             w[free + device] += t[place + 1]
             own = max(w[free + device], max(w[host + device], w[line + device]))
             begin = max(begin, own)

@@ -111,7 +111,7 @@ class Synchroniser:
         rank: int,
         groups: Communicators,
     ) -> None:
-        self._by_place: dict[int, list[_OneBucket]] = {}
+        self._by_place: dict[int, list[RankBucket]] = {}
         self.keys = {c.key for b in plan if rank in b.devices for c in b.cells}
         self.summed_bytes = sum(
             bucket.elements * getattr(torch, bucket.dtype).itemsize
@@ -120,13 +120,17 @@ class Synchroniser:
         )
         for bucket in plan:
             if rank in bucket.devices:
-                one = _OneBucket(bucket, stored, groups)
+                one = RankBucket(bucket, stored, groups)
                 self._by_place.setdefault(bucket.ready, []).append(one)
-        self._started: list[_OneBucket] = []
+        self._started: list[RankBucket] = []
+
+    def ready(self, place: int) -> Sequence[RankBucket]:
+        """What the backward pass of operator ``place`` makes ready."""
+        return self._by_place.get(place, ())
 
     def after(self, place: int, gradients: Gradients) -> None:
         """Start what the backward pass of operator ``place`` has made ready."""
-        for bucket in self._by_place.get(place, ()):
+        for bucket in self.ready(place):
             bucket.start(gradients)
             self._started.append(bucket)
 
@@ -141,7 +145,16 @@ class Synchroniser:
         self._started.clear()
 
 
-class _OneBucket:
+class RankBucket:
+    """A bucket on one rank that has a part in it.
+
+    Args:
+        bucket: what is summed.
+        stored: what this rank stores of each parameter.
+        groups: where the bucket's devices were ensured.
+
+    """
+
     def __init__(
         self, bucket: Bucket, stored: Mapping[str, Rectangle], groups: Communicators
     ) -> None:
@@ -156,7 +169,14 @@ class _OneBucket:
         self._lengths = [volume(cell.rectangle) for cell in bucket.cells]
         self._direct = len(self._keys) == 1 and self._cuts[0] is None
 
+    @property
+    def shares(self) -> list[tuple[str, float]]:
+        """Keys of parameters, each with its share of the elements; the shares add up to 1."""
+        whole = sum(self._lengths)
+        return [(k, n / whole) for k, n in zip(self._keys, self._lengths, strict=True)]
+
     def start(self, gradients: Gradients) -> None:
+        """Begin to sum them."""
         if self._direct:
             # one large tensor is summed where it is
             self._flat = gradients[self._keys[0]].contiguous()
@@ -172,6 +192,7 @@ class _OneBucket:
         )
 
     def finish(self, gradients: Gradients) -> None:
+        """Wait for the sums, and put them where the gradients were."""
         self._work.wait()
         if self._direct:
             gradients[self._keys[0]] = self._flat

@@ -28,8 +28,8 @@ HOST, DEVICE, LINK, SYNC = range(4)
 """Timelines of a device: the thread that launches, the compute stream, its link, and the stream of
 gradient synchronisation."""
 
-FORWARD, BACKWARD, SEND_FORWARD, SEND_BACKWARD, SYNCHRONISE, OPTIMIZE = range(6)
-"""Kinds of recorded tasks."""
+FORWARD, BACKWARD, SEND_FORWARD, SEND_BACKWARD, SYNCHRONISE, OPTIMIZE, COPY, COPY_SUM = range(8)
+"""Kinds of recorded tasks; copies are those of packing, and of putting together what arrived."""
 
 # --- t: scalars
 OPERATORS, DEVICES, CONFIGS, POINTS = range(4)

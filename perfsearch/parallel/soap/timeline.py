@@ -10,6 +10,7 @@ _ROWS = {
     "forward": (0, "computing"),
     "backward": (0, "computing"),
     "optimizer": (0, "computing"),
+    "copy": (0, "computing"),
     "transfer": (1, "link"),
     "transfer of gradients": (1, "link"),
     "sum of gradients": (2, "sums of gradients"),

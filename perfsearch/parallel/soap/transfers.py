@@ -12,6 +12,7 @@ from perfsearch.parallel.soap.tables import (
     ARRIVED,
     ARRIVED_BACK,
     CLOCK,
+    COPY,
     DEVICE,
     DEVICES,
     EDGE,
@@ -121,7 +122,10 @@ def wait(t: Integers, w: Integers, edge: int, route: int, side: int, plan: int) 
         last = first + 4 * w[place + 1]
         for k in range(first, last, 4):
             device = w[k]
-            w[free + device] = max(w[free + device], w[arrived + device] + later) + w[k + 2]
+            begin = max(w[free + device], w[arrived + device] + later)
+            w[free + device] = begin + w[k + 2]
+            if w[TRACE_SIZE] and w[k + 2]:
+                trace(w, COPY, edge, device, begin, begin + w[k + 2])
         place = last
 
 
@@ -154,7 +158,7 @@ def send_all(t: Integers, w: Integers, operator: int, side: int, plan: int, step
             if route == 0 or not is_exchange(w, route) or not leads(t, w, edge, routes):
                 continue
             if phase == 0:
-                _pack(t, w, route, side)
+                _pack(t, w, edge, route, side)
             elif phase == 1:
                 _gather_times(t, w, route, side, into, out, available)
             else:
@@ -172,7 +176,7 @@ def send(t: Integers, w: Integers, edge: int, route: int, side: int, plan: int, 
     arrived = arrival(t, w, edge, side, plan)
     kind = SEND_BACKWARD if side else SEND_FORWARD
     _note_launch(t, w, edge, side, plan, step)
-    _pack(t, w, route, side)
+    _pack(t, w, edge, route, side)
     first = half(w, route, side)
     last = first + 4 * w[route + 2 * side]
     place = last
@@ -205,11 +209,14 @@ def send(t: Integers, w: Integers, edge: int, route: int, side: int, plan: int, 
 
 
 @compiled
-def _pack(t: Integers, w: Integers, route: int, side: int) -> None:
+def _pack(t: Integers, w: Integers, edge: int, route: int, side: int) -> None:
     free = w[STATE] + DEVICE * t[DEVICES]
     first = half(w, route, side)
     for k in range(first, first + 4 * w[route + 2 * side], 4):
-        w[free + w[k]] += w[k + 1]
+        device, begin = w[k], w[free + w[k]]
+        w[free + device] = begin + w[k + 1]
+        if w[TRACE_SIZE] and w[k + 1]:
+            trace(w, COPY, edge, device, begin, begin + w[k + 1])
 
 
 @compiled

@@ -1,6 +1,7 @@
 """What each of several gloo ranks runs: plans one after another, each against one process."""
 
 import random
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from perfsearch.parallel.soap.configuration import (
     part_rectangles,
 )
 from perfsearch.parallel.soap.execute import Execution
+from perfsearch.parallel.soap.operator_clock import OperatorClock
 from perfsearch.parallel.soap.piece_exchange import PieceExchange
 from perfsearch.parallel.soap.recording import Recording
 from perfsearch.parallel.soap.shard_optimizer import make_capturable
@@ -61,7 +63,7 @@ def random_plan(graph, devices, rng):
     return plan
 
 
-def error_of(captured, plan, name, reference, by_rows=False):
+def error_of(captured, plan, name, reference, by_rows=False, timed=False):
     """The largest difference from one process, relative to the tensor's largest element."""
     losses, gradients, weights, buffers = reference
     model, _, optimizer, batches = soap_models.make(name, STEPS)
@@ -78,16 +80,19 @@ def error_of(captured, plan, name, reference, by_rows=False):
         return ((mine - theirs).abs().max() / whole.abs().max().clamp(min=1e-30)).item()
 
     low, high = execution.samples
+    clock = OperatorClock(len(execution.operators), CPU)
     for step, batch in enumerate(batches):
         leaves = [leaf[low:high] for leaf in tree_flatten(batch)[0]]
-        share = execution.step(leaves)
+        with execution.timed(clock) if timed and step else nullcontext():
+            share = execution.step(leaves)
+            found = dict(execution.gradients)
+            if stepper is not None:
+                execution.apply_gradients(stepper)
         dist.all_reduce(share)
         worst = max(worst, abs(share - losses[step]).item())
-        for key, gradient in execution.gradients.items():
+        for key, gradient in found.items():
             worst = max(worst, differ(gradient, key, gradients[step][key]))
-        assert set(execution.gradients) == set(execution.parameters) - set(rows)
-        if stepper is not None:
-            execution.apply_gradients(stepper)
+        assert set(found) == set(execution.parameters) - set(rows)
     for key, parameter in execution.parameters.items():
         worst = max(worst, differ(parameter.detach(), key, weights[key]))
     for mine, theirs in _statistics(captured, plan, dict(model.named_buffers()), buffers):
@@ -144,40 +149,51 @@ def run_gpu(rank, directory, world, names, count):
 
 
 def replayed(captured, plan, name, reference, device, groups):
-    """The error, and whether the later steps were replays."""
+    """The error, whether later steps were replays, and whether the last one's times make sense."""
     model, _, optimizer, batches = soap_models.make(name, 2 * STEPS)
     execution = Execution(captured, plan, model, device, groups)
     stepper = optimizer(execution.parameters.values()) if execution.parameters else None
     if name == "tables":
         execution.update_rows(stepper)
     capturable = make_capturable(stepper)
+    clock = OperatorClock(len(execution.operators), device)
     torch.manual_seed(SEED)
     low, high = execution.samples
-    recording = None
+    recording, replays = None, False
     losses = []
     for step, batch in enumerate(batches):
         leaves = [leaf[low:high].to(device) for leaf in tree_flatten(batch)[0]]
+        last = step == len(batches) - 1
         if step == STEPS and capturable:
             recording, kept = _recorded(execution, stepper, leaves, device)
+            replays = recording is not None
+        if last:
+            torch.cuda.synchronize(device)
+            recording = None
         if recording is not None:
             recording.give(leaves)
             for phase in range(3):
                 recording.replay(phase)
             share = kept[0].clone()
         else:
-            share = execution.step(leaves)
-            execution.apply_gradients(stepper)
+            with execution.timed(clock) if last else nullcontext():
+                share = execution.step(leaves)
+                execution.apply_gradients(stepper)
         dist.all_reduce(share)
         losses.append(share)
+    times_ms = clock.read()
     worst = max(abs(a - b).item() for a, b in zip(losses, reference[0], strict=True))
     for key, parameter in execution.parameters.items():
         whole = reference[2][key].view(execution.shapes[key])
         theirs = whole[tuple(slice(*span) for span in execution.stored(key))]
         worst = max(worst, ((parameter.detach() - theirs).abs().max() / whole.abs().max()).item())
-    total = torch.tensor([worst, float(recording is None), float(worst != worst)], device=device)
+    odd = not bool((times_ms >= 0).all() and times_ms.sum() < 1e4)
+    flags = [float(not replays), float(worst != worst), float(odd), times_ms.sum().item()]
+    total = torch.tensor([worst, *flags], device=device)
     dist.all_reduce(total, dist.ReduceOp.MAX)
-    error, launched, undefined = total.tolist()
-    return (float("nan") if undefined else error), not launched
+    error, launched, undefined, odd, busiest_ms = total.tolist()
+    timed = not odd and busiest_ms > 0
+    return (float("nan") if undefined else error), not launched, timed
 
 
 def _recorded(execution, stepper, leaves, device):
@@ -243,6 +259,8 @@ def run(rank, directory, world, name, count):
         plans += [random_plan(captured.graph, world, rng) for _ in range(count)]
         by_rows = name == "tables"
         errors = [error_of(captured, plan, name, reference, by_rows) for plan in plans]
+        # with everything timed it is the same again
+        errors += [error_of(captured, plan, name, reference, by_rows, True) for plan in plans[:9]]
         controls = {
             "dropped message": _without_messages(captured, plans[1], name, reference),
             "missing all-reduce": _without_sums(captured, plans[0], name, reference),

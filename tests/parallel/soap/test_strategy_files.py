@@ -137,3 +137,11 @@ def test_curves_are_straight_between_and_beyond_their_points():
     members = at_members({2: {100: 10.0}, 4: {100: 20.0}}, 3)
     assert members == {100: 15.0}
     assert at_members({2: {100: 10.0}, 4: {100: 20.0}}, 8) == {100: 40.0}
+
+
+def test_no_disturbed_point_of_a_curve_is_continued_below_nothing():
+    slow_start = at_members({2: {10: 50.0, 100: 20.0, 1000: 30.0}}, 2)
+    assert [at_size(slow_start, s) for s in (1, 10, 100, 1000)] == [20.0, 20.0, 20.0, 30.0]
+    slow_middle = at_members({2: {10: 5.0, 100: 9.0, 1000: 8.0}}, 2)
+    assert at_size(slow_middle, 10**9) == 8.0
+    assert at_size({100: 9.0, 1000: 8.0}, 10**9) < 0  # as they were measured
