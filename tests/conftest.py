@@ -1,6 +1,26 @@
-"""Lets tests import the helpers that lie beside them."""
+"""Lets tests import the helpers that lie beside them, and keeps parallel ones out of their way."""
 
+import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+_OWN_DIRECTORY = "PERFSEARCH_TESTS_TMPDIR"
+
+
+def pytest_configure(config):
+    """Give each of several parallel workers a ``TMPDIR``, where searches lock the devices."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None and _OWN_DIRECTORY not in os.environ:
+        os.environ[_OWN_DIRECTORY] = tempfile.mkdtemp(prefix=f"pst-{worker}-")
+        os.environ["TMPDIR"] = tempfile.tempdir = os.environ[_OWN_DIRECTORY]
+
+
+def pytest_unconfigure(config):
+    """Remove it."""
+    own = os.environ.pop(_OWN_DIRECTORY, None)
+    if own is not None and os.environ.get("PYTEST_XDIST_WORKER") is not None:
+        shutil.rmtree(own, ignore_errors=True)

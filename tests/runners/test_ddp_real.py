@@ -176,7 +176,7 @@ def test_ranks_over_two_nodes(tmp_path):
         endpoint = f"localhost:{probe.getsockname()[1]}"
     common = ["--nnodes=2", "--nproc=1", f"--rdzv-endpoint={endpoint}", "--interface=lo"]
     joining = subprocess.Popen(
-        [sys.executable, "-m", "perfsearch.workers.join", *common, "--patience=20"], cwd=tmp_path
+        [sys.executable, "-m", "perfsearch.workers.join", *common, "--patience=12"], cwd=tmp_path
     )
     environment = Environment(
         tmp_path,
