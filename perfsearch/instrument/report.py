@@ -66,10 +66,13 @@ def without_effect(knobs: Mapping[str, Value], facts: Facts) -> dict[str, str]:
             if not agree(value, facts.values[name]):
                 found = _shown(facts.values[name])
                 lost[name] = f"{name}={_shown(value)} was asked for, {found} is in force"
-        elif name in OF_OBJECTS and name not in through:
+        elif name in OF_OBJECTS and name not in through and value not in _OFF:
             lost[name] = f"{name}={_shown(value)}: the script makes nothing that takes it"
     return lost
 
+
+_OFF = (False, 0, "none", "default")
+"""Values that do nothing, so that nothing is missed where they have no place."""
 
 OF_OBJECTS = frozenset(Facts(["ddp", "fully_shard", "fsdp1"], 1, ["optimizer"]).changeable())
 """Knobs that exist only where the script builds what they belong to."""
