@@ -45,7 +45,7 @@ def _reporting(script: Script, orders: Orders) -> None:
         nonlocal said
         if not said:
             said = True
-            for line in lines(orders.knobs, orders.mapped, script.facts()):
+            for line in lines(orders.knobs, orders.mapped, script.facts(), orders.given):
                 say(line)
 
     def after_step() -> None:

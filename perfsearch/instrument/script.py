@@ -74,6 +74,7 @@ class Script:
             **self.sharding.values(),
             **self.loaders.values(),
             **self.optimizers.values(),
+            **self.engines.values(),
         }
 
     def facts(self) -> Facts:
