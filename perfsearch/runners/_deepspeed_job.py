@@ -133,4 +133,7 @@ def version() -> str:
     """Of DeepSpeed."""
     if importlib.util.find_spec("deepspeed") is None:
         return "of the command's own environment"
-    return importlib.metadata.version("deepspeed")
+    try:
+        return importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a source tree"
