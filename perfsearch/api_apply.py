@@ -94,6 +94,7 @@ def apply(knobs: Mapping[str, Value], model: Any, optimizer: Any) -> Any:
 
 def prepare(knobs: Mapping[str, Value]) -> None:
     """Have everything that is built from now on take the knobs; see ``perfsearch.apply``."""
+    from perfsearch.instrument.patches import once
     from perfsearch.instrument.script import Script
     from perfsearch.run_knobs import plan
 
@@ -101,6 +102,7 @@ def prepare(knobs: Mapping[str, Value]) -> None:
     script = Script(planned.objects)
     script.losses.keeping = False
     script.switches.put_into_force()
+    script.optimizers.before_step = once(script.sharding.put_into_force)
     variables = {n: v for n, v in planned.environment.items() if os.environ.get(n) != v}
     elsewhere = [f"start the script with {_assigned(variables)}"] if variables else []
     elsewhere += [f"{name}={value}" for name, value in planned.unreachable.items()]

@@ -15,9 +15,9 @@ from perfsearch.instrument.mapping import Mapped, apply
 from perfsearch.instrument.orders import ENTRY, Orders
 from perfsearch.instrument.presets import gather
 from perfsearch.run_arguments import RunArguments, own_parser, split
-from perfsearch.run_knobs import plan, read_knobs
+from perfsearch.run_knobs import KnobFile, KnobPlan, plan, read_knobs
+from perfsearch.runners._deepspeed_launchers import LAUNCHERS
 from perfsearch.search.errors import BadInputError
-from perfsearch.search.knob import Value
 from perfsearch.surroundings import open_standard_streams, require_current_directory
 
 
@@ -81,6 +81,12 @@ def check(asked: RunArguments) -> None:
             f"{path}: a notebook is no script. Convert it: jupyter nbconvert --to script {path}; "
             "or call perfsearch.search(...) in it"
         )
+    if not path.is_file() and asked.script in LAUNCHERS:
+        raise BadInputError(
+            f"{asked.script}: a launcher, and perfsearch-run starts the ranks itself: "
+            "perfsearch-run --nproc-per-node N SCRIPT ARGUMENTS. A DeepSpeed job may keep its "
+            "launcher: perfsearch runner=deepspeed workload=script workload.command='deepspeed ...'"
+        )
     if not path.is_file():
         near = f" There is {path}.py." if path.with_suffix(".py").is_file() else ""
         hint = "" if near else f" Looked from {Path.cwd()}. A module is started by -m {path}."
@@ -99,16 +105,7 @@ def maps_of(asked: RunArguments) -> list[Mapped]:
 
 def start(asked: RunArguments) -> int:
     """Start the script as torchrun does; return the exit code of the launcher."""
-    knobs: dict[str, Value] = {}
-    workload: dict[str, Any] = {}
-    if asked.knobs:
-        knobs, workload = read_knobs(asked.knobs)
-    maps = maps_of(asked)
-    named = {mapped.name for mapped in maps}
-    maps += [mapped for mapped in _recorded_maps(workload, asked) if mapped.name not in named]
-    planned = plan(knobs, maps)
-    directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-")) if maps else Path()
-    arguments, told = apply(asked.arguments, maps, planned.mapped, directory)
+    planned, arguments, told = _given(asked)
     told.update({name: f"environment ({k}={v})" for name, k, v in _variables(planned.environment)})
     for name, value in planned.unreachable.items():
         print(
@@ -130,10 +127,29 @@ def start(asked: RunArguments) -> int:
         autotune=asked.autotune,
         report=not asked.quiet,
         mapped=told,
+        given=planned.mapped,
     )
     os.environ.update(orders.to_environment())
     own = [option for option in asked.torchrun if not _is_module_flag(option)]
     return _torchrun([*own, "-m", ENTRY, asked.script, *arguments])
+
+
+def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
+    """How each knob reaches the script, the script's arguments, and what they give it."""
+    found = read_knobs(asked.knobs) if asked.knobs else KnobFile()
+    if found.runner == "deepspeed":
+        from perfsearch.run_deepspeed import tuned
+
+        directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-"))
+        arguments, told, given = tuned(found, asked, directory)
+        return KnobPlan(mapped=given), arguments, told
+    maps = maps_of(asked)
+    named = {mapped.name for mapped in maps}
+    maps += [m for m in _recorded_maps(found.workload, asked) if m.name not in named]
+    planned = plan(found.knobs, maps)
+    directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-")) if maps else Path()
+    arguments, told = apply(asked.arguments, maps, planned.mapped, directory)
+    return planned, arguments, told
 
 
 def _is_module_flag(option: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from perfsearch.instrument.mapping import Mapped, read_file
 from perfsearch.instrument.report import OF_OBJECTS
@@ -55,11 +55,28 @@ def plan(knobs: Mapping[str, Value], maps: Sequence[Mapped]) -> KnobPlan:
     return made
 
 
-def read_knobs(file: str) -> tuple[dict[str, Value], dict[str, Any]]:
-    """Knobs of ``best/config.yaml``, or of a plain file of names and values.
+@dataclass(frozen=True)
+class KnobFile:
+    """What a search has written, as far as a script is started with it.
 
-    Returns:
-        Knob values, and the ``workload`` group of the file, empty where it has none.
+    Attributes:
+        knobs: values by name.
+        workload: the ``workload`` group, empty where there is none.
+        runner: which one has found them; empty where it is not said.
+        batch: ``fixed`` or ``free``, as it was searched.
+        ds_config: the DeepSpeed configuration that was given beside the command, if any.
+
+    """
+
+    knobs: dict[str, Value] = field(default_factory=dict)
+    workload: dict[str, Any] = field(default_factory=dict)
+    runner: str = ""
+    batch: Literal["fixed", "free"] = "fixed"
+    ds_config: str | None = None
+
+
+def read_knobs(file: str) -> KnobFile:
+    """Knobs of ``best/config.yaml``, or of a plain file of names and values.
 
     Raises:
         BadInputError: there is no such file, or a knob in it has no single value.
@@ -78,7 +95,14 @@ def read_knobs(file: str) -> tuple[dict[str, Value], dict[str, Any]]:
                 "best/config.yaml that a search has written"
             )
     workload = content.get("workload")
-    return dict(knobs), dict(workload) if isinstance(workload, Mapping) else {}
+    of_runner = runner if isinstance(runner, Mapping) else {}
+    return KnobFile(
+        knobs=dict(knobs),
+        workload=dict(workload) if isinstance(workload, Mapping) else {},
+        runner=str(of_runner.get("name", "")),
+        batch="free" if content.get("batch") == "free" else "fixed",
+        ds_config=of_runner.get("ds_config"),
+    )
 
 
 def _yaml(file: str, option: str) -> str:

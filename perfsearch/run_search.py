@@ -18,7 +18,10 @@ _SIGNS = {
     "deepspeed": re.compile(r"^\s*(?:import|from)\s+deepspeed\b", re.MULTILINE),
     "zero": re.compile(r"\bfully_shard\b|\bFullyShardedDataParallel\b|\bFSDPStrategy\b"),
 }
-_ARGUMENT_SIGNS = {"deepspeed": ("--deepspeed",), "zero": ("--fsdp", "--use_fsdp")}
+_ARGUMENT_SIGNS = {
+    "deepspeed": ("--deepspeed", "--deepspeed_config", "--deepspeed-config"),
+    "zero": ("--fsdp", "--use_fsdp"),
+}
 
 
 def search(asked: RunArguments) -> int:
@@ -64,21 +67,37 @@ def workload(asked: RunArguments) -> dict[str, Any]:
 
 
 def runner_for(asked: RunArguments) -> str:
-    """Which runner's knobs fit the script: by its arguments, else by what its source names."""
+    """Which runner's knobs fit the script: by its arguments, else by what its source names.
+
+    DeepSpeed's need its configuration; where none is named, what is around DeepSpeed is searched.
+    """
+    runner = _called_for(asked)
+    if runner == "deepspeed" and not _is_configured(asked):
+        print(
+            "perfsearch-run: no argument names the script's DeepSpeed configuration, so only what "
+            "is around DeepSpeed is searched. To search its settings: -o runner=deepspeed "
+            "-o runner.ds_config=FILE.json",
+            file=sys.stderr,
+        )
+        return "ddp"
+    return runner
+
+
+def _called_for(asked: RunArguments) -> str:
+    if asked.preset == "deepspeed":
+        return asked.preset
     for runner, words in _ARGUMENT_SIGNS.items():
         if any(argument.partition("=")[0] in words for argument in asked.arguments):
-            return runner if _exists(runner) else "ddp"
-    source = "" if asked.parsed.module else Path(asked.script).read_text(errors="replace")
-    for runner, sign in _SIGNS.items():
-        if sign.search(source) and _exists(runner):
             return runner
-    return "ddp"
+    source = "" if asked.parsed.module else Path(asked.script).read_text(errors="replace")
+    return next((runner for runner, sign in _SIGNS.items() if sign.search(source)), "ddp")
 
 
-def _exists(runner: str) -> bool:
-    from perfsearch import runners
+def _is_configured(asked: RunArguments) -> bool:
+    from perfsearch.runners._deepspeed_script import names_configuration
 
-    return runner in runners.names()
+    given = any(o.lstrip("+~").startswith("runner.ds_config=") for o in asked.overrides)
+    return given or names_configuration(workload(asked))
 
 
 def _nproc(asked: RunArguments) -> int | str | None:

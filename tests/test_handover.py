@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from perfsearch.runners import _script_export
 from perfsearch.runners.ddp import DDP, DdpOptions
 from perfsearch.runners.zero import Zero, ZeroOptions
-from perfsearch.workers.environment import Environment
+from perfsearch.workers.environment import Environment, Hardware
 from perfsearch.workloads.spec import WorkloadSpec
 
 pytestmark = pytest.mark.slow
@@ -192,3 +193,92 @@ def test_zero_lines_train_the_same(tmp_path, stage):
     plain = run(SCRIPT + PLAIN_TAIL, None, tmp_path, 2)
     assert found["losses"] == pytest.approx(plain["losses"], rel=1e-3)
     assert Path(tmp_path / "apply" / "zero.py").exists()
+
+
+FACTS = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(96, 64, generator=torch.Generator().manual_seed(dist.get_rank())))
+loader = DataLoader(data, batch_size=8)
+net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)], torch.nn.Linear(64, 1))
+model = DistributedDataParallel(net, bucket_cap_mb=25)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+batches, losses = iter(loader), []
+for (inputs,) in batches:
+    loss = model(inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+if dist.get_rank() == 0:
+    buckets = str(model._get_ddp_logging_data()["rebuilt_bucket_sizes"])
+    print("FOUND", json.dumps({
+        "losses": losses,
+        "bucket_bytes": [int(size) for size in buckets.split(",")],
+        "implementation": [optimizer.param_groups[0][name] for name in ("foreach", "fused")],
+        "loader_processes": len(getattr(batches, "_workers", [])),
+        "threads": torch.get_num_threads(),
+        "environment": {n: os.environ.get(n) for n in ("OMP_NUM_THREADS", "NCCL_BUFFSIZE")},
+        "perfsearch": sorted(name for name in sys.modules if name.startswith("perfsearch")),
+    }))
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # torch's own threads now and then abort a process that takes them down
+"""
+
+
+def test_what_a_search_over_a_script_hands_over_is_in_force_without_perfsearch(tmp_path):
+    """The values themselves; what they are worth is timed by ``benchmarks/handover.py``."""
+    script = tmp_path / "train.py"
+    script.write_text(FACTS)
+    changed = {
+        "bucket_cap_mb": 0.04, "first_bucket_mb": 0.02, "optimizer_implementation": "fused",
+        "dataloader_workers": 1, "omp_num_threads": 2, "nccl_buffsize": 1048576,
+    }  # fmt: skip
+    apply = tmp_path / "apply"
+    _script_export.write(
+        changed, [], Hardware("cpu", 2, 1, (), 2), 1, [str(script)], False, ["ddp"], apply
+    )
+    (tmp_path / "knobs.yaml").write_text(json.dumps(changed))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    plain = start([sys.executable, *launch, str(script)], tmp_path)
+    alone = start(["sh", str(apply / "run.sh")], tmp_path)
+    knobs = ["-m", "perfsearch.run", "--nproc-per-node=2", "--knobs", str(tmp_path / "knobs.yaml")]
+    ours = start([sys.executable, *knobs, str(script)], tmp_path, blocked=False)
+    assert len(plain["bucket_bytes"]) == 1 and plain["implementation"] == [None, None]
+    assert (plain["loader_processes"], plain["threads"]) == (0, 1)
+    assert len(alone["bucket_bytes"]) > 2
+    assert max(alone["bucket_bytes"]) < 0.04 * 2**20 + 64 * 65 * 4  # a parameter is never split
+    assert alone["implementation"] == [False, True]
+    assert (alone["loader_processes"], alone["threads"]) == (1, 2)
+    assert alone["environment"] == {"OMP_NUM_THREADS": "2", "NCCL_BUFFSIZE": "1048576"}
+    assert alone["perfsearch"] == [] and ours["perfsearch"]
+    for name in ("bucket_bytes", "implementation", "loader_processes", "threads", "environment"):
+        assert ours[name] == alone[name], name
+    assert alone["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+
+
+def start(command, directory, blocked=True):
+    """Run a command that starts ``FACTS``, where perfsearch is blocked; what rank 0 has found."""
+    place = directory / "without"
+    place.mkdir(exist_ok=True)
+    (place / "perfsearch.py").write_text("raise ImportError('blocked')\n")
+    launcher = place / "torchrun"
+    launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    launcher.chmod(0o755)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if blocked:
+        environment.update(PYTHONPATH=str(place), PATH=f"{place}:{os.environ['PATH']}")
+    done = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=180,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    line = next(text for text in done.stdout.splitlines() if text.startswith("FOUND "))
+    return json.loads(line.removeprefix("FOUND "))

@@ -5,6 +5,7 @@ Stages 1 and 2 call the inner optimizer once for each of its parameter groups.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,8 +13,16 @@ from typing import Any
 from perfsearch.instrument.imports import after_import
 from perfsearch.instrument.optimizers import Optimizers
 from perfsearch.instrument.patches import wrap
+from perfsearch.search.knob import Value
 
 _ENGINE = "deepspeed.runtime.engine"
+
+_READ = {
+    "zero_stage": "zero_optimization_stage",
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation": "gradient_accumulation_steps",
+}
+"""Method of the engine by the knob whose value it tells."""
 
 
 class Engines:
@@ -29,6 +38,7 @@ class Engines:
 
     def __init__(self, optimizers: Optimizers) -> None:
         self.seen = False
+        self._engine: weakref.ref[Any] | None = None
         self._optimizers = optimizers
         after_import(_ENGINE, self._meet)
 
@@ -39,5 +49,14 @@ class Engines:
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self.seen = True
+        if self._engine is None:
+            self._engine = weakref.ref(args[0])
         with self._optimizers.counted_from_outside():
             return original(*args, **kwargs)
+
+    def values(self) -> dict[str, Value]:
+        """What is in force of the configuration, as the first engine itself has it."""
+        engine = self._engine() if self._engine is not None else None
+        if engine is None:
+            return {}
+        return {knob: int(getattr(engine, method)()) for knob, method in _READ.items()}

@@ -19,6 +19,7 @@ WRAPPER_KNOBS = (
     "find_unused_parameters",
 )
 SHARDED_KNOBS = ("zero_stage",)
+FULLY_SHARD_KNOBS = ("forward_prefetch", "backward_prefetch", "cpu_offload")
 FSDP1_KNOBS = ("fsdp_backward_prefetch", "fsdp_forward_prefetch")
 LOADER_KNOBS = ("dataloader_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 OPTIMIZER_KNOBS = ("optimizer_implementation",)
@@ -72,7 +73,7 @@ class Facts:
         if "ddp" in self.wrappers:
             found.update(dict.fromkeys(WRAPPER_KNOBS, "DistributedDataParallel"))
         if "fully_shard" in self.wrappers:
-            found.update(dict.fromkeys(SHARDED_KNOBS, "fully_shard"))
+            found.update(dict.fromkeys(SHARDED_KNOBS + FULLY_SHARD_KNOBS, "fully_shard"))
         if "fsdp1" in self.wrappers:
             found.update(dict.fromkeys(SHARDED_KNOBS + FSDP1_KNOBS, "FullyShardedDataParallel"))
         if self.loaders:

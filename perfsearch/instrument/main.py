@@ -12,6 +12,7 @@ from pathlib import Path
 
 from perfsearch.instrument.launchers import watch_for_launchers
 from perfsearch.instrument.orders import VARIABLE, Orders
+from perfsearch.instrument.patches import once
 from perfsearch.instrument.report import lines
 from perfsearch.instrument.script import Script
 
@@ -44,7 +45,7 @@ def _reporting(script: Script, orders: Orders) -> None:
         nonlocal said
         if not said:
             said = True
-            for line in lines(orders.knobs, orders.mapped, script.facts()):
+            for line in lines(orders.knobs, orders.mapped, script.facts(), orders.given):
                 say(line)
 
     def after_step() -> None:
@@ -54,25 +55,13 @@ def _reporting(script: Script, orders: Orders) -> None:
             say_once()
             script.optimizers.after_step = None
 
-    script.optimizers.before_step = _once(script.switches.put_into_force)
+    script.optimizers.before_step = once(script.put_into_force)
     script.losses.keeping = False
     script.loaders.counting = False
     says = orders.autotune is None or bool(orders.knobs or orders.mapped)
     if orders.report and says and os.environ.get("RANK", "0") == "0":
         script.optimizers.after_step = after_step
         atexit.register(say_once)
-
-
-def _once(function: Callable[[], None]) -> Callable[[], None]:
-    done = False
-
-    def call() -> None:
-        nonlocal done
-        if not done:
-            done = True
-            function()
-
-    return call
 
 
 def without_our_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:

@@ -16,10 +16,23 @@ FILE_KEYS = {
     "train_micro_batch_size_per_gpu": "micro_batch",
     "gradient_accumulation_steps": "gradient_accumulation",
     "zero_optimization.stage": "zero_stage",
-    "zero_optimization.reduce_bucket_size": "reduce_bucket_size",
-    "zero_optimization.allgather_bucket_size": "allgather_bucket_size",
-    "zero_optimization.overlap_comm": "overlap_comm",
-    "zero_optimization.stage3_prefetch_bucket_size": "stage3_prefetch_bucket_size",
+    **{
+        f"zero_optimization.{name}": name
+        for name in (
+            "reduce_bucket_size",
+            "allgather_bucket_size",
+            "overlap_comm",
+            "reduce_scatter",
+            "contiguous_gradients",
+            "allgather_partitions",
+            "round_robin_gradients",
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "sub_group_size",
+        )
+    },
 }
 """Keys of DeepSpeed's file whose knob need not be named."""
 

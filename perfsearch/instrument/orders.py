@@ -32,7 +32,8 @@ class Orders:
         token: mark of the search's processes.
         controller_pid: the process whose death ends the script.
         controller_started: when that process was started.
-        mapped: knobs that were given to the script by its own arguments or files.
+        mapped: knobs that were given to the script by its own arguments or files, and how.
+        given: their values.
 
     """
 
@@ -48,6 +49,7 @@ class Orders:
     controller_pid: int = 0
     controller_started: float = 0.0
     mapped: dict[str, str] = field(default_factory=dict)
+    given: dict[str, Value] = field(default_factory=dict)
 
     def to_environment(self) -> dict[str, str]:
         """The variable to set for the ranks."""

@@ -46,3 +46,16 @@ def wrap(owner: Any, name: str, around: Around) -> Callable[[], None]:
         setattr(owner, name, original)
 
     return undo
+
+
+def once(function: Callable[[], None]) -> Callable[[], None]:
+    """The function for its first call; later ones do nothing."""
+    done = False
+
+    def call() -> None:
+        nonlocal done
+        if not done:
+            done = True
+            function()
+
+    return call

@@ -8,13 +8,19 @@ from perfsearch.instrument.facts import Facts
 from perfsearch.search.knob import Value, same_value
 
 
-def lines(knobs: Mapping[str, Value], mapped: Mapping[str, str], facts: Facts) -> list[str]:
+def lines(
+    knobs: Mapping[str, Value],
+    mapped: Mapping[str, str],
+    facts: Facts,
+    given: Mapping[str, Value] | None = None,
+) -> list[str]:
     """What is in force of what was asked for; without knobs, what could be changed.
 
     Args:
         knobs: what was asked for.
         mapped: knobs that the script was given by its own arguments, and which.
         facts: what the script has built.
+        given: values of those, which are compared with what can be read back.
 
     """
     asked = {name: value for name, value in knobs.items() if value is not None}
@@ -22,6 +28,9 @@ def lines(knobs: Mapping[str, Value], mapped: Mapping[str, str], facts: Facts) -
         return _offers(facts)
     through = facts.changeable()
     lost = without_effect(knobs, facts)
+    lost.update(
+        without_effect({n: v for n, v in (given or {}).items() if n in facts.values}, facts)
+    )
     if facts.backend and "nccl" not in facts.backend:
         unused = [name for name in mapped if name.startswith("nccl_")]
         lost.update({name: f"{name}: the ranks talk over {facts.backend}" for name in unused})
@@ -37,7 +46,8 @@ def lines(knobs: Mapping[str, Value], mapped: Mapping[str, str], facts: Facts) -
 
 def _offers(facts: Facts) -> list[str]:
     through = facts.changeable()
-    if not through:
+    engine = _of_engine(facts)
+    if not through and not engine:
         return [
             "nothing was changed, and of this script nothing could be: it makes no "
             "DistributedDataParallel, no FSDP module, no DataLoader and no torch optimizer"
@@ -47,10 +57,17 @@ def _offers(facts: Facts) -> list[str]:
         for name in through
     ]
     return [
-        "nothing was changed. What could be, with its value now: " + ", ".join(shown),
+        "nothing was changed. What could be, with its value now: " + ", ".join([*engine, *shown]),
         "to search them: perfsearch-run --search SCRIPT ARGS; to set what a search has found: "
         "perfsearch-run --knobs best/config.yaml SCRIPT ARGS",
     ]
+
+
+def _of_engine(facts: Facts) -> list[str]:
+    """DeepSpeed's settings, which go into its configuration."""
+    if "deepspeed" not in facts.wrappers:
+        return []
+    return [f"{name}={_shown(facts.values[name])}" for name in OF_ENGINE if name in facts.values]
 
 
 def without_effect(knobs: Mapping[str, Value], facts: Facts) -> dict[str, str]:
@@ -66,10 +83,16 @@ def without_effect(knobs: Mapping[str, Value], facts: Facts) -> dict[str, str]:
             if not agree(value, facts.values[name]):
                 found = _shown(facts.values[name])
                 lost[name] = f"{name}={_shown(value)} was asked for, {found} is in force"
-        elif name in OF_OBJECTS and name not in through:
+        elif name in OF_OBJECTS and name not in through and value not in _OFF:
             lost[name] = f"{name}={_shown(value)}: the script makes nothing that takes it"
     return lost
 
+
+_OFF = (False, 0, "none", "default")
+"""Values that do nothing, so that nothing is missed where they have no place."""
+
+OF_ENGINE = ("zero_stage", "micro_batch", "gradient_accumulation")
+"""Knobs that DeepSpeed's engine tells the value of."""
 
 OF_OBJECTS = frozenset(Facts(["ddp", "fully_shard", "fsdp1"], 1, ["optimizer"]).changeable())
 """Knobs that exist only where the script builds what they belong to."""

@@ -45,6 +45,11 @@ class Script:
         self.switches = Switches(knobs)
         self.losses = Losses()
 
+    def put_into_force(self) -> None:
+        """Set what goes after the script's own settings: called when its first step begins."""
+        self.switches.put_into_force()
+        self.sharding.put_into_force()
+
     def change(self, knobs: Mapping[str, Value]) -> None:
         """Put the knobs of ``step`` scope into force, between two steps."""
         self.knobs = dict(knobs)
@@ -69,6 +74,7 @@ class Script:
             **self.sharding.values(),
             **self.loaders.values(),
             **self.optimizers.values(),
+            **self.engines.values(),
         }
 
     def facts(self) -> Facts:

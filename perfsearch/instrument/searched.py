@@ -65,7 +65,7 @@ class Searched:
 
     def _before_step(self) -> None:
         if self.steps == 0:
-            self._script.switches.put_into_force()
+            self._script.put_into_force()
         if self._clock is not None:
             self._clock.mark("other")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from perfsearch.runners._deepspeed_command import Command
 from perfsearch.search.errors import BadInputError
+from perfsearch.search.trial import Measurement
 
 GLOBAL, MICRO, TIMES = (
     "train_batch_size",
@@ -138,3 +139,25 @@ def written(
         if not follows:
             configuration[key] = value
     return options
+
+
+def why_not_fed(first: Measurement | None, now: Measurement, micro: int, today: int) -> str:
+    """Why the script does not load the batches that it was asked for; empty where it does.
+
+    Args:
+        first: of the baseline.
+        now: of the configuration.
+        micro: the micro-batch that was asked for.
+        today: the baseline's.
+
+    """
+    fed = now.bottleneck_evidence.get("fed_samples")
+    before = first.bottleneck_evidence.get("fed_samples") if first else None
+    if fed is None or before is None or micro == today or fed != before:
+        return ""
+    return (
+        f"micro_batch={micro} was asked for, and the script still loads {fed:g} samples as "
+        f"with {today}. Name its option in autotuning.arg_mappings, as "
+        f'{{"{MICRO}": "--batch-size"}} (perfsearch-run: --map micro_batch=--batch-size), or pin '
+        "runner.knobs.micro_batch"
+    )

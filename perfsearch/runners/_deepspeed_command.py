@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from perfsearch.runners._deepspeed_launchers import LAUNCHERS, MODULES
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.suggest import nearest
 
@@ -28,68 +30,6 @@ _HOSTFILE = "/job/hostfile"
 
 
 @dataclass(frozen=True)
-class Launcher:
-    """What must be known of a launcher's own options.
-
-    Attributes:
-        ranks: options that say how many processes to start here.
-        nodes: options that say on how many nodes.
-        port: option for the port of the rendezvous.
-        has_port: options of which each already settles the port.
-        flags: options without a value; every other one takes the next word.
-
-    """
-
-    ranks: tuple[str, ...]
-    nodes: tuple[str, ...]
-    port: str
-    has_port: tuple[str, ...]
-    flags: frozenset[str]
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-LAUNCHERS = {
-    "deepspeed": Launcher(
-        ("--num_gpus", "--num_accelerators"),
-        ("--num_nodes",),
-        "--master_port",
-        ("--master_port",),
-        _words(
-            "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi "
-            "--save_pid --bind_cores_to_rank --quiet -q"
-        ),
-    ),
-    "torchrun": Launcher(
-        ("--nproc-per-node", "--nproc_per_node"),
-        ("--nnodes",),
-        "--master-port",
-        ("--master-port", "--master_port", "--standalone", "--rdzv-endpoint", "--rdzv_endpoint"),
-        _words("--standalone --module -m --no-python --no_python --run-path --run_path"),
-    ),
-    "accelerate": Launcher(
-        ("--num_processes", "--num-processes"),
-        ("--num_machines", "--num-machines"),
-        "--main_process_port",
-        ("--main_process_port", "--main-process-port"),
-        _words(
-            "--cpu --multi_gpu --multi-gpu --use_deepspeed --use-deepspeed --module -m "
-            "--no_python --no-python --debug --quiet -q"
-        ),
-    ),
-}
-
-_MODULES = {
-    "torch.distributed.run": "torchrun",
-    "torch.distributed.launch": "torchrun",
-    "deepspeed.launcher.runner": "deepspeed",
-    "accelerate.commands.launch": "accelerate",
-}
-
-
-@dataclass(frozen=True)
 class Command:
     """A launch command, taken apart.
 
@@ -98,6 +38,7 @@ class Command:
         launcher: a name of ``LAUNCHERS``.
         options_from: place of the launcher's first option.
         script_at: place of the script.
+        config: path of the DeepSpeed configuration, where an option that is not known takes it.
 
     """
 
@@ -105,6 +46,7 @@ class Command:
     launcher: str
     options_from: int
     script_at: int
+    config: str = ""
 
     @classmethod
     def parse(cls, given: Any) -> Command:
@@ -158,11 +100,16 @@ class Command:
         for place, word in enumerate(self.words):
             name, joined, value = word.partition("=")
             if name not in _CONFIG_FLAGS:
+                if place > self.script_at and self._is_config(value if joined else word):
+                    yield place, f"{name}=" if joined else "", value if joined else word
                 continue
             if joined and ".json" in value:
                 yield place, f"{name}=", value
             elif not joined and place + 1 < len(self.words) and ".json" in self.words[place + 1]:
                 yield place + 1, "", self.words[place + 1]
+
+    def _is_config(self, word: str) -> bool:
+        return bool(self.config) and os.path.abspath(word) == os.path.abspath(self.config)
 
     def ranks(self) -> int | None:
         """Processes that it starts on this node; ``None``: one for each visible GPU.
@@ -297,7 +244,7 @@ def _launcher_of(words: Sequence[str]) -> tuple[str, int]:
         rest = [w for w in words[1:3] if w != "-u"]
         if rest and rest[0] == "-m":
             module = words[words.index("-m") + 1] if words.index("-m") + 1 < len(words) else ""
-            name, place = _MODULES.get(module, module), words.index("-m") + 2
+            name, place = MODULES.get(module, module), words.index("-m") + 2
         elif rest:
             name, place = Path(rest[0]).name, words.index(rest[0]) + 1
     if name == "accelerate" and place < len(words) and words[place] == "launch":
@@ -310,4 +257,4 @@ def _launcher_of(words: Sequence[str]) -> tuple[str, int]:
     return name, place
 
 
-__all__ = ["LAUNCHERS", "Command", "Launcher", "value_of", "with_values"]
+__all__ = ["Command", "value_of", "with_values"]

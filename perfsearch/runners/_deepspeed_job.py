@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from perfsearch.runners._deepspeed_autotuning import Autotuning
 from perfsearch.runners._deepspeed_batch import Today
 from perfsearch.runners._deepspeed_command import Command
+from perfsearch.runners._deepspeed_script import command_of, device_today
 from perfsearch.runners._zero_batch import Batch
 from perfsearch.search.errors import BadInputError
 from perfsearch.workers.environment import Environment, Hardware, detect
@@ -23,14 +24,6 @@ if TYPE_CHECKING:
     from perfsearch.config import Settings
 
 _WORKLOAD = "script"
-
-_ELSEWHERE = {
-    "module": "reads the launcher's own --module in workload.command",
-    "map": "reads autotuning.arg_mappings of the configuration",
-    "map_file": "writes its values into the configuration alone",
-    "preset": "finds the options of HF Trainer by itself, others in autotuning.arg_mappings",
-}
-"""Keys of scripts in general that have another place here."""
 
 
 def asked(settings: Settings) -> tuple[Command, Path]:
@@ -46,25 +39,19 @@ def asked(settings: Settings) -> tuple[Command, Path]:
             f"workload={workload.name}: runner=deepspeed trains your own script. Set "
             "workload=script workload.command='deepspeed train.py --deepspeed_config ds.json'"
         )
-    for key, instead in _ELSEWHERE.items():
-        value = workload.options.get(key)
-        if value:
-            raise BadInputError(f"workload.{key}={value}: runner=deepspeed {instead}")
-    command = Command.parse(workload.options.get("command"))
+    ds_config = settings.runner.options.get("ds_config")
+    nproc = None if settings.nproc == "auto" else settings.nproc
+    command, path = command_of(
+        workload.options, None if ds_config is None else str(ds_config), nproc
+    )
     _require(command)
-    named, given = command.config_path, settings.runner.options.get("ds_config")
-    if named is not None and given is not None and Path(named) != Path(str(given)):
-        raise BadInputError(
-            f"runner.ds_config={given}: the command names {named}. Leave one of them out"
-        )
-    path = named or given
     if path is None:
         raise BadInputError(
             f"workload.command={shlex.join(command.words)}: names no DeepSpeed configuration "
             "(--deepspeed_config FILE.json). Set runner.ds_config=FILE.json where the script "
             "itself names it"
         )
-    return command, Path(str(path))
+    return command, path
 
 
 def counted(settings: Settings) -> int | None:
@@ -75,11 +62,6 @@ def counted(settings: Settings) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise BadInputError(f"workload.samples_per_step={value}: a whole number from 1 is needed")
     return value
-
-
-def silence(settings: Settings) -> tuple[str, ...]:
-    """``workload.silence``: arguments that keep a trial from writing checkpoints and logs."""
-    return tuple(str(word) for word in settings.workload.options.get("silence") or ())
 
 
 def _require(command: Command) -> None:
@@ -102,7 +84,7 @@ def hardware(command: Command, environment: Environment) -> Hardware:
         raise BadInputError(
             f"nproc={environment.nproc}: the command starts {ranks} ranks. Change the command"
         )
-    device = "cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "auto"
+    device = device_today()
     chosen = command.devices()
     if chosen is None:
         ranks = ranks or environment.nproc
@@ -151,4 +133,7 @@ def version() -> str:
     """Of DeepSpeed."""
     if importlib.util.find_spec("deepspeed") is None:
         return "of the command's own environment"
-    return importlib.metadata.version("deepspeed")
+    try:
+        return importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a source tree"

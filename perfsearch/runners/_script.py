@@ -38,6 +38,15 @@ if TYPE_CHECKING:
     from perfsearch.config import Settings
 
 
+_OF_FILE = {
+    "bucket_cap_mb": DEFAULT_BUCKET_MB,
+    "forward_prefetch": 0,
+    "backward_prefetch": 0,
+    "cpu_offload": False,
+}
+"""What ``conf/runner/zero.yaml`` pins for built-in workloads."""
+
+
 class Script(Runner):
     """Searches what can be changed in a script from outside, without a change to it.
 
@@ -81,8 +90,8 @@ class Script(Runner):
             )
         options = build_options(ScriptOptions, settings.workload.options, "workload")
         knobs = dict(knobs)
-        if settings.runner.name == "zero" and knobs.get("bucket_cap_mb") == DEFAULT_BUCKET_MB:
-            del knobs["bucket_cap_mb"]  # the option file's, not a wish for this script
+        if settings.runner.name == "zero":  # the option file's, no wishes for this script
+            knobs = {n: v for n, v in knobs.items() if n not in _OF_FILE or v != _OF_FILE[n]}
         try:
             return cls(
                 device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def write(
 
 def code_lines(objects: Mapping[str, Value]) -> list[str]:
     """What to change where the script builds its objects."""
-    lines: list[str] = []
+    lines = _sharding_lines(objects)
     wrapper = wrapper_arguments(objects)
     if wrapper:
         given = ", ".join(f"{name}={value!r}" for name, value in wrapper.items())
@@ -76,22 +77,6 @@ def code_lines(objects: Mapping[str, Value]) -> list[str]:
     for name in ("gradient_as_bucket_view", "static_graph"):
         if objects.get(name) is False:
             lines += [f"# DistributedDataParallel: without {name}"]
-    stage = objects.get("zero_stage")
-    if stage is not None:
-        strategy = "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP"
-        lines += [
-            f"# fully_shard(module, ..., reshard_after_forward={stage == 3})",
-            f"# or FullyShardedDataParallel(..., sharding_strategy=ShardingStrategy.{strategy})",
-        ]
-    prefetch = objects.get("fsdp_backward_prefetch")
-    if prefetch is not None:
-        kind = (
-            f"BackwardPrefetch.BACKWARD_{str(prefetch).upper()}" if prefetch != "none" else "None"
-        )
-        lines += [f"# FullyShardedDataParallel(..., backward_prefetch={kind})"]
-    forward = objects.get("fsdp_forward_prefetch")
-    if forward is not None:
-        lines += [f"# FullyShardedDataParallel(..., forward_prefetch={forward})"]
     loader = dict(loader_lines(objects))
     if objects.get("dataloader_workers") == 0:
         loader["num_workers"] = 0
@@ -110,4 +95,46 @@ def code_lines(objects: Mapping[str, Value]) -> list[str]:
         lines += [f"torch.backends.cudnn.benchmark = {objects['cudnn_benchmark']}"]
     if objects.get("omp_num_threads") is not None:
         lines += [f"torch.set_num_threads({objects['omp_num_threads']})"]
+    return lines
+
+
+def _sharding_lines(objects: Mapping[str, Value]) -> list[str]:
+    """What to change where modules are sharded, by the script or by a framework."""
+    lines: list[str] = []
+    stage = objects.get("zero_stage")
+    if stage is not None:
+        strategy = "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP"
+        lines += [
+            f"# fully_shard(module, ..., reshard_after_forward={stage == 3})",
+            f"# or FullyShardedDataParallel(..., sharding_strategy=ShardingStrategy.{strategy})",
+        ]
+    prefetch = objects.get("fsdp_backward_prefetch")
+    if prefetch is not None:
+        kind = (
+            f"BackwardPrefetch.BACKWARD_{str(prefetch).upper()}" if prefetch != "none" else "None"
+        )
+        lines += [f"# FullyShardedDataParallel(..., backward_prefetch={kind})"]
+    forward = objects.get("fsdp_forward_prefetch")
+    if forward is not None:
+        lines += [f"# FullyShardedDataParallel(..., forward_prefetch={forward})"]
+    keys: dict[str, Value] = {} if stage is None else {"reshard_after_forward": stage == 3}
+    offload = objects.get("cpu_offload")
+    if offload is not None:
+        keys["cpu_offload"] = offload
+        policy = "CPUOffloadPolicy" if offload else "OffloadPolicy"
+        lines += [f"# fully_shard(module, ..., offload_policy={policy}())"]
+    if offload:
+        lines += ['# init_process_group("cpu:gloo,cuda:nccl"), where gradients are clipped']
+    if keys:
+        given = ", ".join(f"{name}={value}" for name, value in keys.items())
+        lines += [
+            f"# Accelerate: FullyShardedDataParallelPlugin(fsdp_version=2, ..., {given})",
+            f"# HF Trainer: --fsdp_config with {json.dumps({'version': 2, **keys})}",
+        ]
+    for way in ("forward", "backward"):
+        ahead = objects.get(f"{way}_prefetch")
+        if ahead is not None:
+            following = "next" if way == "forward" else "previous"
+            call = f"set_modules_to_{way}_prefetch([the {following} {ahead}])"
+            lines += [f"# each fully_shard unit: {call}"]
     return lines

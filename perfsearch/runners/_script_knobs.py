@@ -18,6 +18,8 @@ from perfsearch.search.narrow import SEARCH
 EFFECT_ORDER = (
     "micro_batch",
     "zero_stage",
+    "forward_prefetch",
+    "backward_prefetch",
     "nccl_nsocks_perthread",
     "nccl_socket_nthreads",
     "bucket_cap_mb",
@@ -40,6 +42,7 @@ EFFECT_ORDER = (
     "pin_memory",
     "persistent_workers",
     "prefetch_factor",
+    "cpu_offload",
 )
 """The knob with the largest expected effect first; mapped ones of other names come last."""
 
@@ -76,7 +79,7 @@ def _of_objects(where: ScriptSurroundings) -> list[Made]:
             made.append((name, MISSING.get(name, "the script makes nothing that takes it")))
         elif name == "first_bucket_mb" and "bucket_cap_mb_list" not in where.torch_takes:
             made.append((name, "the installed torch takes no list of bucket sizes"))
-        elif name == "pin_memory" and not where.on_gpu:
+        elif name in ("pin_memory", "cpu_offload") and not where.on_gpu:
             made.append((name, "no GPU is used"))
         elif name == "find_unused_parameters" and not _looks_for_unused(where):
             made.append((name, "the script does not ask for it"))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from perfsearch.instrument.facts import LOADER_KNOBS, WRAPPER_KNOBS, Facts
+from perfsearch.instrument.facts import FULLY_SHARD_KNOBS, LOADER_KNOBS, WRAPPER_KNOBS, Facts
 from perfsearch.instrument.mapping import Mapped
 from perfsearch.search.knob import Kind, Knob, Numerics, Scope, Value
 from perfsearch.workers.environment import Hardware
@@ -125,6 +125,17 @@ def _stage(where: ScriptSurroundings) -> Knob:
     )  # fmt: skip
 
 
+def _ahead(name: str, text: str, stages: tuple[int, ...]) -> _Maker:
+    def make(where: ScriptSurroundings) -> Knob:
+        return Knob(
+            name, Kind.ORDINAL, 0, values=(0, 1, 2), unit="units", numerics=Numerics.EXACT,
+            when={"zero_stage": stages} if stages else {},
+            help=f"units of fully_shard gathered ahead in the {text} pass; 0 is torch's own way",
+        )  # fmt: skip
+
+    return make
+
+
 _Maker = Callable[[ScriptSurroundings], Knob]
 
 MAKERS: dict[str, _Maker] = {
@@ -138,6 +149,12 @@ MAKERS: dict[str, _Maker] = {
         "find_unused_parameters", "each step looks for parameters that get no gradient"
     ),
     "zero_stage": _stage,
+    "forward_prefetch": _ahead("forward_prefetch", "forward", ()),
+    "backward_prefetch": _ahead("backward_prefetch", "backward", (3,)),
+    "cpu_offload": lambda where: Knob(
+        "cpu_offload", Kind.BOOLEAN, False, scope=Scope.PROCESS, numerics=Numerics.REORDERED,
+        help="parameters, gradients and optimizer of fully_shard rest in the host's memory",
+    ),
     "fsdp_backward_prefetch": _choice(
         "fsdp_backward_prefetch", ("pre", "post", "none"),
         "when FSDP gathers the next parameters of the backward pass", Scope.PROCESS, Numerics.EXACT,
@@ -168,6 +185,7 @@ MISSING = {
         "the script makes no DistributedDataParallel",
     ),
     "zero_stage": "the script makes no FSDP module",
+    **dict.fromkeys(FULLY_SHARD_KNOBS, "the script does not use fully_shard"),
     "fsdp_backward_prefetch": "the script makes no FullyShardedDataParallel",
     "fsdp_forward_prefetch": "the script makes no FullyShardedDataParallel",
     "optimizer_implementation": "the script makes no torch optimizer",

@@ -205,7 +205,7 @@ class Runs:
         assert self.group is not None and self.start is not None
         settle(self.group, plan, self.start, deadline)
         measurement = score_window(
-            self.group, plan, self.start, deadline, lambda facts: {**facts.values, **asked}
+            self.group, plan, self.start, deadline, lambda facts: {**asked, **facts.values}
         )
         self.start.seconds = []  # another configuration begins from the point that was kept
         return measurement

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from perfsearch.parallel.wrapper import wrapper_arguments
+from perfsearch.runners import _script_start_sharding
 from perfsearch.search.knob import Value
 
 NAME = "start.py"
@@ -78,23 +79,6 @@ def implementation(optimizer, args, kwargs):
 register_optimizer_step_pre_hook(implementation)
 '''
 
-_FULLY_SHARD = """
-
-import torch.distributed.fsdp as fsdp  # noqa: E402
-
-shard = fsdp.fully_shard
-fsdp.fully_shard = functools.wraps(shard)(
-    lambda *args, **kwargs: shard(*args, **{{**kwargs, "reshard_after_forward": {reshard}}})
-)
-"""
-
-_FSDP1 = """
-
-import torch.distributed.fsdp as fsdp  # noqa: E402
-
-give(fsdp.FullyShardedDataParallel, {{{arguments}}})
-"""
-
 _TAIL = """
 
 sys.argv = sys.argv[1:]
@@ -120,7 +104,8 @@ def program(objects: Mapping[str, Value], wrappers: list[str], module: bool) -> 
 
     """
     parts = [_HEAD]
-    parts += _ddp(objects) + _loader(objects) + _optimizer(objects) + _sharding(objects, wrappers)
+    parts += _ddp(objects) + _loader(objects) + _optimizer(objects)
+    parts += _script_start_sharding.parts(objects, wrappers)
     if objects.get("cudnn_benchmark") is not None:
         value = bool(objects["cudnn_benchmark"])
         parts.append(
@@ -160,23 +145,3 @@ def _optimizer(objects: Mapping[str, Value]) -> list[str]:
     if name in (None, "default"):
         return []
     return [_OPTIMIZER.format(name=name, foreach=name == "foreach", fused=name == "fused")]
-
-
-def _sharding(objects: Mapping[str, Value], wrappers: list[str]) -> list[str]:
-    stage = objects.get("zero_stage")
-    parts = []
-    if stage is not None and "fully_shard" in wrappers:
-        parts.append(_FULLY_SHARD.format(reshard=stage == 3))
-    given = []
-    if stage is not None:
-        strategy = "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP"
-        given.append(f'"sharding_strategy": fsdp.ShardingStrategy.{strategy}')
-    prefetch = objects.get("fsdp_backward_prefetch")
-    if prefetch is not None:
-        kind = f"fsdp.BackwardPrefetch.BACKWARD_{str(prefetch).upper()}"
-        given.append(f'"backward_prefetch": {"None" if prefetch == "none" else kind}')
-    if objects.get("fsdp_forward_prefetch") is not None:
-        given.append(f'"forward_prefetch": {bool(objects["fsdp_forward_prefetch"])}')
-    if given and "fsdp1" in wrappers:
-        parts.append(_FSDP1.format(arguments=", ".join(given)))
-    return parts

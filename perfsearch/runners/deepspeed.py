@@ -18,6 +18,7 @@ from perfsearch.runners import (
     _deepspeed_export,
     _deepspeed_job,
     _deepspeed_json,
+    _deepspeed_script,
     _deepspeed_settings,
 )
 from perfsearch.runners import _deepspeed_knobs as knobs_of
@@ -81,6 +82,7 @@ class DeepSpeed(Runner):
         file: path of the configuration.
         environment: where and within which limits to run.
         batch: ``fixed`` or ``free``.
+        mappings: like ``autotuning.arg_mappings``, and added to them.
 
     Attributes:
         counted: samples that throughput counts for a step of today; ``None``: the global batch.
@@ -103,12 +105,17 @@ class DeepSpeed(Runner):
         """Build it from ``runner.*``, ``workload.command``, ``limits.*`` and top-level keys."""
         options = build_options(DeepSpeedOptions, settings.runner.options, "runner")
         command, file = _deepspeed_job.asked(settings)
+        given = settings.workload.options
+        knobs = _deepspeed_script.with_mapped_keys(options.knobs, given, file)
+        options = replace(options, knobs=knobs)
+        mappings = _deepspeed_script.mappings(given)
+        environment = environment_of(settings)
         try:
-            made = cls(options, command, file, environment_of(settings), settings.batch)
+            made = cls(options, command, file, environment, settings.batch, mappings)
         except ValueError as error:
             raise BadInputError(str(error)) from error
         made.counted = _deepspeed_job.counted(settings)
-        made.silence = _deepspeed_job.silence(settings)
+        made.silence = _deepspeed_script.silence(given)
         return made
 
     def __init__(
@@ -118,13 +125,15 @@ class DeepSpeed(Runner):
         file: Path,
         environment: Environment,
         batch: Literal["fixed", "free"] = "fixed",
+        mappings: Mapping[str, str] | None = None,
     ) -> None:
         self.options = options
         self.command = command
         self.file = _deepspeed_json.read(file)
-        self.autotuning = Autotuning.parse(self.file)
+        section = Autotuning.parse(self.file)
+        arguments = {**section.arg_mappings, **(mappings or {})}
+        self.autotuning = replace(section, arg_mappings=arguments)
         self.action = options.autotuning or command.autotuning or "tune"
-        self._path = file
         if self.action == "run" and command.config_path is None:
             raise BadInputError(
                 f"runner.autotuning=run: the command does not name {file}, so it cannot be started "
@@ -223,16 +232,9 @@ class DeepSpeed(Runner):
         """Whether the script goes on loading the batches that it loads today."""
         first = next((t.measurement for t in self._trials if t.purpose is Purpose.BASELINE), None)
         assert outcome.measurement is not None
-        now = outcome.measurement.bottleneck_evidence.get("fed_samples")
-        before = first.bottleneck_evidence.get("fed_samples") if first else None
-        micro, today = whole["micro_batch"], self.batch.micro_batch
-        if now is None or before is None or micro == today or now != before:
-            return []
-        return [
-            f"micro_batch={micro} was asked for, and the script still loads {now:g} samples as "
-            f"with {today}. Name its option in autotuning.arg_mappings, as "
-            '{"train_micro_batch_size_per_gpu": "--batch-size"}, or pin runner.knobs.micro_batch'
-        ]
+        micro, today = int(whole["micro_batch"] or 1), self.batch.micro_batch
+        why = _deepspeed_batch.why_not_fed(first, outcome.measurement, micro, today)
+        return [why] if why else []
 
     def identity(self) -> dict[str, str]:
         """Command, configuration, ranks, devices and versions: what a result holds for."""

@@ -111,6 +111,8 @@ def test_sharded_scripts_change_their_stage(bench, wrap, starts_again):
     assert (second.status, second.fresh_process) == (Status.OK, starts_again), second.reason
     assert second.measurement.in_force["zero_stage"] == 2
     assert second.measurement.first_losses == pytest.approx(first.measurement.first_losses)
+    third = one.measure()
+    assert (third.status, third.measurement.in_force["zero_stage"]) == (Status.OK, 3)
 
 
 @pytest.mark.parametrize(

@@ -162,3 +162,18 @@ def test_a_missing_script_is_bad_input(tmp_path):
         ScriptOptions((str(tmp_path / "missing.py"),))
     with pytest.raises(BadInputError, match="give the script"):
         ScriptOptions(())
+
+
+def test_offloading_is_handed_over_with_a_group_for_both_memories(tmp_path):
+    changed = {"cpu_offload": True, "forward_prefetch": 1, "zero_stage": 3}
+    _script_export.write(
+        changed, [], Hardware("cuda", 4, 1, (), 8), 1, ["train.py"], False, ["fully_shard"],
+        tmp_path,
+    )  # fmt: skip
+    lines = (tmp_path / "changes.py").read_text()
+    for piece in ("CPUOffloadPolicy", "cpu:gloo,cuda:nccl", "[the next 1]",
+                  '"reshard_after_forward": true, "cpu_offload": true'):  # fmt: skip
+        assert piece in lines
+    program = (tmp_path / "start.py").read_text()
+    compile(program, "start.py", "exec")
+    assert "cpu:gloo,cuda:nccl" in program and "CPUOffloadPolicy" in program
