@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from perfsearch.strategies._candidates import (
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
 
+if TYPE_CHECKING:
+    from perfsearch.strategies._earlier import Belief
+
 _LEAST_LIKELY = 0.4
 """What is less likely to run than this is left for when nothing else is left."""
 
@@ -39,6 +42,12 @@ the least of it relative to the first: the order may be wrong."""
 
 _FEWEST_INITIAL, _MOST_INITIAL = 3, 6
 """Bounds on the spread-out trials: in a wide space the model's own choices teach it more."""
+
+_TRUSTED = 0.5
+"""With at least this weight an earlier search takes the place of the spread-out trials."""
+
+_EARLIER_FIRST = 3
+"""Its best configurations that are tried in turn, until one of them runs."""
 
 _BOUND_ERROR = 0.1
 """Error of the logarithm of a cost that is known as a lower bound only."""
@@ -73,6 +82,9 @@ class Bayes(Strategy):
             xi: improvement, relative, that a proposal must promise beyond the best so far.
             min_gain: it ends when no configuration promises a larger relative gain than this,
                 provided that the model explains the costs to 5%; 0 never ends for that reason.
+            warm_start: an earlier search of a similar job (the same runner, knobs of the same
+                names) to start from: its run directory, or its run in MLflow by id; ``auto`` takes
+                the most similar one in the tracking store; ``None``: none.
 
         """
 
@@ -81,6 +93,7 @@ class Bayes(Strategy):
         max_samples: int | None = None
         xi: float = 0.0
         min_gain: float = 0.0005
+        warm_start: str | None = None
 
         def __post_init__(self) -> None:
             if self.alpha is not None and not 0 < self.alpha <= 1:
@@ -101,6 +114,7 @@ class Bayes(Strategy):
         self._asked = 0
         self._noise = 0.0
         self._weight = _expected_effects(space, hints)
+        self._belief = self._believed()
         few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
         few = max(few, min(len(hints.starts) + 1, _MOST_INITIAL + 1))
         self._initial: int = self.options.initial_points or few
@@ -122,7 +136,8 @@ class Bayes(Strategy):
             return None
         known = len(self._record.trials) + len(self._record.outstanding)
         self.expected_gain = None
-        if known < self._initial or len(self._record.measured()) < 2:
+        measured = len(self._record.measured())
+        if measured < 2 or (known < self._initial and self._share() < _TRUSTED):
             first = self._first(start, known)
             if first is not None:
                 self._asked += 1
@@ -148,10 +163,33 @@ class Bayes(Strategy):
 
     def describe(self) -> str:
         """One line for people."""
-        return (
+        text = (
             f"Gaussian process, expected improvement times probability of running; "
             f"{len(self._record.measured())} trials measured, {len(self._record.failed())} failed"
         )
+        if self._belief is None:
+            return text
+        return f"{text}; an earlier search has weight {self._share():.2f}"
+
+    def _believed(self) -> Belief | None:
+        """What an earlier search lets expect."""
+        if self.hints.earlier is None:
+            return None
+        from perfsearch.strategies._earlier import believed
+        from perfsearch.strategies._gp import Prior
+
+        prior = Prior(weight=self._weight)
+        return believed(self.space, self.hints.earlier, prior, self._log_predicted)
+
+    def _share(self) -> float:
+        """How much of the earlier search is believed, by the trials so far; 0 without one."""
+        if self._belief is None:
+            return 0.0
+        measured = self._record.measured()
+        points = [t.configuration for t in measured]
+        logs = np.array([math.log(_cost(t)) for t in measured]) - self._log_predicted(points)
+        error = np.array([t.cost_error or 0.0 for t in measured])
+        return self._belief.share(self._encode(points), logs, error)
 
     def _start(self) -> dict[str, Value] | None:
         """The baseline as a configuration of this space, where it is one."""
@@ -160,9 +198,13 @@ class Bayes(Strategy):
         return start if self.space.feasible(start) else None
 
     def _first(self, start: dict[str, Value] | None, known: int) -> dict[str, Value] | None:
-        """What the runner would try first; then one of the first trials of a wide space whose
-        knobs are known to differ in effect.
+        """The best of an earlier search; then what the runner would try first; then one of the
+        first trials of a wide space whose knobs are known to differ in effect.
         """
+        if self._belief is not None and len(self._record.measured()) < 2:
+            for point in self._belief.best[:_EARLIER_FIRST]:
+                if not self._record.taken(point):
+                    return point
         for point in self.hints.starts:
             point = self.space.canonical(point)
             if self.space.feasible(point) and not self._record.taken(point):
@@ -194,7 +236,8 @@ class Bayes(Strategy):
         logs = np.array([math.log(_cost(t)) for t in trials])
         errors = np.array([t.cost_error or 0.0 for t in trials])
         errors[len(measured) :] += _BOUND_ERROR
-        logs -= self._log_predicted([t.configuration for t in trials])
+        share = self._share()
+        logs -= self._log_expected([t.configuration for t in trials], seen, share)
         center, scale = float(np.mean(logs)), max(float(np.std(logs)), 0.02)
         target = (logs - center) / scale
         waiting = self._encode(list(self._record.outstanding.values()))
@@ -209,23 +252,37 @@ class Bayes(Strategy):
         )
         self._noise = scale * math.sqrt(model.noise_variance)
         tried = [t.configuration for t in measured]
-        best = float(
-            np.min(model.predict(seen[: len(tried)])[0] + self._log_predicted(tried) / scale)
-        )
-        mean, deviation = model.predict(with_nulls_apart(self.space, rows))
-        mean = mean + self._log_predicted(points) / scale
+        own = seen[: len(tried)]
+        expected = self._log_expected(tried, own, share) / scale
+        best = float(np.min(model.predict(own)[0] + expected))
+        encoded = with_nulls_apart(self.space, rows)
+        mean, deviation = model.predict(encoded)
+        mean = mean + self._log_expected(points, encoded, share) / scale
+        if self._belief is not None:
+            # What the earlier search left unknown, as far as the own trials have not settled it.
+            unknown = share * self._belief.deviation(encoded) / scale
+            deviation = deviation * np.sqrt(1.0 + unknown**2 / model.prior_variance(encoded))
         better = best - mean - self.options.xi / scale
         ratio = better / deviation
         density = np.exp(-0.5 * ratio**2) / math.sqrt(2 * math.pi)
-        expected = better * ndtr(ratio) + deviation * density
+        improvement = better * ndtr(ratio) + deviation * density
         feasibility = Feasibility(self.space, self.hints, trials, self._record.failed())
         likely = feasibility.probability(points, rows)
         if (likely >= _LEAST_LIKELY).any():
             likely = np.where(likely >= _LEAST_LIKELY, likely, 0.0)
-        return np.asarray(scale * expected * likely)
+        return np.asarray(scale * improvement * likely)
 
     def _encode(self, points: Sequence[Configuration]) -> np.ndarray:
         return with_nulls_apart(self.space, self.space.encode(points))
+
+    def _log_expected(
+        self, points: Sequence[Configuration], rows: np.ndarray, share: float
+    ) -> np.ndarray:
+        """What the model corrects: the runner's prediction, and ``share`` of the earlier costs."""
+        expected = self._log_predicted(points)
+        if self._belief is None or share == 0.0 or not len(rows):
+            return expected
+        return expected + share * self._belief.mean(rows)
 
     def _log_predicted(self, points: Sequence[Configuration]) -> np.ndarray:
         """Logarithms of the costs that the runner predicts: what the model corrects.
