@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from perfsearch.config_options import ConfigError
 from perfsearch.runners.base import Runner
 from perfsearch.search.hints import Earlier
-from perfsearch.search.journal import JournalError, read
+from perfsearch.search.journal import Event, JournalError, read
 from perfsearch.search.knob import Configuration, Value, same_value
 from perfsearch.search.objective import Objective
 from perfsearch.search.space import key_of
@@ -121,7 +121,7 @@ def take_over(
 
     """
     asked = settings.strategy.options.get("warm_start")
-    if asked is None:
+    if asked is None or settings.mode != "search" or not runner.space.knobs:
         return TakenOver()
     search_id = ""
     if journal is not None:
@@ -180,7 +180,7 @@ def _of_directory(path: Path, settings: Settings, runner: Runner) -> TakenOver:
             definition = event.data.get("definition", {})
             pinned = dict(definition.get("pinned", {}))
         elif event.name == "finished":
-            trial = Trial.from_json(event.data["trial"])
+            trial = _trial_of(event, path)
             latest[trial.number] = trial, pinned
             searched |= trial.configuration.keys()
     _require_known(str(path), searched, runner)
@@ -193,6 +193,17 @@ def _of_directory(path: Path, settings: Settings, runner: Runner) -> TakenOver:
             raise ConfigError(KEY, f"{KEY}={path}: trial {trial.number}: {error}.") from error
         seen.add({**held, **trial.configuration}, cost, trial.purpose)
     return _required(seen, str(path), str(path))
+
+
+def _trial_of(event: Event, path: Path) -> Trial:
+    try:
+        return Trial.from_json(event.data["trial"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            KEY,
+            f"{KEY}={path}: event {event.number} does not tell of a trial as this version does "
+            f"({type(error).__name__}: {error}). Name a search of this version.",
+        ) from error
 
 
 def _of_run(run_id: str, settings: Settings, runner: Runner) -> TakenOver:

@@ -16,6 +16,7 @@ from perfsearch.search.trial import Trial
 from perfsearch.strategies._candidates import (
     SCORED_WHOLE,
     Candidates,
+    expected_effects,
     from_the_baseline,
     spread_out,
     with_nulls_apart,
@@ -35,10 +36,6 @@ _NOISE = 0.02
 _UNEXPLAINED = 0.05
 """With more learned noise than this, the model does not explain the costs, and its promise of no
 further gain is not believed."""
-
-_DECAY, _LEAST_EFFECT = 0.75, 0.1
-"""Expected variance of a knob's own effect over that of the knob expected to matter more, and
-the least of it relative to the first: the order may be wrong."""
 
 _FEWEST_INITIAL, _MOST_INITIAL = 3, 6
 """Bounds on the spread-out trials: in a wide space the model's own choices teach it more."""
@@ -113,7 +110,7 @@ class Bayes(Strategy):
         self._candidates: Candidates | None = None
         self._asked = 0
         self._noise = 0.0
-        self._weight = _expected_effects(space, hints)
+        self._weight = expected_effects(space, hints)
         self._belief = self._believed()
         few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
         few = max(few, min(len(hints.starts) + 1, _MOST_INITIAL + 1))
@@ -295,16 +292,6 @@ class Bayes(Strategy):
             return np.zeros(len(points))
         costs = [self.hints.predict(point).cost for point in points]
         return np.log([start if c is None or c <= 0 else c for c in costs])
-
-
-def _expected_effects(space: Space, hints: Hints) -> np.ndarray | None:
-    """How much each knob is expected to matter, relative to the others, by the runner's order."""
-    order = [name for name in hints.effect_order if name in space.by_name]
-    if len(order) < 3:
-        return None
-    rank = {name: place for place, name in enumerate(order)}
-    effects = [_DECAY ** rank.get(k.name, len(order)) for k in space.knobs]
-    return np.maximum(effects, _LEAST_EFFECT)
 
 
 def _cost(trial: Trial) -> float:
