@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.config_options import ConfigError
 from perfsearch.runners.base import Runner
 from perfsearch.search.hints import Earlier
-from perfsearch.search.journal import Event, JournalError, read
-from perfsearch.search.knob import Configuration, Value, same_value
-from perfsearch.search.objective import Objective
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.search.journal import JournalError, read
+from perfsearch.stages import earlier_costs
+from perfsearch.stages.earlier_costs import FEWEST, EarlierCosts
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
@@ -30,17 +27,10 @@ if TYPE_CHECKING:
 KEY = "strategy.warm_start"
 AUTO = "auto"
 
-FEWEST = 3
-"""Configurations that an earlier search must have measured to be of use."""
-
-MOST = 100
-"""Configurations that are taken over: half of them the best, the others spread over the rest."""
-
 _LOOKED_AT = 20
 """Searches of the store whose trials are looked at, the most similar first."""
 
 _RUN_ID = re.compile(r"^[0-9a-f]{32}$")
-_JOURNAL = "journal.jsonl"
 
 
 @dataclass(frozen=True)
@@ -64,44 +54,6 @@ class TakenOver:
             return {}
         costs = [[dict(configuration), log] for configuration, log in self.earlier.costs]
         return {"earlier": {"source": self.earlier.source, "costs": costs}}
-
-
-@dataclass
-class _Seen:
-    """Costs of an earlier search's trials by configuration, in this search's knobs."""
-
-    runner: Runner
-    costs: dict[str, list[float]] = field(default_factory=dict)
-    points: dict[str, dict[str, Value]] = field(default_factory=dict)
-    baseline: list[float] = field(default_factory=list)
-
-    def add(self, whole: Configuration, cost: float, purpose: Purpose) -> None:
-        """Note a trial, if its configuration is one of this search's knobs."""
-        space, pinned = self.runner.space, self.runner.pinned
-        if any(n in whole and not same_value(whole[n], v) for n, v in pinned.items()):
-            return
-        if any(k.name not in whole or not k.contains(whole[k.name]) for k in space.knobs):
-            return
-        point = space.canonical(whole)
-        key = key_of(point)
-        self.points[key] = point
-        self.costs.setdefault(key, []).append(cost)
-        if purpose in (Purpose.BASELINE, Purpose.SENTINEL):
-            self.baseline.append(cost)
-
-    def earlier(self, source: str) -> Earlier | None:
-        """Costs over the baseline's, or over the median where no baseline was measured."""
-        if len(self.points) < FEWEST:
-            return None
-        medians = {key: statistics.median(costs) for key, costs in self.costs.items()}
-        reference = statistics.median(self.baseline or medians.values())
-        logs = {key: round(math.log(cost / reference), 6) for key, cost in medians.items()}
-        ranked = sorted(self.points, key=lambda key: (logs[key], key))
-        if len(ranked) > MOST:
-            best, rest = ranked[: MOST // 2], ranked[MOST // 2 :]
-            kept = MOST - len(best)
-            ranked = best + [rest[i * len(rest) // kept] for i in range(kept)]
-        return Earlier(source, tuple((self.points[key], logs[key]) for key in ranked))
 
 
 def take_over(
@@ -169,41 +121,10 @@ def _of_directory(path: Path, settings: Settings, runner: Runner) -> TakenOver:
 
     """
     try:
-        _, events = read(path / _JOURNAL)
-    except JournalError as error:
+        costs = earlier_costs.in_directory(path, settings.objective.metric, runner)
+    except (JournalError, ValueError) as error:
         raise ConfigError(KEY, f"{KEY}={path}: {error}") from error
-    objective = Objective(settings.objective.metric)
-    seen, pinned, searched = _Seen(runner), {}, set[str]()
-    latest: dict[int, tuple[Trial, dict[str, Value]]] = {}
-    for event in events:
-        if event.name == "opened":
-            definition = event.data.get("definition", {})
-            pinned = dict(definition.get("pinned", {}))
-        elif event.name == "finished":
-            trial = _trial_of(event, path)
-            latest[trial.number] = trial, pinned
-            searched |= trial.configuration.keys()
-    _require_known(str(path), searched, runner)
-    for trial, held in latest.values():
-        if trial.status is not Status.OK or trial.measurement is None:
-            continue
-        try:
-            cost = objective.cost(trial.measurement)
-        except ValueError as error:
-            raise ConfigError(KEY, f"{KEY}={path}: trial {trial.number}: {error}.") from error
-        seen.add({**held, **trial.configuration}, cost, trial.purpose)
-    return _required(seen, str(path), str(path))
-
-
-def _trial_of(event: Event, path: Path) -> Trial:
-    try:
-        return Trial.from_json(event.data["trial"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            KEY,
-            f"{KEY}={path}: event {event.number} does not tell of a trial as this version does "
-            f"({type(error).__name__}: {error}). Name a search of this version.",
-        ) from error
+    return _required(costs, str(path), str(path))
 
 
 def _of_run(run_id: str, settings: Settings, runner: Runner) -> TakenOver:
@@ -213,21 +134,18 @@ def _of_run(run_id: str, settings: Settings, runner: Runner) -> TakenOver:
         ConfigError: the store does not answer, has no such search, or nothing in it fits.
 
     """
-    from perfsearch.tracking.earlier import EarlierSearchError
+    from perfsearch.tracking.earlier import EarlierSearchError, StoreError
 
     _require_tracking(settings, run_id)
     try:
         store = _open_store(settings)
         search = store.by_id(run_id)
+        costs = earlier_costs.in_store(store, search, settings.objective.metric, runner)
     except EarlierSearchError as error:
         raise ConfigError(KEY, f"{KEY}={run_id}: {error}.") from error
-    except Exception as error:  # MLflow raises whatever its database or the network does
-        raise ConfigError(
-            KEY, f"{KEY}={run_id}: the store cannot be read ({_short(error)}). See tracking.uri."
-        ) from error
-    seen, searched = _seen_in_store(store, search, settings, runner)
-    _require_known(run_id, searched, runner)
-    return _required(seen, run_id, _name(search))
+    except StoreError as error:
+        raise ConfigError(KEY, f"{KEY}={run_id}: {error}. See tracking.uri.") from error
+    return _required(costs, run_id, _name(search))
 
 
 def _most_similar(settings: Settings, runner: Runner, own_id: str) -> TakenOver:
@@ -235,6 +153,8 @@ def _most_similar(settings: Settings, runner: Runner, own_id: str) -> TakenOver:
 
     A store that fails costs a warning: the search goes on without it.
     """
+    from perfsearch.tracking.earlier import StoreError
+
     _require_tracking(settings, AUTO)
     try:
         store = _open_store(settings)
@@ -242,13 +162,12 @@ def _most_similar(settings: Settings, runner: Runner, own_id: str) -> TakenOver:
         others = [s for s in found if s.search_id != own_id]
         others.sort(key=lambda s: -_alike(s.parameters, settings, runner))
         for search in others[:_LOOKED_AT]:
-            seen, searched = _seen_in_store(store, search, settings, runner)
-            earlier = seen.earlier(_name(search))
-            if earlier is not None and not _unknown(searched, runner):
+            costs = earlier_costs.in_store(store, search, settings.objective.metric, runner)
+            earlier = costs.earlier(_name(search))
+            if earlier is not None:
                 return _taken(earlier)
-    except Exception as error:  # as for the tracker, the store is never in the search's way
-        text = f"{KEY}={AUTO}: the store cannot be read ({_short(error)}); nothing is taken over"
-        return TakenOver(warning=text)
+    except StoreError as error:
+        return TakenOver(warning=f"{KEY}={AUTO}: {error}; nothing is taken over")
     return TakenOver(
         f"{KEY}={AUTO}: no earlier search of runner={settings.runner.name} with these knobs is in "
         f"the experiment {settings.tracking.experiment}; nothing is taken over"
@@ -262,55 +181,21 @@ def _alike(parameters: Mapping[str, str], settings: Settings, runner: Runner) ->
     return sum(parameters.get(name) == value for name, value in own.items())
 
 
-def _seen_in_store(
-    store: EarlierSearches, search: StoredSearch, settings: Settings, runner: Runner
-) -> tuple[_Seen, set[str]]:
-    """A stored search's trials in this one's knobs, and all the knobs that it searched."""
-    from perfsearch.tracking.earlier import value_of
-    from perfsearch.tracking.names import clean_key, plain
-
-    seen, searched = _Seen(runner), set[str]()
-    knobs = {clean_key(name): knob for name, knob in runner.space.by_name.items()}
-    held = {clean_key(f"pinned/{name}"): plain(v) for name, v in runner.pinned.items()}
-    fixed = {k: v for k, v in search.parameters.items() if k.startswith("pinned/")}
-    if any(fixed.get(name, text) != text for name, text in held.items()):
-        return seen, searched
-    for trial in store.trials(search, settings.objective.metric):
-        searched |= trial.configuration.keys()
-        texts = {k.removeprefix("pinned/"): v for k, v in fixed.items()} | dict(trial.configuration)
-        if any(texts.get(k.removeprefix("pinned/"), v) != v for k, v in held.items()):
-            continue
-        try:
-            whole = {k.name: value_of(k, texts[name]) for name, k in knobs.items()}
-        except LookupError:
-            continue  # a value that is none of this search's
-        seen.add(whole, trial.cost, trial.purpose)
-    return seen, searched
-
-
-def _unknown(searched: Iterable[str], runner: Runner) -> list[str]:
-    """Knobs that were searched there and are neither searched nor held here."""
-    return sorted(set(searched) - runner.space.by_name.keys() - set(runner.pinned))
-
-
-def _require_known(name: str, searched: Iterable[str], runner: Runner) -> None:
-    unknown = _unknown(searched, runner)
+def _required(costs: EarlierCosts, name: str, source: str) -> TakenOver:
+    unknown, own = costs.unknown(), ", ".join(costs.runner.space.by_name)
     if unknown:
         raise ConfigError(
             KEY,
             f"{KEY}={name}: it searched {', '.join(unknown)}, which this search does not know. "
-            f"Its knobs are {', '.join(runner.space.by_name)}. Name a search of the same runner.",
+            f"Its knobs are {own}. Name a search of the same runner.",
         )
-
-
-def _required(seen: _Seen, name: str, source: str) -> TakenOver:
-    earlier = seen.earlier(source)
+    earlier = costs.earlier(source)
     if earlier is None:
         raise ConfigError(
             KEY,
-            f"{KEY}={name}: {len(seen.points)} configurations measured there are ones of this "
-            f"search's knobs ({', '.join(seen.runner.space.by_name)}); at least {FEWEST} are "
-            f"needed. Name another search, or leave {KEY} out.",
+            f"{KEY}={name}: {len(costs)} configurations measured there are ones of this search's "
+            f"knobs ({own}); at least {FEWEST} are needed. Name another search, or leave {KEY} "
+            "out.",
         )
     return _taken(earlier)
 
@@ -333,8 +218,3 @@ def _open_store(settings: Settings) -> EarlierSearches:
 
 def _name(search: StoredSearch) -> str:
     return f"{search.name} (MLflow run {search.run_id})"
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from perfsearch.tracking import mirror, names
 from perfsearch.tracking.client import Client, connect
 from perfsearch.tracking.uri import StoreLocation, is_reachable, without_credentials
 
-_KNOB = "knob/"
+_KNOB, _PINNED = "knob/", "pinned/"
 _COST_METRICS: Mapping[Metric, tuple[str, bool]] = {
     Metric.THROUGHPUT: ("throughput/samples_per_s", True),
     Metric.LATENCY: ("step_time/p50_ms", False),
@@ -24,6 +25,10 @@ _COST_METRICS: Mapping[Metric, tuple[str, bool]] = {
 
 class EarlierSearchError(LookupError):
     """A store without the search that was named; the message says what it has instead."""
+
+
+class StoreError(OSError):
+    """A store that does not answer, or not as it should."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class StoredSearch:
         run_id: in the store.
         name: as shown there.
         search_id: the same after a resume.
+        experiment_id: of the experiment that it is in.
         parameters: as ``perfsearch.stages.record`` writes them: ``runner``, ``workload``,
             ``identity/...``, ``pinned/...`` and others.
 
@@ -61,32 +67,37 @@ class StoredSearch:
     experiment_id: str
     parameters: Mapping[str, str]
 
+    @property
+    def pinned(self) -> dict[str, str]:
+        """The knobs that it held at one value, by the names in its params."""
+        given = self.parameters.items()
+        return {key.removeprefix(_PINNED): v for key, v in given if key.startswith(_PINNED)}
+
 
 class EarlierSearches:
     """Reads searches from a store; opening it takes seconds.
 
+    Every method may raise ``StoreError``, and so does this.
+
     Args:
         location: the store.
-
-    Raises:
-        ConnectionError: nothing listens at a server's address.
-        Exception: whatever MLflow raises when the store cannot be opened.
 
     """
 
     def __init__(self, location: StoreLocation) -> None:
         self._where = without_credentials(location.uri)
         if location.is_server and not is_reachable(location.uri):
-            raise ConnectionError(f"nothing answers at {self._where}")
-        self._client: Client = connect(location)
+            raise StoreError(f"nothing answers at {self._where}")
+        with self._asking():
+            self._client: Client = connect(location)
 
     def of_runner(self, experiment: str, runner: str) -> list[StoredSearch]:
         """The searches of an experiment that used ``runner``, latest first."""
-        experiment_id = self._client.experiment_id(experiment)
-        if experiment_id is None:
-            return []
         rule = f"tags.`{mirror.ROLE}` = 'search' and params.`runner` = '{runner}'"
-        return [_search(run) for run in reversed(self._client.search(experiment_id, rule))]
+        with self._asking():
+            experiment_id = self._client.experiment_id(experiment)
+            found = self._client.search(experiment_id, rule) if experiment_id is not None else []
+        return [_search(run) for run in reversed(found)]
 
     def by_id(self, run_id: str) -> StoredSearch:
         """The search whose run has this id.
@@ -95,7 +106,8 @@ class EarlierSearches:
             EarlierSearchError: there is no such run, or it is no search's.
 
         """
-        run = self._client.run(run_id)
+        with self._asking():
+            run = self._client.run(run_id)
         if run is None:
             raise EarlierSearchError(f"there is no such run in {self._where}")
         role = run.data.tags.get(mirror.ROLE)
@@ -111,7 +123,9 @@ class EarlierSearches:
             f"tags.`{mirror.SEARCH_ID}` = '{search.search_id}' and tags.`{mirror.ROLE}` = 'trial'"
         )
         name, more_is_better = _COST_METRICS[metric]
-        for run in self._client.search(search.experiment_id, rule):
+        with self._asking():
+            found = self._client.search(search.experiment_id, rule)
+        for run in found:
             tags, value = run.data.tags, run.data.metrics.get(name)
             ended_well = tags.get("perfsearch.status") == Status.OK.value
             if not ended_well or value is None or value <= 0:
@@ -123,6 +137,14 @@ class EarlierSearches:
             }
             purpose = Purpose(tags["perfsearch.purpose"])
             yield StoredTrial(purpose, knobs, 1.0 / value if more_is_better else value)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # MLflow raises whatever its database or the network does
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise StoreError(f"{self._where} cannot be read: {lines[0]}") from error
 
 
 def value_of(knob: Knob, text: str) -> Value:
