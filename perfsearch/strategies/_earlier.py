@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from perfsearch.search.hints import Earlier
-from perfsearch.search.knob import Configuration, Value
+from perfsearch.search.hints import Hints
+from perfsearch.search.knob import Configuration
 from perfsearch.search.space import Space
 from perfsearch.strategies._candidates import with_nulls_apart
 from perfsearch.strategies._gp import Model, Prior, expected_kernel, fit
+from perfsearch.strategies._predicted import log_predicted
 
 _CORRELATIONS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)
 """Correlations of the two jobs' costs that are thought equally likely before any trial."""
@@ -21,6 +22,9 @@ _LEAST_SPREAD = 0.02
 
 _ANY_LEVEL = 100.0
 """Variance of the mean cost, relative to that of its logarithm: nothing is assumed of the level."""
+
+_FEWEST = 2
+"""Costs of which one can be lower than another."""
 
 
 class Belief:
@@ -35,29 +39,22 @@ class Belief:
 
     Args:
         space: of the search.
-        earlier: what was found; not empty.
         prior: of the process.
-        predicted: logarithms of the costs that the runner predicts, which the process corrects.
+        points: canonical configurations, best first, at least one.
+        logs: logarithms of their relative costs, shape (points,).
 
     """
 
     def __init__(
-        self,
-        space: Space,
-        earlier: Earlier,
-        prior: Prior,
-        predicted: Callable[[Sequence[Configuration]], np.ndarray],
+        self, space: Space, prior: Prior, points: Sequence[Configuration], logs: np.ndarray
     ) -> None:
-        self._space = space
+        self._ordered = space.ordered_columns
         self._prior = prior
-        points = [configuration for configuration, _ in earlier.costs]
-        logs = np.array([log for _, log in earlier.costs]) - predicted(points)
         self._rows = with_nulls_apart(space, space.encode(points))
-        self._center = float(np.mean(logs))
         self._spread = max(float(np.std(logs)), _LEAST_SPREAD)
-        self._target = (logs - self._center) / self._spread
+        self._target = (logs - float(np.mean(logs))) / self._spread
         self._model: Model | None = None
-        self.best = [space.canonical(p) for p in points if space.feasible(p)]
+        self.best = [dict(point) for point in points if space.feasible(point)]
 
     def mean(self, rows: np.ndarray) -> np.ndarray:
         """Expected logarithm of the cost at encoded ``rows``, less its mean; shape (rows,)."""
@@ -79,7 +76,7 @@ class Belief:
         if len(rows) < 2:
             return float(np.mean(_CORRELATIONS))
         mean, unknown = self.mean(rows), self._spread**2 * self._fitted().covariance(rows)
-        kernel = expected_kernel(self._space.ordered_columns, self._prior)
+        kernel = expected_kernel(self._ordered, self._prior)
         covariance = kernel(rows)
         covariance /= covariance[0, 0]
         variance = max(self._spread, float(np.std(logs))) ** 2
@@ -99,32 +96,24 @@ class Belief:
     def _fitted(self) -> Model:
         """Fitted when it is first needed, as that takes as long as a proposal."""
         if self._model is None:
-            ordered = self._space.ordered_columns
-            self._model = fit(self._rows, self._target, ordered, prior=self._prior)
+            self._model = fit(self._rows, self._target, self._ordered, prior=self._prior)
         return self._model
 
 
-def believed(
-    space: Space,
-    earlier: Earlier | None,
-    prior: Prior,
-    predicted: Callable[[Sequence[Configuration]], np.ndarray],
-) -> Belief | None:
-    """The belief, where there is anything to believe: two finite costs in this space."""
-    if earlier is None:
+def believed(space: Space, hints: Hints, prior: Prior) -> Belief | None:
+    """The belief, where there is anything to believe: some finite costs in this space.
+
+    Where the runner predicts costs, it is in what they differ from the predicted ones.
+    """
+    found = () if hints.earlier is None else hints.earlier.costs
+    fitting = [(c, log) for c, log in found if math.isfinite(log) and _fits(space, c)]
+    if len(fitting) < _FEWEST:
         return None
-    fitting: list[tuple[dict[str, Value], float]] = []
-    for configuration, log in earlier.costs:
-        if math.isfinite(log) and fits(space, configuration):
-            fitting.append((space.canonical(configuration), log))
-    if len(fitting) < 2:
-        return None
-    return Belief(space, Earlier(earlier.source, tuple(fitting)), prior, predicted)
+    points = [space.canonical(configuration) for configuration, _ in fitting]
+    logs = np.array([log for _, log in fitting]) - log_predicted(hints, points)
+    return Belief(space, prior, points, logs)
 
 
-def fits(space: Space, configuration: Configuration) -> bool:
+def _fits(space: Space, configuration: Configuration) -> bool:
     """Whether every knob has a value of its own there; constraints may differ between jobs."""
-    return all(
-        knob.name in configuration and knob.contains(configuration[knob.name])
-        for knob in space.knobs
-    )
+    return all(k.name in configuration and k.contains(configuration[k.name]) for k in space.knobs)

@@ -21,6 +21,7 @@ from perfsearch.strategies._candidates import (
     spread_out,
     with_nulls_apart,
 )
+from perfsearch.strategies._predicted import log_predicted
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
 
@@ -142,7 +143,10 @@ class Bayes(Strategy):
             lean = np.array([self.hints.monotonic.get(k.name, 0) for k in self.space.knobs])
             place = spread_out(rows, self.space.ordered_columns, lean, known, self.seed)
         else:
-            gain = self._gain(points, rows)
+            share = self._share()
+            gain = self._gain(points, rows, share)
+            if share and gain.max() < self.options.min_gain:
+                gain = self._gain(points, rows, 0.0)  # an earlier search proposes, but ends nothing
             place = int(np.argmax(gain))
             self.expected_gain = float(gain[place])
             if gain[place] < self.options.min_gain and self._settled():
@@ -175,8 +179,7 @@ class Bayes(Strategy):
         from perfsearch.strategies._earlier import believed
         from perfsearch.strategies._gp import Prior
 
-        prior = Prior(weight=self._weight)
-        return believed(self.space, self.hints.earlier, prior, self._log_predicted)
+        return believed(self.space, self.hints, Prior(weight=self._weight))
 
     def _share(self) -> float:
         """How much of the earlier search is believed, by the trials so far; 0 without one."""
@@ -184,7 +187,7 @@ class Bayes(Strategy):
             return 0.0
         measured = self._record.measured()
         points = [t.configuration for t in measured]
-        logs = np.array([math.log(_cost(t)) for t in measured]) - self._log_predicted(points)
+        logs = np.array([math.log(_cost(t)) for t in measured]) - log_predicted(self.hints, points)
         error = np.array([t.cost_error or 0.0 for t in measured])
         return self._belief.share(self._encode(points), logs, error)
 
@@ -220,8 +223,12 @@ class Bayes(Strategy):
         needed = self._initial + 2 * len(self.space.knobs)
         return len(self._record.measured()) >= needed and not self._record.outstanding
 
-    def _gain(self, points: Sequence[dict[str, Value]], rows: np.ndarray) -> np.ndarray:
-        """Expected relative gain over the best so far, times the probability of running."""
+    def _gain(
+        self, points: Sequence[dict[str, Value]], rows: np.ndarray, share: float
+    ) -> np.ndarray:
+        """Expected relative gain over the best so far, times the probability of running, with
+        ``share`` of what an earlier search found.
+        """
         from scipy.special import ndtr
 
         from perfsearch.strategies._feasibility import Feasibility
@@ -233,7 +240,6 @@ class Bayes(Strategy):
         logs = np.array([math.log(_cost(t)) for t in trials])
         errors = np.array([t.cost_error or 0.0 for t in trials])
         errors[len(measured) :] += _BOUND_ERROR
-        share = self._share()
         logs -= self._log_expected([t.configuration for t in trials], seen, share)
         center, scale = float(np.mean(logs)), max(float(np.std(logs)), 0.02)
         target = (logs - center) / scale
@@ -276,22 +282,10 @@ class Bayes(Strategy):
         self, points: Sequence[Configuration], rows: np.ndarray, share: float
     ) -> np.ndarray:
         """What the model corrects: the runner's prediction, and ``share`` of the earlier costs."""
-        expected = self._log_predicted(points)
+        expected = log_predicted(self.hints, points)
         if self._belief is None or share == 0.0 or not len(rows):
             return expected
         return expected + share * self._belief.mean(rows)
-
-    def _log_predicted(self, points: Sequence[Configuration]) -> np.ndarray:
-        """Logarithms of the costs that the runner predicts: what the model corrects.
-
-        Zeros where it predicts none; the baseline decides, and a single configuration that cannot
-        be predicted gets the baseline's.
-        """
-        start = self.hints.predict(self.hints.baseline).cost
-        if start is None or start <= 0:
-            return np.zeros(len(points))
-        costs = [self.hints.predict(point).cost for point in points]
-        return np.log([start if c is None or c <= 0 else c for c in costs])
 
 
 def _cost(trial: Trial) -> float:

@@ -125,7 +125,7 @@ class EarlierSearches:
         name, more_is_better = _COST_METRICS[metric]
         with self._asking():
             found = self._client.search(search.experiment_id, rule)
-        for run in found:
+        for run in sorted(found, key=lambda run: int(run.data.tags[mirror.TRIAL])):
             tags, value = run.data.tags, run.data.metrics.get(name)
             ended_well = tags.get("perfsearch.status") == Status.OK.value
             if not ended_well or value is None or value <= 0:
