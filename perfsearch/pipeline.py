@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,11 +23,12 @@ from perfsearch.search.knob import Value
 from perfsearch.search.objective import Objective
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Status, Trial
-from perfsearch.stages import baseline, confirm, gains, opening, record
+from perfsearch.stages import baseline, confirm, gains, opening, record, warm_start
 from perfsearch.stages import search as searching
 from perfsearch.stages.confirm import Verdict
 from perfsearch.stages.search import BreakerError
 from perfsearch.stages.session import Session
+from perfsearch.stages.warm_start import TakenOver
 from perfsearch.strategies.base import Strategy
 from perfsearch.tracking import open_tracker
 
@@ -102,12 +103,20 @@ def search(
         stack.enter_context(run_directory_lock(directory))
         stack.enter_context(device_lock(runner.device_set(), view.note))
         runner.open(directory)
+        taken_over = warm_start.take_over(
+            settings,
+            runner,
+            opening.definition(settings, runner),
+            directory / opening.JOURNAL if resuming else None,
+        )
         journal = opening.open_journal(directory, settings, runner, resuming)
         stack.callback(journal.close)
         if journal.dropped_line:
             view.warning(f"{journal.path}: dropped a line that was torn: {journal.dropped_line!r}")
         tracker = tracker_factory(settings, directory, str(journal.header["search_id"]))
-        session = _session(settings, runner, strategy_factory, view, directory, journal, tracker)
+        session = _session(
+            settings, runner, strategy_factory, view, directory, journal, tracker, taken_over
+        )
         session.sampler = _start_sampler(settings, runner)
         if session.sampler is not None:
             stack.callback(session.sampler.stop)
@@ -151,11 +160,24 @@ def _session(
     directory: Path,
     journal: Journal,
     tracker: Tracker,
+    taken_over: TakenOver,
 ) -> Session:
     trials: list[Trial] = []
-    strategy = strategy_factory(runner.space, runner.hints(trials))
+    hints = replace(runner.hints(trials), earlier=taken_over.earlier)
+    strategy = strategy_factory(runner.space, hints)
     objective = Objective(settings.objective.metric)
-    return Session(settings, runner, strategy, journal, view, tracker, directory, objective, trials)
+    return Session(
+        settings,
+        runner,
+        strategy,
+        journal,
+        view,
+        tracker,
+        directory,
+        objective,
+        trials,
+        taken_over,
+    )
 
 
 def _start_sampler(settings: Settings, runner: Runner) -> SystemSampler | None:
@@ -174,6 +196,10 @@ def _start_sampler(settings: Settings, runner: Runner) -> SystemSampler | None:
 def _stages(session: Session) -> Result:
     for remark in session.runner.remarks:
         session.view.note(remark)
+    if session.taken_over.line:
+        session.view.note(session.taken_over.line)
+    if session.taken_over.warning:
+        session.view.warning(session.taken_over.warning)
     line = opening.adopt(session)
     if line:
         session.view.note(line)

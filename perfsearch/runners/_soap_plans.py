@@ -6,7 +6,7 @@ devices of the parts in row-major order. A scalar's has nothing before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan, validate
@@ -101,3 +101,13 @@ def knobs(
         )
     asked = {knob.name: SEARCH if len(knob.values) > 1 else knob.default for knob in declared}
     return narrow(declared, {**asked, **settings}, Numerics.REORDERED)
+
+
+def neighbours(graph: Graph, searched: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """For each searched operator those that it feeds or is fed by, in the graph's order."""
+    found: dict[str, list[str]] = {name: [] for name in searched}
+    for source, target, _ in graph.edges:
+        if source in found and target in found:
+            found[source].append(target)
+            found[target].append(source)
+    return {name: tuple(dict.fromkeys(beside)) for name, beside in found.items()}

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 PROPOSALS = 200_000
 ALPHA = 1.0
+PROPAGATION = 0.25
 RETURNS = 100
 """Times that a chain goes back to its best plan, unless it is told when to."""
 
@@ -234,6 +235,7 @@ class Soap(Runner):
             predict=lambda configuration: self.predict(configuration, trials),
             start=self._start,
             walk=self._walk,
+            neighbours=_soap_plans.neighbours(self.inputs.graph, self.baseline),
         )
 
     def predict(self, configuration: Configuration, trials: Sequence[Trial]) -> Prediction:
@@ -292,7 +294,9 @@ class Soap(Runner):
         proposals = PROPOSALS if request.proposals is None else request.proposals
         every = proposals // RETURNS if request.return_every is None else request.return_every
         options = ChainOptions(
-            alpha=ALPHA if request.alpha is None else request.alpha, return_every=every
+            alpha=ALPHA if request.alpha is None else request.alpha,
+            carry=PROPAGATION if request.propagation is None else request.propagation,
+            return_every=every,
         )
         return self.simulator.search(start, proposals, options, request.seed)
 
@@ -315,7 +319,12 @@ class Soap(Runner):
         proposals = options.get("proposals")
         start = self.plan({**self.baseline, **(self._start or {})})
         request = WalkRequest(
-            {}, proposals, settings.seed, options.get("alpha"), options.get("return_every")
+            {},
+            proposals,
+            settings.seed,
+            options.get("alpha"),
+            options.get("return_every"),
+            options.get("propagation"),
         )
         found = self.search(start, request)
         for line in _soap_report.found_lines(self.simulator, found, start):

@@ -33,6 +33,21 @@ class Walk:
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """What an earlier search of a similar job found: a belief to start from, never measurements.
+
+    Attributes:
+        source: where it was found, for people.
+        costs: configurations of this search's knobs, each with the logarithm of its cost over that
+            of the earlier search's baseline; best first.
+
+    """
+
+    source: str
+    costs: tuple[tuple[dict[str, Value], float], ...]
+
+
+@dataclass(frozen=True)
 class WalkRequest:
     """A chain that a runner is to walk by its own simulator.
 
@@ -43,6 +58,8 @@ class WalkRequest:
         alpha: how strictly worse states are refused, per percent of the start's cost; ``None``: as
             the runner finds best.
         return_every: proposals after which it goes back to the best; 0 never, ``None`` as above.
+        propagation: share of proposals that carry a configuration over to neighbours; ``None`` as
+            above.
 
     """
 
@@ -51,6 +68,7 @@ class WalkRequest:
     seed: int
     alpha: float | None = None
     return_every: int | None = None
+    propagation: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,9 @@ class Hints:
         start: configuration that the user wants a search to begin with; ``None``: the baseline.
         walk: walks a Markov chain on the runner's own simulator, which is far faster than asking
             for predictions one by one; ``None``: there is none.
+        neighbours: knob name to the knobs beside it where the job is a graph: what one of them is
+            set to is likely to suit the others.
+        earlier: what an earlier search of a similar job found.
 
     """
 
@@ -82,3 +103,5 @@ class Hints:
     predict: Callable[[Configuration], Prediction] = lambda configuration: Prediction()
     start: dict[str, Value] | None = None
     walk: Callable[[WalkRequest], Walk] | None = None
+    neighbours: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    earlier: Earlier | None = None

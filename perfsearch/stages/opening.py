@@ -121,12 +121,22 @@ def _why_not_again(journal: Journal) -> str:
     return ""
 
 
-def definition(settings: Settings, runner: Runner) -> dict[str, Any]:
-    """What decides the sequence of proposals, as plain values for the journal."""
+def definition(
+    settings: Settings, runner: Runner, taken_over: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What decides the sequence of proposals, as plain values for the journal.
+
+    Args:
+        settings: of the search.
+        runner: open, so that its space is known.
+        taken_over: what an earlier search of a similar job contributed.
+
+    """
     listed = runner.space.knobs
     auto = {"knobs_by_bound": True} if is_auto(settings.runner.options) else {}
     return {
         **auto,
+        **(taken_over or {}),
         "strategy": asdict(settings.strategy),
         "seed": settings.seed,
         "knobs": [[k.name, str(k.kind), list(k.values), k.low, k.high, k.log] for k in listed],
@@ -143,7 +153,7 @@ def adopt(session: Session) -> str:
     undisturbed search would make. Of what came before a change of the definition, trials that
     still fit are told.
     """
-    now = definition(session.settings, session.runner)
+    now = definition(session.settings, session.runner, session.taken_over.definition())
     events = session.journal.events
     opened = [e for e in events if e.name == "opened"]
     same = list(itertools.takewhile(lambda e: e.data.get("definition") == now, reversed(opened)))

@@ -18,6 +18,7 @@ from perfsearch.search.space import key_of
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 from perfsearch.stages import guard, looks
 from perfsearch.stages.same_computation import disagreement
+from perfsearch.stages.warm_start import TakenOver
 from perfsearch.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Session:
     run_dir: Path
     objective: Objective
     trials: list[Trial] = field(default_factory=list)
+    taken_over: TakenOver = field(default_factory=TakenOver)
     sampler: SystemSampler | None = None
     search_seconds: float = 0.0
     screened: int = 0

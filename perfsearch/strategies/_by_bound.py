@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from perfsearch.metrics.bounds import bounds, touched
-from perfsearch.search.hints import Hints
+from perfsearch.search.hints import Earlier, Hints
 from perfsearch.search.knob import Configuration, Knob, Value, same_value
 from perfsearch.search.space import Constraint, Space
 from perfsearch.search.trial import Purpose, Status, Trial
@@ -140,6 +140,12 @@ class ByBound(Strategy):
             monotonic={n: sign for n, sign in hints.monotonic.items() if n in names},
             stage_knob=hints.stage_knob if hints.stage_knob in names else None,
             predict=lambda configuration: hints.predict({**fixed, **configuration}),
+            neighbours={
+                n: tuple(o for o in others if o in names)
+                for n, others in hints.neighbours.items()
+                if n in names
+            },
+            earlier=_of_part(hints.earlier, space, fixed),
         )
 
     def _pass_on(self, trial: Trial) -> None:
@@ -153,6 +159,20 @@ class ByBound(Strategy):
         if all(same_value(whole[n], inside[n]) for n in others):
             mine = {name: whole[name] for name in names}
             self._inner.tell(replace(trial, configuration=mine))
+
+
+def _of_part(earlier: Earlier | None, space: Space, fixed: Configuration) -> Earlier | None:
+    """What an earlier search found with the other knobs as they are held now."""
+    if earlier is None:
+        return None
+    names = space.by_name
+    others = [name for name in fixed if name not in names]
+    costs = tuple(
+        ({name: point[name] for name in names}, log)
+        for point, log in earlier.costs
+        if all(name in point and same_value(point[name], fixed[name]) for name in others)
+    )
+    return Earlier(earlier.source, costs)
 
 
 def part_of(space: Space, names: tuple[str, ...], fixed: Configuration) -> Space:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import qmc
 
+from perfsearch.search.hints import Hints
 from perfsearch.search.knob import Configuration, Value, same_value
 from perfsearch.search.space import Space, key_of
 from perfsearch.strategies._record import Record
@@ -31,6 +32,11 @@ _NULL_APART = 0.5
 
 _CROSSED = 0.3
 """Share of changed configurations that first take half of their values from another centre."""
+
+
+_DECAY, _LEAST_EFFECT = 0.75, 0.1
+"""Expected variance of a knob's own effect over that of the knob expected to matter more, and
+the least of it relative to the first: the order may be wrong."""
 
 
 class Candidates:
@@ -206,3 +212,13 @@ def with_nulls_apart(space: Space, rows: np.ndarray) -> np.ndarray:
         if knob.is_ordered and knob.values and knob.values[0] is None:
             moved[moved[:, column] < 1e-9, column] = -_NULL_APART
     return moved
+
+
+def expected_effects(space: Space, hints: Hints) -> np.ndarray | None:
+    """How much each knob is expected to matter, relative to the others, by the runner's order."""
+    order = [name for name in hints.effect_order if name in space.by_name]
+    if len(order) < 3:
+        return None
+    rank = {name: place for place, name in enumerate(order)}
+    effects = [_DECAY ** rank.get(k.name, len(order)) for k in space.knobs]
+    return np.maximum(effects, _LEAST_EFFECT)

@@ -146,6 +146,16 @@ class Model:
         variance = np.maximum(deviation**2 - self.noise_variance, 1e-12)
         return np.asarray(mean), np.sqrt(variance)
 
+    def prior_variance(self, rows: np.ndarray) -> np.ndarray:
+        """What was unknown at encoded ``rows`` before anything was seen."""
+        return np.asarray(self.regressor.kernel_.k1.diag(rows))
+
+    def covariance(self, rows: np.ndarray) -> np.ndarray:
+        """What is still unknown at encoded ``rows``, shape (rows, rows)."""
+        with threadpool_limits(1):
+            _, covariance = self.regressor.predict(rows, return_cov=True)
+        return np.asarray(covariance) - self.noise_variance * np.eye(len(rows))
+
 
 def fit(
     rows: np.ndarray,
@@ -172,12 +182,12 @@ def fit(
     """
     prior = prior or Prior()
     columns = rows.shape[1]
-    weight = np.ones(columns) if prior.weight is None else prior.weight / np.mean(prior.weight)
+    expected = expected_kernel(ordered, prior)
     medians = np.concatenate(
         [
-            np.full(columns, prior.length_scale[0]),
-            prior.main[0] / columns * weight,
-            [prior.pairs[0], prior.product[0], prior.noise[0] if noise is None else noise**2],
+            expected.length_scale,
+            expected.variance,
+            [prior.noise[0] if noise is None else noise**2],
         ]
     )
     widths = np.concatenate(
@@ -188,9 +198,7 @@ def fit(
         ]
     )
     free = len(medians) - (noise is not None)
-    kernel = MixedKernel(medians[:columns], medians[columns:-1], ordered, weight) + WhiteKernel(
-        medians[-1], "fixed" if noise is not None else (1e-8, 1e2)
-    )
+    kernel = expected + WhiteKernel(medians[-1], "fixed" if noise is not None else (1e-8, 1e2))
     known = np.full(len(rows), 1e-8) if error is None else 1e-8 + error**2
     regressor = GaussianProcessRegressor(
         kernel,
@@ -214,6 +222,21 @@ def fit(
             )
             regressor = joint
     return Model(regressor, noise_variance)
+
+
+def expected_kernel(ordered: np.ndarray, prior: Prior) -> MixedKernel:
+    """The covariance that ``prior`` expects before anything was seen.
+
+    Args:
+        ordered: which columns may be compared by distance.
+        prior: its medians count.
+
+    """
+    columns = len(ordered)
+    weight = np.ones(columns) if prior.weight is None else prior.weight / np.mean(prior.weight)
+    variance = [*(prior.main[0] / columns * weight), prior.pairs[0], prior.product[0]]
+    length = np.full(columns, prior.length_scale[0])
+    return MixedKernel(length, np.array(variance), ordered, weight)
 
 
 def _most_probable(center: np.ndarray, width: np.ndarray) -> Callable[..., Any]:

@@ -26,11 +26,14 @@ class Auto(Strategy):
             try_all: spaces of up to this many configurations are tried whole.
             min_gain: a search of a larger one ends when no configuration promises a larger
                 relative gain; 0 never ends for that reason.
+            warm_start: an earlier search of a similar job to start from, as with
+                ``strategy=bayes``; it tells nothing where all are tried or costs are predicted.
 
         """
 
         try_all: int = 8
         min_gain: float = 0.0005
+        warm_start: str | None = None
 
         def __post_init__(self) -> None:
             if self.try_all < 0:
@@ -76,4 +79,7 @@ class Auto(Strategy):
     def describe(self) -> str:
         """One line for people."""
         why, chosen = self._choice
-        return f"{why}: {chosen.describe()}"
+        text = f"{why}: {chosen.describe()}"
+        if self.hints.earlier is None or isinstance(chosen, Bayes):
+            return text
+        return f"{text}; strategy.warm_start has no part in it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,12 +16,17 @@ from perfsearch.search.trial import Trial
 from perfsearch.strategies._candidates import (
     SCORED_WHOLE,
     Candidates,
+    expected_effects,
     from_the_baseline,
     spread_out,
     with_nulls_apart,
 )
+from perfsearch.strategies._predicted import log_predicted
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from perfsearch.strategies._earlier import Belief
 
 _LEAST_LIKELY = 0.4
 """What is less likely to run than this is left for when nothing else is left."""
@@ -33,12 +38,14 @@ _UNEXPLAINED = 0.05
 """With more learned noise than this, the model does not explain the costs, and its promise of no
 further gain is not believed."""
 
-_DECAY, _LEAST_EFFECT = 0.75, 0.1
-"""Expected variance of a knob's own effect over that of the knob expected to matter more, and
-the least of it relative to the first: the order may be wrong."""
-
 _FEWEST_INITIAL, _MOST_INITIAL = 3, 6
 """Bounds on the spread-out trials: in a wide space the model's own choices teach it more."""
+
+_TRUSTED = 0.5
+"""With at least this weight an earlier search takes the place of the spread-out trials."""
+
+_EARLIER_FIRST = 3
+"""Its best configurations that are tried in turn, until one of them runs."""
 
 _BOUND_ERROR = 0.1
 """Error of the logarithm of a cost that is known as a lower bound only."""
@@ -73,6 +80,9 @@ class Bayes(Strategy):
             xi: improvement, relative, that a proposal must promise beyond the best so far.
             min_gain: it ends when no configuration promises a larger relative gain than this,
                 provided that the model explains the costs to 5%; 0 never ends for that reason.
+            warm_start: an earlier search of a similar job (the same runner, knobs of the same
+                names) to start from: its run directory, or its run in MLflow by id; ``auto`` takes
+                the most similar one in the tracking store; ``None``: none.
 
         """
 
@@ -81,6 +91,7 @@ class Bayes(Strategy):
         max_samples: int | None = None
         xi: float = 0.0
         min_gain: float = 0.0005
+        warm_start: str | None = None
 
         def __post_init__(self) -> None:
             if self.alpha is not None and not 0 < self.alpha <= 1:
@@ -100,7 +111,8 @@ class Bayes(Strategy):
         self._candidates: Candidates | None = None
         self._asked = 0
         self._noise = 0.0
-        self._weight = _expected_effects(space, hints)
+        self._weight = expected_effects(space, hints)
+        self._belief = self._believed()
         few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
         few = max(few, min(len(hints.starts) + 1, _MOST_INITIAL + 1))
         self._initial: int = self.options.initial_points or few
@@ -122,7 +134,8 @@ class Bayes(Strategy):
             return None
         known = len(self._record.trials) + len(self._record.outstanding)
         self.expected_gain = None
-        if known < self._initial or len(self._record.measured()) < 2:
+        measured = len(self._record.measured())
+        if measured < 2 or (known < self._initial and self._share() < _TRUSTED):
             first = self._first(start, known)
             if first is not None:
                 self._asked += 1
@@ -130,7 +143,10 @@ class Bayes(Strategy):
             lean = np.array([self.hints.monotonic.get(k.name, 0) for k in self.space.knobs])
             place = spread_out(rows, self.space.ordered_columns, lean, known, self.seed)
         else:
-            gain = self._gain(points, rows)
+            share = self._share()
+            gain = self._gain(points, rows, share)
+            if share and gain.max() < self.options.min_gain:
+                gain = self._gain(points, rows, 0.0)  # an earlier search proposes, but ends nothing
             place = int(np.argmax(gain))
             self.expected_gain = float(gain[place])
             if gain[place] < self.options.min_gain and self._settled():
@@ -148,10 +164,32 @@ class Bayes(Strategy):
 
     def describe(self) -> str:
         """One line for people."""
-        return (
+        text = (
             f"Gaussian process, expected improvement times probability of running; "
             f"{len(self._record.measured())} trials measured, {len(self._record.failed())} failed"
         )
+        if self._belief is None:
+            return text
+        return f"{text}; an earlier search has weight {self._share():.2f}"
+
+    def _believed(self) -> Belief | None:
+        """What an earlier search lets expect."""
+        if self.hints.earlier is None:
+            return None
+        from perfsearch.strategies._earlier import believed
+        from perfsearch.strategies._gp import Prior
+
+        return believed(self.space, self.hints, Prior(weight=self._weight))
+
+    def _share(self) -> float:
+        """How much of the earlier search is believed, by the trials so far; 0 without one."""
+        if self._belief is None:
+            return 0.0
+        measured = self._record.measured()
+        points = [t.configuration for t in measured]
+        logs = np.array([math.log(_cost(t)) for t in measured]) - log_predicted(self.hints, points)
+        error = np.array([t.cost_error or 0.0 for t in measured])
+        return self._belief.share(self._encode(points), logs, error)
 
     def _start(self) -> dict[str, Value] | None:
         """The baseline as a configuration of this space, where it is one."""
@@ -160,9 +198,13 @@ class Bayes(Strategy):
         return start if self.space.feasible(start) else None
 
     def _first(self, start: dict[str, Value] | None, known: int) -> dict[str, Value] | None:
-        """What the runner would try first; then one of the first trials of a wide space whose
-        knobs are known to differ in effect.
+        """The best of an earlier search; then what the runner would try first; then one of the
+        first trials of a wide space whose knobs are known to differ in effect.
         """
+        if self._belief is not None and len(self._record.measured()) < 2:
+            for point in self._belief.best[:_EARLIER_FIRST]:
+                if not self._record.taken(point):
+                    return point
         for point in self.hints.starts:
             point = self.space.canonical(point)
             if self.space.feasible(point) and not self._record.taken(point):
@@ -181,8 +223,12 @@ class Bayes(Strategy):
         needed = self._initial + 2 * len(self.space.knobs)
         return len(self._record.measured()) >= needed and not self._record.outstanding
 
-    def _gain(self, points: Sequence[dict[str, Value]], rows: np.ndarray) -> np.ndarray:
-        """Expected relative gain over the best so far, times the probability of running."""
+    def _gain(
+        self, points: Sequence[dict[str, Value]], rows: np.ndarray, share: float
+    ) -> np.ndarray:
+        """Expected relative gain over the best so far, times the probability of running, with
+        ``share`` of what an earlier search found.
+        """
         from scipy.special import ndtr
 
         from perfsearch.strategies._feasibility import Feasibility
@@ -194,7 +240,7 @@ class Bayes(Strategy):
         logs = np.array([math.log(_cost(t)) for t in trials])
         errors = np.array([t.cost_error or 0.0 for t in trials])
         errors[len(measured) :] += _BOUND_ERROR
-        logs -= self._log_predicted([t.configuration for t in trials])
+        logs -= self._log_expected([t.configuration for t in trials], seen, share)
         center, scale = float(np.mean(logs)), max(float(np.std(logs)), 0.02)
         target = (logs - center) / scale
         waiting = self._encode(list(self._record.outstanding.values()))
@@ -209,45 +255,37 @@ class Bayes(Strategy):
         )
         self._noise = scale * math.sqrt(model.noise_variance)
         tried = [t.configuration for t in measured]
-        best = float(
-            np.min(model.predict(seen[: len(tried)])[0] + self._log_predicted(tried) / scale)
-        )
-        mean, deviation = model.predict(with_nulls_apart(self.space, rows))
-        mean = mean + self._log_predicted(points) / scale
+        own = seen[: len(tried)]
+        expected = self._log_expected(tried, own, share) / scale
+        best = float(np.min(model.predict(own)[0] + expected))
+        encoded = with_nulls_apart(self.space, rows)
+        mean, deviation = model.predict(encoded)
+        mean = mean + self._log_expected(points, encoded, share) / scale
+        if self._belief is not None:
+            # What the earlier search left unknown, as far as the own trials have not settled it.
+            unknown = share * self._belief.deviation(encoded) / scale
+            deviation = deviation * np.sqrt(1.0 + unknown**2 / model.prior_variance(encoded))
         better = best - mean - self.options.xi / scale
         ratio = better / deviation
         density = np.exp(-0.5 * ratio**2) / math.sqrt(2 * math.pi)
-        expected = better * ndtr(ratio) + deviation * density
+        improvement = better * ndtr(ratio) + deviation * density
         feasibility = Feasibility(self.space, self.hints, trials, self._record.failed())
         likely = feasibility.probability(points, rows)
         if (likely >= _LEAST_LIKELY).any():
             likely = np.where(likely >= _LEAST_LIKELY, likely, 0.0)
-        return np.asarray(scale * expected * likely)
+        return np.asarray(scale * improvement * likely)
 
     def _encode(self, points: Sequence[Configuration]) -> np.ndarray:
         return with_nulls_apart(self.space, self.space.encode(points))
 
-    def _log_predicted(self, points: Sequence[Configuration]) -> np.ndarray:
-        """Logarithms of the costs that the runner predicts: what the model corrects.
-
-        Zeros where it predicts none; the baseline decides, and a single configuration that cannot
-        be predicted gets the baseline's.
-        """
-        start = self.hints.predict(self.hints.baseline).cost
-        if start is None or start <= 0:
-            return np.zeros(len(points))
-        costs = [self.hints.predict(point).cost for point in points]
-        return np.log([start if c is None or c <= 0 else c for c in costs])
-
-
-def _expected_effects(space: Space, hints: Hints) -> np.ndarray | None:
-    """How much each knob is expected to matter, relative to the others, by the runner's order."""
-    order = [name for name in hints.effect_order if name in space.by_name]
-    if len(order) < 3:
-        return None
-    rank = {name: place for place, name in enumerate(order)}
-    effects = [_DECAY ** rank.get(k.name, len(order)) for k in space.knobs]
-    return np.maximum(effects, _LEAST_EFFECT)
+    def _log_expected(
+        self, points: Sequence[Configuration], rows: np.ndarray, share: float
+    ) -> np.ndarray:
+        """What the model corrects: the runner's prediction, and ``share`` of the earlier costs."""
+        expected = log_predicted(self.hints, points)
+        if self._belief is None or share == 0.0 or not len(rows):
+            return expected
+        return expected + share * self._belief.mean(rows)
 
 
 def _cost(trial: Trial) -> float:

@@ -17,6 +17,15 @@ from perfsearch.search.trial import Trial
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
 
+PROPAGATION = 0.25
+"""Share of proposals that carry a value over; ``benchmarks/propagation.py`` found none better."""
+
+_LONGEST_CARRY = 8
+"""Knobs that one proposal changes at most."""
+
+_CARRY_ON = 0.75
+"""Chance that a value which was carried over is carried on."""
+
 _FREE_STEPS = 500
 """Steps from the record in one ask, after which the chain moves to an untried configuration."""
 
@@ -35,7 +44,9 @@ class Mcmc(Strategy):
     depends on the size of the model). States that are visited again are served from the record.
     Failures are never accepted. Where the runner predicts costs, ``proposals`` steps are taken on
     the predictions, and the best states found are measured, best first; a runner with a simulator
-    of its own walks the chain itself.
+    of its own walks the chain itself. Where the runner says which knobs are neighbours (the
+    operators of a graph), ``propagation`` of the proposals carry a knob's value on to neighbours
+    that can have it, as FlexFlow does with an operator's configuration.
 
     After Jia et al., Beyond Data and Model Parallelism for Deep Neural Networks, 2019.
     """
@@ -54,6 +65,8 @@ class Mcmc(Strategy):
             chains: number of chains that take turns.
             return_every: steps after which a chain goes back to the best state; 0 never; ``None``:
                 25, or as a runner that walks the chain itself finds best.
+            propagation: share of proposals that carry a value over to neighbouring knobs, 0 for
+                none; ``None``: 0.25. Without neighbours it has no effect.
             start: configuration to start from; ``None`` takes the runner's, or the baseline.
 
         """
@@ -62,6 +75,7 @@ class Mcmc(Strategy):
         proposals: int | None = None
         chains: int = 1
         return_every: int | None = None
+        propagation: float | None = None
         start: Mapping[str, Value] | None = None
 
         def __post_init__(self) -> None:
@@ -69,6 +83,8 @@ class Mcmc(Strategy):
                 value = getattr(self, key)
                 if value is not None and not (math.isfinite(value) and value >= least):
                     raise ValueError(f"strategy.{key}={value}: allowed is {least} or more.")
+            if self.propagation is not None and not 0 <= self.propagation <= 1:
+                raise ValueError(f"strategy.propagation={self.propagation}: allowed is 0 to 1.")
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)
@@ -84,6 +100,8 @@ class Mcmc(Strategy):
         every, steps = self.options.return_every, self.options.proposals
         self._return_every = 25 if every is None else every
         self._proposals = 1000 if steps is None else steps
+        share = self.options.propagation
+        self._propagation = PROPAGATION if share is None else share
         start = hints.start or hints.baseline
         if self.options.start is not None:
             start = dict(self.options.start)
@@ -146,8 +164,16 @@ class Mcmc(Strategy):
     def _neighbour(
         self, configuration: dict[str, Value], generator: np.random.Generator
     ) -> dict[str, Value] | None:
-        """A feasible configuration with one knob changed, uniform over the knob's other values."""
+        """A feasible configuration with one knob changed, uniform over the knob's other values, or
+        with one knob's value carried over to others.
+        """
+        carries = bool(self.hints.neighbours) and self._propagation > 0
         for _ in range(50):
+            if carries and generator.random() < self._propagation:
+                point = self._carried(configuration, generator)
+                if key_of(point) != key_of(configuration) and self.space.feasible(point):
+                    return point
+                continue
             knob = self.space.knobs[int(generator.integers(len(self.space.knobs)))]
             if knob.count is not None and knob.count <= 4096:
                 others = [
@@ -162,6 +188,25 @@ class Mcmc(Strategy):
             if key_of(point) != key_of(configuration) and self.space.feasible(point):
                 return point
         return None
+
+    def _carried(
+        self, configuration: dict[str, Value], generator: np.random.Generator
+    ) -> dict[str, Value]:
+        """A walk along neighbours, each given the value of the one before where it can have it."""
+        values = dict(configuration)
+        name = self.space.knobs[int(generator.integers(len(self.space.knobs)))].name
+        for _ in range(_LONGEST_CARRY - 1):
+            beside = [n for n in self.hints.neighbours.get(name, ()) if n in values]
+            if not beside:
+                break
+            other = beside[int(generator.integers(len(beside)))]
+            if not self.space.by_name[other].contains(values[name]):
+                break
+            values[other] = values[name]
+            name = other
+            if generator.random() >= _CARRY_ON:
+                break
+        return self.space.canonical(values)
 
     def _accepts(
         self, cost: float, current: float, start: float, generator: np.random.Generator
@@ -209,7 +254,9 @@ class Mcmc(Strategy):
         walks = []
         for chain in range(chosen.chains):
             seed = (self.seed + chain) % 2**63
-            request = WalkRequest(start, share, seed, chosen.alpha, chosen.return_every)
+            request = WalkRequest(
+                start, share, seed, chosen.alpha, chosen.return_every, chosen.propagation
+            )
             walks.append(self.hints.walk(request))
         self.walks.extend(walks)
         for points in zip_longest(*(walk.points for walk in walks)):

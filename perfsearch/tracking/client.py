@@ -89,6 +89,24 @@ class Client:
             )
         return str(found.experiment_id)
 
+    def experiment_id(self, name: str) -> str | None:
+        """Id of an experiment that is there and not deleted; none is made."""
+        found = self._client.get_experiment_by_name(name)
+        if found is None or found.lifecycle_stage != "active":
+            return None
+        return str(found.experiment_id)
+
+    def run(self, run_id: str) -> Any | None:
+        """A run, or ``None`` where there is none of that id."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+
     def create(self, experiment_id: str, name: str, time_ms: int, tags: Mapping[str, str]) -> str:
         """Begin a run and return its id."""
         source = {"mlflow.source.name": "perfsearch", "mlflow.source.type": "LOCAL"}

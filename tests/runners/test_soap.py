@@ -18,6 +18,7 @@ from perfsearch.runners import _soap_plans
 from perfsearch.runners._soap_tables import Inputs
 from perfsearch.runners.base import Outcome
 from perfsearch.search.errors import BadInputError
+from perfsearch.search.hints import WalkRequest
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 from perfsearch.view import View
 
@@ -275,3 +276,26 @@ def test_a_plan_is_simulated_and_searched_without_a_trial(tmp_path, tables, mode
         outputs.append([ln for ln in shown.splitlines() if "proposals in" not in ln])
     assert outputs[0] == outputs[1]
     assert any("iter(" in ln for ln in outputs[0]) == (mode == "estimate")
+
+
+def test_operators_that_feed_each_other_are_neighbours(opened):
+    beside = opened().hints([]).neighbours
+    assert set(beside["joined"]) == {"bottom", "table_0", "table_1", "top"}
+    assert beside["top"] == ("joined",)
+    pinned = opened(knobs={"joined": "1x2@0,1"}).hints([]).neighbours
+    assert pinned == {"bottom": (), "table_0": (), "table_1": (), "top": ()}
+
+
+def test_the_share_that_is_carried_over_reaches_the_chain(opened, monkeypatch):
+    runner = opened()
+    real, seen = runner.simulator.search, []
+
+    def search(start, proposals, options, seed):
+        seen.append(options.carry)
+        return real(start, proposals, options, seed)
+
+    monkeypatch.setattr(runner.simulator, "search", search)
+    start = runner.plan(runner.baseline)
+    for share in (None, 0.0, 0.5):
+        runner.search(start, WalkRequest({}, 20, 0, propagation=share))
+    assert seen == [0.25, 0.0, 0.5]

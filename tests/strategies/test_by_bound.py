@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from perfsearch.search.hints import Hints
+from perfsearch.search.hints import Earlier, Hints
 from perfsearch.search.knob import Kind, Knob
 from perfsearch.search.space import Constraint, Space
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
@@ -95,3 +95,24 @@ def test_a_knob_whose_condition_does_not_hold_is_left_out_of_its_group():
     assert met.knobs[0].when == {}
     buckets = part_of(SPACE, ("bucket_cap_mb",), {**fixed, "dataloader_workers": 2})
     assert buckets.listed() == [{"bucket_cap_mb": n} for n in (1, 2, 4)]
+
+
+def test_a_group_gets_what_was_found_with_the_others_as_they_are():
+    given = []
+
+    def make(space, hints):
+        given.append(hints)
+        return load("grid")(space, hints, 0)
+
+    costs = [
+        ({**BASELINE, "bucket_cap_mb": 4}, -0.3),
+        ({**BASELINE, "bucket_cap_mb": 4, "optimizer_implementation": "fused"}, -0.4),
+    ]
+    beside = {"bucket_cap_mb": ("dataloader_workers", "prefetch_factor"), "prefetch_factor": ()}
+    hints = Hints(dict(BASELINE), neighbours=beside, earlier=Earlier("before", tuple(costs)))
+    made = ByBound(SPACE, hints, 0, make)
+    made.tell(ended(0, dict(BASELINE), 1.0, Purpose.BASELINE, comm_exposed=10.0))
+    made.ask()
+    assert set(given[0].baseline) == {"bucket_cap_mb"}
+    assert given[0].earlier == Earlier("before", (({"bucket_cap_mb": 4}, -0.3),))
+    assert given[0].neighbours == {"bucket_cap_mb": ()}

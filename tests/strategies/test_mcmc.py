@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import math
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 from conftest import baseline_of, cost_of, drive, ended, make, mixed_space
 
-from perfsearch.search.hints import Hints, Prediction
-from perfsearch.search.space import key_of
+from perfsearch.search.hints import Hints, Prediction, Walk, WalkRequest
+from perfsearch.search.knob import Configuration, Kind, Knob, Value
+from perfsearch.search.space import Space, key_of
 from perfsearch.strategies.mcmc import Mcmc
 
 SPACE = mixed_space()
@@ -86,3 +92,90 @@ def test_several_chains_take_turns() -> None:
 def test_bad_options_name_the_key(key: str) -> None:
     with pytest.raises(ValueError, match=rf"strategy\.{key}=-1"):
         Mcmc.Options(**{key: -1})  # type: ignore[arg-type]
+
+
+VALUES = ("x", "y", "z")
+ROW = Space([Knob(name, Kind.CATEGORICAL, "x", VALUES) for name in "abcde"])
+BESIDE = {"a": ("b",), "b": ("a", "c"), "c": ("b", "d"), "d": ("c", "e"), "e": ("d",)}
+
+
+def proposals_from(start: dict[str, Value], seed: int, share: float | None) -> dict[str, Value]:
+    hints = Hints(dict(start), neighbours=BESIDE)
+    strategy = Mcmc(ROW, hints, seed, Mcmc.Options(propagation=share))
+    strategy.tell(ended(0, start, 0.01))
+    point = strategy.ask()
+    assert point is not None
+    return point
+
+
+def test_a_value_is_carried_over_to_neighbours() -> None:
+    start: dict[str, Value] = {"a": "y", "b": "x", "c": "x", "d": "x", "e": "x"}
+    carried = [proposals_from(start, seed, 1.0) for seed in range(30)]
+    assert all("z" not in point.values() for point in carried)
+    spread = [sum(v == "y" for v in point.values()) for point in carried]
+    assert {0, 2} <= set(spread)
+    assert max(spread) >= 3
+    for point in carried:  # a carried value lies beside where it came from
+        assert set("".join(map(str, point.values())).strip("x")) <= {"y"}
+    alone = [proposals_from(start, seed, 0.0) for seed in range(30)]
+    assert all(changed(point, start) == 1 for point in alone)
+    assert any("z" in point.values() for point in alone)
+
+
+def test_propagation_needs_neighbours_that_can_have_the_value() -> None:
+    def walk(share: float, neighbours: dict[str, tuple[str, ...]]) -> list[str]:
+        hints = Hints(START, neighbours=neighbours)
+        strategy = Mcmc(SPACE, hints, 1, Mcmc.Options(propagation=share))
+        strategy.tell(ended(0, START, cost_of(SPACE, START)))
+        return [key_of(p) for p in drive(strategy, 8)]
+
+    assert walk(1.0, {}) == walk(0.0, {})
+    apart = {"bucket": ("mode",), "mode": ("bucket",)}  # numbers beside names
+    seen = walk(0.5, apart)
+    assert len(set(seen)) == 8
+
+
+def test_propagation_finds_what_must_agree() -> None:
+    names = [f"op{i:02d}" for i in range(12)]
+    space = Space([Knob(name, Kind.CATEGORICAL, "x", VALUES) for name in names])
+    beside = {
+        name: tuple(names[j] for j in (i - 1, i + 1) if 0 <= j < len(names))
+        for i, name in enumerate(names)
+    }
+
+    def cost(point: Configuration) -> float:
+        values = [str(point[name]) for name in names]
+        breaks = sum(a != b for a, b in pairwise(values))
+        return 0.01 * math.exp(0.04 * breaks - 0.02 * values.count("z"))
+
+    start: dict[str, Value] = dict.fromkeys(names, "x")
+
+    def best(share: float) -> float:
+        found = []
+        for seed in range(5):
+            hints = Hints(start, predict=lambda p: Prediction(cost=cost(p)), neighbours=beside)
+            options = Mcmc.Options(propagation=share, proposals=600, alpha=1.0)
+            point = Mcmc(space, hints, seed, options).ask()
+            assert point is not None
+            found.append(cost(point))
+        return statistics.median(found)
+
+    assert best(0.5) < best(0.0)
+
+
+def test_a_runner_that_walks_itself_is_told_the_share() -> None:
+    asked: list[WalkRequest] = []
+
+    def walk(request: WalkRequest) -> Walk:
+        asked.append(request)
+        return Walk([dict(START)])
+
+    hints = replace(SIMULATED, walk=walk)
+    for share in (None, 0.0, 0.4):
+        Mcmc(SPACE, hints, 0, Mcmc.Options(propagation=share)).ask()
+    assert [request.propagation for request in asked] == [None, 0.0, 0.4]
+
+
+def test_a_share_is_no_more_than_all() -> None:
+    with pytest.raises(ValueError, match=r"strategy\.propagation=1\.5: allowed is 0 to 1"):
+        Mcmc.Options(propagation=1.5)

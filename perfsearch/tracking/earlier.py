@@ -1,0 +1,178 @@
+"""Earlier searches in a tracking store, read back as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from perfsearch.search.knob import Kind, Knob, Value
+from perfsearch.search.objective import Metric
+from perfsearch.search.trial import Purpose, Status
+from perfsearch.tracking import mirror, names
+from perfsearch.tracking.client import Client, connect
+from perfsearch.tracking.uri import StoreLocation, is_reachable, without_credentials
+
+_KNOB, _PINNED = "knob/", "pinned/"
+_COST_METRICS: Mapping[Metric, tuple[str, bool]] = {
+    Metric.THROUGHPUT: ("throughput/samples_per_s", True),
+    Metric.LATENCY: ("step_time/p50_ms", False),
+    Metric.FLOPS: ("throughput/device/tflops", True),
+}
+"""What a trial's run says of each objective, and whether more of it is better."""
+
+
+class EarlierSearchError(LookupError):
+    """A store without the search that was named; the message says what it has instead."""
+
+
+class StoreError(OSError):
+    """A store that does not answer, or not as it should."""
+
+
+@dataclass(frozen=True)
+class StoredTrial:
+    """A trial's run that ended well.
+
+    Attributes:
+        purpose: why it was run.
+        configuration: the searched knobs' values as texts.
+        cost: relative to the search's other trials; smaller is better.
+
+    """
+
+    purpose: Purpose
+    configuration: Mapping[str, str]
+    cost: float
+
+
+@dataclass(frozen=True)
+class StoredSearch:
+    """A search's run.
+
+    Attributes:
+        run_id: in the store.
+        name: as shown there.
+        search_id: the same after a resume.
+        experiment_id: of the experiment that it is in.
+        parameters: as ``perfsearch.stages.record`` writes them: ``runner``, ``workload``,
+            ``identity/...``, ``pinned/...`` and others.
+
+    """
+
+    run_id: str
+    name: str
+    search_id: str
+    experiment_id: str
+    parameters: Mapping[str, str]
+
+    @property
+    def pinned(self) -> dict[str, str]:
+        """The knobs that it held at one value, by the names in its params."""
+        given = self.parameters.items()
+        return {key.removeprefix(_PINNED): v for key, v in given if key.startswith(_PINNED)}
+
+
+class EarlierSearches:
+    """Reads searches from a store; opening it takes seconds.
+
+    Every method may raise ``StoreError``, and so does this.
+
+    Args:
+        location: the store.
+
+    """
+
+    def __init__(self, location: StoreLocation) -> None:
+        self._where = without_credentials(location.uri)
+        if location.is_server and not is_reachable(location.uri):
+            raise StoreError(f"nothing answers at {self._where}")
+        with self._asking():
+            self._client: Client = connect(location)
+
+    def of_runner(self, experiment: str, runner: str) -> list[StoredSearch]:
+        """The searches of an experiment that used ``runner``, latest first."""
+        rule = f"tags.`{mirror.ROLE}` = 'search' and params.`runner` = '{runner}'"
+        with self._asking():
+            experiment_id = self._client.experiment_id(experiment)
+            found = self._client.search(experiment_id, rule) if experiment_id is not None else []
+        return [_search(run) for run in reversed(found)]
+
+    def by_id(self, run_id: str) -> StoredSearch:
+        """The search whose run has this id.
+
+        Raises:
+            EarlierSearchError: there is no such run, or it is no search's.
+
+        """
+        with self._asking():
+            run = self._client.run(run_id)
+        if run is None:
+            raise EarlierSearchError(f"there is no such run in {self._where}")
+        role = run.data.tags.get(mirror.ROLE)
+        if role != "search":
+            parent = run.data.tags.get("mlflow.parentRunId")
+            other = f"; its search is {parent}" if role == "trial" and parent else ""
+            raise EarlierSearchError(f"that run is no search of perfsearch{other}")
+        return _search(run)
+
+    def trials(self, search: StoredSearch, metric: Metric) -> Iterator[StoredTrial]:
+        """The trials of a search that were measured, in order; failures and bounds are left out."""
+        rule = (
+            f"tags.`{mirror.SEARCH_ID}` = '{search.search_id}' and tags.`{mirror.ROLE}` = 'trial'"
+        )
+        name, more_is_better = _COST_METRICS[metric]
+        with self._asking():
+            found = self._client.search(search.experiment_id, rule)
+        for run in sorted(found, key=lambda run: int(run.data.tags[mirror.TRIAL])):
+            tags, value = run.data.tags, run.data.metrics.get(name)
+            ended_well = tags.get("perfsearch.status") == Status.OK.value
+            if not ended_well or value is None or value <= 0:
+                continue
+            knobs = {
+                key.removeprefix(_KNOB): text
+                for key, text in run.data.params.items()
+                if key.startswith(_KNOB)
+            }
+            purpose = Purpose(tags["perfsearch.purpose"])
+            yield StoredTrial(purpose, knobs, 1.0 / value if more_is_better else value)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # MLflow raises whatever its database or the network does
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise StoreError(f"{self._where} cannot be read: {lines[0]}") from error
+
+
+def value_of(knob: Knob, text: str) -> Value:
+    """The value of ``knob`` that a run's param stands for.
+
+    Raises:
+        LookupError: it is none of the knob's values.
+
+    """
+    for value in (*knob.values, knob.default):
+        shown = names.null_value(knob) if value is None else value
+        if names.plain(shown) == text:
+            return value
+    if knob.is_range:
+        try:
+            number = int(text) if knob.kind is Kind.INTEGER else float(text)
+        except ValueError:
+            raise LookupError(f"knob {knob.name}: {text!r} is no number") from None
+        if knob.contains(number):
+            return number
+    raise LookupError(f"knob {knob.name}: {text!r} is not one of its values")
+
+
+def _search(run: Any) -> StoredSearch:
+    return StoredSearch(
+        run_id=str(run.info.run_id),
+        name=str(run.info.run_name),
+        search_id=str(run.data.tags.get(mirror.SEARCH_ID, "")),
+        experiment_id=str(run.info.experiment_id),
+        parameters=dict(run.data.params),
+    )
