@@ -70,7 +70,8 @@ class Bench:
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if options.device == "cpu":
             self.environment["CUDA_VISIBLE_DEVICES"] = ""
-        self.alone = self._without_perfsearch(directory / "alone")
+        self.elsewhere = directory / "alone"  # python looks for modules where it is started
+        self.alone = self._without_perfsearch(self.elsewhere)
 
     def _without_perfsearch(self, directory: Path) -> dict[str, str]:
         """An environment in which torchrun can be called and perfsearch cannot be imported."""
@@ -86,7 +87,7 @@ class Bench:
         }
         told = subprocess.run(
             [sys.executable, "-c", "import perfsearch"],
-            env=environment, capture_output=True, text=True, check=False,
+            env=environment, cwd=directory, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if "perfsearch is not here" not in told.stderr:
             raise RuntimeError("perfsearch can be imported in the arm that is to do without it")
@@ -128,9 +129,11 @@ class Bench:
             command = [*self._perfsearch_run("--quiet", "--knobs", best), *self.script, *epochs]
             environment = self.environment
         # torch's own threads now and then abort a process that has done all it was to do
+        place = self.elsewhere if environment is self.alone else None
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=600, check=False
-        )
+            command, env=environment, cwd=place, capture_output=True, text=True, timeout=600,
+            check=False,
+        )  # fmt: skip
         rates = [float(rate) for rate in RATE.findall(done.stdout)]
         if len(rates) != self.options.epochs + DISCARDED_EPOCHS:
             raise RuntimeError(f"{arm} did not train to its end:\n{done.stderr[-3000:]}")
