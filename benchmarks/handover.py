@@ -2,6 +2,7 @@
 
     python benchmarks/handover.py                         # two CPU processes
     python benchmarks/handover.py --device cuda --nproc 4
+    python benchmarks/handover.py --given knobs.yaml      # without a search
     python benchmarks/handover.py --run-dir DIR           # of a search that this has made before
 
 An unchanged script is searched by ``perfsearch-run --search``. Then three arms are started in turn,
@@ -49,6 +50,8 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--trials", type=int, default=12, help="of the search")
     parser.add_argument("--seconds", type=float, default=120.0, help="of the search, at most")
+    parser.add_argument("--repeats", type=int, default=8, help="of the confirmation, at most")
+    parser.add_argument("--given", type=Path, help="YAML file of knobs to hand over, unsearched")
     parser.add_argument("--run-dir", type=Path, help="of a search; made where it is not there")
     parser.add_argument("--seed", type=int, default=0, help="of the order of starts")
     return parser.parse_args()
@@ -96,10 +99,13 @@ class Bench:
     def search(self) -> dict[str, Any]:
         """Search, unless the directory holds a finished search; return its summary."""
         file = self.run_dir / "best" / "summary.json"
+        if self.options.given is not None:
+            return self._handed_over(self.options.given)
         if not file.exists():
             keys = {
                 "budget.trials": self.options.trials,
                 "budget.seconds": self.options.seconds,
+                "confirm.max_repeats": self.options.repeats,
                 "run_dir": self.run_dir,
                 "tracking.enabled": "false",
             }
@@ -109,7 +115,28 @@ class Bench:
             ]  # fmt: skip
             subprocess.run(command, env=self.environment, check=True, timeout=1800)
         found: dict[str, Any] = json.loads(file.read_text())
+        if found["is_baseline"]:
+            raise SystemExit(
+                f"{found['verdict']}: the baseline is handed over, so that there is nothing to "
+                "compare. Search on a quieter machine, with more --repeats, or name --given FILE"
+            )
         return found
+
+    def _handed_over(self, file: Path) -> dict[str, Any]:
+        """Write the knobs of a file as a search writes what it has found."""
+        import yaml
+
+        from perfsearch.runners import _script_export
+        from perfsearch.workers.environment import Environment, detect
+
+        best = self.run_dir / "best"
+        best.mkdir(parents=True, exist_ok=True)
+        knobs = yaml.safe_load(file.read_text())
+        (best / "config.yaml").write_text(yaml.safe_dump(knobs))
+        hardware = detect(self.options.device, Environment(best, nproc=self.options.nproc))
+        command = [*self.script, "--epochs", ENDLESS]
+        _script_export.write(knobs, [], hardware, 1, command, False, ["ddp"], best / "apply")
+        return {"verdict": f"as {file} says, unsearched", "knobs": knobs, "speed_up": None}
 
     def _perfsearch_run(self, *words: str) -> list[str]:
         nproc = f"--nproc-per-node={self.options.nproc}"
