@@ -2,6 +2,7 @@
 
     python benchmarks/handover.py                         # two CPU processes
     python benchmarks/handover.py --device cuda --nproc 4
+    python benchmarks/handover.py --given knobs.yaml      # without a search
     python benchmarks/handover.py --run-dir DIR           # of a search that this has made before
 
 An unchanged script is searched by ``perfsearch-run --search``. Then three arms are started in turn,
@@ -49,6 +50,8 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--trials", type=int, default=12, help="of the search")
     parser.add_argument("--seconds", type=float, default=120.0, help="of the search, at most")
+    parser.add_argument("--repeats", type=int, default=8, help="of the confirmation, at most")
+    parser.add_argument("--given", type=Path, help="YAML file of knobs to hand over, unsearched")
     parser.add_argument("--run-dir", type=Path, help="of a search; made where it is not there")
     parser.add_argument("--seed", type=int, default=0, help="of the order of starts")
     return parser.parse_args()
@@ -70,7 +73,8 @@ class Bench:
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if options.device == "cpu":
             self.environment["CUDA_VISIBLE_DEVICES"] = ""
-        self.alone = self._without_perfsearch(directory / "alone")
+        self.elsewhere = directory / "alone"  # python looks for modules where it is started
+        self.alone = self._without_perfsearch(self.elsewhere)
 
     def _without_perfsearch(self, directory: Path) -> dict[str, str]:
         """An environment in which torchrun can be called and perfsearch cannot be imported."""
@@ -86,7 +90,7 @@ class Bench:
         }
         told = subprocess.run(
             [sys.executable, "-c", "import perfsearch"],
-            env=environment, capture_output=True, text=True, check=False,
+            env=environment, cwd=directory, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if "perfsearch is not here" not in told.stderr:
             raise RuntimeError("perfsearch can be imported in the arm that is to do without it")
@@ -95,10 +99,13 @@ class Bench:
     def search(self) -> dict[str, Any]:
         """Search, unless the directory holds a finished search; return its summary."""
         file = self.run_dir / "best" / "summary.json"
+        if self.options.given is not None:
+            return self._handed_over(self.options.given)
         if not file.exists():
             keys = {
                 "budget.trials": self.options.trials,
                 "budget.seconds": self.options.seconds,
+                "confirm.max_repeats": self.options.repeats,
                 "run_dir": self.run_dir,
                 "tracking.enabled": "false",
             }
@@ -108,7 +115,28 @@ class Bench:
             ]  # fmt: skip
             subprocess.run(command, env=self.environment, check=True, timeout=1800)
         found: dict[str, Any] = json.loads(file.read_text())
+        if found["is_baseline"]:
+            raise SystemExit(
+                f"{found['verdict']}: the baseline is handed over, so that there is nothing to "
+                "compare. Search on a quieter machine, with more --repeats, or name --given FILE"
+            )
         return found
+
+    def _handed_over(self, file: Path) -> dict[str, Any]:
+        """Write the knobs of a file as a search writes what it has found."""
+        import yaml
+
+        from perfsearch.runners import _script_export
+        from perfsearch.workers.environment import Environment, detect
+
+        best = self.run_dir / "best"
+        best.mkdir(parents=True, exist_ok=True)
+        knobs = yaml.safe_load(file.read_text())
+        (best / "config.yaml").write_text(yaml.safe_dump(knobs))
+        hardware = detect(self.options.device, Environment(best, nproc=self.options.nproc))
+        command = [*self.script, "--epochs", ENDLESS]
+        _script_export.write(knobs, [], hardware, 1, command, False, ["ddp"], best / "apply")
+        return {"verdict": f"as {file} says, unsearched", "knobs": knobs, "speed_up": None}
 
     def _perfsearch_run(self, *words: str) -> list[str]:
         nproc = f"--nproc-per-node={self.options.nproc}"
@@ -128,9 +156,11 @@ class Bench:
             command = [*self._perfsearch_run("--quiet", "--knobs", best), *self.script, *epochs]
             environment = self.environment
         # torch's own threads now and then abort a process that has done all it was to do
+        place = self.elsewhere if environment is self.alone else None
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=600, check=False
-        )
+            command, env=environment, cwd=place, capture_output=True, text=True, timeout=600,
+            check=False,
+        )  # fmt: skip
         rates = [float(rate) for rate in RATE.findall(done.stdout)]
         if len(rates) != self.options.epochs + DISCARDED_EPOCHS:
             raise RuntimeError(f"{arm} did not train to its end:\n{done.stderr[-3000:]}")
