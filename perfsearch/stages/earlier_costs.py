@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,12 +101,13 @@ def in_directory(path: Path, metric: Metric, runner: Runner) -> EarlierCosts:
     pinned: dict[str, Value] = {}
     latest: dict[int, tuple[Trial, dict[str, Value]]] = {}
     for event in read(path / _JOURNAL)[1]:
-        if event.name == "opened":
-            pinned = dict(event.data.get("definition", {}).get("pinned", {}))
-        elif event.name == "finished":
-            trial = _trial_of(event)
-            latest[trial.number] = trial, pinned
-            costs.searched |= trial.configuration.keys()
+        with _legible(event):
+            if event.name == "opened":
+                pinned = dict(event.data["definition"]["pinned"])
+            elif event.name == "finished":
+                trial = Trial.from_json(event.data["trial"])
+                latest[trial.number] = trial, pinned
+                costs.searched |= trial.configuration.keys()
     for trial, held in latest.values():
         if trial.status is Status.OK and trial.measurement is not None:
             cost = objective.cost(trial.measurement)
@@ -149,11 +151,18 @@ def _name_of(key: str, runner: Runner) -> str:
     return next((name for name in known if clean_key(name) == key), key)
 
 
-def _trial_of(event: Event) -> Trial:
+@contextmanager
+def _legible(event: Event) -> Iterator[None]:
+    """While an event is read.
+
+    Raises:
+        JournalError: it holds what this version does not know.
+
+    """
     try:
-        return Trial.from_json(event.data["trial"])
-    except (KeyError, TypeError, ValueError) as error:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise JournalError(
-            f"event {event.number} does not tell of a trial as this version does "
+            f"event {event.number} ({event.name}) does not say what this version understands "
             f"({type(error).__name__}: {error}). Name a search of this version."
         ) from error

@@ -82,7 +82,7 @@ def take_over(
         opened = [e for e in events if e.name == "opened"]
         last: Mapping[str, Any] = opened[-1].data.get("definition", {}) if opened else {}
         if opened and {k: v for k, v in last.items() if k != "earlier"} == dict(defined):
-            return _as_before(last.get("earlier"))
+            return _as_before(last.get("earlier"), journal)
     if asked == AUTO:
         return _most_similar(settings, runner, search_id)
     path = Path(str(asked))
@@ -97,11 +97,18 @@ def take_over(
     )
 
 
-def _as_before(kept: Mapping[str, Any] | None) -> TakenOver:
+def _as_before(kept: Any, journal: Path) -> TakenOver:
     if kept is None:
         return TakenOver(f"{KEY}: nothing, as when this search began")
-    costs = tuple((dict(configuration), float(log)) for configuration, log in kept["costs"])
-    return _taken(Earlier(str(kept["source"]), costs))
+    try:
+        costs = tuple((dict(configuration), float(log)) for configuration, log in kept["costs"])
+        return _taken(Earlier(str(kept["source"]), costs))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise JournalError(
+            f"{journal}: what it says of {KEY} is not what this version understands "
+            f"({type(error).__name__}: {error}). Use the version that wrote it, resume=never, or "
+            "another run_dir."
+        ) from error
 
 
 def _taken(earlier: Earlier) -> TakenOver:

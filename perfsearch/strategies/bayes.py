@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,7 +113,6 @@ class Bayes(Strategy):
         self._asked = 0
         self._noise = 0.0
         self._weight = expected_effects(space, hints)
-        self._belief = self._believed()
         few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
         few = max(few, min(len(hints.starts) + 1, _MOST_INITIAL + 1))
         self._initial: int = self.options.initial_points or few
@@ -172,8 +172,11 @@ class Bayes(Strategy):
             return text
         return f"{text}; an earlier search has weight {self._share():.2f}"
 
-    def _believed(self) -> Belief | None:
-        """What an earlier search lets expect."""
+    @cached_property
+    def _belief(self) -> Belief | None:
+        """What an earlier search lets expect; made when it is first needed, as the runner may not
+        be ready to predict before.
+        """
         if self.hints.earlier is None:
             return None
         from perfsearch.strategies._earlier import believed

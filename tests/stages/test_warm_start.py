@@ -17,7 +17,7 @@ from stages.synthetic import SyntheticRunner
 from perfsearch.config_options import ConfigError
 from perfsearch.pipeline import Result
 from perfsearch.runners.base import Outcome
-from perfsearch.search.journal import read
+from perfsearch.search.journal import JournalError, read
 from perfsearch.search.knob import Kind, Knob
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Purpose, Status
@@ -252,11 +252,16 @@ def test_what_was_not_found_is_not_looked_for_again(search: Search, tmp_path: Pa
         strategy={"name": "bayes", "warm_start": "auto"}, tracking={"enabled": True}
     )
     journal = tmp_path / "journal.jsonl"
-    lines = [{"schema": 1, "search_id": "x"}, {"n": 1, "event": "opened", "definition": {"a": 1}}]
+    lines: list[dict[str, Any]] = [{"schema": 1, "search_id": "x"}]
+    lines.append({"n": 1, "event": "opened", "definition": {"a": 1}})
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = warm_start.take_over(settings, SyntheticRunner(), {"a": 1}, journal)
     assert found.earlier is None
     assert "as when this search began" in found.line
+    lines[1]["definition"] = {"a": 1, "earlier": {"source": "x", "costs": [[1, 2]]}}
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(JournalError, match=r"what it says of strategy\.warm_start"):
+        warm_start.take_over(settings, SyntheticRunner(), {"a": 1}, journal)
 
 
 def test_a_journal_of_another_version_is_named(search: Search, tmp_path: Path) -> None:
@@ -265,7 +270,7 @@ def test_a_journal_of_another_version_is_named(search: Search, tmp_path: Path) -
     trial = {"number": 0, "configuration": {}, "purpose": "dance", "status": "ok"}
     lines = [{"schema": 1}, {"n": 1, "event": "finished", "trial": trial}]
     (source / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(ConfigError, match="event 1 does not tell of a trial"):
+    with pytest.raises(ConfigError, match=r"event 1 \(finished\) does not say what"):
         warm(search, source, tmp_path / "second")
 
 
