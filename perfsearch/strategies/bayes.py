@@ -20,6 +20,7 @@ from perfsearch.strategies._candidates import (
     spread_out,
     with_nulls_apart,
 )
+from perfsearch.strategies._grown import growing_knob, largest_that_fits, stages
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
 
@@ -102,7 +103,10 @@ class Bayes(Strategy):
         self._noise = 0.0
         self._weight = _expected_effects(space, hints)
         few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
-        few = max(few, min(len(hints.starts) + 1, _MOST_INITIAL + 1))
+        fits = hints.memory_limit_gib is not None and growing_knob(space, hints) is not None
+        self._unvisited = stages(space, hints) if fits else []
+        told = len(hints.starts) + len(self._unvisited)
+        few = max(few, min(told + 1, _MOST_INITIAL + 1))
         self._initial: int = self.options.initial_points or few
 
     def ask(self) -> dict[str, Value] | None:
@@ -160,13 +164,17 @@ class Bayes(Strategy):
         return start if self.space.feasible(start) else None
 
     def _first(self, start: dict[str, Value] | None, known: int) -> dict[str, Value] | None:
-        """What the runner would try first; then one of the first trials of a wide space whose
-        knobs are known to differ in effect.
+        """What the runner would try first, or the largest that is predicted to fit in each stage;
+        then one of the first trials of a wide space whose knobs are known to differ in effect.
         """
         for point in self.hints.starts:
             point = self.space.canonical(point)
             if self.space.feasible(point) and not self._record.taken(point):
                 return point
+        while self._unvisited and start is not None:
+            large = largest_that_fits(self.space, self.hints, start, self._unvisited.pop(0))
+            if large is not None and not self._record.taken(large):
+                return large
         size = self.space.size
         wide = size is None or size > SCORED_WHOLE
         if start is None or self._weight is None or not wide:
