@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +20,9 @@ from perfsearch.strategies import Strategy
 
 if TYPE_CHECKING:
     from perfsearch.pipeline import Result
+
+_MARKS = ("journal.jsonl", ".lock")
+"""Files that a directory has which a search worked in."""
 
 _PIPELINE_MODES = ("search", "profile")
 
@@ -114,6 +118,8 @@ def _run(settings: Settings) -> tuple[Result | None, int]:
     settings = _runner(settings).settle(settings)
     strategy = strategy_factory(settings)
     _require_writable(settings.run_dir or default_run_dir(settings))
+    if settings.run_dir is not None and settings.mode in _PIPELINE_MODES:
+        _require_own(settings.run_dir)
     runner = build_runner(settings)
     with open_view(settings) as view:
         own = _own(runner, settings.mode)
@@ -152,9 +158,22 @@ def _require_writable(directory: Path) -> None:
         ) from error
 
 
+def _require_own(directory: Path) -> None:
+    """Refuse a directory that holds something else than a search, whose files would mix with it."""
+    if not directory.is_dir() or any((directory / mark).exists() for mark in _MARKS):
+        return
+    found = next((path.name for path in sorted(directory.iterdir())), None)
+    if found is not None:
+        raise ConfigError(
+            "run_dir",
+            f"run_dir={directory}: it holds {found!r} and no search of perfsearch, and files of a "
+            "search would be written among them. Name a new or an empty directory.",
+        )
+
+
 def _load(load: Callable[[str], type[Any]], group: str, name: str) -> Any:
     try:
-        return load(name)
+        found = load(name)
     except LookupError as error:
         raise ConfigError(group, str(error)) from error
     except ModuleNotFoundError as error:
@@ -166,3 +185,11 @@ def _load(load: Callable[[str], type[Any]], group: str, name: str) -> Any:
             f"{group}={name}: needs the package {missing}, which is not installed. "
             f"Install it, or choose another {group}.",
         ) from error
+    for package, extra in found.requires.items():
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                group,
+                f"{group}={name}: needs the package {package}, which is not installed. "
+                f"Run: pip install 'perfsearch[{extra}]'",
+            )
+    return found

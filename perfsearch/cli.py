@@ -18,6 +18,13 @@ from perfsearch.config_options import ConfigError
 from perfsearch.exits import ExitCode, Interrupted, interruptible
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.suggest import nearest
+from perfsearch.surroundings import (
+    flush_output,
+    open_standard_streams,
+    require_current_directory,
+    require_supported_python,
+    write_nowhere,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -37,14 +44,14 @@ def main(argv: Sequence[str] | None = None, given: Mapping[str, Any] | None = No
             before what ``argv`` says.
 
     """
+    open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _main(arguments, given or {})
-        sys.stdout.flush()
+        flush_output()
         return code
     except BrokenPipeError:
-        # Whoever read the output is gone; Python must not stumble over it once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        write_nowhere()
         return _SIGPIPE
 
 
@@ -58,7 +65,8 @@ def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
         print(f"perfsearch {__version__}")
         return ExitCode.DONE
     try:
-        _require_supported_python()
+        require_supported_python()
+        require_current_directory()
         with interruptible():
             return _command(arguments, given)
     except Interrupted as interrupted:
@@ -66,14 +74,6 @@ def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
     except BadInputError as error:
         print(f"perfsearch: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT
-
-
-def _require_supported_python() -> None:
-    if sys.version_info >= (3, 14):
-        found = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        raise BadInputError(
-            f"Python {found}: Hydra 1.3 does not run on it. Use Python 3.11, 3.12 or 3.13."
-        )
 
 
 def _overrides_first(arguments: list[str]) -> list[str]:

@@ -76,14 +76,23 @@ def no_such_key(key: str, tree: Mapping[str, Any]) -> str:
         # Hydra says of a key whose value is null that it does not exist.
         return f"{key}: it is null here. Nothing is left to drop; to set it write {key}=VALUE."
     assert isinstance(level, Mapping)
+    if parts[:2] == ["runner", "knobs"] and depth == 1:
+        reason = _why_no_knobs(level.get("name"))
+        if reason:
+            return f"{key}: {reason}"
     elsewhere = [path for path in _leaves(tree) if path.split(".")[-1] == parts[-1]]
     if elsewhere:
         return f"{key}: no such key. Did you mean {elsewhere[0]!r}?"
     prefix = ".".join(parts[:depth])
-    options = [f"{prefix}.{name}" if prefix else str(name) for name in level]
-    if not options:
+    if not level:
         return f"{key}: no such key. {prefix} has no keys."
-    return f"{key}: no such key. {nearest('.'.join(parts[: depth + 1]), options)}"
+    return f"{key}: no such key. {nearest(parts[depth], map(str, level), prefix)}"
+
+
+def _why_no_knobs(runner: object) -> str:
+    from perfsearch import runners
+
+    return runners.load(str(runner)).no_knobs if runner in runners.names() else ""
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -76,8 +76,8 @@ def check_hydra_keys(composed: Mapping[str, Any], added: Iterable[str]) -> None:
                 break
             types = get_type_hints(known)
             if part not in types:
-                whole = f"hydra.{key}"
-                raise ConfigError(whole, f"{whole}: no such key. {nearest(part, types)}")
+                whole, above = f"hydra.{key}", ".".join(["hydra", *key.split(".")[:place]])
+                raise ConfigError(whole, f"{whole}: no such key. {nearest(part, types, above)}")
             known = types[part]
             if place == 0 and "_target_" in dict(_leaves(composed.get(part))):
                 break  # a plugin's own settings

@@ -75,7 +75,7 @@ def build_options(cls: type[T], mapping: Mapping[str, Any], prefix: str) -> T:
     for name in mapping:
         if name not in fields:
             key = join(prefix, name)
-            what = nearest(str(name), fields) if fields else f"{prefix} has no options."
+            what = nearest(str(name), fields, prefix) if fields else f"{prefix} has no options."
             raise ConfigError(key, f"{key}: no such key. {what}")
     values: dict[str, Any] = {}
     for name, spec in fields.items():

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from types import FrameType
 
@@ -60,7 +60,8 @@ def interruptible() -> Iterator[None]:
                 return
             raise Interrupted(code)
         if received == 2:
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _STILL_ENDING)
+            with suppress(OSError):  # after a hang-up the terminal takes no more words
+                os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _STILL_ENDING)
             return
         os._exit(code)
 

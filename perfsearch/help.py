@@ -34,8 +34,9 @@ Knobs (runner.knobs.NAME=...; quote braces and brackets for the shell)
 """
 
 _EXITS = """\
-Exit: 0 done, also with "no gain"; 1 no trial succeeded; 2 bad input, nothing started;
-      3 a circuit breaker stopped it; 130 and 143 for SIGINT and SIGTERM.
+Exit: 0 done, also with "no gain"; 1 no trial succeeded; 2 bad input, nothing started; 3 a circuit
+      breaker ended a search that has results, or the disk is full; 129, 130 and 143 for SIGHUP,
+      SIGINT and SIGTERM.
 """
 
 _NAME_WIDTH = 30

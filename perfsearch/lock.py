@@ -27,7 +27,10 @@ def run_directory_lock(run_dir: Path) -> Iterator[None]:
     """
     with _locked(run_dir / ".lock", None) as holder:
         if holder:
-            raise LockError(f"run_dir={run_dir}: process {holder} is running this search.")
+            raise LockError(
+                f"run_dir={run_dir}: process {holder} is running this search. Wait for it, or set "
+                "run_dir to another directory."
+            )
         yield
 
 

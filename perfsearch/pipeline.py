@@ -94,7 +94,8 @@ def search(
     with ExitStack() as stack:
         stack.callback(_close, runner)
         asked = settings.run_dir or default_run_dir(settings)
-        directory, resuming = opening.choose_run_dir(asked.absolute(), settings.resume)
+        named = settings.run_dir is not None
+        directory, resuming = opening.choose_run_dir(asked.absolute(), settings.resume, named)
         if directory != asked.absolute():
             view.note(f"{asked} holds a finished search; this one is in {directory}")
         directory.mkdir(parents=True, exist_ok=True)
@@ -185,7 +186,8 @@ def _stages(session: Session) -> Result:
         exit_code, reason = ExitCode.CIRCUIT_BREAKER, str(error)
         session.view.warning(f"search ended: {reason}")
     else:
-        session.view.note(f"search ended: {reason}")
+        if not profiled:  # the verdict says the same
+            session.view.note(f"search ended: {reason}")
     if any(t.status is Status.OK for t in session.trials):
         verdict = Verdict(reason=PROFILED) if profiled else confirm.run(session)
     else:

@@ -18,6 +18,7 @@ from perfsearch.run_arguments import RunArguments, own_parser, split
 from perfsearch.run_knobs import plan, read_knobs
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.knob import Value
+from perfsearch.surroundings import open_standard_streams, require_current_directory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; ``None`` takes the command line's.
 
     """
+    open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("--help", "-h"):
         print(own_parser().format_help(), end="")
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"perfsearch {__version__}")
         return ExitCode.DONE
     try:
+        require_current_directory()
         asked = split(arguments)
         check(asked)
         if asked.search:

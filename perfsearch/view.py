@@ -185,7 +185,7 @@ def result_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         baseline = baseline or trial
         interval = row["interval"]
         if interval is not None:
-            speed_up = f"{interval.ratio:.3f}x ({interval.low:.3f} to {interval.high:.3f})"
+            speed_up = interval.short
         elif trial is baseline:
             speed_up = "1"
         elif trial.cost and baseline.cost:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -59,12 +60,13 @@ class LiveView(View):
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)
-        self._live.stop()
+        with suppress(OSError):  # the terminal may be gone
+            self._live.stop()
 
     def stage(self, name: str, detail: str = "") -> None:
         """Say that a stage of the pipeline begins."""
         self.stage_name = name
-        self.console.print(f"[bold]{escape(name)}[/bold]: {escape(detail)}")
+        self._print(f"[bold]{escape(name)}[/bold]: {escape(detail)}")
 
     def trial_started(self, number: int, purpose: Purpose, configuration: Configuration) -> None:
         """Show the trial in the block, with the time that it has taken so far."""
@@ -86,7 +88,7 @@ class LiveView(View):
 
     def warning(self, text: str) -> None:
         """Say something that should not be missed."""
-        self.console.print(Text(f"warning: {text}", style="yellow"))
+        self._print(Text(f"warning: {text}", style="yellow"))
 
     def result(
         self, rows: Sequence[Mapping[str, Any]], verdict_line: str, files: Sequence[str]
@@ -101,15 +103,24 @@ class LiveView(View):
         for cells in body:
             style = "bold green" if cells[0] == "best" else ""
             table.add_row(*(escape(cell) for cell in cells), style=style)
-        self.console.print()
-        self.console.print(table)
-        self.console.print(Text(verdict_line, style="bold"))
+        self._print()
+        self._print(table)
+        self._print(Text(verdict_line, style="bold"))
         for file in files:
-            self.console.print(Text(f"  {file}"), soft_wrap=True)
+            self._print(Text(f"  {file}"), soft_wrap=True)
 
     def line(self, text: str) -> None:
         """Print one line above the block."""
-        self.console.print(Text(text), soft_wrap=True)
+        self._print(Text(text), soft_wrap=True)
+
+    def _print(self, *shown: RenderableType, soft_wrap: bool = False) -> None:
+        """Print above the block; a search goes on without a terminal, as after a hang-up."""
+        if self.unread:
+            return
+        try:
+            self.console.print(*shown, soft_wrap=soft_wrap)
+        except OSError:
+            self.unread = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The block: what runs, the best so far, what is left."""

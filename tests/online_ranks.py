@@ -1,4 +1,8 @@
-"""What the ranks of the tests of tuning do; started by torch's launcher: SCENARIO DIRECTORY."""
+"""What the ranks of the tests of tuning do: SCENARIO DIRECTORY.
+
+Started by torch's launcher; or by itself, with NPROC as a third argument, where it is that launcher
+and its ranks are forks of it, which need not import torch again.
+"""
 
 import contextlib
 import copy
@@ -348,10 +352,10 @@ def uneven(directory):
     return {"seconds": seconds, "steps": session._sessions[0].participant.train_iter}
 
 
-def main():
+def main(scenario, directory):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    scenario, directory = sys.argv[1], Path(sys.argv[2])
+    directory = Path(directory)
     found = globals()[scenario](directory)
     (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     sys.stdout.flush()
@@ -362,5 +366,18 @@ def main():
     dist.destroy_process_group()
 
 
+def launch(scenario, directory, nproc):
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
+
+    arguments = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=tests"]
+    arguments += [f"--nproc-per-node={nproc}", "--start-method=fork", __file__]
+    config, _, _ = run.config_from_args(run.parse_args(arguments))
+    elastic_launch(config, entrypoint=main)(scenario, directory)
+
+
 if __name__ == "__main__":
-    main()
+    if "RANK" in os.environ:
+        main(*sys.argv[1:])
+    else:
+        launch(*sys.argv[1:])

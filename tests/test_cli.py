@@ -11,6 +11,7 @@ import pytest
 
 from perfsearch import cli
 from perfsearch.config import Settings, to_plain, validate
+from perfsearch.exits import ExitCode
 from perfsearch.help import option_files
 
 HERE = Path(__file__).parent
@@ -120,9 +121,10 @@ BAD = {
     "unknown option": ("strategy=fakke", "strategy=fakke", "Did you mean 'fake'?", "random"),
     "unknown key": ("budget.trails=3", "budget.trails", "Did you mean 'budget.trials'?"),
     "added key": ("+budgett=3", "budgett", "Did you mean 'budget'?"),
-    "added nested key": ("+limits.trial=3", "limits.trial", "'trial_s'"),
-    "added runner key": ("+runner.tabel=3", "runner.tabel", "Allowed: devices, knobs"),
-    "added strategy key": ("+strategy.jiter=1", "strategy.jiter", "Did you mean 'jitter'?"),
+    "added budget key": ("+budget.trails=3", "'budget.trials'? Allowed: budget.gpu_hours, "),
+    "added nested key": ("+limits.trial=3", "limits.trial", "'limits.trial_s'"),
+    "added runner key": ("+runner.tabel=3", "runner.tabel", "Allowed: runner.devices, runner.k"),
+    "added strategy key": ("+strategy.jiter=1", "strategy.jiter", "mean 'strategy.jitter'?"),
     "unknown knob": ("runner.knobs.bucket_cap=3", "Did you mean 'runner.knobs.bucket_cap_mb'?"),
     "added knob": ("+runner.knobs.bucket_cap=3", "Did you mean 'bucket_cap_mb'?"),
     "knob without its group": ("bucket_cap_mb=3", "Did you mean 'runner.knobs.bucket_cap_mb'?"),
@@ -166,7 +168,20 @@ def test_a_users_own_option_file_is_checked_after_composition(command, tmp_path)
     (tmp_path / "strategy").mkdir()
     (tmp_path / "strategy" / "mine.yaml").write_text("name: fake\njittr: 0.2\n")
     searchpath = f"hydra.searchpath=[file://{tmp_path}]"
-    refused(command(searchpath, "strategy=mine"), "strategy.jittr", "Did you mean 'jitter'?")
+    refused(command(searchpath, "strategy=mine"), "strategy.jittr", "'strategy.jitter'")
+
+
+def test_the_same_in_a_file_names_the_whole_key(command, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbudget: {trails: 3}\n")
+    searchpath = f"hydra.searchpath=[file://{tmp_path}]"
+    refused(command(searchpath, "experiment=mine"), "Did you mean 'budget.trials'?")
+
+
+@pytest.mark.parametrize("sign", ["", "+"])
+def test_a_replay_has_no_knobs_to_pin(command, sign):
+    asked = ["runner=replay", "runner.table=t", f"{sign}runner.knobs.x=1"]
+    refused(command(*asked, prefix=False), "takes its knobs from the table", "leave rows out")
 
 
 def test_a_broken_yaml_file_is_the_users(command, tmp_path):
@@ -271,6 +286,10 @@ def test_help_names_groups_options_and_keys(command):
         assert option.name in out
     for name in ("runner=", "strategy=", "workload=", "experiment=", "budget.trials=25"):
         assert name in out
+    readme = (HERE.parent / "README.md").read_text()
+    for text in (out.rpartition("Exit: ")[2], readme.rpartition("Exit codes: ")[2]):
+        told = text.split("\n\n")[0]
+        assert {int(n) for n in re.findall(r"\b\d+\b", told)} == set(ExitCode)
     assert max(map(len, out.splitlines())) <= 100
 
 

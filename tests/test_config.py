@@ -165,7 +165,8 @@ def test_options_of_every_type():
         ({"table": ""}, "runner: table is empty."),
         (
             {"table": "t", "inner": {"dept": 1}},
-            "runner.inner.dept: no such key. Did you mean 'depth'? Allowed: depth.",
+            "runner.inner.dept: no such key. "
+            "Did you mean 'runner.inner.depth'? Allowed: runner.inner.depth.",
         ),
         (
             {"table": "t", "inner": {"depth": 10}},

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import threading
@@ -7,8 +8,21 @@ import pytest
 from perfsearch.exits import ExitCode, Interrupted, deferred, interruptible
 
 
+@pytest.fixture(autouse=True)
+def hang_ups_count():
+    """Also where the tests themselves were started under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, ExitCode.SIGINT), (signal.SIGTERM, ExitCode.SIGTERM)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, ExitCode.SIGINT),
+        (signal.SIGTERM, ExitCode.SIGTERM),
+        (signal.SIGHUP, ExitCode.SIGHUP),
+    ],
 )
 def test_the_first_signal_raises_and_the_second_does_not(number, code):
     with interruptible():
@@ -17,6 +31,19 @@ def test_the_first_signal_raises_and_the_second_does_not(number, code):
         os.kill(os.getpid(), number)
     assert raised.value.exit_code == code
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_second_signal_after_a_hang_up_breaks_nothing_off(monkeypatch):
+    """Nothing can be written to a terminal that is gone."""
+
+    def gone(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with interruptible():
+        with pytest.raises(Interrupted):
+            os.kill(os.getpid(), signal.SIGHUP)
+        monkeypatch.setattr(os, "write", gone)
+        os.kill(os.getpid(), signal.SIGHUP)
 
 
 def test_a_signal_in_a_deferred_block_raises_at_its_end():

@@ -3,7 +3,9 @@ import os
 import time
 from pathlib import Path
 
-from perfsearch.lock import device_lock
+import pytest
+
+from perfsearch.lock import LockError, device_lock, run_directory_lock
 
 
 def hold(devices: str, log: Path, held: float) -> None:
@@ -40,4 +42,11 @@ def test_searches_on_overlapping_devices_take_turns_and_say_so(tmp_path: Path, m
 
 def test_no_devices_need_no_lock() -> None:
     with device_lock("", lambda text: None):
+        pass
+
+
+def test_a_directory_in_use_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    refusal = f"process {os.getpid()} is running this search. Wait for it, or set run_dir to"
+    again = run_directory_lock(tmp_path)
+    with run_directory_lock(tmp_path), pytest.raises(LockError, match=refusal), again:
         pass

@@ -77,6 +77,7 @@ def test_wrong_options_are_named(arguments, says):
         (["--no-python", "--search", "bash"], "only a Python script"),
         (["--knobs", "missing.yaml", "train.py"], "missing.yaml"),
         (["--knobs", "search.yaml", "train.py"], "no single value"),
+        (["--knobs", "broken.yaml", "train.py"], "broken.yaml is not valid: line 2, column 1: "),
         (["--map", "x", "--search", "train.py"], "NAME=ARGUMENT"),
         (["--map", "a=--x", "--map", "a=--y", "--search", "train.py"], "mapped twice"),
     ],
@@ -86,8 +87,11 @@ def test_bad_input_ends_with_2_and_the_way_out(arguments, says, tmp_path, monkey
     (tmp_path / "train.py").write_text("raise AssertionError('it was started')")
     (tmp_path / "notebook.ipynb").write_text("{}")
     (tmp_path / "search.yaml").write_text("runner: {knobs: {bucket_cap_mb: [1, 2]}}")
+    (tmp_path / "broken.yaml").write_text("runner: {knobs: [1\n")
     assert run.main(arguments) == 2
-    assert says in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert says in told
+    assert told.count("\n") == 1
 
 
 def test_help_and_version(capsys):

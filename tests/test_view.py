@@ -1,4 +1,6 @@
+import errno
 import io
+import os
 import time
 from types import SimpleNamespace
 
@@ -7,6 +9,7 @@ from rich.console import Console
 
 from perfsearch import view as view_module
 from perfsearch.search.objective import Metric, Objective
+from perfsearch.search.statistics import Interval
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 from perfsearch.view import View, differing_knobs, open_view, result_cells, show_seconds
 from perfsearch.view_live import LiveView
@@ -30,7 +33,7 @@ ROWS = [
     {"label": "baseline", "trial": BASELINE, "objective": 320.0, "unit": "samples/s",
      "interval": None, "confirmed": True},
     {"label": "best", "trial": BETTER, "objective": 400.0, "unit": "samples/s",
-     "interval": SimpleNamespace(ratio=1.25, low=1.21, high=1.29), "confirmed": True},
+     "interval": Interval(1.25, 1.21, 1.29, 5), "confirmed": True},
 ]  # fmt: skip
 
 
@@ -124,6 +127,17 @@ def test_a_best_that_is_worse_than_the_baseline_is_not_called_best(console):
     view.trial_finished(worse, worse, BASELINE, None)
     assert "best so far" not in console.file.getvalue()
     assert "best     the baseline, 320 samples/s" in block(view)
+
+
+def test_a_terminal_that_is_gone_ends_nothing():
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    view = LiveView(console=Console(file=Gone(), force_terminal=True))
+    view.stage("search")
+    assert view.unread
+    view.result(ROWS, "no gain", [])
 
 
 def test_the_closing_table_of_a_search_without_confirmation():

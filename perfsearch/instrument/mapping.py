@@ -96,12 +96,7 @@ def read_file(file: str, option: str) -> dict[str, Any]:
     """
     try:
         text = Path(file).read_text()
-        if file.endswith((".yaml", ".yml")):
-            import yaml  # type: ignore[import-untyped]
-
-            content = yaml.safe_load(text)
-        else:
-            content = json.loads(text)
+        content = _yaml(text) if file.endswith((".yaml", ".yml")) else json.loads(text)
     except OSError as error:
         raise BadInputError(f"{option}: {file}: {error.strerror}") from error
     except ValueError as error:
@@ -109,6 +104,25 @@ def read_file(file: str, option: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BadInputError(f"{option}: {file} holds no keys")
     return content
+
+
+def _yaml(text: str) -> Any:
+    """What YAML makes of a text.
+
+    Raises:
+        ValueError: it is no YAML; the message says where and why, in one line.
+
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        if mark is None:
+            raise ValueError(" ".join(str(error).split())) from error
+        place = f"line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(f"{place}: {error.problem}") from error
 
 
 def get_key(content: Mapping[str, Any], mapped: Mapped) -> Any:

@@ -170,7 +170,8 @@ def _communication(measurement: Measurement) -> Bound:
     words = f"{_of(measurement, max(known, default=0.0))} wait for it"
     if saved is not None:
         most_ms = max(most_ms, saved[0] + 2 * saved[1])
-        words += f", and without any a step takes {max(0.0, saved[0]):.2f} ms less"
+        less = f"{saved[0]:.2f} ms less" if saved[0] > 0 else "no less, as far as it was seen"
+        words += f", and without any a step takes {less}"
     return Bound(COMMUNICATION, _share(measurement, most_ms), words)
 
 

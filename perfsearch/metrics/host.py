@@ -145,11 +145,7 @@ class HostReader:
         return totals
 
     def _available_bytes(self) -> float:
-        import psutil
-
-        available = float(psutil.virtual_memory().available)
-        headroom = cgroup_headroom_bytes(self._sys / "fs/cgroup", self._proc / "self/cgroup")
-        return available if headroom is None else min(available, headroom)
+        return available_bytes(self._sys, self._proc)
 
     def _processes(self) -> list[Any]:
         import psutil
@@ -190,6 +186,15 @@ class HostReader:
                 continue
             values[f"_process_{process.pid}_cpu_s"] = times.user + times.system
         return values
+
+
+def available_bytes(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> float:
+    """Memory that this process may still take: the host's, or less under a cgroup's limit."""
+    import psutil
+
+    available = float(psutil.virtual_memory().available)
+    headroom = cgroup_headroom_bytes(sys_root / "fs/cgroup", proc_root / "self/cgroup")
+    return available if headroom is None else min(available, headroom)
 
 
 def cgroup_headroom_bytes(cgroup_root: Path, membership: Path) -> float | None:

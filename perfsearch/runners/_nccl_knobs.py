@@ -18,7 +18,8 @@ _MAX_SOCKETS = 64  # NCCL's limit on threads times sockets of one connection
 def nccl_knobs(environ: Mapping[str, str], on_gpu: bool, over_sockets: bool) -> list[Made]:
     """NCCL's knobs, each with what the user has set as its default, or why there are none."""
     if not on_gpu:
-        return [(name, "NCCL is not used on a CPU") for name in VARIABLES]
+        reason = "NCCL is not used on a CPU, only with runner.device=cuda"
+        return [(name, reason) for name in VARIABLES]
     made: list[Made] = []
     sockets = {"nccl_nsocks_perthread": "sockets", "nccl_socket_nthreads": "threads"}
     for name, unit in sockets.items():

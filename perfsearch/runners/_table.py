@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import math
 import statistics
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from perfsearch.runners._table_row import Row, read_rows
 from perfsearch.search.knob import Kind, Knob, Value
 from perfsearch.search.space import key_of
 from perfsearch.search.suggest import nearest
@@ -86,23 +86,15 @@ def read_table(path: Path) -> Table:
         ValueError: there is no such file, or its contents are not such a table.
 
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"runner.table={path}: it cannot be read ({error.strerror}). "
-            "Name a CSV file of measured configurations, such as a search's trials.csv."
-        ) from error
-    reader = csv.DictReader(text.splitlines())
-    columns = list(reader.fieldnames or ())
+    text, columns, every_row = read_rows(path)
     if not {"step_ms", "samples_per_s"} & set(columns):
         raise ValueError(
             f"runner.table={path}: it has neither a column step_ms nor samples_per_s; "
             f"its columns are {', '.join(columns) or 'none'}."
         )
-    rows = [row for row in reader if _status(row, path) not in _SAY_NOTHING]
+    rows = [row for row in every_row if row.status not in _SAY_NOTHING]
     names = [c for c in columns if c not in OUTCOME_COLUMNS and not c.startswith("peak_")]
-    values = {name: [_value(row[name]) for row in rows] for name in names}
+    values = {name: [row.value(name) for row in rows] for name in names}
     knobs = tuple(
         _knob(name, column)
         for name, column in values.items()
@@ -119,7 +111,7 @@ def read_table(path: Path) -> Table:
         point = {knob.name: values[knob.name][number] for knob in knobs}
         groups.setdefault(key_of(point), []).append(number)
         points.append(point)
-    entries = tuple(_pool(points[g[0]], [rows[i] for i in g], path) for g in groups.values())
+    entries = tuple(_pool(points[g[0]], [rows[i] for i in g]) for g in groups.values())
     return Table(knobs, entries, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
@@ -189,28 +181,6 @@ def find_entry(table: Table, wanted: Mapping[str, Value]) -> Entry:
 _SAY_NOTHING = (Status.INFRASTRUCTURE, Status.INTERRUPTED)
 
 
-def _status(row: Mapping[str, str], path: Path) -> Status:
-    word = (row.get("status") or "ok").strip()
-    try:
-        return Status(word)
-    except ValueError as error:
-        raise ValueError(f"runner.table={path}: status={word}. {nearest(word, Status)}") from error
-
-
-def _value(text: str | None) -> Value:
-    word = (text or "").strip()
-    if word.lower() in ("", "none", "null"):
-        return None
-    if word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    for number in (int, float):
-        try:
-            return number(word)
-        except ValueError:
-            continue
-    return word
-
-
 def _knob(name: str, column: Sequence[Value]) -> Knob:
     distinct = list({key_of({"": v}): v for v in column}.values())
     if all(isinstance(v, bool) for v in distinct):
@@ -238,50 +208,37 @@ def _library_default(knob: Knob) -> Value:
     return min(numbers, key=lambda v: abs(math.log(v / target)))
 
 
-def _pool(point: dict[str, Value], rows: Sequence[Mapping[str, str]], path: Path) -> Entry:
-    statuses = [_status(row, path) for row in rows]
+def _pool(point: dict[str, Value], rows: Sequence[Row]) -> Entry:
+    statuses = [row.status for row in rows]
     status = max(statuses, key=lambda s: (statuses.count(s), s is Status.OK, s is Status.PRUNED))
     entry = Entry(dict(point), status)
     kept = [row for row, its in zip(rows, statuses, strict=True) if its is status]
-    entry.reason = next((row["reason"] for row in kept if row.get("reason")), "")
-    entry.is_baseline = any(row.get("purpose") == "baseline" for row in kept)
-    entry.world_size = int(_numbers(kept, "world_size")[0]) if _numbers(kept, "world_size") else 1
-    entry.peak_allocated_gib = max(_numbers(kept, "peak_allocated_gib"), default=None)
-    entry.peak_reserved_gib = max(_numbers(kept, "peak_reserved_gib"), default=None)
-    losses = [_list(row.get("first_losses")) for row in kept]
+    entry.reason = next((reason for row in kept if (reason := row.text("reason"))), "")
+    entry.is_baseline = any(row.text("purpose") == "baseline" for row in kept)
+    sizes = [size for row in kept for size in row.positive("world_size")]
+    entry.world_size = int(sizes[0]) if sizes else 1
+    entry.peak_allocated_gib = max(_of(kept, "peak_allocated_gib"), default=None)
+    entry.peak_reserved_gib = max(_of(kept, "peak_reserved_gib"), default=None)
+    losses = [row.numbers("first_losses") for row in kept]
     entry.first_losses = next((values for values in losses if values), [])
-    if seconds := _numbers(kept, "trial_seconds"):
+    if seconds := _of(kept, "trial_seconds"):
         entry.trial_seconds = statistics.median(seconds)
-    if rewraps := _numbers(kept, "rewrap_ms"):
+    if rewraps := _of(kept, "rewrap_ms"):
         entry.rewrap_seconds = statistics.median(rewraps) / 1e3
     if status not in (Status.OK, Status.PRUNED):
         return entry
-    entry.step_seconds = [ms / 1e3 for row in kept for ms in _list(row.get("step_ms"))]
-    rates = _numbers(kept, "samples_per_s")
+    times_ms = [row.positive("step_ms") for row in kept]
+    entry.step_seconds = [ms / 1e3 for times in times_ms for ms in times]
+    rates = [rate for row in kept for rate in row.positive("samples_per_s")]
     if not entry.step_seconds and not rates:
-        raise ValueError(f"runner.table={path}: {point} is ok, but has no step_ms or samples_per_s")
+        raise kept[0].refusal("step_ms", f"A row with status {status} needs it, or samples_per_s.")
     if not entry.step_seconds:  # a rate alone: serve a step of one sample
         entry.step_seconds, entry.samples_per_step = [1.0 / rate for rate in rates], 1
     elif rates:
-        first = statistics.median(_list(kept[0].get("step_ms")) or [0.0]) / 1e3
-        median = first or statistics.median(entry.step_seconds)
-        entry.samples_per_step = max(1, round(rates[0] * median))
-    if any(s <= 0 or not math.isfinite(s) for s in entry.step_seconds):
-        raise ValueError(f"runner.table={path}: {point} has a step time that is not positive")
+        first_s = [ms / 1e3 for ms in times_ms[0]] or entry.step_seconds
+        entry.samples_per_step = max(1, round(rates[0] * statistics.median(first_s)))
     return entry
 
 
-def _numbers(rows: Sequence[Mapping[str, str]], column: str) -> list[float]:
-    texts = [row.get(column) or "" for row in rows]
-    return [_number(text, column) for text in texts if text.strip()]
-
-
-def _number(text: str, column: str = "step_ms") -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"runner.table: {text!r} in a column {column} is no number") from None
-
-
-def _list(text: str | None) -> list[float]:
-    return [_number(word) for word in (text or "").split()]
+def _of(rows: Sequence[Row], column: str) -> list[float]:
+    return [number for row in rows for number in row.numbers(column)]

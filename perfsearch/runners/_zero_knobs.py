@@ -153,7 +153,9 @@ def applicable(
     for name, setting in knobs.items():
         if name in absent:
             if setting not in (SEARCH, None, False, 0):
-                raise KnobError(f"runner.knobs.{name}={setting}: {absent[name]}")
+                raise KnobError(
+                    f"runner.knobs.{name}={setting}: {absent[name]}. Leave the key out."
+                )
             left_out[name] = absent[name]
             continue
         if name not in by_name:

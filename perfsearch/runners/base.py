@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from perfsearch.search.hints import Hints, Prediction
 from perfsearch.search.knob import Configuration, Value
@@ -80,10 +80,14 @@ class Runner(ABC):
     space: Space
     baseline: dict[str, Value]
     pinned: dict[str, Value] = {}
+    no_knobs: str = ""
+    """Why it has no keys ``runner.knobs``, and what to do instead; empty where it has them."""
     devices: int = 1
     trains: bool = True
     """Whether ``measure`` runs the job, so that it can be looked at closely (``mode=profile``)."""
     remarks: Sequence[str] = ()
+    requires: ClassVar[Mapping[str, str]] = {}
+    """Packages that it needs beside perfsearch's own, and the extra that brings each."""
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Runner:

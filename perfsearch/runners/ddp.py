@@ -191,7 +191,9 @@ def _applicable(
         searched = isinstance(setting, str) and setting == SEARCH
         if name in absent:
             if not searched and setting is not None and setting is not False and setting != 0:
-                raise KnobError(f"runner.knobs.{name}={setting}: {absent[name]}")
+                raise KnobError(
+                    f"runner.knobs.{name}={setting}: {absent[name]}. Leave the key out."
+                )
             left_out[name] = absent[name]
         elif name not in by_name:
             everything = {*by_name, *absent}

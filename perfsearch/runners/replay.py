@@ -93,10 +93,16 @@ class Replay(Runner):
     """
 
     trains = False
+    no_knobs = (
+        "runner=replay takes its knobs from the table, so none can be pinned here. To narrow the "
+        "search, leave rows out of the table."
+    )
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Replay:
         """Build it from ``runner.*`` and ``seed``."""
+        if "knobs" in settings.runner.options:
+            raise BadInputError(f"runner.knobs: {cls.no_knobs}")
         options = build_options(ReplayOptions, settings.runner.options, "runner")
         if settings.objective.metric is Metric.FLOPS:
             raise BadInputError(

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from perfsearch.config_options import build_options
 from perfsearch.parallel import torch_features
@@ -57,6 +57,8 @@ class Soap(Runner):
 
     """
 
+    requires: ClassVar = {"numba": "soap"}
+
     @classmethod
     def from_settings(cls, settings: Settings) -> Soap:
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
@@ -79,8 +81,6 @@ class Soap(Runner):
         metric: str = "throughput",
         planning: bool = False,
     ) -> None:
-        import numba  # noqa: F401 - said now, not after the job was described
-
         self.options = options
         self._environment = environment
         self._metric = metric

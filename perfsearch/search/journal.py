@@ -17,6 +17,8 @@ SCHEMA = 1
 
 EVENTS = ("opened", "asked", "screened", "started", "finished", "told", "confirmed", "ended")
 
+_REMEDY = "Use resume=never for a new search beside it, or move the directory away."
+
 
 class JournalError(BadInputError):
     """A journal that cannot be opened; the message says why and what to do."""
@@ -159,7 +161,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Event], int, str]:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise JournalError(f"{path}: cannot be read: {error.strerror}") from error
+        raise JournalError(f"{path}: cannot be read: {error.strerror}. {_REMEDY}") from error
     whole, _, tail = raw.rpartition(b"\n")
     lines = whole.split(b"\n") if whole else []
     records: list[dict[str, Any]] = []
@@ -169,10 +171,10 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Event], int, str]:
             tail = line + b"\n"
             break
         if record is None:
-            raise JournalError(f"{path}: line {place + 1} is damaged; move the directory away.")
+            raise JournalError(f"{path}: line {place + 1} is damaged. {_REMEDY}")
         records.append(record)
     if not records:
-        raise JournalError(f"{path}: has no complete first line; move the directory away.")
+        raise JournalError(f"{path}: has no complete first line. {_REMEDY}")
     header = records[0]
     if header.get("schema") != SCHEMA:
         raise JournalError(
@@ -182,9 +184,15 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Event], int, str]:
     events = []
     for place, record in enumerate(records[1:], start=1):
         number, name = record.pop("n", None), record.pop("event", None)
-        if number != place or name not in EVENTS:
+        if number != place:
             raise JournalError(
-                f"{path}: line {place + 1} is out of order; move the directory away."
+                f"{path}: line {place + 1} is out of order: its number is {number!r}, and {place} "
+                f"is next. {_REMEDY}"
+            )
+        if name not in EVENTS:
+            raise JournalError(
+                f"{path}: line {place + 1} tells of {name!r}, and this perfsearch knows "
+                f"{', '.join(EVENTS)}. Use the version that wrote it, or resume=never."
             )
         events.append(Event(place, name, record))
     return header, events, len(raw) - len(tail), tail.decode(errors="replace")

@@ -107,11 +107,16 @@ def _checked(knob: Knob, value: Any) -> Value:
 
 
 def _inside(knob: Knob, value: Value) -> bool:
-    numbers = [v for v in knob.values if isinstance(v, int | float) and not isinstance(v, bool)]
+    numbers = _numbers(knob)
     if isinstance(value, bool | str) or value is None or len(numbers) != len(knob.values):
         return False
     whole = all(isinstance(v, int) for v in numbers)
     return min(numbers) <= value <= max(numbers) and (not whole or float(value).is_integer())
+
+
+def _numbers(knob: Knob) -> list[int | float]:
+    """Those of its values that are numbers: what the user has set may be null or a word."""
+    return [v for v in knob.values if isinstance(v, int | float) and not isinstance(v, bool)]
 
 
 def _from_list(knob: Knob, values: list[Any]) -> Knob:
@@ -133,20 +138,22 @@ def _from_range(knob: Knob, setting: Mapping[str, Any]) -> Knob:
     for key in setting:
         if key not in _RANGE_KEYS:
             raise KnobError(f"runner.knobs.{knob.name}.{key}: unknown. {nearest(key, _RANGE_KEYS)}")
+    written = ", ".join(f"{key}: {_written(value)}" for key, value in setting.items())
+    asked = f"runner.knobs.{knob.name}={{{written}}}"
     low, high = setting.get("min", knob.low), setting.get("max", knob.high)
     if knob.kind is Kind.ORDINAL:
-        low = min(knob.values) if low is None else low  # type: ignore[type-var]
-        high = max(knob.values) if high is None else high  # type: ignore[type-var]
-        inside = tuple(v for v in knob.values if low <= v <= high)  # type: ignore[operator]
+        numbers = _numbers(knob)
+        low, high = min(numbers) if low is None else low, max(numbers) if high is None else high
+        _check_bounds(knob, asked, low, high)
+        inside = tuple(v for v in numbers if low <= v <= high)
         if not inside:
-            raise KnobError(
-                f"runner.knobs.{knob.name}: no value between {low} and {high}. {_allowed(knob)}"
-            )
+            raise KnobError(f"{asked}: no value lies between {low} and {high}. {_allowed(knob)}")
         return replace(knob, values=inside)
     if not knob.is_range:
-        raise KnobError(f"runner.knobs.{knob.name}: it has no range. {_allowed(knob)}")
+        raise KnobError(f"{asked}: it has no range. {_allowed(knob)}")
     for bound in (low, high):
         _checked(knob, bound)
+    _check_bounds(knob, asked, low, high)
     try:
         return replace(
             knob,
@@ -156,7 +163,16 @@ def _from_range(knob: Knob, setting: Mapping[str, Any]) -> Knob:
             step=setting.get("step", knob.step),
         )
     except ValueError as error:
-        raise KnobError(f"runner.knobs.{knob.name}: {error}") from error
+        reason = str(error).removeprefix(f"knob {knob.name}: ")
+        raise KnobError(f"{asked}: {reason}. {_allowed(knob)}") from error
+
+
+def _check_bounds(knob: Knob, asked: str, low: Any, high: Any) -> None:
+    for name, bound in (("min", low), ("max", high)):
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            raise KnobError(f"{asked}: {name} is no number. {_allowed(knob)}")
+    if low > high:
+        raise KnobError(f"{asked}: min is above max. {_allowed(knob)}")
 
 
 def _allowed(knob: Knob) -> str:
@@ -168,7 +184,7 @@ def _allowed(knob: Knob) -> str:
     return f"allowed: {choices}{unit}, or a list of these."
 
 
-def _written(value: Value) -> str:
+def _written(value: object) -> str:
     """A value as it is written on the command line."""
     if value is None:
         return "null"

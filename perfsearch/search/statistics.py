@@ -19,6 +19,10 @@ LEAST_SPREAD = 2e-3
 """Relative standard deviation below which repeated timings are not believed to agree."""
 
 
+_SAYS_NOTHING = math.log(10.0)
+"""Half-width of an interval that reaches tenfold to both sides: what a few wild pairs give."""
+
+
 @dataclass(frozen=True)
 class Interval:
     """A speed-up over the baseline: a ratio of throughputs, 1 being no change.
@@ -46,8 +50,18 @@ class Interval:
         """Half the interval's width on a log scale, about its relative error."""
         return math.log(self.high / self.low) / 2
 
+    @property
+    def short(self) -> str:
+        """The ratio and the interval's ends, for a place that says what they are."""
+        if self.half_width > _SAYS_NOTHING:
+            return f"{self.ratio:.3f}x ({self.pairs} pairs are too few)"
+        digits = 3  # or more, where an end would read as exactly 1
+        while digits < 6 and 1.0 in (round(self.low, digits), round(self.high, digits)):
+            digits += 1
+        return f"{self.ratio:.3f}x ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
     def __str__(self) -> str:
-        return f"{self.ratio:.3f}x (95% interval {self.low:.3f} to {self.high:.3f})"
+        return self.short.replace("(", "(95% interval ", 1)
 
 
 def looks(max_repeats: int) -> tuple[int, ...]:

@@ -191,10 +191,17 @@ class Trial:
         """
         known = {f.name for f in fields(cls)}
         values = {k: v for k, v in record.items() if k in known}
+        if values["status"] not in list(Status):
+            raise ValueError(f"status={values['status']}: allowed: {', '.join(Status)}")
         values["purpose"] = Purpose(values["purpose"])
         values["status"] = Status(values["status"])
+        values["configuration"] = dict(values["configuration"])
         if values.get("measurement") is not None:
             names = {f.name for f in fields(Measurement)}
             raw = {k: v for k, v in values["measurement"].items() if k in names}
+            if not all(s > 0 and math.isfinite(s) for s in raw["step_seconds"]):
+                raise ValueError(f"step_seconds={raw['step_seconds']}: allowed: positive numbers")
             values["measurement"] = Measurement(**raw)
+        elif values["status"] is Status.OK:
+            raise ValueError("status=ok without a measurement")
         return cls(**values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.stages import gains, looks
 from perfsearch.stages.session import Session
@@ -9,7 +10,12 @@ from perfsearch.stages.session import Session
 
 def _again(session: Session, known: Trial) -> bool:
     asked = session.only_rerun and known.status.has_failed
-    return asked or known.status is Status.INTERRUPTED
+    return asked or known.status is Status.INTERRUPTED or _is_users_fault(known)
+
+
+def _is_users_fault(trial: Trial) -> bool:
+    """Whether the job could not be made at all, which no configuration of it can change."""
+    return trial.status.has_failed and "workload.factory=" in trial.reason
 
 
 def run(session: Session) -> Trial:
@@ -18,6 +24,11 @@ def run(session: Session) -> Trial:
     A failure is reported with its cause before anything else is tried; the search goes on, since a
     baseline that runs out of memory is a reason to search, and the limit on consecutive failures
     counts it like any other.
+
+    Raises:
+        BadInputError: the user's factory makes no job. Once it is mended, the same command begins
+            with the baseline.
+
     """
     session.view.stage("baseline", "the configuration as it is today")
     known = session.baseline
@@ -30,6 +41,8 @@ def run(session: Session) -> Trial:
     session.told(trial=trial.number)
     if trial.status is not Status.OK:
         log = f" Full log: {trial.log_path}" if trial.log_path else ""
+        if _is_users_fault(trial):
+            raise BadInputError(f"{trial.reason}.{log}")
         session.view.warning(f"the baseline failed: {trial.status}, {trial.reason}.{log}")
     _explain(session, trial)
     return trial

@@ -58,6 +58,8 @@ def run(session: Session) -> Verdict:
     if not finalists:
         ran = any(t.status is Status.OK for t in session.search_trials)
         why = "no trial was faster than the baseline" if ran else "no search trial succeeded"
+        if not session.search_trials:
+            why = "nothing was tried beside the baseline"
         return Verdict(reason=f"{why}: no gain")
     many = "one finalist" if len(finalists) == 1 else f"{len(finalists)} finalists"
     session.view.stage("confirm", f"{many} against the baseline")

@@ -7,7 +7,8 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +34,12 @@ class RefusedError(BadInputError):
     """A search that must not start as asked; the message names the key and the remedy."""
 
 
-def choose_run_dir(base: Path, resume: str) -> tuple[Path, bool]:
+def choose_run_dir(base: Path, resume: str, named: bool = False) -> tuple[Path, bool]:
     """The directory to work in, and whether it holds a search to go on with.
 
-    ``base`` itself, or ``base-2``, ``base-3``, ... after finished searches.
+    ``base`` itself, or ``base-2``, ``base-3``, ... after finished searches. To run failed trials
+    again it is the latest of them that has any; or ``base``, where the user ``named`` it and it
+    does.
 
     Raises:
         RefusedError: ``resume=failed`` and there is nothing to resume.
@@ -44,7 +47,8 @@ def choose_run_dir(base: Path, resume: str) -> tuple[Path, bool]:
     """
     taken = [path for path in _numbered(base) if (path / JOURNAL).exists()]
     if taken and resume == "failed":
-        return taken[-1], True
+        ordered = [*([base] if named and base in taken else []), *reversed(taken)]
+        return next((path for path in ordered if _has_failed(path)), ordered[0]), True
     if resume == "failed":
         raise RefusedError(f"resume=failed: there is no journal in {base}.")
     if taken and resume == "auto":
@@ -55,6 +59,23 @@ def choose_run_dir(base: Path, resume: str) -> tuple[Path, bool]:
         return base, False
     last = re.search(r"-(\d+)$", taken[-1].name.removeprefix(base.name))
     return base.with_name(f"{base.name}-{int(last.group(1)) + 1 if last else 2}"), False
+
+
+def _has_failed(run_dir: Path) -> bool:
+    """Whether a finished search has trials that failed; read without a judgement on the rest."""
+    _, events = read(run_dir / JOURNAL)
+    ended = any(e.name == "ended" for e in _since_opened(events))
+    return ended and bool(_failed(events))
+
+
+def _failed(events: Sequence[Event]) -> list[int]:
+    """Numbers of the trials whose last ending was a failure."""
+    last: dict[int, str] = {}
+    for event in events:
+        if event.name == "finished":
+            trial = event.data["trial"]
+            last[trial["number"]] = trial["status"]
+    return [n for n, status in last.items() if status in list(Status) and Status(status).has_failed]
 
 
 def open_journal(run_dir: Path, settings: Settings, runner: Runner, resuming: bool) -> Journal:
@@ -95,8 +116,7 @@ def _why_not_again(journal: Journal) -> str:
     """Why failed trials cannot be run again now; empty where they can."""
     if not journal.ended:
         return "the search is not finished. The same command without resume=failed goes on."
-    last = {e.data["trial"]["number"]: e.data["trial"]["status"] for e in journal.of("finished")}
-    if not any(Status(status).has_failed for status in last.values()):
+    if not _failed(journal.events):
         return "no trial of it failed, so there is nothing to run again."
     return ""
 
@@ -144,6 +164,26 @@ def adopt(session: Session) -> str:
     return line
 
 
+@contextmanager
+def _legible(session: Session, event: Event) -> Iterator[None]:
+    """While an event is read.
+
+    Raises:
+        JournalError: it holds what this version does not know.
+
+    """
+    try:
+        yield
+    except JournalError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise JournalError(
+            f"{session.journal.path}: line {event.number + 1} ({event.name}) does not say what "
+            f"this version understands ({type(error).__name__}: {error}). Use the version that "
+            "wrote it, resume=never, or another run_dir."
+        ) from error
+
+
 def _replay(session: Session, events: Sequence[Event]) -> None:
     strategy, pending = session.strategy, None
     started: dict[int, dict[str, Any]] = {}
@@ -151,26 +191,32 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
     for event in events:
         data = event.data
         if event.name == "asked":
+            with _legible(session, event):
+                pending = dict(data["configuration"])
             proposal = strategy.ask()
-            pending = dict(data["configuration"])
             if proposal is None or key_of(proposal) != key_of(pending):
                 session.view.warning("the strategy proposes otherwise than when this was recorded")
         elif event.name == "screened":
-            strategy.tell(screened_trial(data["configuration"], data["reason"]))
+            with _legible(session, event):
+                refused = screened_trial(dict(data["configuration"]), str(data["reason"]))
+            strategy.tell(refused)
             session.screened += 1
             pending = None
         elif event.name == "started":
-            started[data["trial"]] = data
-            pending = None if data["purpose"] == Purpose.SEARCH else pending
+            with _legible(session, event):
+                started[int(data["trial"])] = {**data, "configuration": dict(data["configuration"])}
+                pending = None if Purpose(data["purpose"]) is Purpose.SEARCH else pending
         elif event.name == "finished":
-            trial = _trial_of(event)
+            with _legible(session, event):
+                trial = Trial.from_json(data["trial"])
             session.add(trial)
             told.discard(trial.number)
         elif event.name == "told":
-            trial = session.numbered(data["trial"])
+            with _legible(session, event):
+                trial = session.numbered(int(data["trial"]))
+                session.search_seconds = float(data["search_seconds"])
             strategy.tell(trial)
             told.add(trial.number)
-            session.search_seconds = data["search_seconds"]
             pending = None if data.get("served") else pending
     for trial in list(session.trials):
         finished = trial.status is not Status.INTERRUPTED and trial.purpose is not Purpose.CONFIRM
@@ -186,37 +232,24 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
         session.rerun.append((pending, None))
 
 
-def _trial_of(event: Event) -> Trial:
-    """The trial that an event tells of.
-
-    Raises:
-        JournalError: it holds what this version does not know.
-
-    """
-    try:
-        return Trial.from_json(event.data["trial"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise JournalError(
-            f"event {event.number} of the journal does not tell of a trial as this version does "
-            f"({type(error).__name__}: {error}). Use the version that wrote it, resume=never, or "
-            "another run_dir."
-        ) from error
-
-
 def _adopt_fitting(session: Session, events: Sequence[Event], opened: Sequence[Event]) -> str:
     """Tell the trials of a search that was changed since, as far as they still fit."""
     runner = session.runner
-    pinned_at = [(e.number, e.data.get("definition", {}).get("pinned", {})) for e in opened]
+    pinned_at: list[tuple[int, Mapping[str, Value]]] = []
+    for event in opened:
+        with _legible(session, event):
+            pinned_at.append((event.number, dict(event.data["definition"]["pinned"])))
     latest: dict[int, tuple[Trial, Mapping[str, Value]]] = {}
     for event in events:
-        if event.name == "finished":
-            trial = _trial_of(event)
-            known = [p for number, p in pinned_at if number < event.number]
-            latest[trial.number] = trial, known[-1]
-        elif event.name == "started":
-            session.numbers_from = max(session.numbers_from, event.data["trial"] + 1)
-        elif event.name == "told":
-            session.search_seconds = event.data["search_seconds"]
+        with _legible(session, event):
+            if event.name == "finished":
+                trial = Trial.from_json(event.data["trial"])
+                known = [p for number, p in pinned_at if number < event.number]
+                latest[trial.number] = trial, known[-1]
+            elif event.name == "started":
+                session.numbers_from = max(session.numbers_from, int(event.data["trial"]) + 1)
+            elif event.name == "told":
+                session.search_seconds = float(event.data["search_seconds"])
     kept = total = 0
     for trial, pinned in latest.values():
         if trial.purpose not in (Purpose.BASELINE, Purpose.SEARCH):

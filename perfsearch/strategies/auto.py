@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
-from perfsearch.search.hints import Hints
 from perfsearch.search.knob import Value
-from perfsearch.search.space import Space
 from perfsearch.search.trial import Trial
 from perfsearch.strategies.base import Strategy
 from perfsearch.strategies.bayes import Bayes
@@ -40,37 +38,42 @@ class Auto(Strategy):
             if not 0 <= self.min_gain < 1:
                 raise ValueError(f"strategy.min_gain={self.min_gain}: allowed is 0 to below 1.")
 
-    def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
-        super().__init__(space, hints, seed, options)
+    @cached_property
+    def _choice(self) -> tuple[str, Strategy]:
+        """Why, and the strategy itself; made when it is first needed.
+
+        The runner may have to describe the job first, which goes on beside the baseline.
+        """
+        space, hints, seed = self.space, self.hints, self.seed
         size = space.size
         start = hints.baseline
-        simulated = space.feasible(start) and hints.predict(start).cost is not None
         if size is not None and size <= self.options.try_all:
-            self._why = f"{size} configurations are few enough to try all"
-            self._chosen: Strategy = Grid(space, hints, seed)
-        elif simulated:
-            self._why = "the runner predicts costs, so the search walks on predictions"
-            self._chosen = Mcmc(space, hints, seed)
-        else:
-            self._why = (
-                "there are more configurations than can be listed"
-                if size is None
-                else f"{size} configurations are too many to try all"
-            )
-            options = Bayes.Options(min_gain=self.options.min_gain)
-            self._chosen = Bayes(space, hints, seed, options)
+            return f"{size} configurations are few enough to try all", Grid(space, hints, seed)
+        if space.feasible(start) and hints.predict(start).cost is not None:
+            why = "the runner predicts costs, so the search walks on predictions"
+            chosen = Mcmc(space, hints, seed)
+            chosen.walks = self.walks  # to be shown like those of a strategy of one's own
+            return why, chosen
+        why = (
+            "there are more configurations than can be listed"
+            if size is None
+            else f"{size} configurations are too many to try all"
+        )
+        return why, Bayes(space, hints, seed, Bayes.Options(min_gain=self.options.min_gain))
 
     def ask(self) -> dict[str, Value] | None:
         """Return what the chosen strategy proposes."""
-        point = self._chosen.ask()
-        self.stop_reason = self._chosen.stop_reason
-        self.expected_gain = self._chosen.expected_gain
+        chosen = self._choice[1]
+        point = chosen.ask()
+        self.stop_reason = chosen.stop_reason
+        self.expected_gain = chosen.expected_gain
         return point
 
     def tell(self, trial: Trial) -> None:
         """Pass the trial on to the chosen strategy."""
-        self._chosen.tell(trial)
+        self._choice[1].tell(trial)
 
     def describe(self) -> str:
         """One line for people."""
-        return f"{self._why}: {self._chosen.describe()}"
+        why, chosen = self._choice
+        return f"{why}: {chosen.describe()}"

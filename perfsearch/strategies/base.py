@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from perfsearch.search.hints import Hints, Prediction, Walk
 from perfsearch.search.knob import Value
@@ -30,6 +31,9 @@ class Strategy(ABC):
     A subclass lives in its own module ``perfsearch.strategies.NAME``, with its options in
     ``conf/strategy/NAME.yaml`` and a frozen dataclass ``Options`` that documents them.
     """
+
+    requires: ClassVar[Mapping[str, str]] = {}
+    """Packages that it needs beside perfsearch's own, and the extra that brings each."""
 
     @dataclass(frozen=True)
     class Options:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from perfsearch.search.hints import Hints
 from perfsearch.search.knob import Knob, Value
@@ -24,10 +24,9 @@ class Optuna(Strategy):
     A proposal that is infeasible or was tried stands for the nearest untried configuration.
     Failures are told as worse than anything measured; costs as logarithms.
 
-    Raises:
-        ModuleNotFoundError: Optuna is not installed; the message names the extra.
-
     """
+
+    requires: ClassVar = {"optuna": "optuna"}
 
     @dataclass(frozen=True)
     class Options:
@@ -52,12 +51,8 @@ class Optuna(Strategy):
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)
-        try:
-            import optuna
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "strategy=optuna: Optuna is not installed. Run: pip install perfsearch[optuna]"
-            ) from error
+        import optuna
+
         self._record = Record(space, seed)
         self._projection = Projection(space, self._record)
         self._running: dict[str, Any] = {}

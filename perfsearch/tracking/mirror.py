@@ -95,9 +95,8 @@ class Mirror:
 
     def alive(self) -> bool:
         """Whether the store answers, found out without MLflow's long retries."""
-        if self.location.is_server and not is_reachable(self.location.uri):
-            return False
         try:
+            self.check_reachable()
             self.client.ping()
         except Exception as error:  # any failure here means the same: not now
             _log.debug("the store does not answer: %s", error)
@@ -133,6 +132,11 @@ class Mirror:
             raise LookupError("no record of kind 'open' came before")
         return self._parent
 
+    @property
+    def has_run(self) -> bool:
+        """Whether the store has a run of the search."""
+        return self._parent is not None
+
     def forget(self) -> None:
         """Look runs up anew: after a failure the store may have more than was answered."""
         self._children = None
@@ -155,9 +159,8 @@ class Mirror:
             )
         params, long = self._params(names.flat(record["parameters"]))
         tags, long_tags = self._cut_tags(tags)
-        self.client.log(
-            self._parent, {}, {k: v for k, v in params.items() if k not in have}, tags, 0
-        )
+        new = {k: v for k, v in params.items() if k not in have}
+        self.client.log(self._parent, {}, new, tags, 0)
         self._texts(self._parent, {**long, **long_tags})
 
     def trial(self, trial: Trial, knobs: Sequence[str], time_ms: int) -> None:
@@ -217,10 +220,8 @@ class Mirror:
         cut, long = self._cut_tags({**tags, **({NOTE: note} if note else {})})
         self.client.log(self.parent, values, {}, cut, time_ms)
         self._texts(self.parent, long)
-        if BEST_TRIAL in tags:
-            best = self._known_children().get(int(tags[BEST_TRIAL]))
-            if best is not None:
-                self.client.log(best.run_id, {}, {}, {BEST: "true"}, time_ms)
+        if BEST_TRIAL in tags and (best := self._known_children().get(int(tags[BEST_TRIAL]))):
+            self.client.log(best.run_id, {}, {}, {BEST: "true"}, time_ms)
 
     def artifacts(self, paths: Sequence[Path]) -> None:
         """Upload files under their paths in the run directory, secrets masked."""

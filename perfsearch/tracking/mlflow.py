@@ -178,7 +178,12 @@ class Tracker:
         return self._writer is None or self._writer.flush(timeout_s)
 
     def how_to_open(self) -> str:
-        """The command that opens MLflow's UI on the store, or the address of a server."""
+        """The command that opens MLflow's UI on the store, or the address of a server.
+
+        Empty where the store took nothing of the search, so that there is nothing to look at.
+        """
+        if not self._mirror.has_run:
+            return ""
         return how_to_open(self.location, self._mirror.experiment_id)
 
     def _put(self, record: dict[str, Any], trial: Trial | None = None) -> None:

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.trial import Trial
+from perfsearch.surroundings import open_standard_streams, require_current_directory
 from perfsearch.tracking import names, owner, recorded, spool
 from perfsearch.tracking.mirror import Mirror
 from perfsearch.tracking.recorded import JOURNAL, SyncError, read_trials
-from perfsearch.tracking.uri import TrackingError, how_to_open, locate, without_credentials
+from perfsearch.tracking.uri import how_to_open, locate, without_credentials
 
 EXIT_DONE, EXIT_STORE_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
@@ -111,6 +113,7 @@ def _usable(uri: str | None) -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of ``perfsearch-sync``: 0 done, 1 the store failed, 2 bad input."""
+    open_standard_streams()
     parser = argparse.ArgumentParser(
         prog="perfsearch-sync", description="Upload to MLflow what it missed of a search."
     )
@@ -122,12 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     uri = options.uri
     try:
+        require_current_directory()
         if uri == "env":
             uri = os.environ.get("MLFLOW_TRACKING_URI")
             if not uri:
                 raise SyncError("--uri env: MLFLOW_TRACKING_URI is not set.")
         mirror = rebuild(options.run_dir, uri)
-    except (SyncError, TrackingError) as error:
+    except (SyncError, BadInputError) as error:
         print(f"perfsearch-sync: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except Exception as error:  # the store's own exceptions have no common base

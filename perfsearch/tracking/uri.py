@@ -8,6 +8,7 @@ import shlex
 import shutil
 import socket
 import sys
+import tempfile
 import urllib.parse
 import urllib.request
 from contextlib import suppress
@@ -62,7 +63,7 @@ def locate(uri: str | None, directory: Path | None = None) -> StoreLocation:
                 "sqlite:////path/mlflow.db."
             )
         file = base / path
-        _require_writable(uri, file)
+        _require_usable(uri, file)
         return StoreLocation(f"sqlite:///{file}", (file.parent / "mlruns").as_uri())
     is_path = scheme is None and uri not in ("databricks", "databricks-uc")
     if is_path or uri.startswith("file:"):
@@ -93,21 +94,38 @@ def _is_known(uri: str) -> bool:
     return scheme in {e.name for e in entry_points(group="mlflow.tracking_store")}
 
 
-def _require_writable(uri: str, file: Path) -> None:
+def _require_usable(uri: str, file: Path) -> None:
     """Find out now what MLflow would try again and again at the end.
 
     Raises:
         TrackingError: the database cannot be made or written.
 
     """
-    place = file
-    while not place.exists():
+    place = file.parent
+    while not os.path.exists(place):  # also false where it may not be looked at
         place = place.parent
-    if not os.access(place, os.W_OK):
+    reason = _why_not_writable(place)
+    if os.path.exists(file):
+        if file.is_dir():
+            reason = f"{file} is a directory"
+        elif not os.access(file, os.R_OK | os.W_OK):
+            reason = f"{file} cannot be read and written"
+    if reason:
         raise TrackingError(
-            f"tracking.uri={uri}: {place} cannot be written. Set tracking.uri to a database that "
-            "can, or tracking.enabled=false."
+            f"tracking.uri={uri}: {reason}. Set tracking.uri to a database that can be written, "
+            "such as sqlite:///mlflow.db, or tracking.enabled=false."
         )
+
+
+def _why_not_writable(place: Path) -> str:
+    """Why a database, or a directory for it, cannot be made there; empty where it can."""
+    if not place.is_dir():
+        return f"{place} is no directory"
+    try:
+        with tempfile.TemporaryFile(dir=place):  # permissions alone do not tell, as in /proc
+            return ""
+    except OSError as error:
+        return f"{place} cannot be written ({error.strerror})"
 
 
 def without_credentials(uri: str) -> str:

@@ -2,9 +2,10 @@
 
 It imports torch once and then forks for every group of ranks that it is asked for on standard
 input, so that new processes cost no import. In the fork torch's own launcher (torchrun's agent)
-runs the ranks, forked in their turn. Nothing but importing is done before a fork: no CUDA
-context, no thread, no random number, so a forked process is as fresh as a new one, apart from
-what libraries read of the environment while they are imported (see ``preload.LATE_PREFIXES``).
+runs the ranks, forked in their turn. Nothing but importing is done before a fork, and drawing the
+weights of a built-in workload (``prepared``): no CUDA context and no thread, and ranks seed their
+own random numbers. So a forked process is as fresh as a new one, apart from what libraries read of
+the environment while they are imported (see ``preload.LATE_PREFIXES``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from perfsearch.workers import processes
+from perfsearch.workers import prepared, processes
 from perfsearch.workers.messages import EXIT_FILE, LAUNCHER_REPORT, Startup
 from perfsearch.workers.watch import EXIT_ORPHANED, watch_controller
 
@@ -98,6 +99,8 @@ def serve_forks(controller_pid: int, controller_started: float) -> int:
         *lines, unread = (unread + chunk).split(b"\n")
         for line in lines:
             request = json.loads(line)
+            spec = Startup.read(Path(request["directory"])).spec
+            prepared.prepare(spec.workload, spec.seed)
             pid = os.fork()
             if pid == 0:
                 os.close(wake_read)

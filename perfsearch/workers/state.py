@@ -9,23 +9,31 @@ from typing import Any
 
 import torch
 
+_CHUNK_BYTES = 2**28
+"""Page-locked memory is taken in pieces of this size; torch rounds each up to a power of two."""
+
+_ALIGNMENT = 64
+
 
 class Snapshot:
-    """Weights, buffers and flags of a model, copied to the host once.
+    """Weights, buffers and flags of a model, kept on the host.
 
     Memory formats are kept, so that ``channels_last`` of one trial does not reach the next.
 
     Args:
         model: in the state to keep.
-        pin: whether to keep it page-locked, from where a GPU copies several times as fast.
+        leaving: the model is on its way from the host to a GPU, so its tensors themselves are
+            kept. They become page-locked when they are first restored, from where a GPU copies
+            several times as fast: a process of one trial never needs that.
 
     """
 
-    def __init__(self, model: torch.nn.Module, pin: bool = False) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in _tensors(model).items():
-            kept = tensor.detach().to("cpu", copy=True)
-            self._tensors[name] = kept.pin_memory() if pin else kept
+    def __init__(self, model: torch.nn.Module, leaving: bool = False) -> None:
+        self._to_pin = leaving
+        self._tensors: dict[str, torch.Tensor] = {
+            name: tensor.detach().to("cpu", copy=not (leaving and tensor.device.type == "cpu"))
+            for name, tensor in _tensors(model).items()
+        }
         self._requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
         self._training = {name: module.training for name, module in model.named_modules()}
 
@@ -35,6 +43,8 @@ class Snapshot:
 
     def restore(self, model: torch.nn.Module) -> None:
         """Give ``model`` back what it had, gradients gone."""
+        if self._to_pin:
+            self._tensors, self._to_pin = packed(self._tensors, pin=True), False
         with torch.no_grad():
             for name, tensor in _tensors(model).items():
                 kept = self._tensors[name]
@@ -48,6 +58,28 @@ class Snapshot:
             parameter.requires_grad_(self._requires_grad[name])
         for name, module in model.named_modules():
             module.training = self._training[name]
+
+
+def packed(tensors: dict[str, torch.Tensor], pin: bool) -> dict[str, torch.Tensor]:
+    """Copies of host tensors, in their memory formats, that share a few large allocations."""
+    copies: dict[str, torch.Tensor] = {}
+    chunk, used = torch.empty(0, dtype=torch.uint8), 0
+    left = sum(_aligned_bytes(tensor) for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        size = _aligned_bytes(tensor)
+        if used + size > chunk.numel():
+            wanted = max(size, min(left, _CHUNK_BYTES))
+            chunk, used = torch.empty(wanted, dtype=torch.uint8, pin_memory=pin), 0
+        strides = torch.empty_like(tensor, device="meta").stride()
+        place = chunk[used : used + size].view(tensor.dtype).as_strided(tensor.size(), strides)
+        copies[name] = place.copy_(tensor)
+        used += size
+        left -= size
+    return copies
+
+
+def _aligned_bytes(tensor: torch.Tensor) -> int:
+    return -(-int(tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

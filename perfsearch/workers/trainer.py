@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from perfsearch.parallel.base import BuildContext, TrainStep, load
-from perfsearch.workers import measure
+from perfsearch.workers import measure, prepared
 from perfsearch.workers.bootstrap import Groups
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.state import GlobalSwitches, Snapshot, seed_everything
@@ -36,17 +36,15 @@ class Trainer:
         importlib.import_module("torch._dynamo")
         self._workload = WorkloadSpec(**groups.spec.workload)
         self._switches = GlobalSwitches.read()
-        job = self._make_job()
+        job = prepared.take(groups.spec.workload, groups.spec.seed) or self._make_job()
         self._bare = _bare(job)
-        self._snapshot = Snapshot(job.model, pin=groups.device.type == "cuda")
+        self._snapshot = Snapshot(job.model, leaving=groups.device.type == "cuda")
         self._warm: Job | None = self._placed(job)
+        self._untouched = True
         _settle_heap()
 
     def _make_job(self) -> Job:
-        seed_everything(self.groups.spec.seed)
-        module = importlib.import_module(f"perfsearch.workloads.{self._workload.name}")
-        job: Job = module.build(self._workload, self.groups.spec.seed)
-        return job
+        return prepared.build(self._workload, self.groups.spec.seed)
 
     def _new_job(self) -> Job:
         """A job with a model of its own, whose values are yet to be restored."""
@@ -66,6 +64,7 @@ class Trainer:
                 otherwise it is a new one, and the old one is dropped.
 
         """
+        untouched, self._untouched = self._untouched, False
         if self._warm is None or not reuse:
             self._warm = None
             _settle_heap()
@@ -73,6 +72,8 @@ class Trainer:
             self._warm = job if reuse else None
         else:
             job = self._warm
+            if untouched:
+                return job
         self._snapshot.restore(job.model)
         return job
 
@@ -83,6 +84,7 @@ class Trainer:
         Where the device is another one, the values are the snapshot's own and must not be written.
         """
         self._warm = None
+        self._untouched = False
         _settle_heap()
         self.release()
         measure.reset_peaks(self.groups.device)  # the model that was dropped is none of the trial's
@@ -126,7 +128,7 @@ class Trainer:
 
     def info(self) -> dict[str, Any]:
         """What the controller wants to know once."""
-        job = self.job(reuse=True)
+        job = self._warm or self.job(reuse=True)
         return {
             "tokens_per_sample": job.tokens_per_sample,
             "flops_per_sample": job.flops_per_sample,

@@ -10,6 +10,10 @@ from perfsearch.workloads.base import Job, as_job
 from perfsearch.workloads.spec import WorkloadSpec
 
 
+class FactoryError(RuntimeError):
+    """The user's own code does not even get as far as making a job."""
+
+
 def build(spec: WorkloadSpec, seed: int) -> Job:
     """Call the factory, which takes no arguments.
 
@@ -17,6 +21,7 @@ def build(spec: WorkloadSpec, seed: int) -> Job:
     are the same on every rank; a factory that draws from others seeds them itself.
 
     Raises:
+        FactoryError: its module cannot be imported.
         TypeError: it returned something else than a job.
 
     """
@@ -24,4 +29,11 @@ def build(spec: WorkloadSpec, seed: int) -> Job:
     module_name, _, function = spec.factory.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    return as_job(getattr(importlib.import_module(module_name), function)(), spec.factory)
+    try:
+        factory = getattr(importlib.import_module(module_name), function)
+    except Exception as error:
+        raise FactoryError(
+            f"workload.factory={spec.factory}: its module cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return as_job(factory(), spec.factory)

@@ -83,10 +83,13 @@ class GPT(nn.Module):  # type: ignore[misc]
         self.norm = nn.LayerNorm(shape.width)
         self.head = Linear(shape.width, shape.vocabulary, bias=False)
         self.head.weight = self.tokens.weight
-        self.apply(_initialise)
-        for block in self.blocks:  # residual branches add up over the depth
-            for layer in (block.project, block.contract):
-                nn.init.normal_(layer.weight, std=0.02 / (2 * shape.layers) ** 0.5)
+        for name, module in self.named_modules():  # each weight is drawn once
+            if isinstance(module, nn.Linear | nn.Embedding) and module is not self.head:
+                # residual branches add up over the depth
+                added = name.endswith((".project", ".contract"))
+                nn.init.normal_(module.weight, std=0.02 / (2 * shape.layers if added else 1) ** 0.5)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map token numbers (batch, sequence) to logits (batch, sequence, vocabulary)."""
@@ -96,13 +99,6 @@ class GPT(nn.Module):  # type: ignore[misc]
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
-
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
 
 
 def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,8 @@ class WorkloadSpec:
         for key in self.options:
             if key not in traits.options:
                 allowed = {f.name for f in fields(self)} - {"options"} | traits.options
-                raise ValueError(f"workload.{key}: unknown to {self.name}. {nearest(key, allowed)}")
+                near = nearest(key, allowed, "workload")
+                raise ValueError(f"workload.{key}: unknown to {self.name}. {near}")
         size = self.size
         if size == AUTO or self.name == "custom":
             roomy = device == "cuda" and (memory_gib or 0) >= _SMALL_GPU_GIB
@@ -151,7 +152,7 @@ class WorkloadSpec:
             batch = traits.samples_per_rank[size] * world_size
         if batch < world_size or batch % world_size:
             below, above = batch // world_size * world_size, -(-batch // world_size) * world_size
-            near = f"{above}" if below == 0 else f"{below} or {above}"
+            near = f"{world_size}" if batch < world_size else f"{below} or {above}"
             raise ValueError(
                 f"workload.global_batch={batch}: {world_size} ranks cannot share it evenly. "
                 f"Nearest possible: {near}."
@@ -175,8 +176,13 @@ def check_factory(factory: str | None) -> None:
         ValueError: it does not; the message says what is missing where.
 
     """
+    if not factory:
+        raise ValueError(
+            "workload.factory: workload=custom needs the function that makes your job. Set "
+            "workload.factory=MODULE:FUNCTION, for instance my_package.train:build"
+        )
     key = f"workload.factory={factory}"
-    if not factory or not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", factory):
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", factory):
         raise ValueError(f"{key}: give it as module:function, for instance my_package.train:build")
     module_name, _, function = factory.partition(":")
     source = _module_source(module_name)

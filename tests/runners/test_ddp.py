@@ -130,7 +130,10 @@ def test_numerics_bound_what_is_searched(tmp_path):
     ("knobs", "message"),
     [
         ({"bucket_cap": 3}, "runner.knobs.bucket_cap: no such knob. Did you mean 'bucket_cap_mb'"),
-        ({"nccl_algo": "Ring"}, "runner.knobs.nccl_algo=Ring: NCCL is not used on a CPU"),
+        (
+            {"nccl_algo": "Ring"},
+            "nccl_algo=Ring: NCCL is not used on a CPU, only with runner.device=cuda. Leave the",
+        ),
         ({"bucket_cap_mb": 0}, "runner.knobs.bucket_cap_mb=0: allowed is 1 to 512 MiB"),
         ({"compile_mode": "fast"}, "runner.knobs.compile_mode=fast: allowed: none, default"),
     ],

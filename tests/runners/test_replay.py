@@ -229,6 +229,31 @@ def test_bad_tables_say_what_is_wrong(tmp_path: Path, text: str, word: str) -> N
         replay(write(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("1,5,,ok\n2,x,,ok\n", ["row 3", "column step_ms", "'x'", "A number is needed"]),
+        ("1,5,,ok\n2,5 inf,,ok\n", ["row 3", "column step_ms", "'5 inf'", "not finite"]),
+        ("1,,0,ok\n2,5,,ok\n", ["row 2", "column samples_per_s", "'0'", "not positive"]),
+        ("1,5,,ok\n2,,,ok\n", ["row 3", "column step_ms", "''", "status ok needs it"]),
+        ("1,5,,ok\n\n2,5,,okay\n", ["row 4", "column status", "'okay'", "Did you mean 'ok'?"]),
+    ],
+)
+def test_a_bad_cell_is_named_by_file_row_and_column(
+    tmp_path: Path, rows: str, words: list[str]
+) -> None:
+    path = write(tmp_path, f"a,step_ms,samples_per_s,status\n{rows}")
+    with pytest.raises(ValueError, match=f"runner.table={path}, row") as caught:
+        replay(path)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_bytes(b"\x80\x81")
+    with pytest.raises(ValueError, match=r"runner.table=.*table.csv: it is no text in UTF-8"):
+        replay(str(tmp_path / "table.csv"))
+
+
 def test_yaml_lists_the_options_with_their_defaults() -> None:
     yaml = pytest.importorskip("yaml")
     path = Path(__file__).parents[2] / "conf" / "runner" / "replay.yaml"

@@ -65,6 +65,38 @@ def test_damage_in_the_middle_is_refused(tmp_path: Path) -> None:
         Journal.reopen(tmp_path / "j")
 
 
+def test_what_is_out_of_order_and_what_is_unknown_are_told_apart(tmp_path: Path) -> None:
+    make(tmp_path / "j").close()
+    lines = (tmp_path / "j").read_text().splitlines()
+    (tmp_path / "j").write_text("\n".join([lines[0], lines[2]]) + "\n")
+    with pytest.raises(JournalError, match="line 2 is out of order: its number is 2, and 1 is"):
+        read(tmp_path / "j")
+    later = lines[2].replace("asked", "dreamt")
+    (tmp_path / "j").write_text("\n".join([*lines[:2], later]) + "\n")
+    with pytest.raises(JournalError, match=r"line 3 tells of 'dreamt', and .* knows opened, asked"):
+        read(tmp_path / "j")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: Is a directory"),
+        ("", "has no complete first line"),
+        ('{"sch', "has no complete first line"),
+        ('{torn\n{"n":1}\n', "line 1 is damaged"),
+    ],
+)
+def test_a_journal_that_cannot_be_used_is_refused_with_two_ways_out(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    if content is None:
+        (tmp_path / "j").mkdir()
+    else:
+        (tmp_path / "j").write_text(content)
+    with pytest.raises(JournalError, match=rf"{message}. Use resume=never .*move the directory"):
+        read(tmp_path / "j")
+
+
 def test_an_existing_journal_is_never_overwritten(tmp_path: Path) -> None:
     make(tmp_path / "j").close()
     before = (tmp_path / "j").read_bytes()

@@ -42,6 +42,12 @@ def test_a_null_among_choices_makes_a_category() -> None:
     assert searched["sockets"].values == (None, 2, 4)
 
 
+def test_a_range_of_listed_values_leaves_a_null_among_them_out() -> None:
+    unset = Knob("sockets", Kind.ORDINAL, None, values=(None, 1, 2, 4))
+    searched, _ = narrow([unset], {"sockets": {"min": 2}}, Numerics.REORDERED)
+    assert searched[0].values == (2, 4)
+
+
 def test_conditions_on_pinned_knobs_are_settled() -> None:
     searched, _ = go(gradient_as_bucket_view=True, chunk="search")
     assert searched["chunk"].when == {}
@@ -57,6 +63,14 @@ def test_conditions_on_pinned_knobs_are_settled() -> None:
         ({"bucket_cap_mb": 4096}, "runner.knobs.bucket_cap_mb=4096: allowed is 1 to 512 MiB"),
         ({"bucket_cap_mb": "big"}, "runner.knobs.bucket_cap_mb=big"),
         ({"bucket_cap_mb": {"minimum": 1}}, "runner.knobs.bucket_cap_mb.minimum: unknown"),
+        (
+            {"bucket_cap_mb": {"min": 2, "max": 1}},
+            "bucket_cap_mb={min: 2, max: 1}: min is above max. allowed is 1 to 512 MiB",
+        ),
+        ({"bucket_cap_mb": {"min": None}}, "bucket_cap_mb={min: null}: min is no number. allowed"),
+        ({"bucket_cap_mb": {"min": 0.5}}, "bucket_cap_mb=0.5: allowed is 1 to 512 MiB"),
+        ({"sockets": {"min": 3, "max": 3}}, "sockets={min: 3, max: 3}: no value lies between 3"),
+        ({"sockets": {"max": "two"}}, "sockets={max: two}: max is no number. allowed: 1, 2, 4"),
         ({"bucket_cap_mb": []}, "at least one choice"),
         ({"sockets": [3, 9]}, "runner.knobs.sockets=9"),
         ({"gradient_as_bucket_view": {"min": 0}}, "it has no range"),

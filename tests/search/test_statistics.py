@@ -71,3 +71,13 @@ def test_a_sure_gain_leads_before_a_larger_one_that_may_be_none() -> None:
 def test_too_few_pairs_are_refused() -> None:
     with pytest.raises(ValueError, match="two pairs"):
         paired_interval([1.0], [1.0], 1, 1)
+
+
+def test_an_interval_says_no_more_than_it_knows() -> None:
+    assert str(Interval(1.2, 1.1, 1.3, 5)) == "1.200x (95% interval 1.100 to 1.300)"
+    assert Interval(1.2, 1.1, 1.3, 5).short == "1.200x (1.100 to 1.300)"
+    barely = Interval(1.009, 1.00046, 1.018, 5)
+    assert barely.is_gain
+    assert barely.short == "1.009x (1.0005 to 1.0180)"
+    wild = Interval(1.2, 1e-5, 1e5, 2)
+    assert wild.short == "1.200x (2 pairs are too few)"

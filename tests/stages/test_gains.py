@@ -105,6 +105,8 @@ def test_a_profile_measures_the_baseline_and_nothing_else(search):
     assert [p.purpose for p in search.runner.plans] == [Purpose.BASELINE]
     assert "what holds it back:" in search.view.text
     assert "what there is to gain, at most" in search.view.text
+    assert "nothing searched" in search.view.verdict
+    assert "nothing searched" not in search.view.text
     assert (search.run_dir / "report.html").exists()
     assert not (search.run_dir / "best").exists()
     assert search.tracker.tags["perfsearch.bottleneck_baseline"] == "balanced"

@@ -10,7 +10,7 @@ from stages.synthetic import SyntheticRunner
 
 from perfsearch.runners.base import Outcome
 from perfsearch.search.journal import Journal, read
-from perfsearch.search.trial import Purpose, Status
+from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 from perfsearch.stages.opening import RefusedError
 
 DRIVER = Path(__file__).with_name("kill_driver.py")
@@ -178,7 +178,7 @@ def test_an_unknown_status_is_refused_without_a_promise(search: Search) -> None:
         search(SyntheticRunner(fail=interrupt_at(4)))
     journal = search.run_dir / "journal.jsonl"
     journal.write_text(journal.read_text().replace('"status":"ok"', '"status":"fine"', 1))
-    with pytest.raises(JournalError, match="'fine' is not a valid"):
+    with pytest.raises(JournalError, match="status=fine: allowed: ok"):
         search()
     assert "goes on from here" not in search.view.text
     assert search.tracker.status == "FAILED"
@@ -226,3 +226,67 @@ def test_there_may_be_nothing_to_run_again(search: Search) -> None:
 def test_what_is_forced_must_be_something_that_is_compared(search: Search) -> None:
     with pytest.raises(RefusedError, match=r"resume_force=\[modell\].*Did you mean 'model'"):
         search(resume_force=["modell"])
+
+
+@pytest.mark.parametrize(
+    ("event", "change"),
+    [
+        ("finished", {"trial": {"number": 1}}),
+        ("told", {"search_seconds": "x"}),
+        ("asked", {"configuration": None}),
+        ("started", {"purpose": "whim"}),
+    ],
+)
+def test_an_event_that_says_something_odd_is_refused_by_its_line(
+    search: Search, event: str, change: dict
+) -> None:
+    from perfsearch.search.journal import JournalError
+
+    with pytest.raises(KeyboardInterrupt):
+        search(SyntheticRunner(fail=interrupt_at(4)))
+    journal = search.run_dir / "journal.jsonl"
+    lines = journal.read_text().splitlines()
+    place = max(i for i, line in enumerate(lines) if f'"event":"{event}"' in line)
+    lines[place] = json.dumps({**json.loads(lines[place]), **change})
+    journal.write_text("\n".join(lines) + "\n")
+    with pytest.raises(JournalError, match=rf"journal.jsonl: line {place + 1} \({event}\)"):
+        search()
+
+
+@pytest.mark.parametrize("steps", [[-1.0, 1.0], [float("nan")], None])
+def test_steps_that_no_clock_shows_are_refused(steps: list | None) -> None:
+    trial = Trial(1, {}, Purpose.SEARCH, Status.OK, Measurement([1.0], 1)).to_json()
+    if steps is None:
+        trial["measurement"] = None
+    else:
+        trial["measurement"]["step_seconds"] = steps
+    with pytest.raises(ValueError, match=r"step_seconds=|without a measurement"):
+        Trial.from_json(trial)
+
+
+def test_the_directory_that_was_named_has_its_failed_trials_run_again(search: Search) -> None:
+    def oom(configuration, plan):
+        return Outcome(Status.OOM, reason="oom") if plan.number == 2 else None
+
+    first = search(SyntheticRunner(fail=oom))
+    later = search()  # a whole one, in a numbered neighbour
+    assert later.run_dir != first.run_dir
+    again = search(resume="failed")
+    assert again.run_dir == first.run_dir
+    assert "running the 1 failed trials again" in search.view.text
+
+
+def test_a_factory_that_cannot_be_imported_ends_the_search_until_it_is_mended(
+    search: Search,
+) -> None:
+    from perfsearch.search.errors import BadInputError
+
+    def broken(configuration, plan):
+        return Outcome(Status.CRASH, reason="rank 0: FactoryError: workload.factory=a:b: no")
+
+    with pytest.raises(BadInputError, match=r"workload\.factory=a:b"):
+        search(SyntheticRunner(fail=broken))
+    assert [t.number for t in search.tracker.trials] == [0]
+    result = search()
+    assert result.exit_code == 0
+    assert [t.number for t in result.trials].count(0) == 1

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from conftest import baseline_of, cost_of, drive, make, mixed_space, small_space
 
-from perfsearch.search.hints import Hints, Prediction
+from perfsearch.search.hints import Hints, Prediction, Walk
 from perfsearch.strategies.auto import Auto
 
 
@@ -40,3 +40,30 @@ def test_hands_on_why_it_ended() -> None:
     strategy = make("auto", mixed_space(), min_gain=0.01)
     drive(strategy, 60)
     assert strategy.stop_reason.startswith("converged")
+
+
+def test_asks_the_runner_nothing_before_it_must_choose() -> None:
+    space = mixed_space()
+    asked: list[object] = []
+
+    def predict(point: object) -> Prediction:
+        asked.append(point)
+        return Prediction()
+
+    strategy = Auto(space, Hints(baseline_of(space), predict=predict), 0)
+    assert not asked  # describing a job takes seconds, which may pass beside the baseline
+    assert strategy.ask() is not None
+    assert asked
+
+
+def test_shows_the_chains_of_a_walk() -> None:
+    space = mixed_space()
+    walk = Walk([baseline_of(space)])
+    hints = Hints(
+        baseline_of(space),
+        predict=lambda p: Prediction(cost=cost_of(space, p)),
+        walk=lambda request: walk,
+    )
+    strategy = Auto(space, hints, 0)
+    strategy.ask()
+    assert strategy.walks

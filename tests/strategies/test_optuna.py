@@ -1,27 +1,9 @@
 from __future__ import annotations
 
-import builtins
-from typing import Any
-
 import pytest
-from conftest import baseline_of, drive, make, mixed_space
+from conftest import drive, make, mixed_space
 
-from perfsearch.search.hints import Hints
 from perfsearch.strategies.optuna import Optuna
-
-
-def test_without_optuna_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def absent(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "optuna":
-            raise ModuleNotFoundError("No module named 'optuna'", name="optuna")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    space = mixed_space()
-    with pytest.raises(ModuleNotFoundError, match=r"pip install perfsearch\[optuna\]"):
-        Optuna(space, Hints(baseline_of(space)), 0)
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "gp"])

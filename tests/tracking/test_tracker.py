@@ -103,6 +103,7 @@ def test_a_store_that_is_down_costs_one_warning_and_no_time(tmp_path, caplog, st
     assert len([w for w in warnings if "not available" in w]) == 1
     assert len(warnings) == 2
     assert f"perfsearch-sync {tracker.run_dir}" in warnings[1]
+    assert tracker.how_to_open() == ""
 
 
 def test_a_store_that_hangs_keeps_no_caller_waiting(store, monkeypatch, caplog):
@@ -324,3 +325,21 @@ def test_closing_without_having_opened_is_fine_and_showing_is_not(store):
     assert tracker.complete
     with pytest.raises(RuntimeError, match="not open"):
         tracker.trial(trial(0), KNOBS)
+
+
+def test_a_database_that_is_corrupt_is_not_shown_as_a_place_to_look(store, monkeypatch):
+    monkeypatch.setattr(writer, "GIVE_UP_S", 0.0)
+
+    def corrupt(location):
+        raise RuntimeError("file is not a database")
+
+    monkeypatch.setattr(mirror, "connect", corrupt)
+    tracker = store.tracker()
+    tracker.open({})
+    tracker.close("FINISHED", timeout_s=30)
+    assert not tracker.complete
+    assert tracker.how_to_open() == ""
+
+
+def test_a_search_that_was_written_says_how_to_look_at_it(store):
+    assert "mlflow" in show(store, [trial(0)]).how_to_open()

@@ -78,3 +78,24 @@ def test_behind_a_proxy_the_port_tells_nothing(monkeypatch):
 def test_a_kind_of_store_that_mlflow_lacks_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(TrackingError, match="foo://bar: MLflow has no such kind of store"):
         locate("foo://bar", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("directory", "directory is a directory"),
+        ("file/x.db", "file is no directory"),
+        ("file/sub/x.db", "file is no directory"),
+        ("/proc/x.db", "/proc cannot be written"),
+        ("/proc/sub/x.db", "/proc cannot be written"),
+    ],
+)
+def test_a_database_that_cannot_be_opened_is_refused_before_anything_starts(
+    tmp_path, place, reason
+):
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").write_text("")
+    uri = f"sqlite:///{tmp_path / place}"
+    with pytest.raises(TrackingError, match=f"tracking.uri={uri}: .*{reason}.* tracking.enabled"):
+        locate(uri, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["directory", "file"]

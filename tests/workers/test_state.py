@@ -2,7 +2,7 @@ import random
 
 import torch
 
-from perfsearch.workers.state import GlobalSwitches, Snapshot, seed_everything
+from perfsearch.workers.state import GlobalSwitches, Snapshot, packed, seed_everything
 
 
 def test_a_snapshot_restores_values_layout_flags_and_gradients():
@@ -52,3 +52,31 @@ def test_seeds():
     one = (random.random(), torch.rand(1).item())
     seed_everything(5)
     assert (random.random(), torch.rand(1).item()) == one
+
+
+def test_packed_tensors_equal_their_originals_whatever_their_layout(monkeypatch):
+    monkeypatch.setattr("perfsearch.workers.state._CHUNK_BYTES", 4096)
+    image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    tensors = {
+        "weight": torch.randn(5, 7),
+        "image": image,
+        "wide": torch.randn(64, 64),  # larger than a chunk
+        "expanded": torch.randn(4, 1).expand(4, 3),
+        "scalar": torch.tensor(3),
+        "half": torch.randn(3).half(),
+        "empty": torch.empty(0),
+    }
+    copies = packed(tensors, pin=False)
+    assert copies.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(copies[name], tensor), name
+        assert copies[name].stride() == torch.empty_like(tensor).stride()
+        assert copies[name].dtype == tensor.dtype
+        assert copies[name].data_ptr() != tensor.data_ptr() or not tensor.numel()
+
+
+def test_a_model_that_leaves_the_host_is_not_copied():
+    model = torch.nn.Linear(3, 2)
+    snapshot = Snapshot(model, leaving=True)
+    kept = snapshot.values_of(model)[id(model.weight)]
+    assert kept.data_ptr() == model.weight.data_ptr()

@@ -24,10 +24,11 @@ def test_global_batch_follows_the_ranks():
             r"global_batch=9: 2 ranks cannot .* Nearest possible: 8 or 10",
         ),
         (WorkloadSpec("gpt", global_batch=1), r"global_batch=1: .* Nearest possible: 2\."),
+        (WorkloadSpec("gpt", global_batch=0), r"global_batch=0: .* Nearest possible: 2\."),
         (WorkloadSpec("gpt", samples_per_step=0), r"samples_per_step=0: must be at least 1"),
-        (WorkloadSpec("gpt", options={"hedas": 2}), r"workload.hedas: unknown to gpt. .*'heads'"),
+        (WorkloadSpec("gpt", options={"hedas": 2}), r"hedas: unknown to gpt. .*'workload.heads'"),
         (WorkloadSpec("gpt", factory="a:b"), "only workload=custom has a factory"),
-        (WorkloadSpec("custom"), "give it as module:function"),
+        (WorkloadSpec("custom"), "workload.factory: .* Set workload.factory=MODULE:FUNCTION"),
     ],
 )
 def test_bad_input_names_key_value_and_remedy(spec, message):

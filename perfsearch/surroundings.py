@@ -1,0 +1,76 @@
+"""What a command needs of the process that it is started in, and leaves of it at its end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+from perfsearch.search.errors import BadInputError
+
+
+def open_standard_streams() -> None:
+    """Put the null device where standard input, output or error was closed (``>&-``).
+
+    Otherwise the next file that is opened, a journal say, would get the number of one of them and
+    receive what some library or child process prints.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.set_inheritable(null, True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # as Python leaves it where the descriptor was closed
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
+
+
+def require_current_directory() -> None:
+    """See that the current directory is still there: relative paths are meant from it.
+
+    Raises:
+        BadInputError: it was removed, or may not be read.
+
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise BadInputError(
+            f"the current directory cannot be used ({error.strerror}): was it removed? Change to "
+            "one that exists, and give the command again."
+        ) from error
+
+
+def require_supported_python() -> None:
+    """See that Hydra runs on this Python.
+
+    Raises:
+        BadInputError: it does not.
+
+    """
+    if sys.version_info >= (3, 14):
+        found = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        raise BadInputError(
+            f"Python {found}: Hydra 1.3 does not run on it. Use Python 3.11, 3.12 or 3.13."
+        )
+
+
+def flush_output() -> None:
+    """Write out what is left to be; after a hang-up of the terminal there is nobody to read it.
+
+    Raises:
+        BrokenPipeError: whoever read the output has gone away.
+
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        write_nowhere()
+
+
+def write_nowhere() -> None:
+    """Where the output's reader is gone, keep Python from stumbling over that at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

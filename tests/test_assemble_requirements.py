@@ -1,0 +1,46 @@
+"""What a runner or a strategy needs is asked for before anything is made."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from perfsearch import assemble
+from perfsearch.config import validate
+from perfsearch.config_options import ConfigError
+
+TABLE = Path(__file__).parent / "data" / "ddp_gpt2small_4xh100_tcp.csv"
+
+
+def settings(**changes):
+    plain = {"runner": {"name": "replay", "table": str(TABLE)}, "workload": {"name": "mlp"}}
+    return validate({**plain, "strategy": {"name": "random"}, **changes})
+
+
+@pytest.fixture
+def _nothing_installed(monkeypatch) -> None:
+    real = importlib.util.find_spec
+    hidden = ("optuna", "numba")
+    monkeypatch.setattr(
+        assemble.importlib.util, "find_spec", lambda n: None if n in hidden else real(n)
+    )
+
+
+@pytest.mark.usefixtures("_nothing_installed")
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(tmp_path) -> None:
+    asked = settings(strategy={"name": "optuna"}, run_dir=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"strategy=optuna: .*pip install 'perfsearch\[optuna\]'"):
+        assemble.run(asked)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=r"runner=soap: .*pip install 'perfsearch\[soap\]'"):
+        assemble.run(settings(runner={"name": "soap"}))
+
+
+def test_files_of_a_search_are_not_mixed_with_others(tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("mine: true\n")
+    with pytest.raises(ConfigError, match=r"it holds 'config.yaml' and no search"):
+        assemble.run(settings(run_dir=str(tmp_path)))
+    assert (tmp_path / "config.yaml").read_text() == "mine: true\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
