@@ -228,23 +228,38 @@ class DeepSpeedPeer:
 
 
 class OwnPeer:
-    """A strategy of perfsearch with its default options."""
+    """A strategy of perfsearch with its default options.
 
-    def __init__(self, surface: Surface, seed: int, name: str) -> None:
+    Args:
+        surface: what is searched.
+        seed: of the strategy.
+        name: of the strategy.
+        hinted: whether it gets what the runner of the surface's knobs knows; peers have no such
+            thing.
+
+    """
+
+    def __init__(self, surface: Surface, seed: int, name: str, hinted: bool = True) -> None:
+        from perfsearch.search.hints import Hints
         from perfsearch.strategies import load
 
-        self.strategy = load(name)(surface.space, surface.hints, seed)
+        self._trials: list[Trial] = []
+        hints = surface.hints(self._trials) if hinted else Hints(dict(surface.baseline))
+        self.strategy = load(name)(surface.space, hints, seed)
 
     def propose(self) -> Point | None:
         return self.strategy.ask()
 
     def tell(self, trial: Trial) -> None:
         """Own strategies take whole trials."""
+        self._trials.append(trial)
         self.strategy.tell(trial)
 
 
 def contender(name: str, surface: Surface, seed: int, budget: int) -> Peer | OwnPeer:
-    """The contender ``name``: ``optuna_tpe``, ``ng_NAME``, ``ds_TUNER``, ``horovod`` or an own."""
+    """The contender ``name``: ``optuna_tpe``, ``ng_NAME``, ``ds_TUNER``, ``horovod``, an own
+    strategy, or one with ``_unhinted`` behind its name.
+    """
     kind, _, rest = name.removesuffix("_paid").partition("_")
     if kind == "optuna" and rest:
         return OptunaPeer(surface, seed, rest)
@@ -254,4 +269,4 @@ def contender(name: str, surface: Surface, seed: int, budget: int) -> Peer | Own
         return DeepSpeedPeer(surface, seed, rest)
     if kind == "horovod":
         return HorovodPeer(surface, seed)
-    return OwnPeer(surface, seed, name)
+    return OwnPeer(surface, seed, name.removesuffix("_unhinted"), not name.endswith("_unhinted"))

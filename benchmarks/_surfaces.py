@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from perfsearch.metrics.cards import MEMORY_GIB
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions
 from perfsearch.search.hints import Hints
@@ -19,6 +20,8 @@ from perfsearch.search.space import Space, key_of
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
+FACTS = {"zero_gpt2large_4xh100": "zero_gpt2large_facts.json"}
+"""Facts of the trained model's tensors, without which ``runner=zero`` predicts no memory."""
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Surface:
         name: for tables and the store.
         space: the searched space.
         baseline: trial 0.
-        hints: what a runner would tell.
+        hints: what a runner would tell, given a list that the trials are added to.
         tolerance: a configuration is good enough within this share of the best throughput.
         measure: number and configuration to an observed trial, given a seed.
         truth: true cost of a configuration, ``None`` for a failure.
@@ -40,7 +43,7 @@ class Surface:
     name: str
     space: Space
     baseline: dict[str, Value]
-    hints: Hints
+    hints: Callable[[list[Trial]], Hints]
     tolerance: float
     measure: Callable[[Configuration, int, int], Trial]
     truth: Callable[[Configuration], float | None]
@@ -55,12 +58,18 @@ class Surface:
 def recorded(path: Path, tolerance: float = 0.02) -> Surface:
     """The surface of a table, served with the noise of its raw step times."""
     objective = Objective()
+    facts = FACTS.get(path.stem)
+    options = ReplayOptions(
+        table=str(path),
+        model_facts=None if facts is None else str(DATA / facts),
+        device_memory_gib=MEMORY_GIB["H100"],
+    )
     runners: dict[int, Replay] = {}
 
     def runner(seed: int) -> Replay:
         if seed not in runners:
             runners.clear()
-            runners[seed] = Replay(ReplayOptions(table=str(path)), seed)
+            runners[seed] = Replay(options, seed)
         return runners[seed]
 
     first = runner(0)
@@ -91,7 +100,7 @@ def recorded(path: Path, tolerance: float = 0.02) -> Surface:
         path.stem,
         first.space,
         first.baseline,
-        first.hints([]),
+        first.hints,
         tolerance,
         measure,
         lambda configuration: costs[key_of(configuration)],
@@ -140,7 +149,9 @@ def _synthetic(
 
     costs = [truth(point) for point in space.listed() or []]
     best = min(cost for cost in costs if cost is not None)
-    return Surface(name, space, baseline, Hints(baseline), 0.02, measure, truth, best)
+    return Surface(
+        name, space, baseline, lambda trials: Hints(baseline), 0.02, measure, truth, best
+    )
 
 
 def _ordinal(name: str, values: list[float], default: float) -> Knob:
@@ -216,12 +227,16 @@ def ridge() -> Surface:
 
 
 def surfaces() -> dict[str, Callable[[], Surface]]:
-    """Makers of every surface by name: each table under ``tests/data``, then the synthetic ones.
+    """Makers of every surface by name: measured tables of ``tests/data``, then synthetic ones.
 
     Tables over TCP are judged by 5%: their configurations were visited once, and visits differ.
+    A search's own trials (``*_search.csv``) are no surface: some two dozen points of an endless
+    space, chosen by a strategy of ours, so that peers could propose nothing that has a row.
     """
     makers: dict[str, Callable[[], Surface]] = {}
     for path in sorted(DATA.glob("*.csv")):
+        if path.stem.endswith("_search"):
+            continue
         tolerance = 0.05 if "tcp" in path.stem else 0.02
         makers[path.stem] = lambda path=path, tolerance=tolerance: recorded(path, tolerance)
     makers.update(interactions=interactions, half_space=half_space, ridge=ridge)

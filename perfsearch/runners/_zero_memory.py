@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from perfsearch.metrics.memory_facts import Layout, MemoryFacts
 from perfsearch.metrics.memory_model import Estimate, MemoryModel, Observation, Terms
 from perfsearch.runners._zero_batch import Batch
-from perfsearch.runners._zero_facts import FactsSource
 from perfsearch.search.hints import Prediction
 from perfsearch.search.knob import Configuration, Value
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+
+HEADROOM = 0.05
+"""Share of a device's memory to leave unused where nothing else is said."""
+
+
+class Facts(Protocol):
+    """Where facts of the job's tensors come from."""
+
+    error: str
+
+    def get(self) -> MemoryFacts | None:
+        """The facts, waited for; ``None`` where there are none, and ``error`` says why."""
 
 
 class Memory:
@@ -30,7 +42,7 @@ class Memory:
 
     def __init__(
         self,
-        facts: FactsSource,
+        facts: Facts,
         batch: Batch,
         pinned: Mapping[str, Value],
         capacity_gib: float | None,

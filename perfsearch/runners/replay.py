@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perfsearch.config_options import build_options
+from perfsearch.config_options import build_options, option
+from perfsearch.runners import _known_knobs
 from perfsearch.runners._table import Entry, default_baseline, find_entry, read_table
+from perfsearch.runners._zero_facts import FILE as FACTS_FILE
+from perfsearch.runners._zero_memory import Memory
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
@@ -42,6 +45,10 @@ class ReplayOptions:
         noise: factor on the spread of the recorded step times; 0 serves medians.
         process_noise: relative standard deviation of a factor that all steps of a trial share,
             as between two starts of the same job.
+        model_facts: the ``model_facts.json`` that a search of ``runner=zero`` left, so that peaks
+            of memory can be predicted as that runner does; ``null``: the one beside the table,
+            where there is one.
+        device_memory_gib: memory of the devices that were measured; ``null``: not known.
 
     """
 
@@ -50,6 +57,8 @@ class ReplayOptions:
     batch: str = "free"
     noise: float = 1.0
     process_noise: float = 0.0
+    model_facts: str | None = None
+    device_memory_gib: float | None = option(None, above=0)
 
     def __post_init__(self) -> None:
         if not self.table:
@@ -67,6 +76,12 @@ class Replay(Runner):
     attempt and its configuration, and on nothing else.
 
     Step times are drawn with replacement from those recorded for the configuration.
+
+    Where more than half of the table's knobs, and at least two, are those of ``runner=ddp``,
+    ``zero`` or ``deepspeed``, a strategy is told of them what that runner would tell, and nothing
+    of the table's outcomes: the order of their expected effects, with ``ddp``'s what somebody who
+    knows the field would try first, and with ``zero``'s the predicted peak of memory, provided
+    that ``runner.model_facts`` is there.
 
     Args:
         options: the table and how to serve it.
@@ -116,6 +131,16 @@ class Replay(Runner):
         self.devices = start.world_size
         self._entries = {key_of(entry.configuration): entry for entry in entries}
         self._digest = table.digest
+        self._memory: Memory | None = None
+        beside = Path(options.table).parent / FACTS_FILE
+        if options.model_facts is not None or beside.is_file():
+            self._memory = _known_knobs.memory_of(
+                Path(options.model_facts or beside),
+                self.space.by_name,
+                start.samples_per_step,
+                start.world_size,
+                options.device_memory_gib,
+            )
 
     def identity(self) -> dict[str, str]:
         """The table's content and how noise is added to it."""
@@ -127,13 +152,8 @@ class Replay(Runner):
         }
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
-        """Only what every job's knobs imply by their names; nothing of the table's outcomes."""
-        ordered = {knob.name for knob in self.space.knobs if knob.is_ordered}
-        return Hints(
-            baseline=dict(self.baseline),
-            monotonic={"micro_batch": 1} if "micro_batch" in ordered else {},
-            stage_knob="zero_stage" if "zero_stage" in self.space.by_name else None,
-        )
+        """What the runner of the table's knobs would tell; nothing of the table's outcomes."""
+        return _known_knobs.hints(self.space.by_name, self.baseline, self._memory, trials)
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """The table's row that is served as the baseline."""

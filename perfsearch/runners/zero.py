@@ -13,7 +13,7 @@ from perfsearch.parallel import torch_features
 from perfsearch.runners import _ranks, _zero_estimate, _zero_export, _zero_knobs
 from perfsearch.runners._zero_batch import checked, settle
 from perfsearch.runners._zero_facts import FactsSource
-from perfsearch.runners._zero_memory import Memory
+from perfsearch.runners._zero_memory import HEADROOM, Memory
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.runners.ddp import environment_of
 from perfsearch.search.errors import BadInputError
@@ -68,7 +68,7 @@ class ZeroOptions:
     micro_batch: int | None = option(None, low=1)
     max_train_batch_size: int | None = option(None, low=1)
     min_train_batch_size: int = option(1, low=1)
-    memory_headroom: float = option(0.05, low=0, high=0.9)
+    memory_headroom: float = option(HEADROOM, low=0, high=0.9)
     device_memory_gib: float | None = option(None, above=0)
     card: str | None = None
     knobs: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(_SEARCHED, SEARCH))
@@ -163,9 +163,9 @@ class Zero(Runner):
         self.space = Space(searched, [self.batch.constraint(self.pinned)])
         self.baseline = {knob.name: knob.default for knob in searched}
         self._scopes = {knob.name: knob.scope for knob in declared}
-        facts = FactsSource(self.workload, environment.seed, device, environment.run_dir)
+        self._facts = FactsSource(self.workload, environment.seed, device, environment.run_dir)
         self.memory = Memory(
-            facts,
+            self._facts,
             self.batch,
             self.pinned,
             capacity,
@@ -181,7 +181,7 @@ class Zero(Runner):
         self._environment = replace(self._environment, run_dir=run_dir)
         self._pool = Pool(self._environment, self.hardware.gpus)
         registry.reap(run_dir)
-        self.memory.facts.start()
+        self._facts.start()
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Train the configuration in a group of ranks, and hold its memory against the headroom."""
@@ -289,5 +289,5 @@ class Zero(Runner):
 
     def close(self) -> None:
         """End the warm group and the process that describes the job."""
-        self.memory.facts.close()
+        self._facts.close()
         self._pool.close()

@@ -12,7 +12,7 @@ from perfsearch.search.knob import Configuration, Value, same_value
 from perfsearch.search.space import Space, key_of
 from perfsearch.strategies._record import Record
 
-SCORED_WHOLE = 5_000
+SCORED_WHOLE = 8_000
 """Spaces up to this size are scored whole; of larger ones a sample and the neighbourhood."""
 
 _SAMPLE = 1_000
@@ -60,6 +60,7 @@ class Candidates:
         self._chances = chances / chances.sum()
         listed = space.listed()
         self._whole = listed if listed is not None and len(listed) <= SCORED_WHOLE else None
+        self._keys = [key_of(point) for point in self._whole or ()]
         self._rows = None if self._whole is None else space.encode(self._whole)
         self._pool: tuple[dict[str, dict[str, Value]], np.ndarray] | None = None
 
@@ -71,7 +72,7 @@ class Candidates:
     ) -> tuple[list[dict[str, Value]], np.ndarray]:
         """Untried configurations and their rows; in a large space those around ``near`` too."""
         if self._whole is not None and self._rows is not None:
-            free = [i for i, point in enumerate(self._whole) if not self._record.taken(point)]
+            free = [i for i, key in enumerate(self._keys) if not self._record.taken_key(key)]
             return [self._whole[i] for i in free], self._rows[free]
         if self._pool is None:
             self._pool = self._draw(generator)

@@ -12,13 +12,13 @@ from perfsearch.search.hints import Hints
 from perfsearch.search.knob import Configuration
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Trial
+from perfsearch.strategies._classifier import Classifier
 from perfsearch.strategies._gp import Model, Prior, fit
 
 _FEWEST_PEAKS = 3
 _LEAST_SPREAD = 0.1
 """Peaks that differ by less than this (in the logarithm) say nothing of the cliff."""
 _MEMORY = Prior(length_scale=(1.0, 0.7), noise=(1e-3, 1.0))
-_LABELS = Prior(length_scale=(1.5, 0.6), main=(0.5, 3.0), product=(0.5, 1.5), noise=(0.1, 0.5))
 _LIMIT_QUANTILES = np.linspace(0.05, 0.95, 10)
 
 
@@ -46,7 +46,7 @@ class Feasibility:
         self._ordered = space.ordered_columns
         self._memory: Model | None = None
         self._limits = np.array([math.inf])
-        self._classifier: Model | None = None
+        self._classifier: Classifier | None = None
         known = [hints.predict(t.configuration).peak_gib or 0 for t in survived]
         self._predicts = len(known) > 0 and min(known) > 0
         peaks = _peaks(survived, 1 if self._predicts else _FEWEST_PEAKS)
@@ -57,8 +57,8 @@ class Feasibility:
             unexplained = self._bound_limit(failed)
         if unexplained:
             rows = space.encode([t.configuration for t in (*survived, *unexplained)])
-            labels = np.array([0.0] * len(survived) + [-2.0] * len(unexplained))
-            self._classifier = fit(rows, labels, self._ordered, prior=_LABELS)
+            ran = np.array([True] * len(survived) + [False] * len(unexplained))
+            self._classifier = Classifier(rows, ran, self._ordered)
 
     def probability(self, points: Sequence[Configuration], rows: np.ndarray) -> np.ndarray:
         """Probability of running, for configurations and their encoding."""
@@ -68,8 +68,7 @@ class Feasibility:
             gap = (self._limits[None, :] - mean[:, None]) / np.maximum(deviation, 1e-3)[:, None]
             likely *= norm.cdf(gap).mean(axis=1)
         if self._classifier is not None:
-            mean, deviation = self._classifier.predict(rows)
-            likely *= norm.cdf((1.0 + mean) / np.sqrt(0.1 + deviation**2))
+            likely *= self._classifier.probability(rows)
         return np.asarray(likely)
 
     def _fit_memory(self, survived: Sequence[Trial], peaks: np.ndarray) -> None:

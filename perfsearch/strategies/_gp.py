@@ -128,7 +128,7 @@ class Prior:
     main: tuple[float, float] = (1.0, 1.5)
     weight: np.ndarray | None = None
     pairs: tuple[float, float] = (0.5, 1.5)
-    product: tuple[float, float] = (0.5, 1.5)
+    product: tuple[float, float] = (0.1, 1.5)
     noise: tuple[float, float] = (0.01, 1.0)
 
 

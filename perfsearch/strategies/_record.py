@@ -60,7 +60,10 @@ class Record:
 
     def taken(self, configuration: Configuration) -> bool:
         """Whether it was told or is outstanding; ``configuration`` is canonical."""
-        key = key_of(configuration)
+        return self.taken_key(key_of(configuration))
+
+    def taken_key(self, key: str) -> bool:
+        """Whether the configuration of that key was told or is outstanding."""
         return key in self._told or key in self.outstanding
 
     def generator(self, salt: int = 0) -> np.random.Generator:

@@ -22,6 +22,7 @@ from perfsearch.strategies._candidates import (
     spread_out,
     with_nulls_apart,
 )
+from perfsearch.strategies._grown import growing_knob, largest_that_fits, stages
 from perfsearch.strategies._predicted import log_predicted
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from perfsearch.strategies._earlier import Belief
 
 _LEAST_LIKELY = 0.4
-"""What is less likely to run than this is left for when nothing else is left."""
+"""What is less likely to run than this is left for when nothing else is left, or for a last look
+before the end."""
 
 _NOISE = 0.02
 """Relative noise between two trials of a configuration, as expected before any was seen."""
@@ -51,6 +53,27 @@ _EARLIER_FIRST = 3
 _BOUND_ERROR = 0.1
 """Error of the logarithm of a cost that is known as a lower bound only."""
 
+_CALM = 4
+"""Last looks in a row, after each of which the model still promises no gain, before it is believed:
+a few early trials may have misled it."""
+
+_HOPE = 2.0
+"""They go where the cost could be lowest, so many standard deviations below the mean."""
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What configurations promise, relative to the best cost so far.
+
+    Attributes:
+        gain: expected improvement, times the probability of running.
+        hope: improvement if the cost is far below the mean, times the same.
+
+    """
+
+    gain: np.ndarray
+    hope: np.ndarray
+
 
 class Bayes(Strategy):
     """Expected improvement on the logarithm of the cost, times the probability of running.
@@ -59,12 +82,12 @@ class Bayes(Strategy):
     5/2 on ordered knobs, Hamming on the others) predicts the cost; its noise is each trial's own
     standard error plus a learned part. Failures train a model of their own
     (``_feasibility.Feasibility``), so that a good configuration beside a memory cliff is not
-    shunned. The first proposals are those that the runner would try, then spread out by a Sobol
-    sequence that leans to the promising end of knobs known to be monotonic; in a wide space they
-    are the baseline with the few knobs of the largest expected effect spread out. Proposals whose
-    trials have not ended are believed to lie at the predicted mean (Ginsbourger et al., 2010, call
-    it the kriging believer). Where the runner predicts costs, the process models the ratio to its
-    prediction.
+    shunned. The first proposals are those that the runner would try or, stage by stage, the
+    largest that it predicts to fit, then spread out by a Sobol sequence that leans to the promising
+    end of knobs known to be monotonic; in a wide space they are the baseline with the few knobs of
+    the largest expected effect spread out. Proposals whose trials have not ended are believed to
+    lie at the predicted mean (Ginsbourger et al., 2010, call it the kriging believer). Where the
+    runner predicts costs, the process models the ratio to its prediction.
     """
 
     @dataclass(frozen=True)
@@ -80,7 +103,8 @@ class Bayes(Strategy):
             max_samples: proposals after which it ends; ``None`` leaves that to the budget.
             xi: improvement, relative, that a proposal must promise beyond the best so far.
             min_gain: it ends when no configuration promises a larger relative gain than this,
-                provided that the model explains the costs to 5%; 0 never ends for that reason.
+                also after some trials where the model is least sure, provided that the model
+                explains the costs to 5%; 0 never ends for that reason.
             warm_start: an earlier search of a similar job (the same runner, knobs of the same
                 names) to start from: its run directory, or its run in MLflow by id; ``auto`` takes
                 the most similar one in the tracking store; ``None``: none.
@@ -112,9 +136,13 @@ class Bayes(Strategy):
         self._candidates: Candidates | None = None
         self._asked = 0
         self._noise = 0.0
+        self._calm = 0
         self._weight = expected_effects(space, hints)
         few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
-        few = max(few, min(len(hints.starts) + 1, _MOST_INITIAL + 1))
+        fits = hints.memory_limit_gib is not None and growing_knob(space, hints) is not None
+        self._unvisited = stages(space, hints) if fits else []
+        told = len(hints.starts) + len(self._unvisited)
+        few = max(few, min(told + 1, _MOST_INITIAL + 1))
         self._initial: int = self.options.initial_points or few
 
     def ask(self) -> dict[str, Value] | None:
@@ -144,17 +172,23 @@ class Bayes(Strategy):
             place = spread_out(rows, self.space.ordered_columns, lean, known, self.seed)
         else:
             share = self._share()
-            gain = self._gain(points, rows, share)
-            if share and gain.max() < self.options.min_gain:
-                gain = self._gain(points, rows, 0.0)  # an earlier search proposes, but ends nothing
-            place = int(np.argmax(gain))
-            self.expected_gain = float(gain[place])
-            if gain[place] < self.options.min_gain and self._settled():
-                self.stop_reason = (
-                    f"converged: no configuration promises more than "
-                    f"{self.options.min_gain:.2%} (strategy.min_gain)"
-                )
-                return None
+            scores = self._scores(points, rows, share)
+            if share and scores.gain.max() < self.options.min_gain:
+                # an earlier search proposes, but ends nothing
+                scores = self._scores(points, rows, 0.0)
+            place = int(np.argmax(scores.gain))
+            self.expected_gain = float(scores.gain[place])
+            if scores.gain[place] >= self.options.min_gain:
+                self._calm = 0
+            elif self._settled():
+                place = int(np.argmax(scores.hope))
+                if self._calm >= _CALM or scores.hope[place] < self.options.min_gain:
+                    self.stop_reason = (
+                        f"converged: no configuration promises more than "
+                        f"{self.options.min_gain:.2%} (strategy.min_gain)"
+                    )
+                    return None
+                self._calm += 1
         self._asked += 1
         return self._record.propose(points[place])
 
@@ -201,8 +235,9 @@ class Bayes(Strategy):
         return start if self.space.feasible(start) else None
 
     def _first(self, start: dict[str, Value] | None, known: int) -> dict[str, Value] | None:
-        """The best of an earlier search; then what the runner would try first; then one of the
-        first trials of a wide space whose knobs are known to differ in effect.
+        """The best of an earlier search; then what the runner would try first, or the largest that
+        is predicted to fit in each stage; then one of the first trials of a wide space whose knobs
+        are known to differ in effect.
         """
         if self._belief is not None and len(self._record.measured()) < 2:
             for point in self._belief.best[:_EARLIER_FIRST]:
@@ -212,6 +247,10 @@ class Bayes(Strategy):
             point = self.space.canonical(point)
             if self.space.feasible(point) and not self._record.taken(point):
                 return point
+        while self._unvisited and start is not None:
+            large = largest_that_fits(self.space, self.hints, start, self._unvisited.pop(0))
+            if large is not None and not self._record.taken(large):
+                return large
         size = self.space.size
         wide = size is None or size > SCORED_WHOLE
         if start is None or self._weight is None or not wide:
@@ -226,12 +265,10 @@ class Bayes(Strategy):
         needed = self._initial + 2 * len(self.space.knobs)
         return len(self._record.measured()) >= needed and not self._record.outstanding
 
-    def _gain(
+    def _scores(
         self, points: Sequence[dict[str, Value]], rows: np.ndarray, share: float
-    ) -> np.ndarray:
-        """Expected relative gain over the best so far, times the probability of running, with
-        ``share`` of what an earlier search found.
-        """
+    ) -> _Scores:
+        """What each configuration promises, with ``share`` of what an earlier search found."""
         from scipy.special import ndtr
 
         from perfsearch.strategies._feasibility import Feasibility
@@ -274,9 +311,10 @@ class Bayes(Strategy):
         improvement = better * ndtr(ratio) + deviation * density
         feasibility = Feasibility(self.space, self.hints, trials, self._record.failed())
         likely = feasibility.probability(points, rows)
-        if (likely >= _LEAST_LIKELY).any():
-            likely = np.where(likely >= _LEAST_LIKELY, likely, 0.0)
-        return np.asarray(scale * improvement * likely)
+        any_safe = bool(likely.max() >= _LEAST_LIKELY)
+        safe = np.where(likely >= _LEAST_LIKELY, likely, 0.0) if any_safe else likely
+        hope = np.maximum(better + _HOPE * deviation, 0.0)
+        return _Scores(scale * improvement * safe, scale * hope * likely)
 
     def _encode(self, points: Sequence[Configuration]) -> np.ndarray:
         return with_nulls_apart(self.space, self.space.encode(points))

@@ -10,6 +10,7 @@ from perfsearch.search.hints import Hints
 from perfsearch.search.knob import Knob, Value, same_value
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.trial import Trial
+from perfsearch.strategies._grown import growing_knob, ladder, predicted_top, stages
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
 
@@ -105,13 +106,13 @@ class Fast(Strategy):
         if self.space.feasible(start):
             yield start
         self._growth = {key_of(start)}
-        grown = self._growing()
+        grown = growing_knob(self.space, self.hints)
         if grown is None:
             points = (self.space.canonical(point) for point in self.hints.starts)
             yield from (point for point in points if self.space.feasible(point))
         if grown is not None:
             fitted = 0
-            for stage in self._stages():
+            for stage in stages(self.space, self.hints):
                 self._part = f"stage {stage}" if stage is not None else "the only stage"
                 base = self._best_grown(start)
                 if stage is not None and self.hints.stage_knob is not None:
@@ -124,35 +125,21 @@ class Fast(Strategy):
         while (point := self._record.draw(generator)) is not None:
             yield point
 
-    def _growing(self) -> Knob | None:
-        names = [n for n in self.hints.monotonic if n in self.space.by_name]
-        knobs = [self.space.by_name[n] for n in names]
-        usable = [k for k in knobs if k.is_ordered and k.count is not None and k.count > 1]
-        return usable[0] if usable else None
-
-    def _stages(self) -> list[Value]:
-        knob = self.space.by_name.get(self.hints.stage_knob or "")
-        return [None] if knob is None else list(knob.choices() or (None,))
-
     def _grow(
         self, knob: Knob, base: dict[str, Value], fitted: int
     ) -> Generator[dict[str, Value], None, int]:
         """Measure up to the largest value that runs, then the short list; return its place."""
-        values = list(knob.choices() or ())
-        if self.hints.monotonic[knob.name] < 0:
-            values.reverse()
-        points = [self.space.canonical({**base, knob.name: v}) for v in values]
-        ladder = [p for p in points if self.space.feasible(p)]
-        if not ladder:
+        rungs = ladder(self.space, self.hints, knob, base)
+        if not rungs:
             return fitted
-        top = self._predicted_top(ladder)
-        low, high = -1, len(ladder)
-        place = min(max(fitted, 0), len(ladder) - 1) if top is None else top
+        top = predicted_top(self.hints, rungs)
+        low, high = -1, len(rungs)
+        place = min(max(fitted, 0), len(rungs) - 1) if top is None else top
         gained = 1.0
         while low + 1 < high:
-            self._growth.add(key_of(ladder[place]))
-            yield ladder[place]
-            cost, before = self._cost(ladder[place]), self._cost(ladder[low]) if low >= 0 else None
+            self._growth.add(key_of(rungs[place]))
+            yield rungs[place]
+            cost, before = self._cost(rungs[place]), self._cost(rungs[low]) if low >= 0 else None
             if cost is None:
                 high = place
             else:
@@ -162,36 +149,27 @@ class Fast(Strategy):
                     break
             if low + 1 >= high:
                 break
-            if top is not None and low == top and high == len(ladder):
-                if not self._may_fit(ladder[top + 1]):
+            if top is not None and low == top and high == len(rungs):
+                if not self._may_fit(rungs[top + 1]):
                     break
                 place = top + 1
             elif low < 0 and high == top:  # the prediction was too bold, most likely by one
                 place = high - 1
-            elif high == len(ladder):
-                place = min(len(ladder) - 1, max(low + 1, (low + len(ladder)) // 2))
+            elif high == len(rungs):
+                place = min(len(rungs) - 1, max(low + 1, (low + len(rungs)) // 2))
             else:
                 place = (low + high) // 2 if low >= 0 else high // 2
         if low >= 0:
-            for point in self._short_list(ladder, low):
+            for point in self._short_list(rungs, low):
                 self._growth.add(key_of(point))
                 yield point
         return max(low, 0)
 
-    def _short_list(self, ladder: list[dict[str, Value]], top: int) -> list[dict[str, Value]]:
+    def _short_list(self, rungs: list[dict[str, Value]], top: int) -> list[dict[str, Value]]:
         """Up to ``num_micro_batches`` places from ``top`` down to about half of it."""
         bottom = max(0, top - max(self.options.num_micro_batches, (top + 1) // 2))
         count = min(self.options.num_micro_batches, top - bottom)
-        return [ladder[top - round(i * (top - bottom) / count)] for i in range(1, count + 1)]
-
-    def _predicted_top(self, ladder: list[dict[str, Value]]) -> int | None:
-        """Place of the largest configuration that is predicted to fit, where that is known."""
-        limit = self.hints.memory_limit_gib
-        peaks = [self.hints.predict(point).peak_gib for point in ladder]
-        if limit is None or any(p is None for p in peaks):
-            return None
-        fits = [i for i, p in enumerate(peaks) if p is not None and p <= limit]
-        return fits[-1] if fits else 0
+        return [rungs[top - round(i * (top - bottom) / count)] for i in range(1, count + 1)]
 
     def _may_fit(self, point: dict[str, Value]) -> bool:
         peak, limit = self.hints.predict(point).peak_gib, self.hints.memory_limit_gib

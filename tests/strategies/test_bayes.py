@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from perfsearch.search.objective import Objective, log_cost_error
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.strategies._feasibility import Feasibility
-from perfsearch.strategies.bayes import Bayes
+from perfsearch.strategies.bayes import Bayes, _Scores
 
 ZERO = Path(__file__).parents[1] / "data" / "zero_gpt2large_4xh100.csv"
 BATCHES = tuple(range(1, 21))
@@ -191,3 +192,23 @@ def test_an_endless_space_is_searched_beyond_the_first_points() -> None:
     seen = drive(strategy, 14)
     costs = [cost_of(space, p) for p in seen]
     assert min(costs[3:]) < min(costs[:3])
+
+
+@pytest.mark.parametrize(("hope", "looks"), [(0.1, 4), (1e-5, 0)])
+def test_before_the_end_it_looks_where_the_cost_could_be_lowest(
+    monkeypatch: pytest.MonkeyPatch, hope: float, looks: int
+) -> None:
+    strategy = make("bayes", mixed_space(), 0)
+    assert isinstance(strategy, Bayes)
+    drive(strategy, 8)
+
+    def scores(points: Sequence[dict[str, Value]], rows: np.ndarray) -> _Scores:
+        hopes = [hope * (2.0 if p["bucket"] == 256 else 1.0) for p in points]
+        return _Scores(np.zeros(len(points)), np.array(hopes))
+
+    monkeypatch.setattr(strategy, "_scores", scores)
+    monkeypatch.setattr(strategy, "_settled", lambda: True)
+    seen = drive(strategy, 10)
+    assert len(seen) == looks
+    assert all(point["bucket"] == 256 for point in seen[:1])
+    assert strategy.stop_reason.startswith("converged")
