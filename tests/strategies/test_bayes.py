@@ -202,7 +202,7 @@ def test_before_the_end_it_looks_where_the_cost_could_be_lowest(
     assert isinstance(strategy, Bayes)
     drive(strategy, 8)
 
-    def scores(points: Sequence[dict[str, Value]], rows: np.ndarray) -> _Scores:
+    def scores(points: Sequence[dict[str, Value]], rows: np.ndarray, share: float) -> _Scores:
         hopes = [hope * (2.0 if p["bucket"] == 256 else 1.0) for p in points]
         return _Scores(np.zeros(len(points)), np.array(hopes))
 
