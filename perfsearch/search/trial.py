@@ -202,6 +202,4 @@ class Trial:
             if not all(s > 0 and math.isfinite(s) for s in raw["step_seconds"]):
                 raise ValueError(f"step_seconds={raw['step_seconds']}: allowed: positive numbers")
             values["measurement"] = Measurement(**raw)
-        elif values["status"] is Status.OK:
-            raise ValueError("status=ok without a measurement")
         return cls(**values)

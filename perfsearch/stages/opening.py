@@ -194,6 +194,19 @@ def _legible(session: Session, event: Event) -> Iterator[None]:
         ) from error
 
 
+def _finished(record: Mapping[str, Any]) -> Trial:
+    """A trial as a journal tells of it.
+
+    Raises:
+        KeyError, ValueError: it is none.
+
+    """
+    trial = Trial.from_json(record)
+    if trial.status is Status.OK and trial.measurement is None:
+        raise ValueError("status=ok without a measurement")
+    return trial
+
+
 def _replay(session: Session, events: Sequence[Event]) -> None:
     strategy, pending = session.strategy, None
     started: dict[int, dict[str, Any]] = {}
@@ -218,7 +231,7 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
                 pending = None if Purpose(data["purpose"]) is Purpose.SEARCH else pending
         elif event.name == "finished":
             with _legible(session, event):
-                trial = Trial.from_json(data["trial"])
+                trial = _finished(data["trial"])
             session.add(trial)
             told.discard(trial.number)
         elif event.name == "told":
@@ -253,7 +266,7 @@ def _adopt_fitting(session: Session, events: Sequence[Event], opened: Sequence[E
     for event in events:
         with _legible(session, event):
             if event.name == "finished":
-                trial = Trial.from_json(event.data["trial"])
+                trial = _finished(event.data["trial"])
                 known = [p for number, p in pinned_at if number < event.number]
                 latest[trial.number] = trial, known[-1]
             elif event.name == "started":
