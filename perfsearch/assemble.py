@@ -14,6 +14,7 @@ from perfsearch.config import Settings, default_run_dir
 from perfsearch.config_options import ConfigError, build_options
 from perfsearch.runners import Runner
 from perfsearch.search.hints import Hints
+from perfsearch.search.journal import JOURNAL
 from perfsearch.search.narrow import is_auto
 from perfsearch.search.space import Space
 from perfsearch.strategies import Strategy
@@ -21,7 +22,7 @@ from perfsearch.strategies import Strategy
 if TYPE_CHECKING:
     from perfsearch.pipeline import Result
 
-_MARKS = ("journal.jsonl", ".lock")
+_MARKS = (JOURNAL, ".lock")
 """Files that a directory has which a search worked in."""
 
 _PIPELINE_MODES = ("search", "profile")

@@ -18,12 +18,21 @@ from perfsearch.lock import device_lock, run_directory_lock
 from perfsearch.runners.base import Runner
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
-from perfsearch.search.journal import Journal, JournalWriteError
+from perfsearch.search.journal import JOURNAL, Journal, JournalWriteError
 from perfsearch.search.knob import Value
 from perfsearch.search.objective import Objective
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Status, Trial
-from perfsearch.stages import baseline, confirm, gains, opening, record, warm_start
+from perfsearch.stages import (
+    adopt,
+    baseline,
+    confirm,
+    gains,
+    opening,
+    record,
+    run_directory,
+    warm_start,
+)
 from perfsearch.stages import search as searching
 from perfsearch.stages.confirm import Verdict
 from perfsearch.stages.search import BreakerError
@@ -96,7 +105,7 @@ def search(
         stack.callback(_close, runner)
         asked = settings.run_dir or default_run_dir(settings)
         named = settings.run_dir is not None
-        directory, resuming = opening.choose_run_dir(asked.absolute(), settings.resume, named)
+        directory, resuming = run_directory.choose_run_dir(asked.absolute(), settings.resume, named)
         if directory != asked.absolute():
             view.note(f"{asked} holds a finished search; this one is in {directory}")
         directory.mkdir(parents=True, exist_ok=True)
@@ -107,7 +116,7 @@ def search(
             settings,
             runner,
             opening.definition(settings, runner),
-            directory / opening.JOURNAL if resuming else None,
+            directory / JOURNAL if resuming else None,
         )
         journal = opening.open_journal(directory, settings, runner, resuming)
         stack.callback(journal.close)
@@ -200,7 +209,7 @@ def _stages(session: Session) -> Result:
         session.view.note(session.taken_over.line)
     if session.taken_over.warning:
         session.view.warning(session.taken_over.warning)
-    line = opening.adopt(session)
+    line = adopt.adopt(session)
     if line:
         session.view.note(line)
     exit_code, verdict = ExitCode.DONE, Verdict()

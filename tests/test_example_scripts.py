@@ -1,13 +1,11 @@
 """The example scripts: as they are, and tuned from outside; the same training."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from started_scripts import losses, run
 
 pytestmark = pytest.mark.slow
 
@@ -38,20 +36,6 @@ CASES = {
         ["accelerate"], ["--steps", "4", "--width", "32"], [], {"gradient_as_bucket_view": True},
     ),
 }  # fmt: skip
-
-
-def run(directory, *arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=directory, env=environment, capture_output=True,
-        text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout, done.stderr
-
-
-def losses(text):
-    return [float(value) for value in re.findall(r"loss'?:? '?([0-9.]+)", text)]
 
 
 @pytest.mark.parametrize("script", CASES)

@@ -114,15 +114,21 @@ os._exit(0)  # torch's own threads now and then abort a process that takes them 
 """
 
 
+def without_perfsearch(directory):
+    """A directory that blocks perfsearch as part of a path, and in which torchrun is this one's."""
+    place = directory / "without"
+    place.mkdir(exist_ok=True)
+    (place / "perfsearch.py").write_text("raise ImportError('blocked')\n")
+    launcher = place / "torchrun"
+    launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    launcher.chmod(0o755)
+    return place
+
+
 def run(script, apply, directory, nproc):
     """Start a script by the command that was handed over, with perfsearch blocked."""
     (directory / "train.py").write_text(script)
-    blocked = directory / "blocked"
-    blocked.mkdir(exist_ok=True)
-    (blocked / "perfsearch.py").write_text("raise ImportError('blocked')\n")
-    launcher = blocked / "torchrun"
-    launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    launcher.chmod(0o755)
+    blocked = without_perfsearch(directory)
     text = "" if apply is None else (apply / "env.sh").read_text()
     match = re.search(r"^#\s+(torchrun .*train\.py)$", text, re.MULTILINE)
     command = (
@@ -266,12 +272,7 @@ def test_what_a_search_over_a_script_hands_over_is_in_force_without_perfsearch(t
 
 def start(command, directory, blocked=True):
     """Run a command that starts ``FACTS``, where perfsearch is blocked; what rank 0 has found."""
-    place = directory / "without"
-    place.mkdir(exist_ok=True)
-    (place / "perfsearch.py").write_text("raise ImportError('blocked')\n")
-    launcher = place / "torchrun"
-    launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    launcher.chmod(0o755)
+    place = without_perfsearch(directory)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if blocked:
         environment.update(PYTHONPATH=str(place), PATH=f"{place}:{os.environ['PATH']}")

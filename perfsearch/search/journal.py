@@ -6,11 +6,15 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from perfsearch.search.errors import BadInputError
+
+JOURNAL = "journal.jsonl"
+"""Its name in a run directory."""
 
 SCHEMA = 1
 """Version of the line format, stated in a journal's first line."""
@@ -45,6 +49,26 @@ class Event:
     number: int
     name: str
     data: dict[str, Any]
+
+
+@contextmanager
+def legible(path: Path, event: Event) -> Iterator[None]:
+    """While an event of the journal ``path`` is read.
+
+    Raises:
+        JournalError: it holds what this version does not know.
+
+    """
+    try:
+        yield
+    except JournalError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise JournalError(
+            f"{path}: line {event.number + 1} ({event.name}) does not say what this version "
+            f"understands ({type(error).__name__}: {error}). Use the version that wrote it, "
+            "resume=never, or another run_dir."
+        ) from error
 
 
 class Journal:

@@ -61,7 +61,8 @@ class Interval:
         return f"{self.ratio:.3f}x ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
     def __str__(self) -> str:
-        return self.short.replace("(", "(95% interval ", 1)
+        says_nothing = self.half_width > _SAYS_NOTHING
+        return self.short if says_nothing else self.short.replace("(", "(95% interval ", 1)
 
 
 def looks(max_repeats: int) -> tuple[int, ...]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfsearch.runners.base import Runner
 from perfsearch.search.hints import Earlier
-from perfsearch.search.journal import Event, JournalError, read
+from perfsearch.search.journal import JOURNAL, legible, read
 from perfsearch.search.knob import Configuration, Value, same_value
 from perfsearch.search.objective import Metric, Objective
 from perfsearch.search.space import key_of
@@ -26,8 +25,6 @@ FEWEST = 3
 
 MOST = 100
 """Configurations that are taken over: half of them the best, the others spread over the rest."""
-
-_JOURNAL = "journal.jsonl"
 
 
 @dataclass
@@ -100,8 +97,9 @@ def in_directory(path: Path, metric: Metric, runner: Runner) -> EarlierCosts:
     objective, costs = Objective(metric), EarlierCosts(runner)
     pinned: dict[str, Value] = {}
     latest: dict[int, tuple[Trial, dict[str, Value]]] = {}
-    for event in read(path / _JOURNAL)[1]:
-        with _legible(event):
+    journal = path / JOURNAL
+    for event in read(journal)[1]:
+        with legible(journal, event):
             if event.name == "opened":
                 pinned = dict(event.data["definition"]["pinned"])
             elif event.name == "finished":
@@ -149,20 +147,3 @@ def _name_of(key: str, runner: Runner) -> str:
 
     known: Iterable[str] = (*runner.space.by_name, *runner.pinned)
     return next((name for name in known if clean_key(name) == key), key)
-
-
-@contextmanager
-def _legible(event: Event) -> Iterator[None]:
-    """While an event is read.
-
-    Raises:
-        JournalError: it holds what this version does not know.
-
-    """
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise JournalError(
-            f"event {event.number} ({event.name}) does not say what this version understands "
-            f"({type(error).__name__}: {error}). Name a search of this version."
-        ) from error

@@ -9,6 +9,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.config import to_plain
+from perfsearch.search.journal import JOURNAL
 from perfsearch.search.knob import Value
 from perfsearch.search.space import key_of
 from perfsearch.search.trial import Purpose, Status, Trial
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _ARTIFACTS = (
     "config.yaml",
-    "journal.jsonl",
+    JOURNAL,
     "trials.csv",
     "report.html",
     "system.jsonl",

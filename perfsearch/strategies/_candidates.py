@@ -88,11 +88,12 @@ class Candidates:
         centers = [*([baseline] if baseline is not None else []), *near]
         for _ in range(_CHANGED if centers else 0):
             point = self._changed(generator, centers)
-            if self.space.feasible(point):
-                found.setdefault(key_of(point), point)
+            key = key_of(point)
+            if key not in found and self.space.feasible(point):
+                found[key] = point
         points = list(found.values())
         rows = np.vstack([pool_rows, self.space.encode(points[pooled:])])
-        free = [i for i, point in enumerate(points) if not self._record.taken(point)]
+        free = [i for i, key in enumerate(found) if not self._record.taken_key(key)]
         return [points[i] for i in free], rows[free]
 
     def _changed(

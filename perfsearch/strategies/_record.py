@@ -123,5 +123,11 @@ class Record:
         return "no untried configuration satisfies the constraints in a bounded search"
 
 
+def cost_of(trial: Trial) -> float:
+    """The cost of a trial that has one."""
+    assert trial.cost is not None
+    return trial.cost
+
+
 def _has_cost(trial: Trial) -> bool:
     return trial.cost is not None and 0 < trial.cost < float("inf")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration, Value
+from perfsearch.search.knob import Value
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Trial
 from perfsearch.strategies._candidates import (
@@ -24,18 +24,12 @@ from perfsearch.strategies._candidates import (
 )
 from perfsearch.strategies._grown import growing_knob, largest_that_fits, stages
 from perfsearch.strategies._predicted import log_predicted
-from perfsearch.strategies._record import Record
+from perfsearch.strategies._record import Record, cost_of
 from perfsearch.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from perfsearch.strategies._earlier import Belief
-
-_LEAST_LIKELY = 0.4
-"""What is less likely to run than this is left for when nothing else is left, or for a last look
-before the end."""
-
-_NOISE = 0.02
-"""Relative noise between two trials of a configuration, as expected before any was seen."""
+    from perfsearch.strategies._promise import Scores
 
 _UNEXPLAINED = 0.05
 """With more learned noise than this, the model does not explain the costs, and its promise of no
@@ -50,29 +44,9 @@ _TRUSTED = 0.5
 _EARLIER_FIRST = 3
 """Its best configurations that are tried in turn, until one of them runs."""
 
-_BOUND_ERROR = 0.1
-"""Error of the logarithm of a cost that is known as a lower bound only."""
-
 _CALM = 4
 """Last looks in a row, after each of which the model still promises no gain, before it is believed:
 a few early trials may have misled it."""
-
-_HOPE = 2.0
-"""They go where the cost could be lowest, so many standard deviations below the mean."""
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """What configurations promise, relative to the best cost so far.
-
-    Attributes:
-        gain: expected improvement, times the probability of running.
-        hope: improvement if the cost is far below the mean, times the same.
-
-    """
-
-    gain: np.ndarray
-    hope: np.ndarray
 
 
 class Bayes(Strategy):
@@ -153,7 +127,7 @@ class Bayes(Strategy):
             return None
         if self._candidates is None:
             self._candidates = Candidates(self.space, self._record, self._weight)
-        near = [t.configuration for t in sorted(self._record.measured(), key=_cost)[:5]]
+        near = [t.configuration for t in sorted(self._record.measured(), key=cost_of)[:5]]
         near = [c for c in near if self.space.feasible(c)]
         start = self._start()
         points, rows = self._candidates.list(self._record.generator(), near, start)
@@ -224,9 +198,12 @@ class Bayes(Strategy):
             return 0.0
         measured = self._record.measured()
         points = [t.configuration for t in measured]
-        logs = np.array([math.log(_cost(t)) for t in measured]) - log_predicted(self.hints, points)
+        logs = np.array([math.log(cost_of(t)) for t in measured]) - log_predicted(
+            self.hints, points
+        )
         error = np.array([t.cost_error or 0.0 for t in measured])
-        return self._belief.share(self._encode(points), logs, error)
+        rows = with_nulls_apart(self.space, self.space.encode(points))
+        return self._belief.share(rows, logs, error)
 
     def _start(self) -> dict[str, Value] | None:
         """The baseline as a configuration of this space, where it is one."""
@@ -265,70 +242,13 @@ class Bayes(Strategy):
         needed = self._initial + 2 * len(self.space.knobs)
         return len(self._record.measured()) >= needed and not self._record.outstanding
 
-    def _scores(
-        self, points: Sequence[dict[str, Value]], rows: np.ndarray, share: float
-    ) -> _Scores:
+    def _scores(self, points: Sequence[dict[str, Value]], rows: np.ndarray, share: float) -> Scores:
         """What each configuration promises, with ``share`` of what an earlier search found."""
-        from scipy.special import ndtr
+        from perfsearch.strategies._promise import Promise
 
-        from perfsearch.strategies._feasibility import Feasibility
-        from perfsearch.strategies._gp import Prior, fit
-
-        measured, bounded = self._record.measured(), self._record.bounded()
-        trials = [*measured, *bounded]
-        seen = self._encode([t.configuration for t in trials])
-        logs = np.array([math.log(_cost(t)) for t in trials])
-        errors = np.array([t.cost_error or 0.0 for t in trials])
-        errors[len(measured) :] += _BOUND_ERROR
-        logs -= self._log_expected([t.configuration for t in trials], seen, share)
-        center, scale = float(np.mean(logs)), max(float(np.std(logs)), 0.02)
-        target = (logs - center) / scale
-        waiting = self._encode(list(self._record.outstanding.values()))
-        model = fit(
-            seen,
-            target,
-            self.space.ordered_columns,
-            error=errors / scale,
-            noise=self.options.alpha,
-            prior=Prior(noise=((_NOISE / scale) ** 2, 1.5), weight=self._weight),
-            believe=(waiting, 0.0),
+        promise = Promise(self.space, self.hints, self._record, self._belief, share)
+        scores = promise.scores(
+            points, rows, alpha=self.options.alpha, xi=self.options.xi, weight=self._weight
         )
-        self._noise = scale * math.sqrt(model.noise_variance)
-        tried = [t.configuration for t in measured]
-        own = seen[: len(tried)]
-        expected = self._log_expected(tried, own, share) / scale
-        best = float(np.min(model.predict(own)[0] + expected))
-        encoded = with_nulls_apart(self.space, rows)
-        mean, deviation = model.predict(encoded)
-        mean = mean + self._log_expected(points, encoded, share) / scale
-        if self._belief is not None:
-            # What the earlier search left unknown, as far as the own trials have not settled it.
-            unknown = share * self._belief.deviation(encoded) / scale
-            deviation = deviation * np.sqrt(1.0 + unknown**2 / model.prior_variance(encoded))
-        better = best - mean - self.options.xi / scale
-        ratio = better / deviation
-        density = np.exp(-0.5 * ratio**2) / math.sqrt(2 * math.pi)
-        improvement = better * ndtr(ratio) + deviation * density
-        feasibility = Feasibility(self.space, self.hints, trials, self._record.failed())
-        likely = feasibility.probability(points, rows)
-        any_safe = bool(likely.max() >= _LEAST_LIKELY)
-        safe = np.where(likely >= _LEAST_LIKELY, likely, 0.0) if any_safe else likely
-        hope = np.maximum(better + _HOPE * deviation, 0.0)
-        return _Scores(scale * improvement * safe, scale * hope * likely)
-
-    def _encode(self, points: Sequence[Configuration]) -> np.ndarray:
-        return with_nulls_apart(self.space, self.space.encode(points))
-
-    def _log_expected(
-        self, points: Sequence[Configuration], rows: np.ndarray, share: float
-    ) -> np.ndarray:
-        """What the model corrects: the runner's prediction, and ``share`` of the earlier costs."""
-        expected = log_predicted(self.hints, points)
-        if self._belief is None or share == 0.0 or not len(rows):
-            return expected
-        return expected + share * self._belief.mean(rows)
-
-
-def _cost(trial: Trial) -> float:
-    assert trial.cost is not None
-    return trial.cost
+        self._noise = scores.noise
+        return scores

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perfsearch.search.journal import JOURNAL
 from perfsearch.search.trial import Trial
 from perfsearch.tracking import names, owner, recorded, spool
 from perfsearch.tracking.client import Client, connect
@@ -206,7 +207,7 @@ class Mirror:
             SyncError: the journal cannot be read.
 
         """
-        if not (self.run_dir / recorded.JOURNAL).exists():
+        if not (self.run_dir / JOURNAL).exists():
             return  # nothing was recorded
         records = recorded.read_records(self.run_dir)
         for record, trial in recorded.with_moments(recorded.read_trials(self.run_dir), records):

@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perfsearch.search.journal import JOURNAL, SCHEMA
 from perfsearch.search.trial import Trial
 from perfsearch.tracking import spool
-
-JOURNAL = "journal.jsonl"
-JOURNAL_SCHEMA = 1
 
 
 class SyncError(ValueError):
@@ -50,10 +48,10 @@ def read_trials(run_dir: Path) -> list[Trial]:
 
 
 def _check_schema(path: Path, header: Mapping[str, Any]) -> None:
-    if header.get("schema") != JOURNAL_SCHEMA:
+    if header.get("schema") != SCHEMA:
         raise SyncError(
             f"{path}: schema version {header.get('schema')!r}, but this version of perfsearch "
-            f"reads version {JOURNAL_SCHEMA}. Use the version that wrote it."
+            f"reads version {SCHEMA}. Use the version that wrote it."
         )
 
 

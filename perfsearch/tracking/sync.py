@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.search.errors import BadInputError
+from perfsearch.search.journal import JOURNAL
 from perfsearch.search.trial import Trial
 from perfsearch.surroundings import open_standard_streams, require_current_directory
 from perfsearch.tracking import names, owner, recorded, spool
 from perfsearch.tracking.mirror import Mirror
-from perfsearch.tracking.recorded import JOURNAL, SyncError, read_trials
+from perfsearch.tracking.recorded import SyncError, read_trials
 from perfsearch.tracking.uri import how_to_open, locate, without_credentials
 
 EXIT_DONE, EXIT_STORE_FAILED, EXIT_BAD_INPUT = 0, 1, 2

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import resource
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,8 +50,10 @@ def prepare(workload: dict[str, Any], seed: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _bounded_memory(), contextlib.suppress(Exception):
+        with _bounded_memory():
             _kept[key] = build(WorkloadSpec(**workload), seed)
+    except Exception as error:
+        print(f"ranks build the job themselves: {error}", file=sys.stderr, flush=True)
     finally:
         torch.set_num_threads(threads)
 

@@ -2,14 +2,12 @@
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from started_scripts import losses, run
 
 from perfsearch.instrument.fully_shard import resharding
 from perfsearch.runners import _script_export
@@ -25,20 +23,6 @@ def needs(*packages):
     return pytest.mark.skipif(
         bool(missing), reason=f"needs {missing}: pip install 'perfsearch[examples]'"
     )
-
-
-def run(directory, *command):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=directory, env=environment, capture_output=True,
-        text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout, done.stderr
-
-
-def losses(text):
-    return [float(value) for value in re.findall(r"loss'?:? '?([0-9.]+)", text)]
 
 
 def made(text):

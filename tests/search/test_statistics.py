@@ -80,4 +80,4 @@ def test_an_interval_says_no_more_than_it_knows() -> None:
     assert barely.is_gain
     assert barely.short == "1.009x (1.0005 to 1.0180)"
     wild = Interval(1.2, 1e-5, 1e5, 2)
-    assert wild.short == "1.200x (2 pairs are too few)"
+    assert wild.short == str(wild) == "1.200x (2 pairs are too few)"

@@ -11,7 +11,7 @@ from stages.synthetic import SyntheticRunner
 from perfsearch.runners.base import Outcome
 from perfsearch.search.journal import Journal, read
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
-from perfsearch.stages.opening import RefusedError
+from perfsearch.stages.run_directory import RefusedError
 
 DRIVER = Path(__file__).with_name("kill_driver.py")
 

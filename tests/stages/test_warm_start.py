@@ -270,7 +270,7 @@ def test_a_journal_of_another_version_is_named(search: Search, tmp_path: Path) -
     trial = {"number": 0, "configuration": {}, "purpose": "dance", "status": "ok"}
     lines = [{"schema": 1}, {"n": 1, "event": "finished", "trial": trial}]
     (source / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(ConfigError, match=r"event 1 \(finished\) does not say what"):
+    with pytest.raises(ConfigError, match=r"line 2 \(finished\) does not say what"):
         warm(search, source, tmp_path / "second")
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from conftest import baseline_of, cost_of, drive, make, mixed_space, small_space
+from strategies.conftest import baseline_of, cost_of, drive, make, mixed_space, small_space
 
 from perfsearch.search.hints import Hints, Prediction, Walk
 from perfsearch.strategies.auto import Auto

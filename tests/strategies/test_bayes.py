@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import baseline_of, cost_of, drive, ended, endless_space, make, mixed_space
+from strategies.conftest import baseline_of, cost_of, drive, ended, endless_space, make, mixed_space
 
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions
@@ -16,7 +16,8 @@ from perfsearch.search.objective import Objective, log_cost_error
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.strategies._feasibility import Feasibility
-from perfsearch.strategies.bayes import Bayes, _Scores
+from perfsearch.strategies._promise import Scores
+from perfsearch.strategies.bayes import Bayes
 
 ZERO = Path(__file__).parents[1] / "data" / "zero_gpt2large_4xh100.csv"
 BATCHES = tuple(range(1, 21))
@@ -202,9 +203,9 @@ def test_before_the_end_it_looks_where_the_cost_could_be_lowest(
     assert isinstance(strategy, Bayes)
     drive(strategy, 8)
 
-    def scores(points: Sequence[dict[str, Value]], rows: np.ndarray, share: float) -> _Scores:
+    def scores(points: Sequence[dict[str, Value]], rows: np.ndarray, share: float) -> Scores:
         hopes = [hope * (2.0 if p["bucket"] == 256 else 1.0) for p in points]
-        return _Scores(np.zeros(len(points)), np.array(hopes))
+        return Scores(np.zeros(len(points)), np.array(hopes))
 
     monkeypatch.setattr(strategy, "_scores", scores)
     monkeypatch.setattr(strategy, "_settled", lambda: True)

@@ -8,7 +8,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from conftest import (
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+from strategies.conftest import (
     baseline_of,
     cost_of,
     drive,
@@ -19,8 +21,6 @@ from conftest import (
     small_space,
     thin_space,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as some
 
 from perfsearch.search.knob import Configuration, Kind, Knob
 from perfsearch.search.space import Constraint, Space, key_of

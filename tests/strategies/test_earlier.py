@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import baseline_of, cost_of, drive, ended, mixed_space
+from strategies.conftest import baseline_of, cost_of, drive, ended, mixed_space
 
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions

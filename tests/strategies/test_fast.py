@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from conftest import drive, ended
+from strategies.conftest import drive, ended
 
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import drive, endless_space, make, mixed_space
+from strategies.conftest import drive, endless_space, make, mixed_space
 
 from perfsearch.search.space import key_of
 from perfsearch.strategies.grid import Grid

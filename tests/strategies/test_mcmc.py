@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from conftest import baseline_of, cost_of, drive, ended, make, mixed_space
+from strategies.conftest import baseline_of, cost_of, drive, ended, make, mixed_space
 
 from perfsearch.search.hints import Hints, Prediction, Walk, WalkRequest
 from perfsearch.search.knob import Configuration, Kind, Knob, Value

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import drive, make, mixed_space
+from strategies.conftest import drive, make, mixed_space
 
 from perfsearch.strategies.optuna import Optuna
 

@@ -70,8 +70,7 @@ class Execution:
             for key, tensor in tensors.items()
             if key in self._layout.tiles
         }
-        self._rest = (captured.counters, device, groups)
-        self.passes = Passes(self._layout, self.parameters, *self._rest)
+        self.passes = Passes(self._layout, self.parameters, captured.counters, device, groups)
 
     @contextmanager
     def timed(self, clock: OperatorClock) -> Iterator[None]:
@@ -80,8 +79,7 @@ class Execution:
         All ranks must enter it together.
         """
         usual = self.passes
-        self.passes = TimedPasses(self._layout, self.parameters, *self._rest, clock)
-        self.passes.rows = usual.rows
+        self.passes = TimedPasses(usual, clock)
         usual.gradients.clear()
         try:
             yield

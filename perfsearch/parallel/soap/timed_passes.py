@@ -7,15 +7,12 @@ training, but computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
-from perfsearch.parallel.soap.communicators import Communicators
 from perfsearch.parallel.soap.exchange import Exchange, LocalExchange
-from perfsearch.parallel.soap.layout import Layout
 from perfsearch.parallel.soap.node import Node
 from perfsearch.parallel.soap.operator_clock import Column, OperatorClock
 from perfsearch.parallel.soap.passes import Passes
@@ -30,25 +27,16 @@ class TimedPasses(Passes):
     """``Passes`` on a clock.
 
     Args:
-        layout: of the rank.
-        parameters: its tiles, by key.
-        counters: buffers that a step adds a number to.
-        device: where it computes.
-        groups: of the default process group.
+        usual: what it does the same as.
         clock: of this rank.
 
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        parameters: Mapping[str, nn.Parameter],
-        counters: Sequence[tuple[str, int]],
-        device: torch.device,
-        groups: Communicators,
-        clock: OperatorClock,
-    ) -> None:
-        super().__init__(layout, parameters, counters, device, groups)
+    def __init__(self, usual: Passes, clock: OperatorClock) -> None:
+        super().__init__(
+            usual.layout, usual.parameters, usual._counters, usual._device, usual._groups
+        )
+        self.rows = usual.rows
         self._clock = clock
         self._places = {node.operator.name: node.place for node in self._nodes}
         self._owners: dict[str, int] = {}
