@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +23,6 @@ from typing import Any, NoReturn
 
 from _fault_checks import Findings, attempts, check_trials, check_view, journal_of, last_ends
 from _fault_common import (
-    OOM_TEXTS,
     Fault,
     Outcome,
     Server,
@@ -35,13 +32,7 @@ from _fault_common import (
     small_disk,
     tear,
 )
-
-from perfsearch.runners.base import Outcome as Measured
-from perfsearch.runners.base import Plan
-from perfsearch.runners.replay import Replay
-from perfsearch.search.journal import Journal
-from perfsearch.workers.failures import Evidence, ProcessEnd, classify
-from perfsearch.workers.messages import RankError
+from _fault_strikes import at_attempts, at_event, at_trial, failures, fill, signal_and_wait
 
 KINDS = (
     "exception",
@@ -186,16 +177,16 @@ def run(fault: Fault, home: Path, database: Path, server: Callable[[], Server]) 
     if fault.kind == "full disk":
         with small_disk(directory / "disk", "512k") as outcome.skipped:
             if not outcome.skipped:
-                _broken_off(case, 3, _at_trial(trial, lambda: _fill(directory / "disk")))
+                _broken_off(case, 3, at_trial(trial, lambda: fill(directory / "disk")))
     elif fault.kind in ("SIGKILL of the controller", "torn journal"):
         place, phase = draw.randrange(1, _EVENTS), draw.choice(("before", "middle", "after"))
         outcome.detail = f"{arguments[3]}, {phase} event {place}"
         torn = draw if fault.kind == "torn journal" else None
-        _broken_off(case, -9, _at_event(place, phase), torn)
+        _broken_off(case, -9, at_event(place, phase), torn)
     elif fault.kind in ("SIGINT", "SIGTERM"):
         number = getattr(signal, fault.kind)
         code = {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
-        _broken_off(case, code, _at_trial(trial, lambda: _signal_and_wait(number)))
+        _broken_off(case, code, at_trial(trial, lambda: signal_and_wait(number)))
     elif fault.kind == "tracking server killed":
         _without_server(case, trial, server())
     else:
@@ -243,7 +234,7 @@ def _without_server(case: _Case, trial: int, server: Server) -> None:
     proxy = _start_proxy(port, server)
     case.arguments.append(f"tracking.uri=http://127.0.0.1:{port}")
     try:
-        case.command(_at_trial(trial, lambda: os.kill(proxy.pid, signal.SIGKILL)))
+        case.command(at_trial(trial, lambda: os.kill(proxy.pid, signal.SIGKILL)))
         check_codes(case.codes, [0], case.found)
         proxy.wait(10)
         proxy = _start_proxy(port, server)
@@ -271,44 +262,17 @@ def _failing(case: _Case, trial: int, draw: random.Random) -> None:
     """A trial that fails as the workers would tell it, once or at every attempt."""
     kind, times = case.fault.kind, draw.choice((1, 3))
     rank = draw.randrange(2)
-    wanted, failure = _failures(kind, rank, draw)
+    wanted, failure = failures(kind, rank, draw)
     if wanted in ("killed", "infrastructure"):
         wanted = wanted if times == 3 else "ok"
         counts = times
     else:
         counts = 1
-    case.command(_at_attempts(trial, counts, failure))
+    case.command(at_attempts(trial, counts, failure))
     check_codes(case.codes, [0], case.found)
     _check(case, {trial: {wanted}}, [], case.directory / "mlflow.db")
     if attempts(case.run_dir, trial) != min(3, counts + (wanted == "ok")):
         case.found.wrong_status.append(f"{attempts(case.run_dir, trial)} attempts")
-
-
-def _failures(kind: str, rank: int, draw: random.Random) -> tuple[str, Callable[[], Measured]]:
-    """The status that is wanted, and what produces the failure in the middle of a trial."""
-    code, text = draw.randrange(1, 100), draw.choice(OOM_TEXTS)
-
-    def told(**evidence: Any) -> Measured:
-        failure = classify(Evidence(**evidence))
-        return Measured(failure.status, reason=failure.reason)
-
-    def end(code: int, log: str = "") -> Measured:
-        return told(ends=[ProcessEnd(rank, code, 1.0)], log_tails={rank: log})
-
-    failures: dict[str, tuple[str, Callable[[], Measured]]] = {
-        "exception": ("crash", _raise),
-        "exit code": ("crash", lambda: end(code)),
-        "SIGKILL of a rank": ("killed", lambda: end(-signal.SIGKILL)),
-        "SIGKILL of the launcher": (
-            "killed",
-            lambda: told(launcher_error="it was ended by SIGKILL"),
-        ),
-        "hang": ("timeout", lambda: told(timed_out=10.0)),
-        "OOM text on stderr": ("oom", lambda: end(1, f"step 3\n{text}\n")),
-        "OOM by rlimit": ("oom", lambda: told(errors=[_beyond_limit(rank)])),
-        "port taken": ("infrastructure", _bind_twice),
-    }
-    return failures[kind]
 
 
 def _check(
@@ -316,93 +280,3 @@ def _check(
 ) -> None:
     check_trials(case.run_dir, expected, before, case.found)
     check_view(case.run_dir, database, case.codes[-1], case.found)
-
-
-def _raise() -> NoReturn:
-    raise RuntimeError("boom")
-
-
-def _beyond_limit(rank: int) -> RankError:
-    import numpy as np
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, hard))
-    try:
-        np.zeros(2**32)
-    except MemoryError as error:
-        return RankError(rank, time.time(), type(error).__name__, str(error))
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    raise AssertionError("the limit did not hold")
-
-
-def _bind_twice() -> NoReturn:
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        first.listen(1)
-        second.bind(first.getsockname())
-    raise AssertionError("a port was bound twice")
-
-
-def _fill(directory: Path) -> None:
-    with (directory / "filler").open("wb", buffering=0) as filler:
-        try:
-            while True:
-                filler.write(bytes(1024))
-        except OSError:
-            return
-
-
-def _signal_and_wait(number: int) -> None:
-    os.kill(os.getpid(), number)
-    time.sleep(60)
-
-
-def _at_trial(trial: int, strike: Callable[[], None]) -> Callable[[], None]:
-    def prepare() -> None:
-        measure = Replay.measure
-
-        def striking(self: Replay, configuration: Any, plan: Plan) -> Measured:
-            if plan.number == trial:
-                strike()
-            return measure(self, configuration, plan)
-
-        Replay.measure = striking  # type: ignore[method-assign]
-
-    return prepare
-
-
-def _at_attempts(trial: int, times: int, failure: Callable[[], Measured]) -> Callable[[], None]:
-    def prepare() -> None:
-        measure = Replay.measure
-
-        def failing(self: Replay, configuration: Any, plan: Plan) -> Measured:
-            if plan.number == trial and plan.attempt < times:
-                return failure()
-            return measure(self, configuration, plan)
-
-        Replay.measure = failing  # type: ignore[method-assign]
-
-    return prepare
-
-
-def _at_event(place: int, phase: str) -> Callable[[], None]:
-    """Kill this process before, in the middle of, or after the journal's event ``place``."""
-
-    def prepare() -> None:
-        write = Journal._write
-
-        def killing(self: Journal, record: Any) -> None:
-            here = record.get("n") == place
-            if here and phase == "middle":
-                os.write(self._file, repr(record).encode()[:40])
-            if here and phase != "after":
-                os.kill(os.getpid(), signal.SIGKILL)
-            write(self, record)
-            if here:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        Journal._write = killing  # type: ignore[method-assign]
-
-    return prepare

@@ -6,6 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 _OWN_DIRECTORY = "PERFSEARCH_TESTS_TMPDIR"
@@ -24,3 +26,24 @@ def pytest_unconfigure(config):
     own = os.environ.pop(_OWN_DIRECTORY, None)
     if own is not None and os.environ.get("PYTEST_XDIST_WORKER") is not None:
         shutil.rmtree(own, ignore_errors=True)
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    """Run the command in this process with the fakes; returns exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setitem(sys.modules, "perfsearch.pipeline", sys.modules.get("perfsearch.pipeline"))
+    import front_fakes
+
+    from perfsearch import cli
+
+    front_fakes.install(monkeypatch.setattr)
+    front_fakes.calls.clear()
+
+    def run(*arguments, prefix=True):
+        code = cli.main([*(front_fakes.PREFIX if prefix else []), *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

@@ -115,6 +115,18 @@ def install(set_attribute=setattr):
     sys.modules["perfsearch.pipeline"] = module
 
 
+def refused(result, *words):
+    """Check that the command said one thing, with these words, and started nothing."""
+    code, out, err = result
+    assert code == 2
+    assert err.startswith("perfsearch: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err + out
+    for word in words:
+        assert word in err
+    assert calls == []
+
+
 if __name__ == "__main__":
     from perfsearch.cli import main
 

@@ -1,13 +1,11 @@
 import os
 import re
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import front_fakes
 import pytest
+from front_fakes import refused
 
 from perfsearch import cli
 from perfsearch.config import Settings, to_plain, validate
@@ -18,37 +16,9 @@ HERE = Path(__file__).parent
 SURFACE = HERE / "data" / "command_line.txt"
 
 
-@pytest.fixture
-def command(monkeypatch, tmp_path, capsys):
-    """Run the command in this process with the fakes; returns exit code, output, errors."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setitem(sys.modules, "perfsearch.pipeline", sys.modules.get("perfsearch.pipeline"))
-    front_fakes.install(monkeypatch.setattr)
-    front_fakes.calls.clear()
-
-    def run(*arguments, prefix=True):
-        code = cli.main([*(front_fakes.PREFIX if prefix else []), *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
 def knobs_of_last_call():
     settings, runner, _ = front_fakes.calls[-1]
     return settings.runner.options["knobs"], runner
-
-
-def refused(result, *words):
-    code, out, err = result
-    assert code == 2
-    assert err.startswith("perfsearch: ")
-    assert err.count("\n") == 1
-    assert "Traceback" not in err + out
-    for word in words:
-        assert word in err
-    assert front_fakes.calls == []
 
 
 def test_a_search_gets_settings_runner_and_strategy(command, tmp_path):
@@ -114,104 +84,6 @@ def test_a_users_own_file_can_hold_any_form_of_knob(command, tmp_path):
     knobs, runner = knobs_of_last_call()
     assert knobs["bucket_cap_mb"] == {"min": 2, "max": 64, "log": True}
     assert runner.space.by_name["optimizer_implementation"].values == ("foreach", "fused")
-
-
-BAD = {
-    "typo of a group": ("straategy=bayes", "straategy", "Did you mean 'strategy'?"),
-    "unknown option": ("strategy=fakke", "strategy=fakke", "Did you mean 'fake'?", "random"),
-    "unknown key": ("budget.trails=3", "budget.trails", "Did you mean 'budget.trials'?"),
-    "added key": ("+budgett=3", "budgett", "Did you mean 'budget'?"),
-    "added budget key": ("+budget.trails=3", "'budget.trials'? Allowed: budget.gpu_hours, "),
-    "added nested key": ("+limits.trial=3", "limits.trial", "'limits.trial_s'"),
-    "added runner key": ("+runner.tabel=3", "runner.tabel", "Allowed: runner.devices, runner.k"),
-    "added strategy key": ("+strategy.jiter=1", "strategy.jiter", "mean 'strategy.jitter'?"),
-    "unknown knob": ("runner.knobs.bucket_cap=3", "Did you mean 'runner.knobs.bucket_cap_mb'?"),
-    "added knob": ("+runner.knobs.bucket_cap=3", "Did you mean 'bucket_cap_mb'?"),
-    "knob without its group": ("bucket_cap_mb=3", "Did you mean 'runner.knobs.bucket_cap_mb'?"),
-    "drops an unknown knob": ("~runner.knobs.bucket", "'runner.knobs.bucket_cap_mb'"),
-    "knob out of range": ("runner.knobs.bucket_cap_mb=4000", "=4000", "1 to 512"),
-    "knob of a wrong type": ("runner.knobs.static_graph=maybe", "=maybe", "true"),
-    "knob range key": ("runner.knobs.bucket_cap_mb={mni: 2}", "bucket_cap_mb.mni", "'min'"),
-    "wrong type": ("budget.trials=many", "budget.trials=many", "whole number >= 0 or null"),
-    "wrong range": ("confirm.precision=-1", "confirm.precision=-1", "> 0"),
-    "wrong choice": ("numerics=exakt", "numerics=exakt", "Did you mean 'exact'?", "altering"),
-    "strategy out of range": ("strategy.jitter=2", "strategy.jitter=2", "<= 1"),
-    "plus before a known key": ("+seed=3", "+seed", "without the plus"),
-    "list for a group": ("strategy=[fake,fake]", "-m strategy=A,B"),
-    "sweep without -m": ("strategy=fake,random", "strategy=fake,random", "-m"),
-    "unreadable": ("seed==3", "seed==3", "KEY=VALUE"),
-    "no value": ("seed", "seed", "KEY=VALUE"),
-    "unset environment": ("tracking.uri=${oc.env:PERFSEARCH_NOT_SET}", "tracking.uri"),
-    "missing value": ("seed=???", "seed", "needs a value"),
-    "instantiation": ("+workload._target_=os.system", "workload._target_", "workload.factory"),
-    "hidden instantiation": ("+runner.knobs.bucket_cap_mb={_target_: a}", "_target_"),
-    "callback": ("+hydra.callbacks.x._target_=os.system", "hydra.callbacks"),
-    "unknown flag": ("--multirn", "--multirn", "Did you mean '--multirun'?"),
-    "missing devices": ("nproc=8", "nproc=8", "only 2 GPUs"),
-    "a mode that the runner lacks": ("mode=estimate", "mode=estimate", "mode=search"),
-    "several nodes": ("nnodes=2", "nnodes=2", "Allowed: 1"),
-    "no recorded configuration": ("--config-path=/tmp", "/tmp/config.yaml", "--config-dir"),
-    "two actions": ("--cfg=job --info", "--cfg --info", "only one"),
-    "resolve alone": ("--resolve", "--cfg"),
-    "pickled rerun": ("--experimental-rerun=x.pickle", "KEY=VALUE"),
-}
-
-
-@pytest.mark.parametrize("case", BAD, ids=str)
-def test_bad_input_is_one_message_and_starts_nothing(command, case):
-    """hydra-ecosystem/hydra#1912"""
-    argument, *words = BAD[case]
-    refused(command(*(argument.split() if argument[0] == "-" else [argument])), *words)
-
-
-def test_a_users_own_option_file_is_checked_after_composition(command, tmp_path):
-    (tmp_path / "strategy").mkdir()
-    (tmp_path / "strategy" / "mine.yaml").write_text("name: fake\njittr: 0.2\n")
-    searchpath = f"hydra.searchpath=[file://{tmp_path}]"
-    refused(command(searchpath, "strategy=mine"), "strategy.jittr", "'strategy.jitter'")
-
-
-def test_the_same_in_a_file_names_the_whole_key(command, tmp_path):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbudget: {trails: 3}\n")
-    searchpath = f"hydra.searchpath=[file://{tmp_path}]"
-    refused(command(searchpath, "experiment=mine"), "Did you mean 'budget.trials'?")
-
-
-@pytest.mark.parametrize("sign", ["", "+"])
-def test_a_replay_has_no_knobs_to_pin(command, sign):
-    asked = ["runner=replay", "runner.table=t", f"{sign}runner.knobs.x=1"]
-    refused(command(*asked, prefix=False), "takes its knobs from the table", "leave rows out")
-
-
-def test_a_broken_yaml_file_is_the_users(command, tmp_path):
-    (tmp_path / "strategy").mkdir()
-    (tmp_path / "strategy" / "mine.yaml").write_text("name: [fake\n")
-    refused(command(f"hydra.searchpath=[file://{tmp_path}]", "strategy=mine"), "mine.yaml")
-
-
-def test_a_missing_config_directory(command):
-    refused(command("--config-dir", "nowhere", prefix=False), "--config-dir nowhere")
-
-
-@pytest.mark.parametrize("place", ["/proc/perfsearch", "file"])
-def test_a_run_directory_that_cannot_be_written(command, place, tmp_path):
-    (tmp_path / "file").write_text("")
-    where = place if place.startswith("/") else str(tmp_path / "file" / "run")
-    refused(command(f"run_dir={where}"), f"run_dir={where}")
-
-
-def test_a_bug_shows_its_traceback(command):
-    code, _, err = command("tracking.experiment=bug")
-    assert code == 1
-    assert "Traceback" in err
-    assert "a bug of ours" in err
-
-
-def test_what_the_pipeline_refuses_is_one_message(command):
-    code, _, err = command("tracking.experiment=refused")
-    assert code == 2
-    assert err == "perfsearch: resume=auto: the recorded search ran on another model.\n"
 
 
 @pytest.mark.parametrize("code", [0, 1, 3])
@@ -352,62 +224,3 @@ def test_defaults_on_the_command_line_are_those_of_python(command):
     empty = validate(chosen)
     assert validate({**plain, **chosen}) == empty
     assert set(plain) | set(chosen) == {f.name for f in Settings.__dataclass_fields__.values()}
-
-
-def start(tmp_path, *arguments):
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "front_fakes.py"), *front_fakes.PREFIX, *arguments],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def read_until(process, word):
-    for line in process.stdout:
-        if word in line:
-            return
-    raise AssertionError(f"no {word!r}: {process.communicate(timeout=20)}")
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"]], ids=" ".join)
-def test_a_reader_that_goes_away_is_no_error(tmp_path, arguments):
-    process = start(tmp_path, *arguments)
-    process.stdout.close()
-    error = process.stderr.read()
-    assert process.wait(timeout=20) == 141
-    assert error == ""
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_lets_the_search_clean_up(tmp_path, number, code):
-    process = start(tmp_path, "tracking.experiment=wait")
-    try:
-        read_until(process, "waiting")
-        process.send_signal(number)
-        read_until(process, "cleaning")
-        process.send_signal(number)  # ignored: cleaning up is under way
-        out, err = process.communicate(timeout=20)
-    finally:
-        process.kill()
-    assert process.returncode == code
-    assert "cleaned" in out
-    assert "Once more" in err
-    assert "Traceback" not in err
-
-
-def test_a_third_signal_ends_at_once(tmp_path):
-    process = start(tmp_path, "tracking.experiment=wait-forever")
-    try:
-        read_until(process, "waiting")
-        process.send_signal(signal.SIGINT)
-        read_until(process, "cleaning")
-        process.send_signal(signal.SIGINT)
-        assert "Once more" in process.stderr.readline() + process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=20)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    assert "cleaned" not in out

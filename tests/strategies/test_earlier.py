@@ -21,6 +21,7 @@ from perfsearch.search.knob import Value
 from perfsearch.search.objective import Objective, log_cost_error
 from perfsearch.search.space import key_of
 from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.strategies._candidates import with_nulls_apart
 from perfsearch.strategies.auto import Auto
 from perfsearch.strategies.bayes import Bayes
 
@@ -212,7 +213,7 @@ def test_with_predictions_it_is_what_differs_from_them() -> None:
     costs = [(dict(p), math.log(cost_of(space, p))) for p in space.listed() or []]
     strategy = Bayes(space, hints(earlier_of(costs)), 0)
     assert strategy._belief is not None
-    rows = strategy._encode(space.listed() or [])
+    rows = with_nulls_apart(space, space.encode(space.listed() or []))
     assert float(np.abs(strategy._belief.mean(rows)).max()) < 0.01
 
 
