@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +9,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from perfsearch.config_options import build_options
 from perfsearch.parallel import torch_features
-from perfsearch.parallel.soap import dtensor_export, strategy_file
+from perfsearch.parallel.soap import strategy_file
 from perfsearch.parallel.soap.configuration import Plan, PlanError, data_parallel
 from perfsearch.parallel.soap.coverage import coverage
-from perfsearch.runners import _soap_operators, _soap_plans, _soap_report, _soap_tables
+from perfsearch.runners import (
+    _soap_export,
+    _soap_operators,
+    _soap_plans,
+    _soap_report,
+    _soap_tables,
+)
 from perfsearch.runners._soap_options import SoapOptions
 from perfsearch.runners._soap_ranks import Ranks
+from perfsearch.runners._soap_walk import walk
 from perfsearch.runners.base import Outcome, Runner
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.ddp import environment_of
@@ -30,14 +36,8 @@ from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
-    from perfsearch.parallel.soap.simulator import Found, Simulator
+    from perfsearch.parallel.soap.simulator import Simulator
     from perfsearch.view import View
-
-PROPOSALS = 200_000
-ALPHA = 1.0
-PROPAGATION = 0.25
-RETURNS = 100
-"""Times that a chain goes back to its best plan, unless it is told when to."""
 
 
 class Soap(Runner):
@@ -276,7 +276,7 @@ class Soap(Runner):
 
     def _walk(self, request: WalkRequest) -> Walk:
         self._calibrate()
-        found = self.search(self.plan(request.start), request)
+        found = walk(self.simulator, self.plan(request.start), request)
         # Operators that are pinned keep their configuration.
         points = []
         for _, plan in found.plans:
@@ -286,19 +286,6 @@ class Soap(Runner):
             points = [dict(request.start)]
         lines = [self.coverage.line(), _soap_report.walk_line(found)]
         return Walk(points, found.series, "\n".join(lines))
-
-    def search(self, start: Plan, request: WalkRequest) -> Found:
-        """Walk in the simulator."""
-        from perfsearch.parallel.soap.engine import ChainOptions
-
-        proposals = PROPOSALS if request.proposals is None else request.proposals
-        every = proposals // RETURNS if request.return_every is None else request.return_every
-        options = ChainOptions(
-            alpha=ALPHA if request.alpha is None else request.alpha,
-            carry=PROPAGATION if request.propagation is None else request.propagation,
-            return_every=every,
-        )
-        return self.simulator.search(start, proposals, options, request.seed)
 
     def simulate(self, settings: Settings, view: View) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
@@ -326,7 +313,7 @@ class Soap(Runner):
             options.get("return_every"),
             options.get("propagation"),
         )
-        found = self.search(start, request)
+        found = walk(self.simulator, start, request)
         for line in _soap_report.found_lines(self.simulator, found, start):
             view.note(line)
         if self.options.export_to is not None and found.plans:
@@ -353,29 +340,17 @@ class Soap(Runner):
 
     def export(self, configuration: Configuration, directory: Path) -> list[Path]:
         """Write the strategy, its timeline, and simulated against measured times."""
-        directory.mkdir(parents=True, exist_ok=True)
-        plan = self.plan(configuration)
-        text = strategy_file.dump(self.inputs.graph, plan, self.devices)
-        strategy = directory / "strategy.yaml"
-        strategy.write_text(text)
-        written = [strategy]
-        if self.options.export_to is not None:
-            Path(self.options.export_to).write_text(text)
-            written.append(Path(self.options.export_to))
-        timeline = directory / "timeline.json"
-        _soap_report.write_timeline(self.simulator, plan, timeline)
-        written.append(timeline)
-        with contextlib.suppress(dtensor_export.NotRegular):  # one mesh only
-            code = dtensor_export.render(self.inputs.graph, plan, self.devices)
-            (directory / "dtensor_plan.py").write_text(code)
-            written.append(directory / "dtensor_plan.py")
-        table = directory / "simulated_against_measured.csv"
-        _soap_report.write_csv(self._compared(self._trials), table)
-        written.append(table)
-        table = directory / "simulated_against_measured_by_operator.csv"
-        _soap_operators.write_csv(self._operators_of(self._trials), table)
-        written.append(table)
-        return written
+        strategies = _soap_export.write_strategy(
+            self.simulator,
+            self.plan(configuration),
+            self.devices,
+            self.options.export_to,
+            directory,
+        )
+        tables = _soap_export.write_tables(
+            self._compared(self._trials), self._operators_of(self._trials), directory
+        )
+        return [*strategies, *tables]
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """Every operator pinned, and nothing imported."""

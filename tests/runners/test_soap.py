@@ -16,6 +16,7 @@ from perfsearch.parallel.soap.costs import CostTable, shards_of
 from perfsearch.parallel.soap.graph import Graph
 from perfsearch.runners import _soap_plans
 from perfsearch.runners._soap_tables import Inputs
+from perfsearch.runners._soap_walk import walk
 from perfsearch.runners.base import Outcome
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import WalkRequest
@@ -297,5 +298,5 @@ def test_the_share_that_is_carried_over_reaches_the_chain(opened, monkeypatch):
     monkeypatch.setattr(runner.simulator, "search", search)
     start = runner.plan(runner.baseline)
     for share in (None, 0.0, 0.5):
-        runner.search(start, WalkRequest({}, 20, 0, propagation=share))
+        walk(runner.simulator, start, WalkRequest({}, 20, 0, propagation=share))
     assert seen == [0.25, 0.0, 0.5]
