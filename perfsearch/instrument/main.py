@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+from perfsearch.ending import pause_at_end
 from perfsearch.instrument.launchers import watch_for_launchers
 from perfsearch.instrument.orders import VARIABLE, Orders
 from perfsearch.instrument.patches import once
@@ -79,6 +80,7 @@ def main() -> int:
     The command line repeats the script's path, for those who look at the process table, and so
     that torch's launcher does not take a leading ``--`` of the script's arguments for its own.
     """
+    pause_at_end()
     orders = Orders.from_environment(os.environ)
     os.environ.pop(VARIABLE)  # not for what the script starts in its turn
     script = Script(orders.knobs)

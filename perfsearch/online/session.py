@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from perfsearch.ending import pause_at_end
 from perfsearch.online import log as logs
 from perfsearch.online.channel import Channel
 from perfsearch.online.director import Director
@@ -197,6 +198,7 @@ def begin(model: DistributedDataParallel, options: AutotuneOptions) -> Distribut
     if dist.get_world_size(model.process_group) < 2:
         print("perfsearch autotune: one process alone has nothing to tune", file=sys.stderr)
         return model
+    pause_at_end()
     _install_hook()
     _sessions.append(Session(model, options, next(_serial)))
     return model

@@ -42,4 +42,4 @@ for step in range(arguments.steps):
         loss = torch.nn.functional.mse_loss(engine(inputs), inputs.sum(1, keepdim=True))
         engine.backward(loss)
         engine.step()
-torch.distributed.destroy_process_group()  # else torch now and then aborts the process at its end
+torch.distributed.destroy_process_group()
