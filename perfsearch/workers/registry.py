@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -30,8 +31,11 @@ def record(run_dir: Path, token: str, control_directory: Path) -> None:
 
 
 def forget(run_dir: Path, token: str) -> None:
-    """Strike a group that has ended."""
-    (run_dir / _DIRECTORY / f"{token}.json").unlink(missing_ok=True)
+    """Strike a group that has ended; the last one takes the directory with it."""
+    directory = run_dir / _DIRECTORY
+    (directory / f"{token}.json").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # others are in it, or it is gone
+        directory.rmdir()
 
 
 def reap(run_dir: Path, grace_s: float = 2.0) -> int:
