@@ -32,10 +32,13 @@ def record(run_dir: Path, token: str, control_directory: Path) -> None:
 
 def forget(run_dir: Path, token: str) -> None:
     """Strike a group that has ended; the last one takes the directory with it."""
-    directory = run_dir / _DIRECTORY
-    (directory / f"{token}.json").unlink(missing_ok=True)
+    _remove(run_dir / _DIRECTORY / f"{token}.json")
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # others are in it, or it is gone
-        directory.rmdir()
+        path.parent.rmdir()
 
 
 def reap(run_dir: Path, grace_s: float = 2.0) -> int:
@@ -54,7 +57,7 @@ def reap(run_dir: Path, grace_s: float = 2.0) -> int:
             control = Path(entry["control_directory"])
             pid, started = entry["controller"]
         except (ValueError, KeyError, TypeError):
-            path.unlink(missing_ok=True)  # nothing can be learnt from it
+            _remove(path)  # nothing can be learnt from it
             continue
         if host != socket.gethostname():
             continue
