@@ -59,7 +59,8 @@ class Visits:
         self.trials.append(trial)
         shown = {k.name: point[k.name] for k in self._knobs}
         told = f"{trial.objective:10.1f}" if trial.objective else f"{trial.status:>10}"
-        print(f"{told} {purpose:8} {trial.seconds:6.2f} s  {shown}", flush=True)
+        why = f"  {trial.reason[:200]}" if trial.reason else ""
+        print(f"{told} {purpose:8} {trial.seconds:6.2f} s  {shown}{why}", flush=True)
         write_trials(self._out.parent, self.trials, self._knobs, self._runner.baseline)
         (self._out.parent / "trials.csv").replace(self._out)
         return trial
