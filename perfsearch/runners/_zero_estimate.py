@@ -8,6 +8,7 @@ from perfsearch.metrics.memory_facts import GIB
 from perfsearch.metrics.memory_model import MARGIN_DEVIATIONS
 from perfsearch.runners._zero_batch import Batch
 from perfsearch.runners._zero_memory import Memory
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.knob import Value
 from perfsearch.workloads.spec import WorkloadSpec
 
@@ -23,8 +24,15 @@ _STAGES = (
 def table(
     memory: Memory, batch: Batch, workload: WorkloadSpec, pinned: Mapping[str, Value]
 ) -> list[str]:
-    """Lines to print; one saying why where there is no estimate."""
+    """Lines to print; one saying why where there is no estimate.
+
+    Raises:
+        BadInputError: the user's factory makes no job that could be trained.
+
+    """
     facts = memory.facts.get()
+    if facts is None and "workload.factory=" in memory.facts.error:
+        raise BadInputError(memory.facts.error)
     if facts is None:
         return [f"no estimate: the job could not be described ({memory.facts.error})"]
     columns = _micro_batches(memory, batch)

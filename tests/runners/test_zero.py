@@ -13,6 +13,7 @@ from zero_facts import GivenFacts, gpt_facts, gpt_large
 from perfsearch.config import validate
 from perfsearch.runners import _zero_batch
 from perfsearch.runners.zero import Zero, ZeroOptions
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.knob import Numerics
 from perfsearch.search.narrow import KnobError
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
@@ -237,6 +238,14 @@ def test_no_facts_means_no_estimate_and_no_crash(capsys):
     assert runner.screen(runner.baseline) is None
     assert runner.hints([]).predict(runner.baseline).peak_gib is None
     assert runner.advice([]) == ""
+
+
+def test_an_estimate_of_what_is_no_job_is_bad_input():
+    runner = make(card="H100")
+    runner.memory.facts = GivenFacts(None)
+    runner.memory.facts.error = "TypeError: workload.factory=m:f: the model has no parameters"
+    with pytest.raises(BadInputError, match="the model has no parameters"):
+        runner.estimate(None, View())
 
 
 def exported(tmp_path, **configuration):
