@@ -202,6 +202,14 @@ def test_advice_names_the_mildest_remedy_that_fits():
     assert "next: runner.knobs.zero_stage=3 runner.knobs.activation_checkpointing=1" in advice
 
 
+def test_advice_on_memory_is_given_only_where_memory_was_lacking():
+    runner = make(card="H100", knobs={"micro_batch": [1, 2], "zero_stage": "search"})
+    failed = trial(0, runner.baseline, status=Status.DIVERGED)
+    assert runner.advice([failed]) == ""
+    failed.status = Status.OOM
+    assert runner.advice([failed]).startswith("closest: micro_batch=1, zero_stage=3")
+
+
 def test_the_estimate_is_a_table_for_a_card_that_is_absent(capsys):
     plain = {
         "mode": "estimate",
