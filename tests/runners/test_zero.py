@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,24 @@ def test_the_estimate_is_a_table_for_a_card_that_is_absent(capsys):
     assert at_rest == pytest.approx([5 * gib, 3.5 * gib, gib, gib], rel=0.03)
     assert " no" in rows[0]
     assert " ok" in rows[-1]
+
+
+@pytest.mark.parametrize(
+    ("facts", "unit", "margin"),
+    [
+        (gpt_facts(1, 64, vocabulary=100, length=4,
+                   activations={"autocast/0": (0.0, 100.0), "policy/0": (0.0, 100.0)}),
+         "MiB", r"0\.4\d GiB"),
+        (gpt_large(), "GiB", r"\d\.\d\d to \d\d\.\d\d GiB"),
+    ],
+)  # fmt: skip
+def test_the_margin_is_a_size_and_small_tables_are_in_mib(capsys, facts, unit, margin):
+    make(card="H100", facts=facts).estimate(None, View())
+    lines = capsys.readouterr().out.splitlines()
+    assert f"predicted peak in {unit} " in lines[-1]
+    assert re.search(f"margin: 2 standard deviations, {margin} here before any trial", lines[-1])
+    at_rest = [float(line.split()[4]) for line in lines if line.startswith("3 ")]
+    assert min(at_rest) > 0
 
 
 def test_no_facts_means_no_estimate_and_no_crash(capsys):
