@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,7 +28,7 @@ from perfsearch.workers.devices import Gpu
 from perfsearch.workers.environment import Limits
 from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify
 from perfsearch.workers.leavings import Leavings, oom_kills
-from perfsearch.workers.messages import TOKEN_VARIABLE, rank_log
+from perfsearch.workers.messages import TOKEN_VARIABLE, TORCH_LOGS, rank_log
 from perfsearch.workers.results import combine
 
 _POLL_S = 0.1
@@ -115,6 +116,7 @@ def run(start: Start, time_limit_s: float) -> Outcome:
     finally:
         _end(process, token, start)
         registry.forget(start.run_dir, token)
+        shutil.rmtree(logs / TORCH_LOGS, ignore_errors=True)
         if start.gpus:
             devices.wait_until_free(start.gpus, used, start.limits.grace_s)
     results = _results(logs, start.ranks)
@@ -149,6 +151,8 @@ def _environment(start: Start, token: str) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(path)
     environment[asked.VARIABLE] = str(start.request.path.absolute())
     environment[TOKEN_VARIABLE] = token
+    # torchrun's --log-dir; without it torch leaves a new directory behind at every start.
+    environment.setdefault("PET_LOG_DIR", str(Path(start.request.log_directory) / TORCH_LOGS))
     own = str(Path(sys.executable).parent)
     found = environment.get("PATH", os.defpath).split(os.pathsep)
     if own not in found:  # an environment that was not activated; its launcher is found there
