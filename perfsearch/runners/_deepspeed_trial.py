@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -116,7 +117,7 @@ def run(start: Start, time_limit_s: float) -> Outcome:
     finally:
         _end(process, token, start)
         registry.forget(start.run_dir, token)
-        shutil.rmtree(logs / TORCH_LOGS, ignore_errors=True)
+        _remove_torch_logs(logs)
         if start.gpus:
             devices.wait_until_free(start.gpus, used, start.limits.grace_s)
     results = _results(logs, start.ranks)
@@ -206,6 +207,20 @@ def _clear(logs: Path, ranks: int) -> None:
     for rank in range(ranks):
         asked.result_file(logs, rank).unlink(missing_ok=True)
         asked.ended_file(logs, rank).unlink(missing_ok=True)
+
+
+def _remove_torch_logs(logs: Path) -> None:
+    """Remove the directory that torch's launcher makes, unless the user named one for it.
+
+    A launcher around torch's own, such as Accelerate's, has it made among the temporary files.
+    """
+    shutil.rmtree(logs / TORCH_LOGS, ignore_errors=True)
+    told = asked.torch_logs_file(logs)
+    if told.exists():
+        made = Path(json.loads(told.read_text())["directory"])
+        told.unlink()
+        if made.parent == Path(tempfile.gettempdir()) and made.name.startswith("torchelastic_"):
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def _results(logs: Path, ranks: int) -> list[dict[str, Any]] | None:

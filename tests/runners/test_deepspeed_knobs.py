@@ -4,6 +4,7 @@ import pytest
 from deepspeed_cases import LAUNCH, written
 
 from perfsearch.config import validate
+from perfsearch.deepspeed_hook.request import leave, torch_logs_file
 from perfsearch.runners import _deepspeed_knobs, _deepspeed_trial
 from perfsearch.runners._deepspeed_autotuning import Autotuning
 from perfsearch.runners._zero_batch import Batch
@@ -117,6 +118,18 @@ def test_torchs_launcher_logs_beside_the_trial_unless_it_is_told_where(
     start = runner._start({**runner.pinned, **runner.baseline}, plan, survive=False)
     variables = _deepspeed_trial._environment(start, "token")
     assert variables["PET_LOG_DIR"] == (own or str(tmp_path / "logs" / "torch"))
+
+
+def test_a_directory_that_torchs_launcher_made_is_removed_and_the_users_own_is_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name, stays in (("torchelastic_x", False), ("mine", True)):
+        made = tmp_path / name
+        (made / "run_y" / "attempt_0" / "0").mkdir(parents=True)
+        leave(torch_logs_file(tmp_path), {"directory": str(made)})
+        _deepspeed_trial._remove_torch_logs(tmp_path)
+        assert made.exists() is stays
 
 
 def test_batches_of_the_section_bound_a_free_search():
