@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.linalg import cho_solve
 from scipy.optimize import minimize
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor
@@ -16,6 +17,10 @@ from sklearn.gaussian_process.kernels import Hyperparameter, Kernel, WhiteKernel
 from threadpoolctl import threadpool_limits
 
 _SQRT5 = math.sqrt(5.0)
+
+_ROUGH_LENGTH, _ROUGH_PRODUCT = 0.2, 8.0
+"""Factors on the expected length scales and on the product's variance from which a second fit
+starts: from smooth ones alone it may end where a narrow valley is taken for noise."""
 
 
 class MixedKernel(Kernel):  # type: ignore[misc]
@@ -150,6 +155,15 @@ class Model:
         """What was unknown at encoded ``rows`` before anything was seen."""
         return np.asarray(self.regressor.kernel_.k1.diag(rows))
 
+    def surprises(self) -> np.ndarray:
+        """Residual of each fitted row over its standard deviation, predicted from all the other
+        rows; believed rows come last (Rasmussen and Williams, 2006, section 5.4.2).
+        """
+        regressor = self.regressor
+        inverse = cho_solve((regressor.L_, True), np.eye(len(regressor.L_)))
+        weighted = inverse @ regressor.y_train_
+        return np.asarray(weighted / np.sqrt(np.diag(inverse)))
+
     def covariance(self, rows: np.ndarray) -> np.ndarray:
         """What is still unknown at encoded ``rows``, shape (rows, rows)."""
         with threadpool_limits(1):
@@ -250,9 +264,22 @@ def _most_probable(center: np.ndarray, width: np.ndarray) -> Callable[..., Any]:
             away = (theta - center) / width
             return float(value) + 0.5 * float(away @ away), gradient + away / width
 
-        best = minimize(
-            penalised, initial, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60}
-        )
+        columns = (len(center) - 2) // 2  # a noise, where it is free, changes nothing here
+        rough = np.array(initial)
+        rough[:columns] += math.log(_ROUGH_LENGTH)
+        rough[2 * columns + 1] += math.log(_ROUGH_PRODUCT)
+        ends = [
+            minimize(
+                penalised,
+                start,
+                jac=True,
+                method="L-BFGS-B",
+                bounds=bounds,
+                options={"maxiter": 60},
+            )
+            for start in (initial, rough)
+        ]
+        best = min(ends, key=lambda end: float(end.fun))
         return best.x, float(best.fun)
 
     return optimize

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perfsearch.strategies._gp import MixedKernel, fit
+from perfsearch.strategies._gp import MixedKernel, Prior, fit
 
 ORDERED = np.array([True, True, False])
 SHARE = np.array([1.0, 0.5, 0.8])
@@ -94,3 +94,29 @@ def test_noisy_values_are_trusted_less() -> None:
     assert abs(doubting.predict(at)[0][0] - (target[0] - 2.0)) < abs(
         trusting.predict(at)[0][0] - (target[0] - 2.0)
     )
+
+
+def test_a_narrow_valley_is_not_taken_for_noise() -> None:
+    side = np.linspace(0.0, 1.0, 9)
+    seen = np.array([[x, y, 0.0] for x in side for y in (0.2, 0.45, 0.8)])
+    target = np.where(np.abs(seen[:, 0] - 0.5) < 0.06, -2.5, 0.3)
+    model = fit(seen, target, ORDERED, prior=Prior(noise=(0.01, 0.7)))
+    assert model.noise_variance < 0.1
+    valley = model.predict(np.array([[0.5, 0.6, 0.0], [0.2, 0.6, 0.0]]))[0]
+    assert valley[0] < valley[1] - 1.5
+
+
+def test_surprises_are_those_of_fits_without_the_row() -> None:
+    seen = rows(14)
+    target = values(seen) - values(seen).mean()
+    target[3] -= 3.0
+    model = fit(seen, target, ORDERED, noise=0.2)
+    others = np.arange(14) != 3
+    kernel = model.regressor.kernel_.k1
+    covariance = kernel(seen[others]) + (0.2**2 + 1e-8) * np.eye(13)
+    across = kernel(seen[[3]], seen[others])
+    mean = across @ np.linalg.solve(covariance, target[others])
+    variance = kernel(seen[[3]]) - across @ np.linalg.solve(covariance, across.T) + 0.2**2
+    expected = float((target[3] - mean)[0] / np.sqrt(variance[0, 0]))
+    assert model.surprises()[3] == pytest.approx(expected, rel=1e-4)
+    assert model.surprises()[3] < -2.0
