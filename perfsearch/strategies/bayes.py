@@ -67,6 +67,12 @@ class Bayes(Strategy):
     the largest expected effect spread out. Proposals whose trials have not ended are believed to
     lie at the predicted mean (Ginsbourger et al., 2010, call it the kriging believer). Where the
     runner predicts costs, the process models the ratio to its prediction.
+
+    A smooth model is blind to a narrow valley, and three rules make up for it. In a space small
+    enough to be scored whole, every other early proposal is spread out while the model promises
+    little. While the best trial lies far below what the others let expect of it, every other
+    proposal stays within two steps of it. Before the end, what a forest of randomised trees
+    (``_trees.Forest``) still promises is tried.
     """
 
     @dataclass(frozen=True)
@@ -82,8 +88,9 @@ class Bayes(Strategy):
             max_samples: proposals after which it ends; ``None`` leaves that to the budget.
             xi: improvement, relative, that a proposal must promise beyond the best so far.
             min_gain: it ends when no configuration promises a larger relative gain than this,
-                also after some trials where the model is least sure, provided that the model
-                explains the costs to 5%; 0 never ends for that reason.
+                also after up to six trials in a row where the model is least sure or a forest of
+                trees sees more, provided that the model explains the costs to 5%; 0 never ends
+                for that reason.
             warm_start: an earlier search of a similar job (the same runner, knobs of the same
                 names) to start from: its run directory, or its run in MLflow by id; ``auto`` takes
                 the most similar one in the tracking store; ``None``: none.
