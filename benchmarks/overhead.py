@@ -7,8 +7,9 @@ Arms: ``plain`` (DistributedDataParallel alone, twice), ``tuned`` (a model that
 ``perfsearch.autotune`` has finished with), ``watched`` (the same with ``retune_on_drift``: every
 step is timed), ``instrumented`` (as ``perfsearch-run --knobs`` leaves a script) and ``scored`` (as
 ``perfsearch-run --search`` times one: phases and losses of every step). Every round trains a block
-of steps in each arm, in an order that is drawn anew; the interval is that of the median ratio of
-blocks of the same round, without assumptions on its distribution.
+of steps in each arm, in an order that is drawn anew; a block is compared with the mean of the two
+plain blocks of its round (the second plain arm with the first), and the interval is that of the
+median ratio, without assumptions on its distribution.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--steps", type=int, default=20, help="steps of a block")
-    parser.add_argument("--rounds", type=int, default=400, help="most rounds")
+    parser.add_argument("--rounds", type=int, default=100_000, help="most rounds")
     parser.add_argument("--seconds", type=float, default=150.0)
     passed = os.environ.get(ARGUMENTS_VARIABLE)
     return parser.parse_args(None if passed is None else json.loads(passed))
@@ -230,8 +231,9 @@ def run_rank() -> int:
         print(f"\n{rounds} rounds of {options.steps} steps; {1e3 * statistics.median(base):.3f} ms")
         print("| arm | over plain, median of paired blocks | 95% interval | upper end below 1% |")
         print("|---|---|---|---|")
+        both = [(a + b) / 2 for a, b in zip(base, arms["plain again"].seconds, strict=True)]
         for kind in kinds[1:]:
-            pairs = zip(arms[kind].seconds, base, strict=True)
+            pairs = zip(arms[kind].seconds, base if kind == "plain again" else both, strict=True)
             middle, low, high = interval([math.log(a / b) for a, b in pairs])
             verdict = "yes" if high < 0.01 else "NO"
             print(f"| {kind} | {middle:+.2%} | {low:+.2%} to {high:+.2%} | {verdict} |")

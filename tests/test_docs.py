@@ -75,3 +75,13 @@ def test_the_recipe_for_a_strategy_works_as_it_is_written(monkeypatch, tmp_path)
     assert asked[9] is None
     assert len({tuple(point.values()) for point in asked[:9]}) == 9
     assert strategy.stop_reason
+
+
+def test_every_benchmark_and_every_result_is_listed():
+    directory = ROOT / "benchmarks"
+    text = (directory / "README.md").read_text()
+    scripts = {p.name for p in directory.glob("*.py") if not p.name.startswith("_")}
+    assert set(re.findall(r"^\| `(\w+\.py)`", text, re.MULTILINE)) == scripts
+    assert set(re.findall(r"\(results/(\w+\.md)\)", text)) == {
+        p.name for p in (directory / "results").glob("*.md")
+    }

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from perfsearch.parallel.soap.configuration import Plan
-from perfsearch.search.hints import WalkRequest
+from perfsearch.search.hints import PROPAGATION, WalkRequest
 
 if TYPE_CHECKING:
     from perfsearch.parallel.soap.simulator import Found, Simulator
 
 PROPOSALS = 200_000
 ALPHA = 1.0
-PROPAGATION = 0.25
 RETURNS = 100
 """Times that a chain goes back to its best plan, unless it is told when to."""
 

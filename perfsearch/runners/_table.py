@@ -43,7 +43,7 @@ class Entry:
     Attributes:
         configuration: the knobs' values.
         status: how most of its visits ended; ``ok`` on a tie.
-        step_seconds: raw step times of every visit that ended like that.
+        visits: raw step times, a list for each visit that ended like that.
         samples_per_step: the global batch, ``None`` where the table does not tell.
         world_size: number of ranks.
         peak_allocated_gib: largest over the visits.
@@ -58,7 +58,7 @@ class Entry:
 
     configuration: dict[str, Value]
     status: Status
-    step_seconds: list[float] = field(default_factory=list)
+    visits: list[list[float]] = field(default_factory=list)
     samples_per_step: int | None = None
     world_size: int = 1
     peak_allocated_gib: float | None = None
@@ -68,6 +68,12 @@ class Entry:
     trial_seconds: float | None = None
     reason: str = ""
     is_baseline: bool = False
+
+    @property
+    def true_step_seconds(self) -> float | None:
+        """Median over the visits of their median steps; ``None`` where nothing was timed."""
+        medians = [statistics.median(steps) for steps in self.visits]
+        return statistics.median(medians) if medians else None
 
 
 @dataclass(frozen=True)
@@ -228,14 +234,14 @@ def _pool(point: dict[str, Value], rows: Sequence[Row]) -> Entry:
     if status not in (Status.OK, Status.PRUNED):
         return entry
     times_ms = [row.positive("step_ms") for row in kept]
-    entry.step_seconds = [ms / 1e3 for times in times_ms for ms in times]
+    entry.visits = [[ms / 1e3 for ms in times] for times in times_ms if times]
     rates = [rate for row in kept for rate in row.positive("samples_per_s")]
-    if not entry.step_seconds and not rates:
+    if not entry.visits and not rates:
         raise kept[0].refusal("step_ms", f"A row with status {status} needs it, or samples_per_s.")
-    if not entry.step_seconds:  # a rate alone: serve a step of one sample
-        entry.step_seconds, entry.samples_per_step = [1.0 / rate for rate in rates], 1
+    if not entry.visits:  # a rate alone: serve a step of one sample
+        entry.visits, entry.samples_per_step = [[1.0 / rate] for rate in rates], 1
     elif rates:
-        first_s = [ms / 1e3 for ms in times_ms[0]] or entry.step_seconds
+        first_s = [ms / 1e3 for ms in times_ms[0]] or entry.visits[0]
         entry.samples_per_step = max(1, round(rates[0] * statistics.median(first_s)))
     return entry
 

@@ -75,7 +75,8 @@ class Replay(Runner):
     """Serves the rows of a table; what a trial sees depends on the seed, the trial's number, its
     attempt and its configuration, and on nothing else.
 
-    Step times are drawn with replacement from those recorded for the configuration.
+    Step times are drawn with replacement from those recorded for the configuration; where it was
+    visited several times, from those of one visit, drawn for the trial.
 
     Where more than half of the table's knobs, and at least two, are those of ``runner=ddp``,
     ``zero`` or ``deepspeed``, a strategy is told of them what that runner would tell, and nothing
@@ -185,20 +186,23 @@ class Replay(Runner):
         return Outcome(Status.OK, measurement, extra=extra)
 
     def true_step_seconds(self, configuration: Configuration) -> float | None:
-        """Median recorded step time without noise, for benchmarks; ``None`` for a failure."""
-        entry = self._entries[key_of(self.space.canonical(configuration))]
-        return statistics.median(entry.step_seconds) if entry.step_seconds else None
+        """Recorded step time without noise, for benchmarks; ``None`` for a failure."""
+        return self._entries[key_of(self.space.canonical(configuration))].true_step_seconds
 
     def _draw(self, entry: Entry, plan: Plan) -> tuple[list[float], bool]:
         words = f"{self.seed}|{plan.number}|{plan.attempt}|{key_of(entry.configuration)}"
         digest = hashlib.blake2b(words.encode(), digest_size=16).digest()
         generator = np.random.default_rng(int.from_bytes(digest, "big"))
-        median = statistics.median(entry.step_seconds)
+        median = entry.true_step_seconds
+        assert median is not None
+        recorded = entry.visits[0]
+        if len(entry.visits) > 1:
+            recorded = entry.visits[int(generator.integers(len(entry.visits)))]
         factor = math.exp(self.options.process_noise * float(generator.standard_normal()))
         fewest, most = plan.scored_steps
         steps: list[float] = []
         while len(steps) < fewest or (len(steps) < most and sum(steps) < plan.scored_seconds):
-            drawn = entry.step_seconds[int(generator.integers(len(entry.step_seconds)))]
+            drawn = recorded[int(generator.integers(len(recorded)))]
             spread = median + self.options.noise * (drawn - median)
             steps.append(factor * max(spread, _LEAST_STEP_SHARE * median))
             if _surely_above(steps, plan.stop_above_cost_s):

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from perfsearch.config_options import build_options
 from perfsearch.parallel import torch_features
 from perfsearch.parallel.soap import strategy_file
-from perfsearch.parallel.soap.configuration import Plan, PlanError, data_parallel
-from perfsearch.parallel.soap.coverage import coverage
+from perfsearch.parallel.soap.configuration import Plan
 from perfsearch.runners import (
     _soap_export,
     _soap_operators,
@@ -29,7 +28,7 @@ from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints, Prediction, Walk, WalkRequest
 from perfsearch.search.knob import Configuration, Value
 from perfsearch.search.space import Space, key_of
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.search.trial import Trial
 from perfsearch.workers import devices, registry
 from perfsearch.workers.environment import Environment, detect
 from perfsearch.workloads.spec import WorkloadSpec
@@ -37,6 +36,7 @@ from perfsearch.workloads.spec import WorkloadSpec
 if TYPE_CHECKING:
     from perfsearch.config import Settings
     from perfsearch.parallel.soap.simulator import Simulator
+    from perfsearch.runners._soap_job import Job
     from perfsearch.view import View
 
 
@@ -108,22 +108,24 @@ class Soap(Runner):
         self.baseline: dict[str, Value] = {}
         self.pinned: dict[str, Value] = {}
         self._ranks = Ranks(environment, self.hardware, self.workload)
-        self._start: dict[str, Value] | None = None
         self._trials: Sequence[Trial] = ()
-        self._inputs: _soap_tables.Inputs | None = None
-        self._simulator: Simulator | None = None
+        self._job: Job | None = None
+
+    @property
+    def job(self) -> Job:
+        """What is known of the job; there after ``open``."""
+        assert self._job is not None
+        return self._job
 
     @property
     def inputs(self) -> _soap_tables.Inputs:
         """Graph, machine and costs; known after ``open``."""
-        assert self._inputs is not None
-        return self._inputs
+        return self.job.inputs
 
     @property
     def simulator(self) -> Simulator:
         """Predicts; there after ``open``."""
-        assert self._simulator is not None
-        return self._simulator
+        return self.job.simulator
 
     def open(self, run_dir: Path) -> None:
         """End what a killed controller left behind, describe the job, and set up the space."""
@@ -139,7 +141,7 @@ class Soap(Runner):
             BadInputError: the job cannot be captured, or a file does not fit it.
 
         """
-        from perfsearch.parallel.soap.simulator import Simulator
+        from perfsearch.runners._soap_job import Job
 
         if self._given is not None:
             inputs = self._given
@@ -154,48 +156,9 @@ class Soap(Runner):
                 self.devices,
                 self._profile,
             )
-        self._inputs = _soap_tables.limited(inputs, self.options.device_memory_gib)
-        graph = self.inputs.graph
-        self.coverage = coverage(graph)
-        refusal = self.coverage.refusal(self.options.min_coverage)
-        if refusal is not None:
-            raise BadInputError(f"runner.min_coverage={self.options.min_coverage:g}: {refusal}")
-        start = data_parallel(graph, range(self.devices))
-        imported = self._imported()
-        allowed = _soap_plans.allowed(graph, start, self.options.knobs, self.devices)
-        extra = (start,) if imported is None else (start, imported)
-        roles = _soap_tables.roles_of(self.options.split)
-
-        def simulator() -> Simulator:
-            inputs, cost_of = self.inputs, self.inputs.cost_of(self.replays)
-            machine = inputs.machine
-            if self.replays:
-                machine = replace(machine, transfer_host_us=0.0, sync_host_us=0.0)
-            return Simulator(inputs.graph, machine, cost_of, roles, extra, allowed)
-
-        self._make_simulator = simulator
-        self._simulator = simulator()
-        problem = self.simulator.problem
-        searched, self.pinned = _soap_plans.knobs(problem, start, self.options.knobs)
-        self.space = Space(searched)
-        self.baseline = {knob.name: knob.default for knob in searched}
-        if imported is not None:
-            whole = _soap_plans.configuration_of(imported)
-            self._start = {name: whole[name] for name in self.baseline}
-
-    @property
-    def replays(self) -> bool:
-        """Whether steps are replayed, so that launching costs the host nothing."""
-        return self.options.cuda_graph and self.inputs.machine.can_replay
-
-    def _imported(self) -> Plan | None:
-        path = self.options.import_from
-        if path is None:
-            return None
-        try:
-            return _soap_report.import_plan(Path(path), self.inputs.graph, self.devices)
-        except PlanError as error:
-            raise BadInputError(f"runner.import_from={path}: {error}") from error
+        self._job = Job(inputs, self.options, self.devices)
+        self.space = Space(self._job.searched)
+        self.baseline, self.pinned = self._job.baseline, self._job.pinned
 
     def _profile(self, directory: Path, known: list[str], machine: bool) -> None:
         """Have the ranks capture the job and measure what is not known."""
@@ -204,11 +167,11 @@ class Soap(Runner):
     def measure(self, configuration: Configuration, plan: MeasuringPlan) -> Outcome:
         """Train the configuration."""
         text = strategy_file.dump(self.inputs.graph, self.plan(configuration), self.devices)
-        return self._ranks.train(text, self.replays, plan)
+        return self._ranks.train(text, self.job.replays, plan)
 
     def plan(self, configuration: Configuration) -> Plan:
         """The plan of a configuration of the space."""
-        return _soap_plans.plan_of({**self.pinned, **configuration})
+        return self.job.plan(configuration)
 
     def identity(self) -> dict[str, str]:
         """Model, ranks, devices and versions: what a result holds for."""
@@ -233,7 +196,7 @@ class Soap(Runner):
             baseline=dict(self.baseline),
             memory_limit_gib=self.inputs.machine.memory_gib,
             predict=lambda configuration: self.predict(configuration, trials),
-            start=self._start,
+            start=self.job.start,
             walk=self._walk,
             neighbours=_soap_plans.neighbours(self.inputs.graph, self.baseline),
         )
@@ -256,42 +219,18 @@ class Soap(Runner):
             f"{self.inputs.machine.memory_gib:.2f} GiB"
         )
 
-    def _calibrate(self) -> None:
-        """Let the measured baseline say what steps and tasks take beside what was timed.
-
-        The result is kept with the search's tables, so that it can be walked again without it.
-        """
-        baseline = next((t for t in self._trials if t.purpose is Purpose.BASELINE), None)
-        machine = self.inputs.machine
-        if machine.calibrated or baseline is None or baseline.status is not Status.OK:
-            return
-        assert baseline.measurement is not None
-        simulated = self.simulator.estimate(self.plan(self.baseline)).seconds
-        machine = _soap_report.calibrated(
-            machine, baseline.measurement, simulated, 2 * len(self.inputs.graph.planned)
-        )
-        self._inputs = replace(self.inputs, machine=machine)
-        machine.write(self._environment.run_dir / "soap" / _soap_tables.MACHINE)
-        self._simulator = self._make_simulator()
-
     def _walk(self, request: WalkRequest) -> Walk:
-        self._calibrate()
+        self.job.calibrate(self._trials, self._environment.run_dir / "soap")
         found = walk(self.simulator, self.plan(request.start), request)
-        # Operators that are pinned keep their configuration.
-        points = []
-        for _, plan in found.plans:
-            whole = _soap_plans.configuration_of(plan)
-            points.append({name: whole[name] for name in self.baseline})
-        if not points:
-            points = [dict(request.start)]
-        lines = [self.coverage.line(), _soap_report.walk_line(found)]
+        points = [self.job.searched_of(plan) for _, plan in found.plans] or [dict(request.start)]
+        lines = [self.job.coverage.line(), _soap_report.walk_line(found)]
         return Walk(points, found.series, "\n".join(lines))
 
     def simulate(self, settings: Settings, view: View) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
         directory = self._environment.run_dir / "soap"
         self.prepare(directory)
-        plan = self.plan({**self.baseline, **(self._start or {})})
+        plan = self.job.first_plan
         for line in _soap_report.simulation(self.simulator, plan):
             view.note(line)
         path = self._environment.run_dir / "timeline.json"
@@ -304,7 +243,7 @@ class Soap(Runner):
         self.prepare(self._environment.run_dir / "soap")
         options = settings.strategy.options
         proposals = options.get("proposals")
-        start = self.plan({**self.baseline, **(self._start or {})})
+        start = self.job.first_plan
         request = WalkRequest(
             {},
             proposals,

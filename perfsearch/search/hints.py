@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 
 from perfsearch.search.knob import Configuration, Value
 
+PROPAGATION = 0.25
+"""Share of a walk's proposals that carry a value over to a neighbour, where nobody asks for
+another; ``benchmarks/propagation.py`` found none better.
+"""
+
 
 @dataclass(frozen=True)
 class Prediction:

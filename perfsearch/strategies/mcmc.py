@@ -10,15 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from perfsearch.search.hints import Hints, WalkRequest
+from perfsearch.search.hints import PROPAGATION, Hints, WalkRequest
 from perfsearch.search.knob import Value, same_value
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.trial import Trial
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
-
-PROPAGATION = 0.25
-"""Share of proposals that carry a value over; ``benchmarks/propagation.py`` found none better."""
 
 _LONGEST_CARRY = 8
 """Knobs that one proposal changes at most."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.journal import JOURNAL, SCHEMA
+from perfsearch.search.journal import JOURNAL, JournalError, legible, read
 from perfsearch.search.trial import Trial
 from perfsearch.tracking import spool
 
@@ -20,39 +19,22 @@ def read_trials(run_dir: Path) -> list[Trial]:
     """Trials that the journal calls finished, by number; a later record of a number replaces it.
 
     Raises:
-        SyncError: there is no journal, its version is unknown, or a whole line is no record.
+        SyncError: there is no journal, or it cannot be read.
 
     """
     path = run_dir / JOURNAL
     if not path.is_file():
         raise SyncError(f"{path} does not exist. Give the run directory of a search.")
-    lines = path.read_text(errors="replace").split("\n")
     trials: dict[int, Trial] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-            if number == 1:
-                _check_schema(path, record)
-            if record.get("event") == "finished":
-                trial = Trial.from_json(record["trial"])
-                trials[trial.number] = trial
-        except SyncError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if number >= len(lines) - 1:
-                continue  # the last line was torn by a kill
-            raise SyncError(f"{path}, line {number}: not a journal record ({error})") from error
+    try:
+        for event in read(path)[1]:
+            with legible(path, event):
+                if event.name == "finished":
+                    trial = Trial.from_json(event.data["trial"])
+                    trials[trial.number] = trial
+    except JournalError as error:
+        raise SyncError(str(error)) from error
     return [trials[number] for number in sorted(trials)]
-
-
-def _check_schema(path: Path, header: Mapping[str, Any]) -> None:
-    if header.get("schema") != SCHEMA:
-        raise SyncError(
-            f"{path}: schema version {header.get('schema')!r}, but this version of perfsearch "
-            f"reads version {SCHEMA}. Use the version that wrote it."
-        )
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -30,8 +31,14 @@ def record(run_dir: Path, token: str, control_directory: Path) -> None:
 
 
 def forget(run_dir: Path, token: str) -> None:
-    """Strike a group that has ended."""
-    (run_dir / _DIRECTORY / f"{token}.json").unlink(missing_ok=True)
+    """Strike a group that has ended; the last one takes the directory with it."""
+    _remove(run_dir / _DIRECTORY / f"{token}.json")
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # others are in it, or it is gone
+        path.parent.rmdir()
 
 
 def reap(run_dir: Path, grace_s: float = 2.0) -> int:
@@ -50,7 +57,7 @@ def reap(run_dir: Path, grace_s: float = 2.0) -> int:
             control = Path(entry["control_directory"])
             pid, started = entry["controller"]
         except (ValueError, KeyError, TypeError):
-            path.unlink(missing_ok=True)  # nothing can be learnt from it
+            _remove(path)  # nothing can be learnt from it
             continue
         if host != socket.gethostname():
             continue

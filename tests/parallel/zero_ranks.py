@@ -1,6 +1,7 @@
 """What each of several gloo ranks runs for ``test_zero``: configurations one after another."""
 
 import tempfile
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ def run(rank, directory, world_size, workload, half, configurations):
              for c in configurations]  # fmt: skip
     torch.save(found, Path(directory) / f"rank{rank}.pt")
     groups.destroy()
+    time.sleep(0.1)  # pytorch#190489: see perfsearch/ending.py
 
 
 def one(trainer, request):
@@ -78,6 +80,7 @@ def run_form(rank, directory, world_size, forms):
         found.append({k.removeprefix("module."): v.clone() for k, v in weights.items()})
     torch.save(found, Path(directory) / f"rank{rank}.pt")
     groups.destroy()
+    time.sleep(0.1)  # pytorch#190489: see perfsearch/ending.py
 
 
 def launch_forms(directory, world_size, forms):

@@ -124,6 +124,21 @@ def test_noise_zero_serves_the_median_and_process_noise_moves_whole_trials() -> 
     assert 0.05 < statistics.stdev(medians) < 0.2
 
 
+def test_a_trial_sees_one_of_several_visits(tmp_path: Path) -> None:
+    rows = ["1,10.0 11.0,400", "1,20.0 21.0,200", "1,30.0 31.0,133", "2,50.0 51.0,80"]
+    header = "micro_batch,step_ms,samples_per_s"
+    runner = replay(write(tmp_path, "\n".join([header, *rows, ""])))
+    assert runner.true_step_seconds({"micro_batch": 1}) == pytest.approx(0.0205)
+    seen = set()
+    for number in range(30):
+        measured = runner.measure({"micro_batch": 1}, Plan(number=number)).measurement
+        assert measured is not None
+        tens = {round(s * 1e3) // 10 for s in measured.step_seconds}
+        assert len(tens) == 1
+        seen |= tens
+    assert seen == {1, 2, 3}
+
+
 def test_failures_are_served_as_recorded() -> None:
     runner = replay()
     outcome = runner.measure({**runner.baseline, "micro_batch": 48}, Plan(number=2))

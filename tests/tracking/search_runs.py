@@ -49,7 +49,8 @@ def write_journal(run_dir: Path, trials: list[Trial], torn: str = "") -> None:
             {"event": "asked", "configuration": one.configuration},
             {"event": "finished", "trial": one.to_json()},
         ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
+    numbered = [line if n == 0 else {"n": n, **line} for n, line in enumerate(lines)]
+    text = "".join(json.dumps(line) + "\n" for line in numbered)
     (run_dir / "journal.jsonl").write_text(text + torn)
 
 

@@ -142,9 +142,9 @@ def test_a_running_search_is_not_touched(store, capsys):
     ("content", "message"),
     [
         (None, "does not exist"),
-        ('{"schema": 99}\n', "schema version 99"),
-        ('{"schema": 1}\nrubbish\n{"event": "asked"}\n', "line 2: not a journal record"),
-        ('{"schema": 1}\n{"event": "finished", "trial": {}}\n{"a": 1}\n', "line 2"),
+        ('{"schema": 99}\n', "journal schema 99"),
+        ('{"schema": 1}\nrubbish\n{"event": "asked"}\n', "line 2 is damaged"),
+        ('{"schema": 1}\n{"n": 1, "event": "finished", "trial": {}}\n', "line 2 (finished)"),
     ],
 )
 def test_bad_input_is_told_and_ends_with_2(tmp_path, capsys, content, message):

@@ -87,6 +87,7 @@ def _nanoseconds(microseconds: float) -> int:
 
 def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
     machine = problem.machine
+    bucket = tasks.bucket_bytes(problem.graph, machine)
     class_first, layout_first = [0], [0]
     parts, devices, groups, times = _Pool(), _Pool(), _Pool(), _Pool()
     configs: list[list[int]] = []
@@ -112,7 +113,9 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
                 groups.add([len(group), packing, *group])
             for chosen in lists:
                 sums = [
-                    _nanoseconds(tasks.sync_us(machine, tuple(chosen[m] for m in group), size))
+                    _nanoseconds(
+                        tasks.sync_us(machine, tuple(chosen[m] for m in group), size, bucket)
+                    )
                     for group, size in layout.syncs
                 ]
                 record = [layouts, len(chosen), devices.add(chosen), rows, len(sums), at]

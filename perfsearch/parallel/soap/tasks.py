@@ -25,6 +25,7 @@ from perfsearch.parallel.soap.layouts import (
     placements,
 )
 from perfsearch.parallel.soap.machine import KINDS, Machine
+from perfsearch.parallel.soap.placement import parameters
 from perfsearch.parallel.soap.rules import input_rectangle
 from perfsearch.parallel.soap.tables import Integers, Reals
 
@@ -206,12 +207,28 @@ def curves_of(machine: Machine) -> Reals:
     return np.concatenate([np.array(CURVE_BYTES, dtype=np.float64), times.ravel()])
 
 
-def sync_us(machine: Machine, devices: tuple[int, ...], size: int) -> float:
-    """Time of summing a gradient over devices; small ones share a bucket's latency."""
+def bucket_bytes(graph: Graph, machine: Machine) -> int:
+    """Size of the buckets in which small gradients are summed: what there is, up to the limit."""
+    limit = math.ceil(machine.bucket_mib * 2**20)
+    sizes = (
+        item_bytes(p.dtype) * math.prod(p.shape) for p in parameters(graph).values() if p.trained
+    )
+    return min(limit, sum(size for size in sizes if size < limit))
+
+
+def sync_us(machine: Machine, devices: tuple[int, ...], size: int, bucket: int) -> float:
+    """Time of summing a gradient over devices; small ones share a bucket's latency.
+
+    Args:
+        machine: has the times of collectives.
+        devices: that hold the gradient.
+        size: of the gradient, bytes.
+        bucket: by ``bucket_bytes``.
+
+    """
     nodes = {device // machine.devices_per_node for device in devices}
     curves = machine.across if len(nodes) > 1 else machine.within
     curve = machines.at_members(curves["all_reduce"], len(devices))
-    bucket = machine.bucket_mib * 2**20
     if size >= bucket:
         return machines.at_size(curve, size)
     return machines.at_size(curve, bucket) * size / bucket

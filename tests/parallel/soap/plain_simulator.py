@@ -7,7 +7,7 @@ from perfsearch.parallel.soap.configuration import part_rectangles
 from perfsearch.parallel.soap.layouts import gradients, item_bytes, layout, owned_keys
 from perfsearch.parallel.soap.rectangles import intersection, volume
 from perfsearch.parallel.soap.rules import input_rectangle
-from perfsearch.parallel.soap.tasks import pack_us, sync_us
+from perfsearch.parallel.soap.tasks import bucket_bytes, pack_us, sync_us
 
 
 def simulate(graph, machine, cost_of, plan):
@@ -111,8 +111,9 @@ class _Step:
             lines["host"][device] += round(1e3 * machine.sync_host_us)
             lines["device"][device] += round(1e3 * pack_us(machine, size))
         begin = max(lines[n][d] for n in ("device", "host", sync) for d in members)
+        bucket = bucket_bytes(self.graph, machine)
         for device in members:
-            lines[sync][device] = begin + round(1e3 * sync_us(machine, members, size))
+            lines[sync][device] = begin + round(1e3 * sync_us(machine, members, size, bucket))
 
     def flows_back(self, edge):
         return gradients(self.graph, self.graph.by_name[edge[1]])[edge[2]]

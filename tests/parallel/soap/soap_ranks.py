@@ -1,6 +1,7 @@
 """What each of several gloo ranks runs: plans one after another, each against one process."""
 
 import random
+import time
 from contextlib import nullcontext
 
 import torch
@@ -146,6 +147,7 @@ def run_gpu(rank, directory, world, names, count):
     if rank == 0:
         torch.save(found, f"{directory}/found.pt")
     dist.destroy_process_group()
+    time.sleep(0.1)  # pytorch#190489: see perfsearch/ending.py
 
 
 def replayed(captured, plan, name, reference, device, groups):
@@ -237,6 +239,7 @@ def run_odd(rank, directory, world, names, count):
     if rank == 0:
         torch.save(found, f"{directory}/found.pt")
     dist.destroy_process_group()
+    time.sleep(0.1)  # pytorch#190489: see perfsearch/ending.py
 
 
 def launch(directory, world, name, count):
@@ -269,6 +272,7 @@ def run(rank, directory, world, name, count):
             torch.save((errors, controls, error_of.tables_by_rows), f"{directory}/found.pt")
     finally:
         dist.destroy_process_group()
+        time.sleep(0.1)  # pytorch#190489: see perfsearch/ending.py
 
 
 def _without_messages(captured, plan, name, reference):

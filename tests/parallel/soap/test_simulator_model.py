@@ -22,7 +22,7 @@ from perfsearch.parallel.soap.engine import ChainOptions
 from perfsearch.parallel.soap.graph import Graph, Role
 from perfsearch.parallel.soap.layouts import layout, owned_keys
 from perfsearch.parallel.soap.simulator import Simulator
-from perfsearch.parallel.soap.tasks import sync_us
+from perfsearch.parallel.soap.tasks import bucket_bytes, sync_us
 from perfsearch.parallel.soap.timeline import busy_lines, chrome_trace
 
 X = batch_input("x", (8, 16))
@@ -106,14 +106,24 @@ def test_what_stays_on_its_device_is_not_moved():
 
 def test_times_have_the_units_that_their_names_say():
     hardware = machine()
-    exact = sync_us(replace(hardware, bucket_mib=1e-6), (0, 1, 2, 3), 1 << 20)
+    exact = sync_us(hardware, (0, 1, 2, 3), 1 << 20, bucket=1)
     by_hand_us = 3 * 4 + 2 * 0.75 * (1 << 20) * 1e6 / (0.01 * 2**30)
     assert exact == pytest.approx(by_hand_us, rel=0.01)
 
 
 def test_sums_over_nodes_take_the_links_between_them():
-    hardware = replace(machine(per_node=2), bucket_mib=1e-6)
-    assert sync_us(hardware, (0, 1), 1 << 20) < sync_us(hardware, (1, 2), 1 << 20)
+    hardware = machine(per_node=2)
+    assert sync_us(hardware, (0, 1), 1 << 20, 1) < sync_us(hardware, (1, 2), 1 << 20, 1)
+
+
+def test_gradients_that_fill_no_bucket_pay_one_latency_together():
+    hardware, whole = machine(), 4 * (32 * 16 + 32) + 4 * (8 * 32 + 8)
+    assert bucket_bytes(PAIR, hardware) == whole
+    assert bucket_bytes(PAIR, replace(hardware, bucket_mib=2048 / 2**20)) == 4 * (32 + 8 * 32 + 8)
+    shares = [
+        sync_us(hardware, (0, 1), size, bucket=whole) for size in (whole // 4, 3 * whole // 4)
+    ]
+    assert sum(shares) == pytest.approx(sync_us(hardware, (0, 1), whole, bucket=1))
 
 
 def test_tasks_of_one_timeline_never_overlap():
