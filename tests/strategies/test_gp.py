@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perfsearch.strategies._gp import MixedKernel, Prior, fit
+from perfsearch.strategies._gp import Prior, fit
+from perfsearch.strategies._kernel import MixedKernel
 
 ORDERED = np.array([True, True, False])
 SHARE = np.array([1.0, 0.5, 0.8])
@@ -44,6 +45,15 @@ def test_covariance_is_positive_and_diag_agrees() -> None:
     covariance = kernel(points)
     assert np.allclose(np.diag(covariance), kernel.diag(points))
     assert np.linalg.eigvalsh(covariance).min() > -1e-9
+
+
+def test_covariance_across_is_that_within() -> None:
+    kernel = MixedKernel(
+        np.array([0.3, 1.0, 2.0]), np.array([0.3, 0.2, 0.4, 0.5, 0.6]), ORDERED, SHARE
+    )
+    points = rows(15)
+    points[5] = points[2]
+    assert np.allclose(kernel(points, points[:4]), kernel(points)[:, :4], atol=1e-12)
 
 
 def test_pairs_are_those_of_a_plain_double_loop() -> None:
