@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from perfsearch.workers.messages import LAUNCHER_REPORT
+from perfsearch.workers.messages import LAUNCHER_REPORT, TORCH_LOGS
 
 
 def torchrun_arguments(directory: Path, nproc: int) -> list[str]:
@@ -25,6 +25,7 @@ def torchrun_arguments(directory: Path, nproc: int) -> list[str]:
         f"--rdzv-endpoint={directory / 'rendezvous'}",
         f"--rdzv-id={directory.name}",
         "--local-addr=localhost",
+        f"--log-dir={directory / TORCH_LOGS}",  # by default a new one, never removed
     ]
 
 
