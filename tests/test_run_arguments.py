@@ -1,6 +1,8 @@
 import pytest
+from torch.distributed import run as torchrun
 
 from perfsearch import run
+from perfsearch.instrument.orders import ENTRY, VARIABLE
 from perfsearch.run_arguments import split
 from perfsearch.search.errors import BadInputError
 
@@ -99,3 +101,21 @@ def test_help_and_version(capsys):
     assert "--autotune-steps-per-sample" in capsys.readouterr().out
     assert run.main(["--version"]) == 0
     assert run.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--autotune"], ["--knobs", "knobs.json"], ["--no-python"]]
+)
+def test_torchruns_parser_never_sees_the_scripts_arguments(options, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "")  # put back afterwards
+    monkeypatch.setattr(torchrun, "run", started.append)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "knobs.json").write_text("{}")
+    words = ["--log", "x", "--nproc", "-m", "--", "--rdzv", *ODD]  # --log: --log-dir or --log_dir?
+    assert run.main(["--nproc-per-node", "2", *options, "train.py", *words]) == 0
+    plain = options == ["--no-python"]
+    assert started[0].training_script == ("train.py" if plain else ENTRY)
+    assert started[0].training_script_args == (words if plain else ["train.py", *words])
+    assert (started[0].nproc_per_node, started[0].module) == ("2", not plain)
