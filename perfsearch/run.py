@@ -69,6 +69,9 @@ def check(asked: RunArguments) -> None:
     if (asked.overrides or asked.preset) and not (asked.search or asked.knobs):
         option = "-o" if asked.overrides else "--preset"
         raise BadInputError(f"{option}: it belongs to --search (--preset also to --knobs).")
+    if (asked.maps or asked.map_files) and not (asked.search or asked.knobs):
+        option = "--map" if asked.maps else "--map-file"
+        raise BadInputError(f"{option}: it belongs to --search and to --knobs.")
     if asked.parsed.no_python and doing:
         raise BadInputError(
             f"--no-python --{doing[0]}: only a Python script can be reached from outside. Give the "
@@ -87,6 +90,10 @@ def check(asked: RunArguments) -> None:
             f"{asked.script}: a launcher, and perfsearch-run starts the ranks itself: "
             "perfsearch-run --nproc-per-node N SCRIPT ARGUMENTS. A DeepSpeed job may keep its "
             "launcher: perfsearch runner=deepspeed workload=script workload.command='deepspeed ...'"
+        )
+    if path.is_dir():
+        raise BadInputError(
+            f"{asked.script}: a directory, and a script is needed. A package is started by -m NAME"
         )
     if not path.is_file():
         near = f" There is {path}.py." if path.with_suffix(".py").is_file() else ""
@@ -116,9 +123,9 @@ def start(asked: RunArguments) -> int:
         )
     os.environ.update(planned.environment)
     if asked.autotune is not None:
-        from perfsearch.online.options import AutotuneOptions
+        from perfsearch.online import AutotuneOptions, beforehand
 
-        AutotuneOptions.from_mapping(asked.autotune)  # told here, not by every rank
+        beforehand.check(AutotuneOptions.from_mapping(asked.autotune))  # not by every rank
     if asked.parsed.no_python:
         return _torchrun(asked.parsed, asked.script, arguments)
     orders = Orders(
