@@ -182,12 +182,23 @@ def test_pinned_operators_stay_and_lists_bound(tmp_path, tables, opened):
         assert runner.plan(configuration)["table_0"].devices == (1,)
 
 
+def test_a_name_with_dots_comes_as_groups_from_the_command_line(opened):
+    asked = {"blocks": {0: {"up": "1x1@0"}}, "blocks.0.down": ["1x1@1"], "leave": "search"}
+    assert _soap_plans.by_operator(asked) == {
+        "blocks.0.up": "1x1@0", "blocks.0.down": ["1x1@1"], "leave": "search"
+    }  # fmt: skip
+    assert "top" in opened(knobs={"top": "search"}).space.by_name
+
+
 @pytest.mark.parametrize(
     ("runner", "words"),
     [
         ({"knobs": {"tpo": "1x1@0"}}, ["runner.knobs.tpo", "top"]),
         ({"knobs": {"top": "3x1@0"}}, ["runner.knobs.top=3x1@0", "2x1@0,1"]),
         ({"knobs": {"top": "nonsense"}}, ["runner.knobs.top=nonsense"]),
+        ({"knobs": {"top": "0x1@"}}, ["runner.knobs.top=0x1@", "PARTS@DEVICES", "2x1@0,1"]),
+        ({"knobs": {"top": None}}, ["runner.knobs.top=null", "PARTS@DEVICES"]),
+        ({"knobs": {"top": {}}}, ["runner.knobs.top={}", "PARTS@DEVICES"]),
     ],
 )
 def test_a_pin_that_cannot_be_is_refused(opened, runner, words):
