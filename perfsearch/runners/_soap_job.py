@@ -46,6 +46,11 @@ class Job:
         self._devices = devices
         self.inputs = _soap_tables.limited(inputs, options.device_memory_gib)
         graph = self.inputs.graph
+        if not graph.planned:
+            raise BadInputError(
+                "runner=soap: nothing to parallelise: the loss is computed from the batch alone, "
+                "by no operator that has a parameter before it. Give a model that trains some"
+            )
         self.coverage = coverage(graph)
         refusal = self.coverage.refusal(options.min_coverage)
         if refusal is not None:

@@ -1,6 +1,7 @@
 """The runner on saved tables: no process is started, trials are simulated."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from parallel.soap import synthetic
 
 from perfsearch.assemble import build_runner, strategy_factory
 from perfsearch.config import validate
-from perfsearch.parallel.soap import strategy_file
+from perfsearch.parallel.soap import graph_file, strategy_file
 from perfsearch.parallel.soap.axes import Whole
 from perfsearch.parallel.soap.configuration import data_parallel
 from perfsearch.parallel.soap.costs import CostTable, shards_of
@@ -237,6 +238,15 @@ def test_a_model_without_rules_is_refused_with_its_operators_named(tmp_path, ope
     costs = CostTable("a card", "2.13")
     Inputs(graph, synthetic.machine(devices=DEVICES), costs).write(tables)
     with pytest.raises(BadInputError, match="odd"):
+        opened()
+
+
+def test_a_model_without_operators_is_refused(opened, tables):
+    path = tables / "graph.json"
+    found = graph_file.parse(path.read_text())
+    inputs = frozenset(operator.name for operator in found.operators)
+    path.write_text(graph_file.dump(replace(found, inputs=inputs)))
+    with pytest.raises(BadInputError, match="nothing to parallelise"):
         opened()
 
 
