@@ -22,7 +22,7 @@ def open_knobs(words: Sequence[str]) -> list[str]:
         words: of a command line, options among them.
 
     """
-    chosen = dict(match.groups() for word in words if (match := _CHOICE.match(word)))
+    chosen = {match[1]: match[2] for word in words if (match := _CHOICE.match(word))}
     if chosen.get("runner") != "soap" and chosen.get("workload") != "script":
         return list(words)
     return [f"{FORCE}{word}" if _KNOB.match(word) else word for word in words]

@@ -262,7 +262,8 @@ def _check_curves(side: str, curves: Mapping[str, Curve], needed: bool) -> None:
         raise MachineError(f"{side}.{unknown[0]}: unknown; known: {', '.join(KINDS)}")
     for kind in KINDS if needed else ():
         if not curves.get(kind):
-            raise MachineError(f"{side}.{kind}: no curve, and there is more than one device")
+            of = "device" if side == "within" else "node"
+            raise MachineError(f"{side}.{kind}: no curve, and there is more than one {of}")
     for kind, curve in curves.items():
         for members, points in curve.items():
             _check_points(f"{side}.{kind}.{members}", points)
