@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perfsearch.instrument.facts import Facts
+from perfsearch.instrument.orders import FIRST_LOSSES
 from perfsearch.runners._script_group import Message, ScriptGone, ScriptGroup
 from perfsearch.runners.base import Plan
 from perfsearch.search.knob import Value
 from perfsearch.search.trial import Measurement, Status
 from perfsearch.workers.results import combine
 from perfsearch.workers.settling import is_steady, steps_to_fill
-
-FIRST_LOSSES = 5
-"""Steps after the first whose losses are compared; the first is before the common start."""
 
 MAX_DISCARDED = 8
 
