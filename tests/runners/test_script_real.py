@@ -93,6 +93,18 @@ def test_configurations_are_tried_inside_one_start_and_across_starts(bench):
     assert "Traceback" not in (one.directory / "logs" / "0000" / "rank0.log").read_text()
 
 
+def test_a_script_that_runs_out_of_steps_is_started_again(bench):
+    one = bench("--steps", "100", map=())
+    for number in range(9):  # of at least twelve steps each
+        outcome = one.measure(bucket_cap_mb=(25.0, 1.0)[number % 2])
+        assert (outcome.status, outcome.reason) == (Status.OK, "")
+        if outcome.fresh_process:
+            break
+    assert number >= 1 and outcome.fresh_process
+    assert outcome.measurement.in_force["bucket_cap_mb"] == (25.0, 1.0)[number % 2]
+    assert one.runner._runs.sound is True
+
+
 def test_a_script_that_cannot_be_taken_back_is_started_again(bench):
     one = bench("--fault", "remembers", map=())
     first = one.measure()

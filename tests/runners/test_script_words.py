@@ -1,10 +1,12 @@
 """Failures of scripts in words, exports, and which runner a script calls for."""
 
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.mapping import Mapped
 from perfsearch.run_arguments import split
 from perfsearch.run_search import runner_for, search, workload
@@ -12,7 +14,8 @@ from perfsearch.runners import _script_export
 from perfsearch.runners._script_failures import outcome, require_ranks_together
 from perfsearch.runners._script_group import ScriptGone
 from perfsearch.runners._script_options import ScriptOptions
-from perfsearch.runners._script_window import EndedError, receive_steps
+from perfsearch.runners._script_window import EndedError, Start, receive_steps, score
+from perfsearch.runners.base import Plan
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.trial import Status
 from perfsearch.workers.environment import Hardware
@@ -34,6 +37,9 @@ class Group:
 
     def why_gone(self, gone):
         return self._failure
+
+    def send(self, order):
+        self.told = order
 
     def receive(self, event, limit_s):
         return self._messages
@@ -72,7 +78,16 @@ def test_ranks_that_part_are_counted():
 )
 def test_a_script_that_ends_too_early_says_so(messages, says):
     with pytest.raises(EndedError, match=says):
-        receive_steps(Group(messages=messages), 1.0)
+        receive_steps(Group(messages=messages), Plan(1), 1.0)
+
+
+def test_a_script_that_ends_too_early_says_how_much_would_do():
+    group = Group(messages=[{"event": "ended", "step": 64}] * 2)
+    with pytest.raises(EndedError, match=r"after 3 to 8 steps and covers 8 to 60.* 1 s: 68 steps"):
+        receive_steps(group, Plan(1), 1.0)
+    start = Start(Facts(), seconds=[0.5, 0.005, 0.005])
+    with pytest.raises(EndedError, match=r"made 64 steps.*settled and 60 of 5 ms.*, 63 steps"):
+        score(group, Plan(1), start, time.monotonic() + 1.0, lambda facts: {})
 
 
 def test_ranks_that_train_apart_are_refused():
