@@ -158,8 +158,8 @@ def score(
     settled, step_s = len(start.seconds), start.seconds[-1]
     needed = (
         f"{settled} steps until step times have settled and {count} of {1e3 * step_s:.3g} ms to "
-        f"measure were {settled + count} steps and {sum(start.seconds) + count * step_s:.2g} s here; "
-        f"{MAX_DISCARDED + plan.scored_steps[1]} steps are always enough"
+        f"measure were {settled + count} steps and {sum(start.seconds) + count * step_s:.2g} s "
+        f"here; {MAX_DISCARDED + plan.scored_steps[1]} steps are always enough"
     )
     messages = _all_the_same(found, needed)
     for place in range(count):
