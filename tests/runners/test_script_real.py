@@ -146,6 +146,15 @@ def test_what_stops_trial_0_is_told_with_the_log(bench, arguments, status, says)
     assert Path(outcome.log_path).exists() and outcome.measurement is None
 
 
+def test_a_launcher_that_refuses_its_options_says_so_at_once(bench, monkeypatch):
+    monkeypatch.setenv("PET_MONITOR_INTERVAL", "abc")  # where torchrun takes its defaults from
+    outcome = bench(map=()).measure()
+    assert outcome.status is Status.INVALID  # so that it is not started again
+    assert "torchrun refused its options" in outcome.reason and "'abc'" in outcome.reason
+    assert "PET_MONITOR_INTERVAL" in outcome.reason
+    assert "'abc'" in Path(outcome.log_path).read_text()
+
+
 def test_a_map_that_the_script_refuses_is_named(bench):
     one = bench(map=("depth=--depth",), knobs={"depth": [2, 4], "bucket_cap_mb": "search"})
     assert one.measure().status is Status.OK

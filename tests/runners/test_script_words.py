@@ -29,6 +29,7 @@ class Group:
 
     def __init__(self, failure=None, steps=(0, 0), ended=(), tail="", messages=()):
         self.nproc, self.logs, self.log = 2, Path("logs"), Path("logs/rank0.log")
+        self.launcher_log = Path("logs/launcher.log")
         self.steps, self.ended = list(steps), list(ended)
         self._failure, self._tail, self._messages = failure, tail, list(messages)
 
@@ -51,6 +52,22 @@ def test_a_refused_argument_names_the_map_that_is_to_blame():
     found = outcome(Group(failure, tail=tail), ScriptGone(), {}, MAPS)
     assert found.status is Status.INVALID
     assert "unrecognized arguments: --bs 4 (from --map micro_batch=--bs)" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "says"),
+    [
+        ("launcher: launch.py: error: argument --x: invalid value", Status.INVALID,
+         "torchrun refused its options: argument --x: invalid value (it takes options from the "
+         "environment, too: PET_X)"),
+        ("launcher: OSError: [Errno 28]", Status.INFRASTRUCTURE, "launcher: OSError: [Errno 28]"),
+    ],
+)  # fmt: skip
+def test_only_what_the_launcher_refuses_is_not_started_again(monkeypatch, reason, status, says):
+    monkeypatch.setenv("PET_X", "1")
+    found = outcome(Group(Failure(Status.INFRASTRUCTURE, reason)), ScriptGone(), {}, [])
+    assert (found.status, found.reason) == (status, says)
+    assert found.log_path == str(Path("logs/launcher.log"))
 
 
 def test_a_script_that_makes_no_step_is_told_what_a_step_is():
@@ -86,7 +103,10 @@ def test_a_script_that_ends_too_early_says_how_much_would_do():
     with pytest.raises(EndedError, match=r"after 3 to 8 steps and covers 8 to 60.* 1 s: 68 steps"):
         receive_steps(group, Plan(1), 1.0)
     start = Start(Facts(), seconds=[0.5, 0.005, 0.005])
-    with pytest.raises(EndedError, match=r"made 64 steps.*settled and 60 of 5 ms.* 63 steps and .* s here; 68 steps"):
+    with pytest.raises(
+        EndedError,
+        match=r"made 64 steps.*settled and 60 of 5 ms.* 63 steps and .* s here; 68 steps",
+    ):
         score(group, Plan(1), start, time.monotonic() + 1.0, lambda facts: {})
 
 
