@@ -1,4 +1,4 @@
-"""Surfaces with a known truth: recorded tables, and three synthetic ones."""
+"""Surfaces with a known truth: recorded tables, and four synthetic ones."""
 
 from __future__ import annotations
 
@@ -226,6 +226,23 @@ def ridge() -> Surface:
     return _synthetic("ridge", knobs, seconds, noise=0.02, drift=0.01)
 
 
+def ridge_tuning() -> Surface:
+    """A ridge of the same kind with other numbers, to tune on. 2% noise between steps."""
+    knobs = [
+        _ordinal("tile", [float(round(1.3**i, 3)) for i in range(20)], 1.0),
+        _ordinal("depth", [float(round(1.2**i, 3)) for i in range(22)], 1.0),
+        Knob("mode", Kind.CATEGORICAL, "a", ("a", "b", "c")),
+    ]
+
+    def seconds(u: Mapping[str, float], c: Configuration) -> float:
+        shift = {"a": 0.0, "b": 0.2, "c": -0.1}[str(c["mode"])]
+        across = u["tile"] + 0.8 * u["depth"] - 0.95 + shift
+        along = u["tile"] - u["depth"] + 0.4
+        return 0.1 * math.exp(0.45 * (1 - math.exp(-((across / 0.09) ** 2))) + 0.2 * along**2)
+
+    return _synthetic("ridge_tuning", knobs, seconds, noise=0.02, drift=0.01)
+
+
 def surfaces() -> dict[str, Callable[[], Surface]]:
     """Makers of every surface by name: measured tables of ``tests/data``, then synthetic ones.
 
@@ -239,5 +256,6 @@ def surfaces() -> dict[str, Callable[[], Surface]]:
             continue
         tolerance = 0.05 if "tcp" in path.stem else 0.02
         makers[path.stem] = lambda path=path, tolerance=tolerance: recorded(path, tolerance)
-    makers.update(interactions=interactions, half_space=half_space, ridge=ridge)
+    synthetic = (interactions, half_space, ridge, ridge_tuning)
+    makers.update({maker.__name__: maker for maker in synthetic})
     return makers

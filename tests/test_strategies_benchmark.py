@@ -82,4 +82,5 @@ def test_a_searchs_own_trials_are_no_surface() -> None:
         "interactions",
         "half_space",
         "ridge",
+        "ridge_tuning",
     }

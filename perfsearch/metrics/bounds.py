@@ -119,85 +119,90 @@ def bound_of(found: Sequence[Bound], knobs: Iterable[Knob]) -> float | None:
     return gain_of(min(1.0, sum(bound.share for bound in found if names[bound.part])))
 
 
-def _step_ms(measurement: Measurement) -> float:
-    return measurement.bottleneck_evidence["with_everything_ms"]
+def _share(ms: float, step_ms: float) -> float:
+    return min(1.0, max(0.0, ms / step_ms))
 
 
-def _share(measurement: Measurement, ms: float) -> float:
-    return min(1.0, max(0.0, ms / _step_ms(measurement)))
+def _detailed_ms(measurement: Measurement) -> float:
+    """The step in the window in which phases were told apart."""
+    evidence = measurement.bottleneck_evidence
+    return evidence.get("detailed_step_ms", evidence["with_everything_ms"])
 
 
 def _phase(measurement: Measurement, *names: str) -> tuple[float, float]:
-    """Milliseconds of phases, and their standard error."""
+    """Milliseconds of phases on the rank where they are longest, and their standard error."""
     evidence = measurement.bottleneck_evidence
-    ms = sum(measurement.phases_ms.get(name, 0.0) for name in names)
+    ranks = [r["phases_ms"] for r in measurement.environment.get("ranks", []) if "phases_ms" in r]
+    ms = max(sum(r.get(name, 0.0) for name in names) for r in [measurement.phases_ms, *ranks])
     return ms, math.hypot(*(evidence.get(f"{name}_error_ms", 0.0) for name in names))
 
 
-def _saved(measurement: Measurement, part: str) -> tuple[float, float] | None:
-    """Milliseconds that a step took less without the part, and their standard error."""
+def _saved(measurement: Measurement, part: str) -> tuple[float, str] | None:
+    """Share of a step that went without the part, two standard errors added, and words for it."""
     evidence = measurement.bottleneck_evidence
     left_ms = evidence.get(f"without_{part}_ms")
     if left_ms is None:
         return None
-    errors = (
-        evidence.get(f"{name}_error_ms", 0.0) for name in ("with_everything", f"without_{part}")
+    step_ms = evidence["with_everything_ms"]
+    error = 2 * math.hypot(
+        *(evidence.get(f"{name}_error_ms", 0.0) for name in ("with_everything", f"without_{part}"))
     )
-    return _step_ms(measurement) - left_ms, math.hypot(*errors)
+    saved_ms = step_ms - left_ms
+    less = f"{saved_ms:.2f} ms less of {step_ms:.2f}" if saved_ms > 0 else "no less"
+    words = f"without it a step takes {less} (within {error:.2f} ms)"
+    return _share(saved_ms + error, step_ms), words
 
 
 def _loading(measurement: Measurement) -> Bound:
     ms, error_ms = _phase(measurement, "dataloader_next", "to_device")
-    most_ms = ms + 2 * error_ms
+    share = _share(ms + 2 * error_ms, _detailed_ms(measurement))
+    words = f"waiting for batches and copying them takes {_of(measurement, ms)}"
     saved = _saved(measurement, LOADING)
     if saved is not None:
-        most_ms = max(most_ms, saved[0] + 2 * saved[1])
-    evidence = f"waiting for batches and copying them takes {_of(measurement, ms)}"
-    return Bound(LOADING, _share(measurement, most_ms), evidence)
+        share, words = max(share, saved[0]), f"{words}, and {saved[1]}"
+    return Bound(LOADING, share, words)
 
 
 def _communication(measurement: Measurement) -> Bound:
     saved = _saved(measurement, COMMUNICATION)
-    exposed = [
-        measurement.phases_ms.get("comm_exposed"),
-        measurement.bottleneck_evidence.get("device_exposed_ms"),
-    ]
-    known = [ms for ms in exposed if ms is not None]
-    if saved is None and not known:
+    exposed_ms = measurement.phases_ms.get("comm_exposed")
+    if saved is None and exposed_ms is None:
         return Bound(COMMUNICATION, 1.0, "its waiting cannot be told from computing here")
     _, error_ms = _phase(measurement, "comm_exposed")
-    most_ms = max(known, default=0.0) + 2 * error_ms
-    words = f"{_of(measurement, max(known, default=0.0))} wait for it"
+    ms = exposed_ms or 0.0
+    share = _share(ms + 2 * error_ms, _detailed_ms(measurement))
+    words = f"{_of(measurement, ms)} wait for it"
     if saved is not None:
-        most_ms = max(most_ms, saved[0] + 2 * saved[1])
-        less = f"{saved[0]:.2f} ms less" if saved[0] > 0 else "no less, as far as it was seen"
-        words += f", and without any a step takes {less}"
-    return Bound(COMMUNICATION, _share(measurement, most_ms), words)
+        share, words = max(share, saved[0]), f"{words}, and {saved[1]}"
+    return Bound(COMMUNICATION, share, words)
 
 
 def _optimizer(measurement: Measurement) -> Bound:
     ms, error_ms = _phase(measurement, "optimizer")
-    share = _share(measurement, ms + 2 * error_ms)
+    share = _share(ms + 2 * error_ms, _detailed_ms(measurement))
     return Bound(OPTIMIZER, share, f"it takes {_of(measurement, ms)}")
 
 
 def _computing(measurement: Measurement) -> Bound:
+    """What the passes take, and what ranks wait for one another, since they differ in that, too."""
     ms, error_ms = _phase(measurement, "forward", "backward")
     peak = measurement.environment.get("peak_flops_per_s")
     words = f"forward and backward take {_of(measurement, ms)}"
+    most_ms = ms + 2 * error_ms + measurement.phases_ms.get("rank_wait", 0.0)
     if peak and measurement.flops_per_step:
         ideal_ms = measurement.flops_per_step / measurement.world_size / peak * 1e3
         precision = measurement.environment.get("precision", "")
         words += f", {ideal_ms:.2f} ms at the devices' peak in {precision}"
-        return Bound(COMPUTING, _share(measurement, ms + 2 * error_ms - ideal_ms), words)
-    return Bound(COMPUTING, _share(measurement, ms + 2 * error_ms), words)
+        most_ms -= ideal_ms
+    return Bound(COMPUTING, _share(most_ms, _detailed_ms(measurement)), words)
 
 
 def _rest(measurement: Measurement) -> Bound:
     phases: Mapping[str, float] = measurement.phases_ms
-    ms = max(0.0, measurement.bottleneck_evidence["detailed_step_ms"] - sum(phases.values()))
-    return Bound(REST, _share(measurement, ms), f"no phase covers {_of(measurement, ms)}")
+    step_ms = _detailed_ms(measurement)
+    ms = max(0.0, step_ms - sum(phases.values()))
+    return Bound(REST, _share(ms, step_ms), f"no phase covers {_of(measurement, ms)}")
 
 
 def _of(measurement: Measurement, ms: float) -> str:
-    return f"{ms:.2f} ms of a {_step_ms(measurement):.2f} ms step"
+    return f"{ms:.2f} ms of a {_detailed_ms(measurement):.2f} ms step"

@@ -17,6 +17,12 @@ from perfsearch.search.trial import Measurement
 GIB = 1024.0**3
 MEGA = 1e6
 
+_BUSY_RANK_PERCENT = 50.0
+"""Of one processor: a rank that uses less, its loader processes included, is not short of them."""
+
+_CLEAR_ERRORS = 4.0
+"""By how many standard errors a rank must be slower before it is called slow."""
+
 RANK_PHASES = ("dataloader_next", "to_device", "forward", "optimizer")
 """Phases in which a rank works for itself. A slow rank's backward pass looks long on the others."""
 
@@ -90,8 +96,13 @@ def _input(facts: Facts) -> Finding | None:
         advice = "Keep the data on a faster disk or in memory, or read it in larger pieces."
     elif facts.above("cpu_utilization_percentage", limits.cpu_busy_percent):
         used = facts.system("cpu_utilization_percentage")
-        cause = f"preprocessing fills the processors ({used:.0f} % busy)"
-        advice = "Do less a sample: preprocess once and store it, or do it on the device."
+        own = facts.system("process_cpu_percentage")
+        if own is not None and own < _BUSY_RANK_PERCENT * facts.measurement.world_size:
+            cause = f"other jobs fill the processors ({used:.0f} % busy), and this one waits"
+            advice = "Give the job processors of its own, or more dataloader workers."
+        else:
+            cause = f"preprocessing fills the processors ({used:.0f} % busy)"
+            advice = "Do less a sample: preprocess once and store it, or do it on the device."
     elif facts.above("network_receive_megabytes_per_s", limits.network_megabytes_per_s):
         rate = facts.system("network_receive_megabytes_per_s")
         cause = f"data may come over the network ({rate:.0f} MB/s received)"
@@ -122,33 +133,55 @@ def _copy(facts: Facts) -> Finding | None:
 def _straggler(facts: Facts) -> Finding | None:
     worst, phase = 0.0, ""
     for name in RANK_PHASES:
-        ratio = facts.evidence.get(f"straggler_{name}_ratio", 1.0)
-        excess = facts.phase_ms(name) * (1 - 1 / ratio) if ratio > 1 else 0.0
-        if excess > worst:
+        excess = facts.evidence.get(f"straggler_{name}_excess_ms", 0.0)
+        error = facts.evidence.get(f"{name}_error_ms", 0.0)
+        if excess > worst and excess > _CLEAR_ERRORS * error:
             worst, phase = excess, name
     share = worst / facts.step_ms
     if share <= facts.limits.straggler_excess:
         return None
     rank = facts.evidence.get(f"straggler_{phase}_rank")
     who = "one rank" if rank is None else _name_of(facts.measurement, int(rank))
+    others = "the other" if facts.measurement.world_size == 2 else "the mean of the others"
     return Finding(
         "straggler",
         Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
-        f"{who} takes {worst:.2f} ms a step longer than the mean in {phase} ({share:.0%} of the "
+        f"{who} takes {worst:.2f} ms a step longer than {others} in {phase} ({share:.0%} of the "
         "step), and the others wait for it in their collectives",
         "Look at that device's clocks, temperature and neighbours, and at that rank's data.",
         share,
     )
 
 
+def _imbalance(facts: Facts) -> Finding | None:
+    """Ranks that wait for one another, now this one, now that one."""
+    share = facts.share("rank_wait")
+    explained = facts.share("dataloader_next") >= facts.limits.input_moderate
+    if share <= facts.limits.comm_moderate or explained or _straggler(facts):
+        return None
+    return Finding(
+        "rank_imbalance",
+        Severity.MODERATE,
+        f"ranks wait for one another for {facts.said('rank_wait')}, and none of them is the slow "
+        "one throughout",
+        "Balance what the ranks get in a step (lengths of samples), and look for other jobs beside "
+        "this one.",
+        share,
+    )
+
+
 def _communication(facts: Facts) -> Finding | None:
-    share = facts.share("comm_exposed")
+    exposed_ms = facts.phase_ms("comm_exposed")
+    saved_ms = facts.saved_ms("communication")
+    if saved_ms is not None:  # what leaving it out does not save is not communication
+        exposed_ms = min(exposed_ms, max(0.0, saved_ms))
+    share = exposed_ms / facts.step_ms
     if share <= facts.limits.comm_moderate:
         return None
     return Finding(
         "communication_bound",
         Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
-        f"communication that nothing overlaps takes {facts.said('comm_exposed')}",
+        f"communication that nothing overlaps takes {facts.said_ms(exposed_ms)}",
         "Search bucket sizes and NCCL's settings, accumulate gradients, or shard less.",
         share,
     )
@@ -245,6 +278,7 @@ _RULES: tuple[Callable[[Facts], Finding | None], ...] = (
     _input,
     _copy,
     _straggler,
+    _imbalance,
     _communication,
     _launch,
     _sync,

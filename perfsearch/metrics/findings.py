@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -29,8 +30,8 @@ class Thresholds:
         iowait_percent: time waiting for disks above which they are.
         network_megabytes_per_s: received a second above which remote storage may be.
         to_device: copying the batch to the device.
-        straggler_excess: what the slowest rank takes longer than its peers.
-        comm_moderate: communication that nothing overlaps.
+        straggler_excess: what the slowest rank takes longer than the mean of the others.
+        comm_moderate: communication that nothing overlaps, or waiting for one another.
         comm_high: the same, when it is called high.
         device_busy: share of the step that the device works, below which launching limits.
         sync_wait: waiting for values to come back from the device.
@@ -106,5 +107,17 @@ class Facts:
 
     def said(self, *phases: str) -> str:
         """What phases cost together, in words."""
-        ms = sum(self.phase_ms(p) for p in phases)
-        return f"{ms:.2f} ms of a {self.step_ms:.2f} ms step ({self.share(*phases):.0%})"
+        return self.said_ms(sum(self.phase_ms(p) for p in phases))
+
+    def said_ms(self, ms: float) -> str:
+        """Milliseconds of a step, in words."""
+        return f"{ms:.2f} ms of a {self.step_ms:.2f} ms step ({ms / self.step_ms:.0%})"
+
+    def saved_ms(self, part: str) -> float | None:
+        """What steps take less without a part, two standard errors added; ``None``: unknown."""
+        names = ("with_everything", f"without_{part}")
+        if any(f"{name}_ms" not in self.evidence for name in names):
+            return None
+        whole, left = (self.evidence[f"{name}_ms"] for name in names)
+        errors = [self.evidence.get(f"{name}_error_ms", 0.0) for name in names]
+        return whole - left + 2 * math.hypot(*errors)

@@ -15,7 +15,6 @@ _NOT_A_DISK = re.compile(r"^(dm-|md\d|loop|ram|zram|sr\d|fd\d|nbd|drbd|bcache)")
 _BEHIND_ANOTHER = re.compile(
     r"^(bond|team|br-|docker|virbr|veth|vlan|ifb|tun|tap|cni|flannel|cali)"
 )
-_CHILDREN_EVERY = 10
 
 
 class HostReader:
@@ -40,8 +39,8 @@ class HostReader:
         self.process_ids = tuple(process_ids)
         self._sys = sys_root
         self._proc = proc_root
-        self._trees: list[Any] = []
-        self._calls = 0
+        self._trees: dict[int, Any] = {}
+        self._seen: set[int] = set()
 
     def instant(self) -> dict[str, float]:
         """Values of this moment."""
@@ -71,7 +70,7 @@ class HostReader:
 
     def watch(self, process_ids: Sequence[int]) -> None:
         """Sum the trees of these processes from now on."""
-        self.process_ids, self._trees, self._calls = tuple(process_ids), [], 0
+        self.process_ids, self._trees, self._seen = tuple(process_ids), {}, set()
 
     def _cpu(self) -> dict[str, float]:
         import psutil
@@ -148,21 +147,30 @@ class HostReader:
         return available_bytes(self._sys, self._proc)
 
     def _processes(self) -> list[Any]:
+        """Processes of the trees now.
+
+        Only of processes that are new since the last call the parent is read: ranks come and go
+        between two readings, and a node may have thousands of processes.
+        """
         import psutil
 
-        # Listing descendants reads all of /proc, so it is done only now and then.
-        if self._calls % _CHILDREN_EVERY == 0:
-            trees = {}
-            for process_id in self.process_ids:
-                try:
-                    root = psutil.Process(process_id)
-                    trees.update({p.pid: p for p in [root, *root.children(recursive=True)]})
-                except psutil.NoSuchProcess:
-                    continue
-            known = {p.pid: p for p in self._trees}
-            self._trees = [known.get(pid, process) for pid, process in trees.items()]
-        self._calls += 1
-        return self._trees
+        now = set(psutil.pids())
+        self._trees = {pid: process for pid, process in self._trees.items() if pid in now}
+        parents: dict[int, tuple[int, Any]] = {}
+        for pid in now - self._seen:
+            try:
+                process = psutil.Process(pid)
+                parents[pid] = process.ppid(), process
+            except psutil.Error:
+                continue
+        self._seen = now
+        found = True
+        while found:
+            found = False
+            for pid, (parent, process) in parents.items():
+                if pid not in self._trees and (pid in self.process_ids or parent in self._trees):
+                    self._trees[pid], found = process, True
+        return list(self._trees.values())
 
     def _resident_bytes(self) -> float:
         import psutil
@@ -179,7 +187,7 @@ class HostReader:
         import psutil
 
         values = {}
-        for process in self._trees:
+        for process in self._processes():
             try:
                 times = process.cpu_times()
             except psutil.NoSuchProcess:

@@ -51,9 +51,14 @@ class Interval:
         return math.log(self.high / self.low) / 2
 
     @property
+    def is_told(self) -> bool:
+        """Whether the interval is narrow enough to say anything."""
+        return self.half_width <= _SAYS_NOTHING
+
+    @property
     def short(self) -> str:
         """The ratio and the interval's ends, for a place that says what they are."""
-        if self.half_width > _SAYS_NOTHING:
+        if not self.is_told:
             return f"{self.ratio:.3f}x ({self.pairs} pairs are too few)"
         digits = 3  # or more, where an end would read as exactly 1
         while digits < 6 and 1.0 in (round(self.low, digits), round(self.high, digits)):
@@ -61,8 +66,7 @@ class Interval:
         return f"{self.ratio:.3f}x ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
     def __str__(self) -> str:
-        says_nothing = self.half_width > _SAYS_NOTHING
-        return self.short if says_nothing else self.short.replace("(", "(95% interval ", 1)
+        return self.short.replace("(", "(95% interval ", 1) if self.is_told else self.short
 
 
 def looks(max_repeats: int) -> tuple[int, ...]:

@@ -54,6 +54,11 @@ def run(session: Session) -> Trial:
 def _explain(session: Session, trial: Trial) -> None:
     """Say what holds the job back and what there is to gain, where its steps were looked at."""
     if trial.status is Status.OK and trial.measurement is not None:
+        why = trial.measurement.environment.get("unsupported", {}).get("close look")
+        if why is not None:
+            begin = session.settings.metrics.begin_step
+            asked = "" if begin is None else f" at metrics.begin_step={begin}"
+            session.view.warning(f"no close look at the baseline{asked}: {why}")
         lines = looks.finding_lines(trial.measurement)
         if lines:
             session.view.note("\n".join(["what holds it back:", *lines]))

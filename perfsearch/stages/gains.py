@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from perfsearch.metrics.bounds import PARTS, Bound, bound_of, bounds, gain_of, percent, searched
+from perfsearch.metrics.bounds import (
+    LOADING,
+    PARTS,
+    Bound,
+    bound_of,
+    bounds,
+    gain_of,
+    percent,
+    searched,
+)
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.findings import Severity
 from perfsearch.search.trial import Status
@@ -17,12 +26,21 @@ def show(session: Session) -> None:
     names = searched(session.runner.space.knobs)
     lines = ["what there is to gain, at most, by what a knob can make shorter:"]
     for one in found:
-        knobs = ", ".join(names[one.part]) or "no knob is searched"
+        knobs = ", ".join(names[one.part]) or f"no knob is searched{_why_none(session, one)}"
         lines.append(f"- {one.part} {percent(one.gain)}: {one.evidence}; {knobs}")
     total = bound(session)
     if total is not None:
         lines.append(f"all that is searched: {percent(total)}")
     session.view.note("\n".join(lines))
+
+
+def _why_none(session: Session, one: Bound) -> str:
+    workload = session.settings.workload
+    if one.part != LOADING or workload.name != "custom":
+        return ""
+    if workload.options.get("draws_in_loader") is False:
+        return ""
+    return " (workload.draws_in_loader=false allows it, where loading draws no random numbers)"
 
 
 def bound(session: Session) -> float | None:

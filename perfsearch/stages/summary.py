@@ -35,8 +35,9 @@ def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
     interval = verdict.interval
     if interval is not None:
         numbers["search/speed_up"] = interval.ratio
-        numbers["search/speed_up_low"] = interval.low
-        numbers["search/speed_up_high"] = interval.high
+        if interval.is_told:
+            numbers["search/speed_up_low"] = interval.low
+            numbers["search/speed_up_high"] = interval.high
     bound = gains.bound(session)
     if bound is not None and math.isfinite(bound):
         numbers["search/speed_up_bound"] = 1 + bound

@@ -62,7 +62,14 @@ class Candidates:
         self._whole = listed if listed is not None and len(listed) <= SCORED_WHOLE else None
         self._keys = [key_of(point) for point in self._whole or ()]
         self._rows = None if self._whole is None else space.encode(self._whole)
+        self._places: dict[str, int] = {}
         self._pool: tuple[dict[str, dict[str, Value]], np.ndarray] | None = None
+
+    def around(self, center: Configuration) -> Sequence[int]:
+        """Places, in what ``list`` returned last, of those one or two steps from ``center``."""
+        ring = self.space.neighbours(center)
+        points = [*ring, *(second for point in ring for second in self.space.neighbours(point))]
+        return sorted({self._places[k] for p in points if (k := key_of(p)) in self._places})
 
     def list(
         self,
@@ -73,6 +80,7 @@ class Candidates:
         """Untried configurations and their rows; in a large space those around ``near`` too."""
         if self._whole is not None and self._rows is not None:
             free = [i for i, key in enumerate(self._keys) if not self._record.taken_key(key)]
+            self._places = {self._keys[i]: place for place, i in enumerate(free)}
             return [self._whole[i] for i in free], self._rows[free]
         if self._pool is None:
             self._pool = self._draw(generator)
@@ -93,7 +101,9 @@ class Candidates:
                 found[key] = point
         points = list(found.values())
         rows = np.vstack([pool_rows, self.space.encode(points[pooled:])])
-        free = [i for i, key in enumerate(found) if not self._record.taken_key(key)]
+        keys = list(found)
+        free = [i for i, key in enumerate(keys) if not self._record.taken_key(key)]
+        self._places = {keys[i]: place for place, i in enumerate(free)}
         return [points[i] for i in free], rows[free]
 
     def _changed(

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.linalg import cho_solve, cholesky, solve_triangular
 from scipy.special import log_ndtr, ndtr
 
-from perfsearch.strategies._gp import MixedKernel
+from perfsearch.strategies._kernel import MixedKernel
 
 _SCALES = (1.0, 4.0, 16.0)
 """Tried variances of the latent function, relative to those below; the most probable is kept."""

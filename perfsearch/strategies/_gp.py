@@ -9,104 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.linalg import cho_solve
 from scipy.optimize import minimize
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import Hyperparameter, Kernel, WhiteKernel
+from sklearn.gaussian_process.kernels import WhiteKernel
 from threadpoolctl import threadpool_limits
 
-_SQRT5 = math.sqrt(5.0)
+from perfsearch.strategies._kernel import MixedKernel
 
-
-class MixedKernel(Kernel):  # type: ignore[misc]
-    """A term a knob, one over all pairs, one over all knobs: main effects are learned fast, what
-    two knobs do together soon, and the rest in the end.
-
-    ``k(x, y) = sum_d a_d k_d + p sum_{d<e} w_d w_e k_d k_e / n + b prod_d k_d``, where ``k_d`` is a
-    Matern kernel of smoothness 5/2 for an ordered column and ``exp(-[x_d != y_d] / l_d)`` (a
-    Hamming kernel) for an unordered one, and ``n`` makes the middle term 1 at ``x = y``. The sums
-    over pairs follow from those over columns (Duvenaud et al., 2011, additive processes).
-
-    Args:
-        length_scale: ``l_d``, shape (columns,).
-        variance: ``a_1 .. a_D, p, b``, shape (columns + 2,); for a single column ``p`` has no term.
-        ordered: which columns may be compared by distance, shape (columns,).
-        share: ``w_d``, how much each column takes part in pairs, shape (columns,).
-
-    """
-
-    def __init__(
-        self,
-        length_scale: np.ndarray,
-        variance: np.ndarray,
-        ordered: np.ndarray,
-        share: np.ndarray,
-    ) -> None:
-        self.length_scale = length_scale
-        self.variance = variance
-        self.ordered = ordered
-        self.share = share
-
-    @property
-    def hyperparameter_length_scale(self) -> Hyperparameter:
-        """Length scales, in units of the encoded columns."""
-        return Hyperparameter("length_scale", "numeric", (1e-2, 1e2), np.size(self.length_scale))
-
-    @property
-    def hyperparameter_variance(self) -> Hyperparameter:
-        """Variances of the main effects and of the product."""
-        return Hyperparameter("variance", "numeric", (1e-6, 1e3), np.size(self.variance))
-
-    def __call__(
-        self, X: np.ndarray, Y: np.ndarray | None = None, eval_gradient: bool = False
-    ) -> Any:
-        """Covariance of the rows of ``X`` with those of ``Y``; its gradient by log-parameters."""
-        length = np.atleast_1d(self.length_scale)
-        variance = np.atleast_1d(self.variance)
-        other = X if Y is None else Y
-        gap = np.abs(X[:, None, :] - other[None, :, :])
-        each = np.empty_like(gap)
-        slope = np.empty_like(gap) if eval_gradient else None
-        ordered, unordered = self.ordered, ~self.ordered
-        t = _SQRT5 * gap[..., ordered] / length[ordered]
-        decay = np.exp(-t)
-        each[..., ordered] = (1.0 + t + t**2 / 3.0) * decay
-        differs = (gap[..., unordered] > 1e-9) / length[unordered]
-        each[..., unordered] = np.exp(-differs)
-        if slope is not None:
-            slope[..., ordered] = t**2 * (1.0 + t) / 3.0 * decay
-            slope[..., unordered] = each[..., unordered] * differs
-        product = np.prod(each, axis=-1)
-        share = self._share_of_pairs
-        weighted = each * share
-        total = weighted.sum(axis=-1)
-        pairs = 0.5 * (total**2 - (weighted**2).sum(axis=-1))
-        covariance = each @ variance[:-2] + variance[-2] * pairs + variance[-1] * product
-        if slope is None:
-            return covariance
-        through_product = variance[-1] * product[..., None] / np.maximum(each, 1e-300)
-        through_pairs = variance[-2] * share * (total[..., None] - weighted)
-        by_length = slope * (variance[:-2] + through_pairs + through_product)
-        terms = [each, pairs[..., None], product[..., None]]
-        by_variance = np.concatenate(terms, axis=-1) * variance
-        return covariance, np.concatenate([by_length, by_variance], axis=-1)
-
-    @property
-    def _share_of_pairs(self) -> np.ndarray:
-        """``w_d`` scaled so that the sum over all pairs is 1; zeros where there is no pair."""
-        share = np.asarray(self.share, dtype=float)
-        whole = 0.5 * float(share.sum() ** 2 - (share**2).sum())
-        return share / math.sqrt(whole) if whole > 1e-12 else np.zeros_like(share)
-
-    def diag(self, X: np.ndarray) -> np.ndarray:
-        """Prior variance of each row."""
-        variance = np.atleast_1d(self.variance)
-        pairs = variance[-2] if self._share_of_pairs.any() else 0.0
-        return np.full(len(X), float(np.sum(variance[:-2]) + pairs + variance[-1]))
-
-    def is_stationary(self) -> bool:
-        """Whether it depends on differences only."""
-        return True
+_ROUGH_LENGTH, _ROUGH_PRODUCT = 0.2, 8.0
+"""Factors on the expected length scales and on the product's variance from which a second fit
+starts: from smooth ones alone it may end where a narrow valley is taken for noise."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +63,15 @@ class Model:
     def prior_variance(self, rows: np.ndarray) -> np.ndarray:
         """What was unknown at encoded ``rows`` before anything was seen."""
         return np.asarray(self.regressor.kernel_.k1.diag(rows))
+
+    def surprises(self) -> np.ndarray:
+        """Residual of each fitted row over its standard deviation, predicted from all the other
+        rows; believed rows come last (Rasmussen and Williams, 2006, section 5.4.2).
+        """
+        regressor = self.regressor
+        inverse = cho_solve((regressor.L_, True), np.eye(len(regressor.L_)))
+        weighted = inverse @ regressor.y_train_
+        return np.asarray(weighted / np.sqrt(np.diag(inverse)))
 
     def covariance(self, rows: np.ndarray) -> np.ndarray:
         """What is still unknown at encoded ``rows``, shape (rows, rows)."""
@@ -250,9 +173,22 @@ def _most_probable(center: np.ndarray, width: np.ndarray) -> Callable[..., Any]:
             away = (theta - center) / width
             return float(value) + 0.5 * float(away @ away), gradient + away / width
 
-        best = minimize(
-            penalised, initial, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60}
-        )
+        columns = (len(center) - 2) // 2  # a noise, where it is free, changes nothing here
+        rough = np.array(initial)
+        rough[:columns] += math.log(_ROUGH_LENGTH)
+        rough[2 * columns + 1] += math.log(_ROUGH_PRODUCT)
+        ends = [
+            minimize(
+                penalised,
+                start,
+                jac=True,
+                method="L-BFGS-B",
+                bounds=bounds,
+                options={"maxiter": 60},
+            )
+            for start in (initial, rough)
+        ]
+        best = min(ends, key=lambda end: float(end.fun))
         return best.x, float(best.fun)
 
     return optimize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from perfsearch.strategies._feasibility import Feasibility
 from perfsearch.strategies._gp import Prior, fit
 from perfsearch.strategies._predicted import log_predicted
 from perfsearch.strategies._record import Record, cost_of
+from perfsearch.strategies._trees import Forest
 
 _LEAST_LIKELY = 0.4
 """What is less likely to run than this is left for when nothing else is left, or for a last look
@@ -25,6 +26,10 @@ before the end."""
 
 _NOISE = 0.02
 """Relative noise between two trials of a configuration, as expected before any was seen."""
+
+_NOISE_SPREAD = 0.7
+"""Standard deviation of the logarithm of its variance: what the model does not explain is rarely
+noise, as each trial's own is known."""
 
 _BOUND_ERROR = 0.1
 """Error of the logarithm of a cost that is known as a lower bound only."""
@@ -41,12 +46,20 @@ class Scores:
         gain: expected improvement, times the probability of running.
         hope: improvement if the cost is far below the mean, times the same.
         noise: what was learned of the relative noise between trials.
+        surprise: how far the best trial lies below what all the others let expect of it, in
+            standard deviations.
+        second: makes the expected improvement by a forest of trees, times the same; for when the
+            process promises nothing.
+        largest: the largest expected improvement, whatever the probability of running.
 
     """
 
     gain: np.ndarray
     hope: np.ndarray
     noise: float = 0.0
+    surprise: float = 0.0
+    second: Callable[[], np.ndarray] | None = None
+    largest: float = math.inf
 
 
 class Promise:
@@ -100,7 +113,7 @@ class Promise:
             self._space.ordered_columns,
             error=errors / scale,
             noise=alpha,
-            prior=Prior(noise=((_NOISE / scale) ** 2, 1.5), weight=weight),
+            prior=Prior(noise=((_NOISE / scale) ** 2, _NOISE_SPREAD), weight=weight),
             believe=(waiting, 0.0),
         )
         tried, own = [t.configuration for t in measured], seen[: len(measured)]
@@ -113,16 +126,30 @@ class Promise:
             unknown = self._share * self._belief.deviation(encoded) / scale
             deviation = deviation * np.sqrt(1.0 + unknown**2 / model.prior_variance(encoded))
         better = best - mean - xi / scale
-        ratio = better / deviation
-        density = np.exp(-0.5 * ratio**2) / math.sqrt(2 * math.pi)
-        improvement = better * ndtr(ratio) + deviation * density
+        improvement = _expected(better, deviation)
         feasibility = Feasibility(self._space, self._hints, trials, self._record.failed())
         likely = feasibility.probability(points, rows)
         any_safe = bool(likely.max() >= _LEAST_LIKELY)
         safe = np.where(likely >= _LEAST_LIKELY, likely, 0.0) if any_safe else likely
         hope = np.maximum(better + _HOPE * deviation, 0.0)
         noise = scale * math.sqrt(model.noise_variance)
-        return Scores(scale * improvement * safe, scale * hope * likely, noise)
+        lowest = int(np.argmin([cost_of(t) for t in measured]))
+
+        def second() -> np.ndarray:
+            forest = Forest(seen, (logs - center) / scale, self._record.seed + len(trials))
+            mean, deviation = forest.predict(encoded)
+            mean = mean + self._log_expected(points, encoded) / scale
+            least = (math.log(cost_of(measured[lowest])) - center) / scale
+            return np.asarray(scale * _expected(least - mean - xi / scale, deviation) * safe)
+
+        return Scores(
+            scale * improvement * safe,
+            scale * hope * likely,
+            noise,
+            -float(model.surprises()[lowest]),
+            second,
+            float(scale * improvement.max()),
+        )
 
     def _encode(self, points: Sequence[Configuration]) -> np.ndarray:
         return with_nulls_apart(self._space, self._space.encode(points))
@@ -133,3 +160,10 @@ class Promise:
         if self._belief is None or self._share == 0.0 or not len(rows):
             return expected
         return expected + self._share * self._belief.mean(rows)
+
+
+def _expected(better: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    """Expected improvement, given its mean and standard deviation."""
+    ratio = better / deviation
+    density = np.exp(-0.5 * ratio**2) / math.sqrt(2 * math.pi)
+    return np.asarray(better * ndtr(ratio) + deviation * density)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Value
+from perfsearch.search.knob import Configuration, Value
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Trial
 from perfsearch.strategies._candidates import (
@@ -22,6 +22,7 @@ from perfsearch.strategies._candidates import (
     spread_out,
     with_nulls_apart,
 )
+from perfsearch.strategies._ending import LastLooks
 from perfsearch.strategies._grown import growing_knob, largest_that_fits, stages
 from perfsearch.strategies._predicted import log_predicted
 from perfsearch.strategies._record import Record, cost_of
@@ -44,9 +45,13 @@ _TRUSTED = 0.5
 _EARLIER_FIRST = 3
 """Its best configurations that are tried in turn, until one of them runs."""
 
-_CALM = 4
-"""Last looks in a row, after each of which the model still promises no gain, before it is believed:
-a few early trials may have misled it."""
+_FLAT = 0.01
+"""With a smaller promise than this after few trials, what was seen so far is flat, and every other
+proposal is spread out: what is better may lie where a smooth model sees no reason to look."""
+
+_UNFORESEEN = 1.7
+"""Standard deviations by which the best trial lies below what the others let expect of it, from
+which on every other proposal stays around it: what made it good is not understood."""
 
 
 class Bayes(Strategy):
@@ -62,6 +67,12 @@ class Bayes(Strategy):
     the largest expected effect spread out. Proposals whose trials have not ended are believed to
     lie at the predicted mean (Ginsbourger et al., 2010, call it the kriging believer). Where the
     runner predicts costs, the process models the ratio to its prediction.
+
+    A smooth model is blind to a narrow valley, and three rules make up for it. In a space small
+    enough to be scored whole, every other early proposal is spread out while the model promises
+    little. While the best trial lies far below what the others let expect of it, every other
+    proposal stays within two steps of it. Before the end, what a forest of randomised trees
+    (``_trees.Forest``) still promises is tried.
     """
 
     @dataclass(frozen=True)
@@ -77,8 +88,9 @@ class Bayes(Strategy):
             max_samples: proposals after which it ends; ``None`` leaves that to the budget.
             xi: improvement, relative, that a proposal must promise beyond the best so far.
             min_gain: it ends when no configuration promises a larger relative gain than this,
-                also after some trials where the model is least sure, provided that the model
-                explains the costs to 5%; 0 never ends for that reason.
+                also after up to six trials in a row where the model is least sure or a forest of
+                trees sees more, provided that the model explains the costs to 5%; 0 never ends
+                for that reason.
             warm_start: an earlier search of a similar job (the same runner, knobs of the same
                 names) to start from: its run directory, or its run in MLflow by id; ``auto`` takes
                 the most similar one in the tracking store; ``None``: none.
@@ -110,7 +122,9 @@ class Bayes(Strategy):
         self._candidates: Candidates | None = None
         self._asked = 0
         self._noise = 0.0
-        self._calm = 0
+        self._turn = 0
+        self._looks = LastLooks(self.options.min_gain)
+        self._wide = space.size is None or space.size > SCORED_WHOLE
         self._weight = expected_effects(space, hints)
         few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
         fits = hints.memory_limit_gib is not None and growing_knob(space, hints) is not None
@@ -142,8 +156,7 @@ class Bayes(Strategy):
             if first is not None:
                 self._asked += 1
                 return self._record.propose(first)
-            lean = np.array([self.hints.monotonic.get(k.name, 0) for k in self.space.knobs])
-            place = spread_out(rows, self.space.ordered_columns, lean, known, self.seed)
+            place = self._spread(rows, known)
         else:
             share = self._share()
             scores = self._scores(points, rows, share)
@@ -152,17 +165,26 @@ class Bayes(Strategy):
                 scores = self._scores(points, rows, 0.0)
             place = int(np.argmax(scores.gain))
             self.expected_gain = float(scores.gain[place])
-            if scores.gain[place] >= self.options.min_gain:
-                self._calm = 0
-            elif self._settled():
-                place = int(np.argmax(scores.hope))
-                if self._calm >= _CALM or scores.hope[place] < self.options.min_gain:
+            best = self._record.best()
+            assert best is not None
+            self._looks.note(cost_of(best), self.expected_gain)
+            if self.expected_gain < self.options.min_gain and self._settled():
+                last = self._looks.next(scores)
+                if last is None:
                     self.stop_reason = (
                         f"converged: no configuration promises more than "
                         f"{self.options.min_gain:.2%} (strategy.min_gain)"
                     )
                     return None
-                self._calm += 1
+                place = last
+            elif scores.largest < _FLAT and measured < self._enough() and not (share or self._wide):
+                self._turn += 1
+                if self._turn % 2 == 0:
+                    runs = np.flatnonzero(scores.gain > 0)
+                    place = int(runs[self._spread(rows[runs], known)]) if len(runs) else place
+            elif scores.surprise > _UNFORESEEN:
+                self._turn += 1
+                place = self._near(best.configuration, scores, place) if self._turn % 2 else place
         self._asked += 1
         return self._record.propose(points[place])
 
@@ -228,19 +250,31 @@ class Bayes(Strategy):
             large = largest_that_fits(self.space, self.hints, start, self._unvisited.pop(0))
             if large is not None and not self._record.taken(large):
                 return large
-        size = self.space.size
-        wide = size is None or size > SCORED_WHOLE
-        if start is None or self._weight is None or not wide:
+        if start is None or self._weight is None or not self._wide:
             return None
         point = from_the_baseline(self.space, start, self._weight, known, self.seed)
         return point if self.space.feasible(point) and not self._record.taken(point) else None
+
+    def _spread(self, rows: np.ndarray, known: int) -> int:
+        """Place of the next of the configurations that are spread over the space."""
+        lean = np.array([self.hints.monotonic.get(k.name, 0) for k in self.space.knobs])
+        return spread_out(rows, self.space.ordered_columns, lean, known, self.seed)
+
+    def _near(self, best: Configuration, scores: Scores, otherwise: int) -> int:
+        """Place of the most promising around the best, where anything is there."""
+        assert self._candidates is not None
+        places = self._candidates.around(best)
+        return max(places, key=lambda i: (scores.gain[i], scores.hope[i]), default=otherwise)
+
+    def _enough(self) -> int:
+        """Measured trials from which on the model may be trusted when it promises nothing."""
+        return self._initial + 2 * len(self.space.knobs)
 
     def _settled(self) -> bool:
         """Whether enough was seen to trust the model when it promises nothing."""
         if self._noise > _UNEXPLAINED:
             return False
-        needed = self._initial + 2 * len(self.space.knobs)
-        return len(self._record.measured()) >= needed and not self._record.outstanding
+        return len(self._record.measured()) >= self._enough() and not self._record.outstanding
 
     def _scores(self, points: Sequence[dict[str, Value]], rows: np.ndarray, share: float) -> Scores:
         """What each configuration promises, with ``share`` of what an earlier search found."""

@@ -17,6 +17,7 @@ _LEFT, _RIGHT = 64.0, 12.0
 _INSIDE = ("forward", "backward", "optimizer")
 _ORDER = (
     *("dataloader_next", "to_device", "train_batch", "forward", "backward", "comm_exposed"),
+    "rank_wait",
     *("optimizer", "step_lr_schedulers", "from_device", "reduce_metrics", "callbacks", "rest"),
 )
 """Phases as they come in a step; others stand behind them."""
@@ -37,6 +38,14 @@ class Ratio(Protocol):
     @property
     def high(self) -> float:
         """Upper end."""
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the interval is narrow enough to be drawn."""
+
+    @property
+    def short(self) -> str:
+        """Both in words."""
 
 
 def describe(trial: Trial) -> str:
@@ -89,41 +98,33 @@ def speed_ups(intervals: Mapping[int, Ratio], winner: int | None) -> str:
     """Each finalist's speed-up over the baseline with its interval."""
     height = 62 + 28 * len(intervals)
     canvas = Canvas(WIDTH, height, "speed-up of the finalists over the baseline, with intervals")
-    values = [1.0, *(v for i in intervals.values() for v in (i.low, i.high))]
+    values = [1.0, *(i.ratio for i in intervals.values())]
+    values += [v for i in intervals.values() if i.is_told for v in (i.low, i.high)]
     x = Axis.around(values, 150, WIDTH - 190)
     canvas.frame(x, None, "speed-up over the baseline (95% interval)")
     canvas.line((x(1.0), 14), (x(1.0), height - 34), "baseline-line")
     for row, (trial, interval) in enumerate(intervals.items()):
         y = 28 + 28 * row
         style = "winner" if trial == winner else "trial"
-        words = f"{interval.ratio:.3f}x ({interval.low:.3f} to {interval.high:.3f})"
+        words = interval.short
         canvas.text((140, y + 4), f"trial {trial}", "label", "end")
-        canvas.line((x(interval.low), y), (x(interval.high), y), f"{style}-interval")
+        if interval.is_told:
+            canvas.line((x(interval.low), y), (x(interval.high), y), f"{style}-interval")
         canvas.dot((x(interval.ratio), y), style, words, 6)
         canvas.text((WIDTH - 182, y + 4), words, "note")
     return canvas.render()
 
 
 def phase_parts(measurement: Measurement) -> dict[str, float]:
-    """Milliseconds of phases that do not overlap and sum to the mean step.
+    """Milliseconds of phases that do not overlap and sum to the mean step over the ranks.
 
-    After a close look they are means over ranks, otherwise the slowest rank's. Where
-    ``comm_exposed`` was measured apart it lies inside of the backward pass and is taken out of it;
     ``train_batch`` is shown only where its parts are not known; what no phase covers is ``rest``.
     """
-    looked_at = [r for r in measurement.environment.get("ranks", []) if "phases_ms" in r]
-    ranks = [r["phases_ms"] for r in looked_at]
-    names = dict.fromkeys(name for rank in ranks for name in rank)
-    phases = {n: statistics.fmean(r.get(n, 0.0) for r in ranks) for n in names}
-    inside = "comm_exposed" not in phases
-    phases = {**measurement.phases_ms, **phases}
+    phases = dict(measurement.phases_ms)
     if any(name in phases for name in _INSIDE):
         phases.pop("train_batch", None)
-    exposed = phases.get("comm_exposed", 0.0)
-    if inside and exposed and "backward" in phases:
-        phases["comm_exposed"] = min(exposed, phases["backward"])
-        phases["backward"] -= phases["comm_exposed"]
-    steps_ms = [float(r["step_ms"]) for r in looked_at if r.get("step_ms")]
+    ranks = measurement.environment.get("ranks", [])
+    steps_ms = [float(r["step_ms"]) for r in ranks if r.get("step_ms")]
     step_ms = statistics.fmean(steps_ms or [s * 1e3 for s in measurement.step_seconds])
     rest = step_ms - sum(phases.values())
     if rest > 0:

@@ -154,6 +154,10 @@ def _phases(step: TrainStep, feed: Feed, count: int, details: Details) -> None:
         if count > 1:
             details.evidence[f"{name}_error_ms"] = statistics.stdev(spent) / math.sqrt(count)
     details.evidence["detailed_step_ms"] = statistics.fmean(seconds) * 1e3
+    waits = [phases["comm_exposed"] for phases in by_step if "comm_exposed" in phases]
+    if len(waits) == count:  # on all ranks alike
+        least = measure.slowest([-wait for wait in waits], feed.device)
+        details.evidence["comm_least_ms"] = -statistics.fmean(least) * 1e3
     if feed.device.type != "cpu":
         details.evidence["sync_calls_per_step"] = sum(watch.calls.values()) / count
         details.evidence["sync_wait_ms"] = watch.seconds * 1e3 / count

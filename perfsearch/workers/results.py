@@ -7,7 +7,10 @@ from typing import Any
 
 
 def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One measurement of all ranks: the slowest phase, the largest peak, rank 0's settings.
+    """One measurement of all ranks: mean phases, the largest peak, rank 0's settings.
+
+    Phases do not overlap, so that they sum to the step at most: communication that nothing overlaps
+    is taken out of the backward pass, and of it what ranks wait for one another (``rank_wait``).
 
     Args:
         results: ``RankResult`` of each rank as plain values, rank 0 first.
@@ -17,22 +20,22 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     """
     first = results[0]
-    phases = _largest([r["phases_ms"] for r in results])
+    by_rank = [_apart(r["phases_ms"], r["evidence"]) for r in results]
     evidence = _largest([r["evidence"] for r in results])
     peaks = _largest([r["peaks"] for r in results])
-    means = _mean([r["phases_ms"] for r in results])
-    for phase, slowest in phases.items():
-        if means[phase] > 0 and len(results) > 1:
-            evidence[f"straggler_{phase}_ratio"] = slowest / means[phase]
-            rank = next(i for i, r in enumerate(results) if r["phases_ms"].get(phase) == slowest)
-            evidence[f"straggler_{phase}_rank"] = float(rank)
+    evidence.update(_stragglers(by_rank))
     if "allocator_retries" in peaks:
         evidence["allocator_retries"] = peaks.pop("allocator_retries")
     if "counted_flops" in evidence:
         evidence["counted_flops"] = sum(r["evidence"]["counted_flops"] for r in results)
-    exposed = evidence.get("comm_exposed_ms", evidence.get("device_exposed_ms"))
-    if exposed is not None and "comm_exposed" not in phases:
-        phases["comm_exposed"] = exposed
+    phases = _mean(by_rank)
+    if "comm_exposed" in phases and len(results) > 1:
+        # Whoever comes last to a collective waits for nobody: what the others take longer is not
+        # communication.
+        least = min(phases_ms["comm_exposed"] for phases_ms in by_rank)
+        least = min(least, evidence.get("comm_least_ms", least))
+        phases["rank_wait"] = phases["comm_exposed"] - least
+        phases["comm_exposed"] = least
     in_force = dict(first["in_force"])
     for name in in_force:
         # Only the first rank of a communicator says which algorithm it uses.
@@ -48,19 +51,55 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "phases_ms": phases,
         "in_force": in_force,
         "bottleneck_evidence": evidence,
-        "environment": _environment(results),
+        "environment": _environment(results, by_rank),
     }
     return {"status": first["status"], "reason": first["reason"], "measurement": measurement}
 
 
-def _environment(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _apart(phases_ms: dict[str, float], evidence: dict[str, float | None]) -> dict[str, float]:
+    """A rank's phases with communication beside the passes that it lies in.
+
+    Where the steps were marked so it is there already; else DDP or a profiler knows how long it is.
+    """
+    phases = dict(phases_ms)
+    exposed = evidence.get("comm_exposed_ms")
+    exposed = evidence.get("device_exposed_ms") if exposed is None else exposed
+    if exposed is None or "comm_exposed" in phases:
+        return phases
+    taken = 0.0
+    for name in ("backward", "forward"):
+        part = min(exposed - taken, phases.get(name, 0.0))
+        if part > 0:
+            phases[name] -= part
+            taken += part
+    phases["comm_exposed"] = taken if "backward" in phases else exposed
+    return phases
+
+
+def _stragglers(by_rank: Sequence[dict[str, float]]) -> dict[str, float]:
+    """For each phase its slowest rank, and by how much that exceeds the mean of the others."""
+    found: dict[str, float] = {}
+    if len(by_rank) < 2:
+        return found
+    for phase in by_rank[0]:
+        values = [phases.get(phase, 0.0) for phases in by_rank]
+        slowest = max(values)
+        others = (sum(values) - slowest) / (len(values) - 1)
+        found[f"straggler_{phase}_excess_ms"] = slowest - others
+        found[f"straggler_{phase}_rank"] = float(values.index(slowest))
+    return found
+
+
+def _environment(
+    results: Sequence[dict[str, Any]], by_rank: Sequence[dict[str, float]]
+) -> dict[str, Any]:
     """Where each rank ran, with its own phases after a close look; what else rank 0 has to say."""
     common = {k: v for k, v in results[0]["environment"].items() if k not in ("host", "device")}
     ranks = []
-    for result in results:
+    for result, phases in zip(results, by_rank, strict=True):
         entry = {k: v for k, v in result["environment"].items() if k in ("host", "device")}
         if "detailed_steps" in common:
-            entry["phases_ms"] = result["phases_ms"]
+            entry["phases_ms"] = phases
             entry["step_ms"] = result["evidence"].get("detailed_step_ms")
         ranks.append(entry)
     return {**common, "ranks": ranks}
@@ -76,4 +115,5 @@ def _largest(tables: Sequence[dict[str, float | None]]) -> dict[str, Any]:
 
 
 def _mean(tables: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(t.get(name, 0.0) for t in tables) / len(tables) for name in tables[0]}
+    names = dict.fromkeys(name for table in tables for name in table)
+    return {name: sum(t.get(name, 0.0) for t in tables) / len(tables) for name in names}

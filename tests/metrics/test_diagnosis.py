@@ -33,6 +33,8 @@ def test_a_loader_that_waits_is_found_with_its_milliseconds():
         ({"cpu_utilization_percentage": 97.0}, "preprocessing"),
         ({"cpu_iowait_percentage": 45.0, "cpu_utilization_percentage": 97.0}, "iowait 45"),
         ({"network_receive_megabytes_per_s": 300.0}, "300 MB/s"),
+        ({"cpu_utilization_percentage": 97.0, "process_cpu_percentage": 190.0}, "preprocessing"),
+        ({"cpu_utilization_percentage": 97.0, "process_cpu_percentage": 9.0}, "other jobs fill"),
         ({"cpu_utilization_percentage": 20.0}, "not its limit"),
     ],
 )
@@ -43,7 +45,7 @@ def test_why_the_loader_is_slow(system, word):
 
 
 def test_a_slow_rank_is_named_and_comes_before_the_communication_that_it_causes():
-    evidence = {"straggler_forward_ratio": 2.0, "straggler_forward_rank": 1.0}
+    evidence = {"straggler_forward_excess_ms": 30.0, "straggler_forward_rank": 1.0}
     devices = [{"index": 4, "uuid": "GPU-a"}, {"index": 5, "uuid": "GPU-b"}]
     found = diagnose(
         job(
@@ -53,13 +55,32 @@ def test_a_slow_rank_is_named_and_comes_before_the_communication_that_it_causes(
         )
     )
     assert [f.name for f in found[:2]] == ["straggler", "communication_bound"]
-    assert "rank 1 (gpu_5, GPU-b) takes 30.00 ms" in found[0].evidence
+    assert "rank 1 (gpu_5, GPU-b) takes 30.00 ms a step longer than the other" in found[0].evidence
 
 
-def test_a_ratio_of_a_phase_that_hardly_takes_time_is_no_straggler():
-    evidence = {"straggler_to_device_ratio": 3.0}
-    names = [f.name for f in diagnose(job({"to_device": 1.0}, bottleneck_evidence=evidence))]
+@pytest.mark.parametrize(("excess_ms", "error_ms"), [(1.0, 0.0), (20.0, 6.0)])
+def test_a_small_or_an_uncertain_excess_is_no_straggler(excess_ms, error_ms):
+    evidence = {"straggler_forward_excess_ms": excess_ms, "forward_error_ms": error_ms}
+    names = [f.name for f in diagnose(job({"forward": 40.0}, bottleneck_evidence=evidence))]
     assert "straggler" not in names
+
+
+def test_ranks_that_wait_for_one_another_by_turns_are_no_communication():
+    found = first(job({"forward": 40.0, "rank_wait": 30.0, "comm_exposed": 2.0}))
+    assert found.name == "rank_imbalance"
+    assert "30.00 ms of a 100.00 ms step (30%)" in found.evidence
+    names = [f.name for f in diagnose(job({"dataloader_next": 40.0, "rank_wait": 30.0}))]
+    assert names == ["input_bound"]
+
+
+def test_what_leaving_communication_out_does_not_save_is_none():
+    evidence = {"with_everything_ms": 100.0, "without_communication_ms": 99.0}
+    names = [f.name for f in diagnose(job({"comm_exposed": 80.0}, bottleneck_evidence=evidence))]
+    assert "communication_bound" not in names
+    evidence["without_communication_ms"] = 60.0
+    found = first(job({"comm_exposed": 80.0}, bottleneck_evidence=evidence))
+    assert found.name == "communication_bound"
+    assert "40.00 ms of a 100.00 ms step" in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -112,7 +133,7 @@ def test_a_device_that_communicates_is_not_waiting_for_the_host():
 
 
 def test_what_costs_most_comes_first():
-    evidence = {"straggler_forward_ratio": 1.2, "straggler_forward_rank": 0.0}
+    evidence = {"straggler_forward_excess_ms": 10.0, "straggler_forward_rank": 0.0}
     found = diagnose(job({"forward": 60.0, "comm_exposed": 30.0}, bottleneck_evidence=evidence))
     assert [(f.name, f.severity) for f in found] == [
         ("communication_bound", Severity.HIGH),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +103,20 @@ def test_available_memory_is_the_smaller_of_host_and_group(tmp_path):
     write(tmp_path / "sys/fs/cgroup/memory.current", str(4 * MIB))
     reader = HostReader(Guard(), sys_root=tmp_path / "sys", proc_root=tmp_path / "proc")
     assert reader.instant()["system_memory_available_megabytes"] == pytest.approx(6 * MIB / 1e6)
+
+
+def test_a_process_that_was_just_started_is_among_the_next_reading():
+    reader = HostReader(Guard(), process_ids=[os.getpid()])
+    before = reader.counters()
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        name = f"_process_{child.pid}_cpu_s"
+        assert name not in before
+        assert name in reader.counters()
+    finally:
+        child.kill()
+        child.wait()
+    assert name not in reader.counters()
 
 
 def test_processes_are_summed_and_one_that_is_gone_is_no_error():

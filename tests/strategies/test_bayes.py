@@ -195,21 +195,69 @@ def test_an_endless_space_is_searched_beyond_the_first_points() -> None:
     assert min(costs[3:]) < min(costs[:3])
 
 
-@pytest.mark.parametrize(("hope", "looks"), [(0.1, 4), (1e-5, 0)])
-def test_before_the_end_it_looks_where_the_cost_could_be_lowest(
-    monkeypatch: pytest.MonkeyPatch, hope: float, looks: int
+def low(points: Sequence[dict[str, Value]], bucket: int, most: float) -> np.ndarray:
+    return np.array([most if p["bucket"] == bucket else most / 2 for p in points])
+
+
+@pytest.mark.parametrize(
+    ("hope", "second", "seen"),
+    [
+        (0.1, 0.0, [256, 256]),
+        (1e-5, 0.0, []),
+        (1e-5, 0.1, [64, 64, 64, 64, 64, 64]),
+        (0.1, 0.1, [256, 256, 64, 64, 64, 64]),
+    ],
+)
+def test_before_the_end_it_looks_where_it_doubts_and_where_trees_see_a_gain(
+    monkeypatch: pytest.MonkeyPatch, hope: float, second: float, seen: list[int]
 ) -> None:
     strategy = make("bayes", mixed_space(), 0)
     assert isinstance(strategy, Bayes)
-    drive(strategy, 8)
+    for number, workers in enumerate((0, 1)):
+        best = {"bucket": 25, "workers": workers, "pinned": False, "mode": "a"}
+        strategy.tell(ended(number, best, 0.001))
+    drive(strategy, 6)
 
     def scores(points: Sequence[dict[str, Value]], rows: np.ndarray, share: float) -> Scores:
-        hopes = [hope * (2.0 if p["bucket"] == 256 else 1.0) for p in points]
-        return Scores(np.zeros(len(points)), np.array(hopes))
+        trees = low(points, 64, second)
+        return Scores(np.zeros(len(points)), low(points, 256, hope), second=lambda: trees)
 
     monkeypatch.setattr(strategy, "_scores", scores)
     monkeypatch.setattr(strategy, "_settled", lambda: True)
-    seen = drive(strategy, 10)
-    assert len(seen) == looks
-    assert all(point["bucket"] == 256 for point in seen[:1])
+    assert [point["bucket"] for point in drive(strategy, 10)] == seen
     assert strategy.stop_reason.startswith("converged")
+
+
+def scripted(
+    monkeypatch: pytest.MonkeyPatch, largest: float, surprise: float
+) -> list[dict[str, Value]]:
+    """What is proposed where the model always promises most at one end of the space."""
+    strategy = make("bayes", mixed_space(), 0)
+    assert isinstance(strategy, Bayes)
+    best: dict[str, Value] = {"bucket": 1, "workers": 0, "pinned": False, "mode": "a"}
+    strategy.tell(ended(0, best, 0.001))
+    drive(strategy, 4)
+    strategy._turn = 0
+
+    def scores(points: Sequence[dict[str, Value]], rows: np.ndarray, share: float) -> Scores:
+        gain = low(points, 256, 0.005)
+        return Scores(gain, gain, surprise=surprise, largest=largest)
+
+    monkeypatch.setattr(strategy, "_scores", scores)
+    return drive(strategy, 4)
+
+
+def test_where_all_is_flat_every_other_proposal_is_spread_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flat = scripted(monkeypatch, largest=0.005, surprise=0.0)
+    assert flat[0]["bucket"] == flat[2]["bucket"] == 256
+    assert {flat[1]["bucket"], flat[3]["bucket"]} != {256}
+    assert {p["bucket"] for p in scripted(monkeypatch, 0.1, 0.0)} == {256}
+
+
+def test_around_a_best_that_the_others_do_not_explain_every_other_proposal_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = scripted(monkeypatch, largest=0.1, surprise=3.0)
+    assert [p["bucket"] in (1, 8, 25) for p in seen] == [True, False, True, False]

@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perfsearch.strategies._gp import MixedKernel, fit
+from perfsearch.strategies._gp import Prior, fit
+from perfsearch.strategies._kernel import MixedKernel
 
 ORDERED = np.array([True, True, False])
 SHARE = np.array([1.0, 0.5, 0.8])
@@ -44,6 +45,15 @@ def test_covariance_is_positive_and_diag_agrees() -> None:
     covariance = kernel(points)
     assert np.allclose(np.diag(covariance), kernel.diag(points))
     assert np.linalg.eigvalsh(covariance).min() > -1e-9
+
+
+def test_covariance_across_is_that_within() -> None:
+    kernel = MixedKernel(
+        np.array([0.3, 1.0, 2.0]), np.array([0.3, 0.2, 0.4, 0.5, 0.6]), ORDERED, SHARE
+    )
+    points = rows(15)
+    points[5] = points[2]
+    assert np.allclose(kernel(points, points[:4]), kernel(points)[:, :4], atol=1e-12)
 
 
 def test_pairs_are_those_of_a_plain_double_loop() -> None:
@@ -94,3 +104,28 @@ def test_noisy_values_are_trusted_less() -> None:
     assert abs(doubting.predict(at)[0][0] - (target[0] - 2.0)) < abs(
         trusting.predict(at)[0][0] - (target[0] - 2.0)
     )
+
+
+def test_a_narrow_diagonal_valley_is_not_taken_for_noise() -> None:
+    """These points are such that a fit from smooth length scales alone ends at a noise of 0.2."""
+    seen = np.round(np.random.default_rng(2).random((16, 2)) * 20) / 20
+    depth = -np.exp(-(((seen[:, 0] + seen[:, 1] - 1) / 0.1) ** 2))
+    target = (depth - depth.mean()) / depth.std()
+    model = fit(seen, target, np.array([True, True]), prior=Prior(noise=(0.01, 0.7)))
+    assert model.noise_variance < 0.05
+
+
+def test_surprises_are_those_of_fits_without_the_row() -> None:
+    seen = rows(14)
+    target = values(seen) - values(seen).mean()
+    target[3] -= 3.0
+    model = fit(seen, target, ORDERED, noise=0.2)
+    others = np.arange(14) != 3
+    kernel = model.regressor.kernel_.k1
+    covariance = kernel(seen[others]) + (0.2**2 + 1e-8) * np.eye(13)
+    across = kernel(seen[[3]], seen[others])
+    mean = across @ np.linalg.solve(covariance, target[others])
+    variance = kernel(seen[[3]]) - across @ np.linalg.solve(covariance, across.T) + 0.2**2
+    expected = float((target[3] - mean)[0] / np.sqrt(variance[0, 0]))
+    assert model.surprises()[3] == pytest.approx(expected, rel=1e-4)
+    assert model.surprises()[3] < -2.0

@@ -8,12 +8,13 @@ import pytest
 from search_runs import measurement, trial
 
 from perfsearch.search.objective import Metric, Objective
+from perfsearch.search.statistics import Interval
 from perfsearch.search.trial import Purpose, Status
 from perfsearch.tracking.charts import phase_parts
 from perfsearch.tracking.report import write_report
 
 VERDICT = SimpleNamespace(
-    intervals={5: SimpleNamespace(ratio=1.31, low=1.28, high=1.34)}, winner=5, reason="1.31x faster"
+    intervals={5: Interval(1.31, 1.28, 1.34, 6)}, winner=5, reason="1.31x faster"
 )
 NOTHING = SimpleNamespace(intervals={}, winner=None, reason="no gain beyond the noise")
 
@@ -93,9 +94,9 @@ def test_the_best_so_far_of_a_latency_goes_down(tmp_path):
     assert len(set(heights)) == 3
 
 
-def test_phases_sum_to_the_step_and_communication_is_taken_out_of_backward():
+def test_phases_sum_to_the_step():
     found = measurement(
-        phases_ms={"train_batch": 90.0, "forward": 30.0, "backward": 50.0, "comm_exposed": 20.0}
+        phases_ms={"train_batch": 80.0, "forward": 30.0, "backward": 30.0, "comm_exposed": 20.0}
     )
     parts = phase_parts(found)
     assert parts == pytest.approx(
@@ -111,6 +112,16 @@ def test_what_there_was_to_gain_stands_beside_what_was_found(tmp_path):
     measured.bottleneck_evidence = {"with_everything_ms": 100.0, "detailed_step_ms": 100.0}
     text = page(tmp_path, trials)
     assert "<td>communication</td><td>+33.3%</td><td>25.00 ms of a 100.00 ms step wait" in text
+
+
+def test_an_interval_that_says_nothing_is_not_drawn(tmp_path):
+    path = tmp_path / "report.html"
+    intervals = {5: Interval(1.3, 1e-5, 9e4, 2), 6: Interval(1.1, 1.05, 1.15, 6)}
+    verdict = SimpleNamespace(intervals=intervals, winner=None, reason="no gain beyond the noise")
+    write_report(path, searched(), verdict, Objective())
+    text = path.read_text()
+    assert "1.300x (2 pairs are too few)" in text
+    assert "90000" not in text
 
 
 def test_phases_stand_in_the_order_of_a_step():

@@ -27,7 +27,7 @@ def test_a_slow_rank_is_named_with_its_host_and_device(monkeypatch):
     job = measured(monkeypatch, fast, Costs(forward=40.0), fast)
     found = diagnose(job)[0]
     assert found.name == "straggler"
-    assert found.evidence.startswith("rank 1 (GPU GPU-1, on node1) takes 20.00 ms a step longer")
+    assert found.evidence.startswith("rank 1 (GPU GPU-1, on node1) takes 30.00 ms a step longer")
 
 
 def test_a_slowed_link_makes_the_job_communication_bound(monkeypatch):
@@ -56,7 +56,8 @@ def test_phases_sum_to_the_step(monkeypatch):
     ranks = [Costs(forward=10.0, communication=33.0), Costs(forward=40.0, communication=3.0)]
     parts = phase_parts(measured(monkeypatch, *ranks))
     assert sum(parts.values()) == pytest.approx(ranks[0].step)
-    assert parts["comm_exposed"] == pytest.approx(18.0)
+    assert parts["comm_exposed"] == pytest.approx(3.0)
+    assert parts["rank_wait"] == pytest.approx(15.0)
     assert parts["forward"] == pytest.approx(25.0)
 
 

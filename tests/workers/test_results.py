@@ -15,19 +15,45 @@ def rank_result(**changes):
     return {**result, **changes}
 
 
-def test_the_slowest_phase_and_the_largest_peak_count():
+def test_phases_are_means_and_the_largest_peak_counts():
     other = rank_result(
         phases_ms={"forward": 6.0, "backward": 4.0},
         peaks={"peak_allocated_gib": 3.0, "peak_reserved_gib": None},
     )
     made = combine([rank_result(), other])["measurement"]
-    assert made["phases_ms"] == {"forward": 6.0, "backward": 4.0, "comm_exposed": 1.0}
+    assert made["phases_ms"] == {
+        "forward": 4.0, "backward": 3.0, "comm_exposed": 1.0, "rank_wait": 0.0
+    }  # fmt: skip
     assert made["peak_allocated_gib"] == 3.0
     assert made["peak_reserved_gib"] is None
-    assert made["bottleneck_evidence"]["straggler_forward_ratio"] == 1.5
+    assert made["bottleneck_evidence"]["straggler_forward_excess_ms"] == 4.0
+    assert made["bottleneck_evidence"]["straggler_forward_rank"] == 1.0
     assert made["world_size"] == 2
 
 
 def test_settings_that_differ_between_ranks_are_seen():
     made = combine([rank_result(), rank_result(in_force={"static_graph": True})])["measurement"]
     assert made["in_force"]["static_graph"] == "differs between ranks: False, True"
+
+
+def test_waiting_for_a_slow_rank_is_not_communication():
+    fast = rank_result(phases_ms={"forward": 1.0, "backward": 5.0, "comm_exposed": 25.0})
+    slow = rank_result(phases_ms={"forward": 22.0, "backward": 7.0, "comm_exposed": 2.0})
+    made = combine([fast, slow])["measurement"]
+    assert made["phases_ms"] == {
+        "forward": 11.5, "backward": 6.0, "comm_exposed": 2.0, "rank_wait": 11.5
+    }  # fmt: skip
+    assert made["bottleneck_evidence"]["straggler_forward_excess_ms"] == 21.0
+
+
+def test_ranks_that_are_slow_by_turns_wait_for_one_another():
+    phases = {"forward": 10.0, "comm_exposed": 8.0}
+    results = [rank_result(phases_ms=phases, evidence={"comm_least_ms": 0.5}) for _ in range(2)]
+    made = combine(results)["measurement"]
+    assert made["phases_ms"] == {"forward": 10.0, "comm_exposed": 0.5, "rank_wait": 7.5}
+
+
+def test_one_ranks_communication_is_taken_out_of_its_passes():
+    alone = rank_result(evidence={"device_exposed_ms": 5.0})
+    made = combine([alone])["measurement"]
+    assert made["phases_ms"] == {"forward": 1.0, "backward": 0.0, "comm_exposed": 5.0}
