@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from perfsearch.instrument.generators import RandomState
 
 _LENGTH_MASKS = ("attention_mask", "mask", "padding_mask")
 _TOKENS = ("input_ids", "tokens", "input")
@@ -80,23 +84,55 @@ def bytes_of(batch: Any) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class _Record:
+    """A batch of a tape.
+
+    Attributes:
+        batch: as the script was given it.
+        dataset: identity of what it was loaded from.
+        still_there: refers to that; ``None`` where its type allows no such reference.
+        random: what the process drew from next; ``None``: not kept.
+
+    """
+
+    batch: Any
+    dataset: int
+    still_there: weakref.ref[Any] | None
+    random: RandomState | None
+
+    def is_of(self, dataset: Any) -> bool:
+        """Whether it stands for a batch of ``dataset``, or of one that this has replaced."""
+        gone = self.still_there is not None and self.still_there() is None
+        return gone or self.dataset == id(dataset)
+
+
 class BatchTape:
     """Keeps the first batches; once rewound, gives them again in place of what the loader gives.
 
-    The loader goes on working, so that its cost stays in what is measured.
+    The loader goes on working, so that its cost stays in what is measured. What lies between two
+    batches depends on where an epoch ends, which the second time is another place: a loader that
+    begins anew draws random numbers, so that those that followed a batch are kept with it; and a
+    round of validation takes batches of its own, so that each dataset gets back its own only.
 
     Args:
         most: batches to keep.
         most_bytes: bytes to keep.
 
+    Attributes:
+        keeps_random: whether random numbers are kept with the batches to come. It takes a tenth of
+            a millisecond, so that it is for the steps that are compared.
+
     """
 
     def __init__(self, most: int = 64, most_bytes: int = 256 * 2**20) -> None:
+        self.keeps_random = True
         self._most = most
         self._left = most_bytes
-        self._kept: list[Any] = []
+        self._kept: list[_Record] = []
         self._full = False
-        self._place: int | None = None
+        self._to_give: list[_Record] | None = None
+        self._to_skip = 0
 
     @property
     def kept(self) -> int:
@@ -105,21 +141,40 @@ class BatchTape:
 
     def rewind(self, place: int) -> None:
         """Go on with the batch number ``place``, the first one being 0."""
-        self._place = place
+        self._to_give = self._kept[max(0, place) :]
+        self._to_skip = max(0, -place)
 
-    def pass_on(self, batch: Any) -> Any:
-        """Keep what the loader gave, or put a batch of the tape in its place."""
-        if self._place is None:
-            self._keep(batch)
+    def pass_on(self, batch: Any, dataset: Any) -> Any:
+        """Keep what a loader gave, or put a batch of the tape in its place.
+
+        Args:
+            batch: what the loader gave.
+            dataset: what it loads from.
+
+        """
+        if self._to_give is None:
+            self._keep(batch, dataset)
             return batch
-        place = self._place
-        self._place += 1
-        return copy_structure(self._kept[place]) if 0 <= place < len(self._kept) else batch
+        if self._to_skip:
+            self._to_skip -= 1
+            return batch
+        for place, record in enumerate(self._to_give):
+            if record.is_of(dataset):
+                del self._to_give[place]
+                if record.random is not None:
+                    record.random.restore()
+                return copy_structure(record.batch)
+        return batch
 
-    def _keep(self, batch: Any) -> None:
+    def _keep(self, batch: Any, dataset: Any) -> None:
         size = bytes_of(batch)
         if self._full or len(self._kept) >= self._most or size > self._left:
             self._full = True
             return
         self._left -= size
-        self._kept.append(copy_structure(batch))
+        try:
+            still_there = weakref.ref(dataset)
+        except TypeError:  # a list, say
+            still_there = None
+        random = RandomState.now() if self.keeps_random else None
+        self._kept.append(_Record(copy_structure(batch), id(dataset), still_there, random))

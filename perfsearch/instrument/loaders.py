@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as _module
 
 from perfsearch.instrument.batches import BatchTape, count
 from perfsearch.instrument.facts import LOADER_KNOBS
+from perfsearch.instrument.generators import RandomState
 from perfsearch.instrument.patches import wrap
 from perfsearch.search.knob import Value
 
@@ -89,12 +87,12 @@ class Loaders:
         iterator = args[0]
         # the first batch starts samplers and workers, which draw; the second tells
         looks = self.draws is None and iterator._num_workers == 0 and iterator._num_yielded == 1
-        before = _random_states() if looks else None
+        before = RandomState.now() if looks else None
         batch = original(*args, **kwargs)
         if before is not None:
-            self.draws = _random_states() != before
+            self.draws = not RandomState.now().is_same(before)
         if self.tape is not None:
-            batch = self.tape.pass_on(batch)
+            batch = self.tape.pass_on(batch, iterator._dataset)
         self.pulls += 1
         samples, tokens = count(batch)
         self.samples += samples
@@ -161,9 +159,3 @@ def arguments(own: Mapping[str, Any], knobs: Mapping[str, Value]) -> dict[str, A
         merged["timeout"] = 0
         merged.pop("multiprocessing_context", None)
     return merged
-
-
-def _random_states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    words = repr(numpy.random.get_state()) if numpy is not None else ""
-    return (bytes(torch.get_rng_state().tolist()), random.getstate(), words)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +11,7 @@ import psutil
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from perfsearch.instrument.generators import RandomState
 from perfsearch.instrument.patches import wrap
 from perfsearch.instrument.script import Script
 
@@ -38,7 +37,7 @@ class Rewinder:
         self._tensors: list[tuple[Any, torch.Tensor]] = []
         self._groups: list[tuple[Any, list[dict[str, Any]]]] = []
         self._states: list[tuple[Any, dict[str, Any]]] = []
-        self._random: tuple[Any, ...] = ()
+        self._random: RandomState | None = None
         wrap(LRScheduler, "__init__", self._remember)
         wrap(torch.amp.GradScaler, "__init__", self._remember)
 
@@ -62,7 +61,7 @@ class Rewinder:
         ]
         helpers = [helper for ref in self._helpers if (helper := ref()) is not None]
         self._states = [(h, copy.deepcopy(h.state_dict())) for h in helpers]
-        self._random = _random_state()
+        self._random = RandomState.now()
         return ""
 
     def restore(self) -> None:
@@ -75,7 +74,8 @@ class Rewinder:
                 group.update(copy.deepcopy(kept))
         for helper, state in self._states:
             helper.load_state_dict(copy.deepcopy(state))
-        _restore_random(self._random)
+        if self._random is not None:
+            self._random.restore()
 
     def _held_tensors(self) -> Iterable[torch.Tensor]:
         """Every tensor once: parameters, buffers, and the optimizers' state."""
@@ -98,23 +98,3 @@ class Rewinder:
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {name: copy.deepcopy(v) for name, v in group.items() if name != "params"}
-
-
-def _random_state() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return (
-        torch.get_rng_state(),
-        torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        random.getstate(),
-        numpy.random.get_state() if numpy is not None else None,
-    )
-
-
-def _restore_random(state: tuple[Any, ...]) -> None:
-    on_host, on_device, python, of_numpy = state
-    torch.set_rng_state(on_host)
-    if on_device is not None:
-        torch.cuda.set_rng_state(on_device)
-    random.setstate(python)
-    if of_numpy is not None:
-        sys.modules["numpy"].random.set_state(of_numpy)

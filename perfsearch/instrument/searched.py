@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from perfsearch.instrument.batches import BatchTape
+from perfsearch.instrument.orders import FIRST_LOSSES
 from perfsearch.instrument.rewind import Rewinder
 from perfsearch.instrument.script import Script
 from perfsearch.instrument.sockets import socket_path
@@ -73,6 +74,8 @@ class Searched:
         if self._ending:
             self._end()
         self.steps += 1
+        if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
+            self._script.loaders.tape.keeps_random = False
         loss = self._script.losses.take()
         if self._clock is not None:
             self._clock.mark("optimizer")

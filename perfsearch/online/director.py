@@ -1,8 +1,8 @@
 """What rank 0 decides between two steps. No torch, no processes: it is plain logic.
 
 The director is a generator: it yields an instruction for all ranks and gets every rank's report
-on it. Today's configuration is sample 0, and where others are not clearly faster it is measured
-again beside them, in turn, before one is kept.
+on it. Today's configuration is sample 0, and it is measured again beside the best, in turn, before
+another is kept.
 """
 
 from __future__ import annotations
@@ -161,9 +161,10 @@ class Director:
         return f"autotune.max_samples={self._options.max_samples} spent"
 
     def _settle(self, baseline: Arm) -> Generator[Instruction, list[Report], Arm]:
-        """The best; where others lie close, all are measured again, in turn, there and back.
+        """The best, measured again beside those close to it and today's, in turn, there and back.
 
-        Only what was measured again counts then: the search's best reading is the luckiest too.
+        Only what was measured again counts then: the search's best reading is the luckiest too, and
+        sample 0 may have been read while the job was still warming up.
         """
         ranked = sorted(self._sampler.arms, key=lambda arm: arm.cost)
         best = ranked[0]
@@ -173,7 +174,7 @@ class Director:
             if arm.cost <= best.cost * (1 + _CLOSE + 2 * math.hypot(arm.error, best.error))
         ]
         finalists = close[:_FINALISTS]
-        if baseline in close and baseline not in finalists:
+        if baseline not in finalists:
             finalists.append(baseline)
         if len(finalists) < 2:
             return best

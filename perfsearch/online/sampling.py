@@ -105,6 +105,7 @@ class Sampler:
         self._arms: dict[str, Arm] = {}
         self._trials = 0
         self._settled = True
+        self._today_s = math.inf
         self.current: dict[str, Value] = {}
         self.train_iter = 0
         self.step_s = math.inf
@@ -122,6 +123,7 @@ class Sampler:
     def forget(self) -> None:
         """Drop the scores: they hold no longer."""
         self._arms = {}
+        self._today_s = math.inf
 
     def arm_of(self, configuration: Mapping[str, Value]) -> Arm:
         """A configuration's samples so far, none for a new one."""
@@ -167,6 +169,8 @@ class Sampler:
                 return arm, (yield from self._roll_back(arm, purpose, seconds[-1], limit_s))
         steps = yield from self.score(self._steps_of_a_sample())
         arm.costs.append(statistics.median(steps))
+        if purpose is Purpose.BASELINE:
+            self._today_s = arm.cost
         arm.errors.append(_error(steps) or 0.0)
         self._arms[key_of(configuration)] = arm
         return arm, self._record(arm, purpose, Status.OK, steps)
@@ -211,8 +215,7 @@ class Sampler:
         return trial
 
     def _limit_s(self) -> float:
-        today_s = self.arms[0].cost if self.arms else math.inf
-        return min(self._options.time_limit_s, _TOO_SLOW * today_s)
+        return min(self._options.time_limit_s, _TOO_SLOW * self._today_s)
 
     def _steps_of_a_sample(self) -> int:
         seconds, least = self._options.sampling_confidence_time, self._options.steps_per_sample

@@ -183,7 +183,12 @@ class Script(Runner):
         begin = time.monotonic()
         deadline = begin + plan.time_limit_s
         runs, knobs = self._runs, self._changed(configuration)
-        fresh = plan.fresh or not self._goes_on_with(knobs, deadline)
+        untouched = not plan.fresh and runs.is_waiting_with(knobs)
+        only_steps = self._known.scope(runs.differing(knobs)) <= {Scope.STEP}
+        goes_on = untouched or (
+            only_steps and not plan.fresh and runs.go_back(knobs, plan, deadline)
+        )
+        fresh = not goes_on
         if fresh:
             failed = runs.begin(knobs, plan, self._keeps)
             if failed is not None:
@@ -197,6 +202,9 @@ class Script(Runner):
         try:
             measurement = runs.score(plan, deadline, self._in_force(knobs))
         except (ScriptGone, EndedError) as error:
+            if isinstance(error, EndedError) and not (fresh or untouched):
+                runs.end(kill=True)  # what was left of it was too short; a whole start may do
+                return self.measure(configuration, replace(plan, fresh=True))
             return replace(runs.failure(error, knobs), fresh_process=fresh)
         except BaseException:
             runs.end(kill=True)
@@ -211,15 +219,6 @@ class Script(Runner):
             str(group.log),
             fresh,
         )
-
-    def _goes_on_with(self, knobs: dict[str, Value], deadline: float) -> bool:
-        """Put the knobs into force in the running script; ``False`` where it has to start again."""
-        runs = self._runs
-        if runs.is_waiting_with(knobs):
-            return True
-        if not runs.can_go_back or self._known.scope(runs.differing(knobs)) - {Scope.STEP}:
-            return False
-        return runs.go_back(knobs, deadline)
 
     def _in_force(self, knobs: Mapping[str, Value]) -> dict[str, Value]:
         """What no library can be asked for: arguments of the script, variables of NCCL."""

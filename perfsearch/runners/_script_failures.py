@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ from perfsearch.workers.failures import Failure, one_line
 from perfsearch.workers.messages import rank_log
 
 _REFUSED = re.compile(r"^.*\berror: .*$", re.MULTILINE)
+
+_LAUNCHER_REFUSED = re.compile(r"launcher: \S+: error: (.*)")
+"""How torchrun's own parser ends, which another start would not change."""
 
 
 def outcome(
@@ -40,7 +44,14 @@ def outcome(
     failure = group.why_gone(error)
     if ended and len(ended) < group.nproc:
         return Outcome(Status.INVALID, None, disagreement(steps, ended), log)
-    log = str(rank_log(group.logs, failure.rank or 0))
+    refused = _LAUNCHER_REFUSED.match(failure.reason)
+    if refused:
+        variables = ", ".join(sorted(n for n in os.environ if n.startswith("PET_")))
+        reason = f"torchrun refused its options: {refused[1]}"
+        reason += f" (it takes options from the environment, too: {variables})" * bool(variables)
+        return Outcome(Status.INVALID, None, reason, str(group.launcher_log))
+    path = rank_log(group.logs, failure.rank or 0)
+    log = str(path if path.exists() or failure.rank is not None else group.launcher_log)
     tail = tails.get(failure.rank or 0, "") or next(iter(group.tails().values()), "")
     return Outcome(*_status_and_reason(failure, tail, steps, changed, maps, error), log_path=log)
 

@@ -81,6 +81,7 @@ class ScriptGroup:
         self._gpus = gpus
         self._oom_kills_before = oom_kills()
         self._used_before = devices.used_gib(gpus)
+        self._log_begins = 0
         self._token = uuid.uuid4().hex
         self._channels: list[Channel] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -117,7 +118,8 @@ class ScriptGroup:
         environ = {**os.environ, **variables, **orders.to_environment()}
         environ[TOKEN_VARIABLE] = self._token
         environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        with (self.logs / "launcher.log").open("ab") as log:
+        with self.launcher_log.open("ab") as log:
+            self._log_begins = log.tell()
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -155,6 +157,11 @@ class ScriptGroup:
     def log(self) -> Path:
         """The log of rank 0."""
         return rank_log(self.logs, 0)
+
+    @property
+    def launcher_log(self) -> Path:
+        """Where torch's launcher logs, start after start."""
+        return self.logs / "launcher.log"
 
     def tails(self) -> dict[int, str]:
         """The end of each rank's log."""
@@ -221,6 +228,8 @@ class ScriptGroup:
         left = Leavings(self.logs, self.nproc)
         code = process.poll() if process is not None and gone.limit_s is None else None
         ends, launcher_error = launcher_report(self._directory, code)
+        if not (ends or launcher_error or self._channels):
+            launcher_error = self._last_words()
         evidence = Evidence(
             errors=left.errors(),
             ends=ends,
@@ -232,6 +241,13 @@ class ScriptGroup:
         )
         self.end(kill=True)
         return classify(evidence)
+
+    def _last_words(self) -> str:
+        """The last line that the launcher has written in this start."""
+        with self.launcher_log.open("rb") as log:
+            log.seek(self._log_begins)
+            lines = log.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def end(self, kill: bool = False) -> None:
         """End every process, and wait until its devices are free.

@@ -73,7 +73,7 @@ class Runs:
         deadline = time.monotonic() + limit_s
         try:
             group.join()
-            first = receive_steps(group, deadline - time.monotonic())
+            first = receive_steps(group, plan, deadline - time.monotonic())
             _script_failures.require_ranks_together(first, self.hardware.world_size)
             start = Start(
                 Facts(**first[0]["facts"]),
@@ -83,7 +83,7 @@ class Runs:
             if keeps and self.sound is not False:
                 start.kept = _keep(group, self.environment.limits.startup_s)
             group.send({"op": "go"})
-            second = receive_steps(group, max(0.0, deadline - time.monotonic()))
+            second = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
         except (ScriptGone, EndedError) as error:
             return self.failure(error, knobs)
         except BaseException:
@@ -145,33 +145,40 @@ class Runs:
             and start.pulls_per_step is not None
         )
 
-    def go_back(self, knobs: dict[str, Value], deadline: float) -> bool:
+    def go_back(self, knobs: dict[str, Value], plan: Plan, deadline: float) -> bool:
         """Take the running script back to its first step, with other knobs of step scope.
 
         The first time, the same configuration is trained again first: unless its losses are the
         ones that it had, nothing is ever changed in a running script. ``False`` where it has to be
         started again.
         """
+        if not self.can_go_back:
+            return False
         group, start = self.group, self.start
         assert group is not None and start is not None
         try:
             if self.sound is None:
                 before = list(start.losses or [])
-                self._rewind(group, start, self.knobs, deadline)
+                self._rewind(group, start, self.knobs, plan, deadline)
                 while start.losses is not None and len(start.losses) < len(before):
                     group.send({"op": "go"})
-                    messages = receive_steps(group, max(0.0, deadline - time.monotonic()))
+                    messages = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
                     add_loss(start, mean_loss(messages))
                 self.sound = bool(before) and _same(before, start.losses or [])
             if self.sound:
-                self._rewind(group, start, knobs, deadline)
+                self._rewind(group, start, knobs, plan, deadline)
         except (ScriptGone, EndedError):
             self.end(kill=True)  # a new start will tell what is wrong, if anything is
             return False
         return self.sound
 
     def _rewind(
-        self, group: ScriptGroup, start: Start, knobs: dict[str, Value], deadline: float
+        self,
+        group: ScriptGroup,
+        start: Start,
+        knobs: dict[str, Value],
+        plan: Plan,
+        deadline: float,
     ) -> None:
         assert start.pulls_per_step is not None
 
@@ -180,13 +187,13 @@ class Runs:
 
         # batches that a wrapper of the loader has taken in advance are used up by one more step
         group.send({"op": "rewind", "place": start.first_pulls - start.pulls_per_step})
-        receive_steps(group, left())
+        receive_steps(group, plan, left())
         group.send({"op": "change", "knobs": sort_knobs(knobs, self.maps).objects})
         group.receive("changed", left())
         self.knobs = dict(knobs)
         start.losses, start.seconds = [], []
         group.send({"op": "go"})
-        messages = receive_steps(group, left())
+        messages = receive_steps(group, plan, left())
         start.seconds.append(max(m["seconds"] for m in messages))
         add_loss(start, mean_loss(messages))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perfsearch.instrument.facts import Facts
+from perfsearch.instrument.orders import FIRST_LOSSES
 from perfsearch.runners._script_group import Message, ScriptGone, ScriptGroup
 from perfsearch.runners.base import Plan
 from perfsearch.search.knob import Value
@@ -17,8 +18,7 @@ from perfsearch.search.trial import Measurement, Status
 from perfsearch.workers.results import combine
 from perfsearch.workers.settling import is_steady, steps_to_fill
 
-FIRST_LOSSES = 5
-"""Steps after the first whose losses are compared; the first is before the common start."""
+MIN_DISCARDED = 3
 
 MAX_DISCARDED = 8
 
@@ -60,18 +60,29 @@ class Start:
     seconds: list[float] = field(default_factory=list)
 
 
-def receive_steps(group: ScriptGroup, limit_s: float) -> list[Message]:
+def receive_steps(group: ScriptGroup, plan: Plan, limit_s: float) -> list[Message]:
     """The word of each rank on one step.
+
+    Args:
+        group: the start.
+        plan: how it is measured, for what an end that comes too early is told of.
+        limit_s: seconds to wait.
 
     Raises:
         EndedError: the script ended, on some ranks or on all.
         ScriptGone: a rank failed, or the time is over.
 
     """
-    return _all_the_same(group, group.receive("step", limit_s))
+    low, high = plan.scored_steps
+    needed = (
+        f"the window begins after {MIN_DISCARDED} to {MAX_DISCARDED} steps and covers {low} to "
+        f"{high}, as many as fill {plan.scored_seconds:g} s: {MAX_DISCARDED + high} steps are "
+        "always enough"
+    )
+    return _all_the_same(group.receive("step", limit_s), needed)
 
 
-def _all_the_same(group: ScriptGroup, messages: list[Message]) -> list[Message]:
+def _all_the_same(messages: list[Message], needed: str) -> list[Message]:
     ended = [rank for rank, m in enumerate(messages) if m["event"] == "ended"]
     if not ended:
         return messages
@@ -80,7 +91,7 @@ def _all_the_same(group: ScriptGroup, messages: list[Message]) -> list[Message]:
         made = f"made {steps[0]} steps" if steps[0] else "made no step of a torch optimizer"
         raise EndedError(
             f"the script {made} and ended, before it could be measured. Give it more to do "
-            "(epochs, steps, samples): the window begins after 3 to 8 steps and covers at least 8"
+            f"(epochs, steps, samples): {needed}"
         )
     raise EndedError(disagreement(steps, ended))
 
@@ -110,10 +121,11 @@ def settle(group: ScriptGroup, plan: Plan, start: Start, deadline: float) -> Non
     while True:
         spent = sum(start.seconds[1:])
         enough = len(start.seconds) >= MAX_DISCARDED or spent > 2 * plan.scored_seconds
-        if is_steady(start.seconds) or (len(start.seconds) >= 3 and enough):
+        settled = len(start.seconds) >= MIN_DISCARDED and enough
+        if settled or is_steady(start.seconds, least=MIN_DISCARDED):
             return
         group.send({"op": "go"})
-        messages = receive_steps(group, max(0.0, deadline - time.monotonic()))
+        messages = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
         start.seconds.append(max(m["seconds"] for m in messages))
         add_loss(start, mean_loss(messages))
 
@@ -143,7 +155,13 @@ def score(
     count = steps_to_fill(plan.scored_seconds, start.seconds[-1], plan.scored_steps)
     group.send({"op": "score", "count": count})
     found = group.receive("window", max(0.0, deadline - time.monotonic()))
-    messages = _all_the_same(group, found)
+    settled, step_s = len(start.seconds), start.seconds[-1]
+    needed = (
+        f"{settled} steps until step times have settled and {count} of {1e3 * step_s:.3g} ms to "
+        f"measure were {settled + count} steps and {sum(start.seconds) + count * step_s:.2g} s "
+        f"here; {MAX_DISCARDED + plan.scored_steps[1]} steps are always enough"
+    )
+    messages = _all_the_same(found, needed)
     for place in range(count):
         losses = [m["losses"][place] for m in messages]
         add_loss(start, None if any(v is None for v in losses) else statistics.fmean(losses))

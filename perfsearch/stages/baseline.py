@@ -7,6 +7,9 @@ from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.stages import gains, looks
 from perfsearch.stages.session import Session
 
+_OF_THE_JOB = ("workload.factory=", "ended, before it could be measured")
+"""What a failure's reason says where the job could not be made, or has too little to do."""
+
 
 def _again(session: Session, known: Trial) -> bool:
     asked = session.only_rerun and known.status.has_failed
@@ -14,8 +17,8 @@ def _again(session: Session, known: Trial) -> bool:
 
 
 def _is_users_fault(trial: Trial) -> bool:
-    """Whether the job could not be made at all, which no configuration of it can change."""
-    return trial.status.has_failed and "workload.factory=" in trial.reason
+    """Whether the job cannot be measured at all, which no configuration of it is to blame for."""
+    return trial.status.has_failed and any(part in trial.reason for part in _OF_THE_JOB)
 
 
 def run(session: Session) -> Trial:
@@ -26,8 +29,8 @@ def run(session: Session) -> Trial:
     counts it like any other.
 
     Raises:
-        BadInputError: the user's factory makes no job. Once it is mended, the same command begins
-            with the baseline.
+        BadInputError: the user's factory makes no job, or the user's script ends too early. Once
+            it is mended, the same command begins with the baseline.
 
     """
     session.view.stage("baseline", "the configuration as it is today")

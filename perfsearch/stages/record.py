@@ -151,7 +151,10 @@ def _best_configuration(session: Session, result: Result) -> dict[str, Value]:
 
 
 def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
-    """Rows of the closing table: the baseline, then the finalists, or the best so far."""
+    """Rows of the closing table: the baseline, then the finalists, or the best of single readings.
+
+    That is not called the best where the baseline is faster.
+    """
     rows = []
     baseline = session.baseline
     if baseline is not None:
@@ -163,11 +166,21 @@ def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
         shown = [session.best]
     for trial in shown:
         interval = verdict.intervals.get(trial.number)
-        label = (
-            "best" if trial.number == verdict.winner else "finalist" if interval else "best so far"
-        )
+        if trial.number == verdict.winner:
+            label = "best"
+        elif interval:
+            label = "finalist"
+        else:
+            label = "best so far" if _is_faster(trial, baseline) else "fastest other"
         rows.append(_row(session, label, trial, verdict.costs.get(trial.number), interval))
     return rows
+
+
+def _is_faster(trial: Trial, baseline: Trial | None) -> bool:
+    """Whether a trial's single reading is better than the baseline's, where that has one."""
+    if baseline is None or baseline.cost is None or trial.cost is None:
+        return True
+    return trial.cost < baseline.cost
 
 
 def _row(

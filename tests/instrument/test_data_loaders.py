@@ -1,5 +1,6 @@
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -100,24 +101,77 @@ def test_padding_is_no_token(batch, counted):
 def test_a_tape_gives_the_same_batches_again_while_the_loader_goes_on():
     tape = BatchTape(most=3)
     for number in range(5):
-        tape.pass_on({"x": torch.tensor([number])})
+        tape.pass_on({"x": torch.tensor([number])}, DATA)
     assert tape.kept == 3
     tape.rewind(1)
-    given = [tape.pass_on({"x": torch.tensor([n])})["x"].item() for n in (5, 6, 7)]
+    given = [tape.pass_on({"x": torch.tensor([n])}, DATA)["x"].item() for n in (5, 6, 7)]
     assert given == [1, 2, 7]  # from where the tape ends, what the loader gives
 
 
 def test_a_script_may_take_a_batch_apart_without_harm_to_the_tape():
     tape = BatchTape()
-    tape.pass_on({"x": torch.tensor([1]), "labels": torch.tensor([2])}).pop("labels")
+    tape.pass_on({"x": torch.tensor([1]), "labels": torch.tensor([2])}, DATA).pop("labels")
     tape.rewind(0)
-    tape.pass_on({}).pop("labels")
+    tape.pass_on({}, DATA).pop("labels")
     tape.rewind(0)
-    assert tape.pass_on({})["labels"].item() == 2
+    assert tape.pass_on({}, DATA)["labels"].item() == 2
 
 
 def test_a_tape_keeps_no_more_than_its_bytes():
     tape = BatchTape(most_bytes=100)
     for _ in range(3):
-        tape.pass_on(torch.zeros(20, dtype=torch.uint8).repeat(2))
+        tape.pass_on(torch.zeros(20, dtype=torch.uint8).repeat(2), DATA)
     assert tape.kept == 2
+
+
+def _steps(loader, count, begins):
+    """Batches and masks of steps whose epochs begin at the steps ``begins``."""
+    seen, batches = [], None
+    for step in range(count):
+        if step in begins:
+            batches = iter(loader)
+        (batch,) = next(batches)
+        seen.append((batch.tolist(), torch.rand(2).tolist(), random.random(), np.random.rand()))
+    return seen
+
+
+@pytest.mark.parametrize("begins", [(0,), (0, 1), (0, 2, 3)])
+def test_the_same_steps_draw_the_same_wherever_an_epoch_begins(make, begins):
+    """To begin an epoch draws the seed of the loader's workers, and the order of its samples."""
+    loaders = make()
+    loaders.tape = BatchTape()
+    loader = DataLoader(DATA, 2, shuffle=True)
+    torch.manual_seed(0)
+    first = _steps(loader, 4, (0,))
+    loaders.tape.rewind(0)
+    assert _steps(loader, 4, begins) == first
+
+
+def test_random_numbers_are_kept_with_the_compared_steps_only(make):
+    loaders = make()
+    loaders.tape = BatchTape()
+    loader = DataLoader(DATA, 2)
+    first = _steps(loader, 1, (0,))
+    loaders.tape.keeps_random = False
+    later = _steps(loader, 1, (0,))
+    loaders.tape.rewind(0)
+    again = _steps(loader, 2, (0,))
+    assert again[0] == first[0] and again[1] != later[0]
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_validation_gets_none_of_the_batches_of_training(make, rebuilt):
+    loaders = make()
+    loaders.tape = BatchTape()
+    train, held_out = TensorDataset(torch.arange(4)), TensorDataset(torch.arange(10, 14))
+
+    def values(dataset):
+        return [batch.tolist() for (batch,) in DataLoader(dataset, 2)]
+
+    assert values(train) == [[0, 1], [2, 3]]
+    loaders.tape.rewind(0)
+    if rebuilt:  # by the script, for each epoch: what the batches came from is gone
+        train = TensorDataset(torch.arange(4).flip(0))
+    else:
+        assert values(held_out) == [[10, 11], [12, 13]]
+    assert values(train) == [[0, 1], [2, 3]]

@@ -1,6 +1,7 @@
 """What rank 0 decides, against an analytic objective."""
 
 import dataclasses
+import math
 
 import pytest
 from online_fakes import BASELINE, Inline, Job, Recorder, facts, valley
@@ -83,6 +84,31 @@ def test_a_lucky_reading_is_measured_again():
     director, recorder, _ = tune(Job(seconds), knobs={"bucket_cap_mb": 25.0})
     assert any(r.purpose == Purpose.CONFIRM for r in recorder.rows)
     assert director.kept == BASELINE
+
+
+@pytest.mark.parametrize("slower_at_first", [1.5, 5.0])
+def test_todays_settings_are_always_timed_again_before_others_are_kept(slower_at_first):
+    """Sample 0 is read while the job is still slow, so that all others look much better."""
+
+    def seconds(configuration, rank, step):
+        if configuration == BASELINE:
+            return 0.1 * (slower_at_first if step < 12 else 1.0)
+        return 0.11 * (1 + 0.04 * abs(math.log2(configuration["bucket_cap_mb"] / 25.0)))
+
+    director, recorder, _ = tune(Job(seconds), max_samples=4)
+    again = [r.trial for r in recorder.rows if r.purpose == Purpose.CONFIRM]
+    assert again.count(0) == 2
+    assert director.kept == BASELINE
+
+
+def test_todays_settings_are_timed_again_however_slow_they_are():
+    def seconds(configuration, rank, step):
+        return 0.5 if configuration == BASELINE else valley(configuration)
+
+    director, recorder, _ = tune(Job(seconds), max_samples=4)
+    again = [r for r in recorder.rows if r.purpose == Purpose.CONFIRM and r.trial == 0]
+    assert [r.status for r in again] == [Status.OK] * 2
+    assert director.kept != BASELINE
 
 
 def test_a_refused_configuration_is_rolled_back_and_never_proposed_again():

@@ -93,6 +93,18 @@ def test_configurations_are_tried_inside_one_start_and_across_starts(bench):
     assert "Traceback" not in (one.directory / "logs" / "0000" / "rank0.log").read_text()
 
 
+def test_a_script_that_runs_out_of_steps_is_started_again(bench):
+    one = bench("--steps", "100", map=())
+    for number in range(9):  # of at least twelve steps each
+        outcome = one.measure(bucket_cap_mb=(25.0, 1.0)[number % 2])
+        assert (outcome.status, outcome.reason) == (Status.OK, "")
+        if outcome.fresh_process:
+            break
+    assert number >= 1 and outcome.fresh_process
+    assert outcome.measurement.in_force["bucket_cap_mb"] == (25.0, 1.0)[number % 2]
+    assert one.runner._runs.sound is True
+
+
 def test_a_script_that_cannot_be_taken_back_is_started_again(bench):
     one = bench("--fault", "remembers", map=())
     first = one.measure()
@@ -132,6 +144,15 @@ def test_what_stops_trial_0_is_told_with_the_log(bench, arguments, status, says)
     outcome = one.measure()
     assert (outcome.status, says in outcome.reason) == (status, True), outcome.reason
     assert Path(outcome.log_path).exists() and outcome.measurement is None
+
+
+def test_a_launcher_that_refuses_its_options_says_so_at_once(bench, monkeypatch):
+    monkeypatch.setenv("PET_MONITOR_INTERVAL", "abc")  # where torchrun takes its defaults from
+    outcome = bench(map=()).measure()
+    assert outcome.status is Status.INVALID  # so that it is not started again
+    assert "torchrun refused its options" in outcome.reason and "'abc'" in outcome.reason
+    assert "PET_MONITOR_INTERVAL" in outcome.reason
+    assert "'abc'" in Path(outcome.log_path).read_text()
 
 
 def test_a_map_that_the_script_refuses_is_named(bench):

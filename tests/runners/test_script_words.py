@@ -1,10 +1,12 @@
 """Failures of scripts in words, exports, and which runner a script calls for."""
 
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.mapping import Mapped
 from perfsearch.run_arguments import split
 from perfsearch.run_search import runner_for, search, workload
@@ -12,7 +14,8 @@ from perfsearch.runners import _script_export
 from perfsearch.runners._script_failures import outcome, require_ranks_together
 from perfsearch.runners._script_group import ScriptGone
 from perfsearch.runners._script_options import ScriptOptions
-from perfsearch.runners._script_window import EndedError, receive_steps
+from perfsearch.runners._script_window import EndedError, Start, receive_steps, score
+from perfsearch.runners.base import Plan
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.trial import Status
 from perfsearch.workers.environment import Hardware
@@ -26,6 +29,7 @@ class Group:
 
     def __init__(self, failure=None, steps=(0, 0), ended=(), tail="", messages=()):
         self.nproc, self.logs, self.log = 2, Path("logs"), Path("logs/rank0.log")
+        self.launcher_log = Path("logs/launcher.log")
         self.steps, self.ended = list(steps), list(ended)
         self._failure, self._tail, self._messages = failure, tail, list(messages)
 
@@ -34,6 +38,9 @@ class Group:
 
     def why_gone(self, gone):
         return self._failure
+
+    def send(self, order):
+        self.told = order
 
     def receive(self, event, limit_s):
         return self._messages
@@ -45,6 +52,22 @@ def test_a_refused_argument_names_the_map_that_is_to_blame():
     found = outcome(Group(failure, tail=tail), ScriptGone(), {}, MAPS)
     assert found.status is Status.INVALID
     assert "unrecognized arguments: --bs 4 (from --map micro_batch=--bs)" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "says"),
+    [
+        ("launcher: launch.py: error: argument --x: invalid value", Status.INVALID,
+         "torchrun refused its options: argument --x: invalid value (it takes options from the "
+         "environment, too: PET_X)"),
+        ("launcher: OSError: [Errno 28]", Status.INFRASTRUCTURE, "launcher: OSError: [Errno 28]"),
+    ],
+)  # fmt: skip
+def test_only_what_the_launcher_refuses_is_not_started_again(monkeypatch, reason, status, says):
+    monkeypatch.setenv("PET_X", "1")
+    found = outcome(Group(Failure(Status.INFRASTRUCTURE, reason)), ScriptGone(), {}, [])
+    assert (found.status, found.reason) == (status, says)
+    assert found.log_path == str(Path("logs/launcher.log"))
 
 
 def test_a_script_that_makes_no_step_is_told_what_a_step_is():
@@ -72,7 +95,19 @@ def test_ranks_that_part_are_counted():
 )
 def test_a_script_that_ends_too_early_says_so(messages, says):
     with pytest.raises(EndedError, match=says):
-        receive_steps(Group(messages=messages), 1.0)
+        receive_steps(Group(messages=messages), Plan(1), 1.0)
+
+
+def test_a_script_that_ends_too_early_says_how_much_would_do():
+    group = Group(messages=[{"event": "ended", "step": 64}] * 2)
+    with pytest.raises(EndedError, match=r"after 3 to 8 steps and covers 8 to 60.* 1 s: 68 steps"):
+        receive_steps(group, Plan(1), 1.0)
+    start = Start(Facts(), seconds=[0.5, 0.005, 0.005])
+    with pytest.raises(
+        EndedError,
+        match=r"made 64 steps.*settled and 60 of 5 ms.* 63 steps and .* s here; 68 steps",
+    ):
+        score(group, Plan(1), start, time.monotonic() + 1.0, lambda facts: {})
 
 
 def test_ranks_that_train_apart_are_refused():

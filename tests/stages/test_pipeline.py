@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 
@@ -271,3 +272,18 @@ def test_a_search_without_a_new_best_runs_out_of_patience(search: Search) -> Non
     result = search(SyntheticRunner(gain=-0.2), budget={"trials": 10, "patience": 3})
     assert result.reason == "budget.patience=3: no new best in 3 trials"
     assert len([t for t in result.trials if t.purpose is Purpose.SEARCH]) == 3
+
+
+@pytest.mark.parametrize(("gain", "label"), [(0.2, "best so far"), (-0.2, "fastest other")])
+@pytest.mark.parametrize("ended_by", ["budget", "signal"])
+def test_the_closing_table_calls_nothing_best_that_is_slower_than_the_baseline(
+    search: Search, gain: float, label: str, ended_by: str
+) -> None:
+    def ends(configuration, plan):
+        if ended_by == "signal" and plan.number == 4:
+            raise KeyboardInterrupt
+        return None
+
+    with contextlib.suppress(KeyboardInterrupt):
+        search(SyntheticRunner(gain=gain, fail=ends), confirm={"max_repeats": 0})
+    assert [row["label"] for row in search.view.rows] == ["baseline", label]

@@ -1,4 +1,5 @@
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -277,15 +278,22 @@ def test_the_directory_that_was_named_has_its_failed_trials_run_again(search: Se
     assert "running the 1 failed trials again" in search.view.text
 
 
-def test_a_factory_that_cannot_be_imported_ends_the_search_until_it_is_mended(
-    search: Search,
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (Status.CRASH, "rank 0: FactoryError: workload.factory=a:b: no"),
+        (Status.INVALID, "the script made 64 steps and ended, before it could be measured. Give"),
+    ],
+)
+def test_a_job_that_cannot_be_measured_ends_the_search_until_it_is_mended(
+    search: Search, status: Status, reason: str
 ) -> None:
     from perfsearch.search.errors import BadInputError
 
     def broken(configuration, plan):
-        return Outcome(Status.CRASH, reason="rank 0: FactoryError: workload.factory=a:b: no")
+        return Outcome(status, reason=reason)
 
-    with pytest.raises(BadInputError, match=r"workload\.factory=a:b"):
+    with pytest.raises(BadInputError, match=re.escape(reason)):
         search(SyntheticRunner(fail=broken))
     assert [t.number for t in search.tracker.trials] == [0]
     result = search()
