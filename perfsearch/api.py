@@ -88,11 +88,11 @@ def autotune(model: torch.nn.Module, **options: Any) -> torch.nn.parallel.Distri
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from perfsearch.online import enabling, session
-    from perfsearch.online.options import AutotuneOptions
+    from perfsearch.online import AutotuneOptions, beforehand, enabling, session
 
     names = {field.name for field in dataclasses.fields(AutotuneOptions)}
     chosen = AutotuneOptions.from_mapping({k: v for k, v in options.items() if k in names})
+    beforehand.check(chosen)
     for_wrapper = {k: v for k, v in options.items() if k not in names}
     if not dist.is_initialized():
         raise BadInputError(

@@ -22,8 +22,11 @@ from perfsearch.strategies import Strategy
 if TYPE_CHECKING:
     from perfsearch.pipeline import Result
 
-_MARKS = (JOURNAL, ".lock")
-"""Files that a directory has which a search worked in."""
+_OWN_MODE = ".perfsearch"
+"""Left where a mode without a search, such as ``estimate``, was the first to write."""
+
+_MARKS = (JOURNAL, ".lock", _OWN_MODE)
+"""Files that a directory has which a search worked in, or may work in."""
 
 _PIPELINE_MODES = ("search", "profile")
 
@@ -118,9 +121,15 @@ def _run(settings: Settings) -> tuple[Result | None, int]:
 
     settings = _runner(settings).settle(settings)
     strategy = strategy_factory(settings)
-    _require_writable(settings.run_dir or default_run_dir(settings))
-    if settings.run_dir is not None and settings.mode in _PIPELINE_MODES:
-        _require_own(settings.run_dir)
+    directory = settings.run_dir or default_run_dir(settings)
+    _require_writable(directory)
+    foreign = _foreign_file(directory)
+    if foreign and settings.run_dir is not None and settings.mode in _PIPELINE_MODES:
+        raise ConfigError(
+            "run_dir",
+            f"run_dir={directory}: it holds {foreign!r} and no search of perfsearch, and files of "
+            "a search would be written among them. Name a new or an empty directory.",
+        )
     runner = build_runner(settings)
     with open_view(settings) as view:
         own = _own(runner, settings.mode)
@@ -135,6 +144,8 @@ def _run(settings: Settings) -> tuple[Result | None, int]:
             return None, int(own(settings, view))
         finally:
             runner.close()
+            if not foreign and directory.is_dir():
+                (directory / _OWN_MODE).touch()
 
 
 def _own(runner: Any, mode: str) -> Callable[[Settings, Any], int] | None:
@@ -159,17 +170,11 @@ def _require_writable(directory: Path) -> None:
         ) from error
 
 
-def _require_own(directory: Path) -> None:
-    """Refuse a directory that holds something else than a search, whose files would mix with it."""
+def _foreign_file(directory: Path) -> str:
+    """A file that is not perfsearch's, with which those of a search would mix; or empty."""
     if not directory.is_dir() or any((directory / mark).exists() for mark in _MARKS):
-        return
-    found = next((path.name for path in sorted(directory.iterdir())), None)
-    if found is not None:
-        raise ConfigError(
-            "run_dir",
-            f"run_dir={directory}: it holds {found!r} and no search of perfsearch, and files of a "
-            "search would be written among them. Name a new or an empty directory.",
-        )
+        return ""
+    return next((path.name for path in sorted(directory.iterdir())), "")
 
 
 def _load(load: Callable[[str], type[Any]], group: str, name: str) -> Any:

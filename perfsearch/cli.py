@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from perfsearch import __version__
 from perfsearch.cli_errors import explain
 from perfsearch.cli_job import Job, JobFailedError, plain
+from perfsearch.cli_knobs import open_knobs
 from perfsearch.cli_recorded import take_recorded_configuration
 from perfsearch.cli_trust import check_hydra, check_hydra_keys, check_paths
 from perfsearch.config import GROUPS, validate
@@ -95,7 +96,7 @@ def _overrides_first(arguments: list[str]) -> list[str]:
 
 
 def _command(arguments: list[str], given: Mapping[str, Any]) -> int:
-    arguments = _overrides_first(arguments)
+    arguments = _overrides_first(open_knobs(arguments))
     flags = _parse(arguments)
     if flags.config_path is not None:
         take_recorded_configuration(arguments, flags)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from perfsearch.cli_knobs import FORCE
 from perfsearch.config_options import show
 from perfsearch.search.suggest import nearest
 
@@ -40,16 +41,22 @@ def explain(error: BaseException, known: Callable[[], Mapping[str, Any]]) -> str
     if kind == "MissingConfigException":
         return _missing_option(error, text)
     if kind == "OverrideParseException":
-        return _unreadable(getattr(error, "override", ""), text)
+        return _unreadable(getattr(error, "override", "").removeprefix(FORCE), text)
     if match := _NO_SUCH_KEY.search(text):
         return no_such_key(next(g for g in match.groups() if g), known())
     if match := _EXISTS.search(text):
         key = match.group(1)
         return f"+{key}: the key exists. Write {key}=VALUE, without the plus sign."
     if match := _AMBIGUOUS.search(text):
-        key = match.group(1).partition("=")[0]
+        asked = match.group(1).removeprefix(FORCE)
+        key, _, value = asked.partition("=")
+        if key.startswith("runner.knobs.") and "@" in value:
+            return (
+                f"{asked}: the comma stands for a sweep here. Quote an operator's parts and "
+                f"devices, for the shell and for the value: '{key}=\"{value}\"'."
+            )
         return (
-            f"{match.group(1)}: one value is needed. Add -m to search with each of them; "
+            f"{asked}: one value is needed. Add -m to search with each of them; "
             f"a list is {key}=[a,b], text with a comma {key}='\"a,b\"'."
         )
     if kind == "MissingMandatoryValue":

@@ -10,6 +10,7 @@ from typing import Any
 
 from perfsearch.cli_errors import explain
 from perfsearch.cli_job import plain
+from perfsearch.cli_knobs import open_knobs
 from perfsearch.config import GROUPS
 from perfsearch.config_options import ConfigError, join
 from perfsearch.search.errors import BadInputError
@@ -44,7 +45,7 @@ def compose(overrides: Sequence[str], values: Mapping[str, Any]) -> dict[str, An
             merged[key] = _plain(value)
     with _hydra_as_it_was():
         try:
-            composed = _compose(words)
+            composed = _compose(open_knobs(words))
         except BadInputError:
             raise
         except Exception as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perfsearch.config_options import ConfigError, option
-from perfsearch.metrics.findings import Thresholds
+from perfsearch.config_thresholds import ThresholdSettings
 from perfsearch.search.budget import Budget
 from perfsearch.search.knob import Numerics
 from perfsearch.search.objective import Metric
@@ -154,7 +154,7 @@ class MetricsSettings:
     begin_step: int | None = option(None, low=1)
     end_step: int | None = option(None, low=1)
     trace: bool = False
-    thresholds: Thresholds = field(default_factory=Thresholds)
+    thresholds: ThresholdSettings = field(default_factory=ThresholdSettings)
 
     def __post_init__(self) -> None:
         begin, end = self.begin_step, self.end_step

@@ -16,10 +16,20 @@ def summary(item: object) -> str:
 
 
 def attribute_help(item: object) -> dict[str, str]:
-    """What the sections ``Attributes`` and ``Args`` of a docstring say of each name."""
+    """What the sections ``Attributes`` and ``Args`` of a docstring say of each name.
+
+    Of a class also what those of its bases say.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(inspect.getmro(item)) if isinstance(item, type) else (item,):
+        found |= _sections(inspect.getdoc(base) or "")
+    return found
+
+
+def _sections(doc: str) -> dict[str, str]:
     found: dict[str, str] = {}
     inside, name = False, ""
-    for line in (inspect.getdoc(item) or "").splitlines():
+    for line in doc.splitlines():
         if _SECTION.match(line):
             inside = True
         elif inside and (match := _ENTRY.match(line)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -68,6 +69,9 @@ def check(asked: RunArguments) -> None:
     if (asked.overrides or asked.preset) and not (asked.search or asked.knobs):
         option = "-o" if asked.overrides else "--preset"
         raise BadInputError(f"{option}: it belongs to --search (--preset also to --knobs).")
+    if (asked.maps or asked.map_files) and not (asked.search or asked.knobs):
+        option = "--map" if asked.maps else "--map-file"
+        raise BadInputError(f"{option}: it belongs to --search and to --knobs.")
     if asked.parsed.no_python and doing:
         raise BadInputError(
             f"--no-python --{doing[0]}: only a Python script can be reached from outside. Give the "
@@ -86,6 +90,10 @@ def check(asked: RunArguments) -> None:
             f"{asked.script}: a launcher, and perfsearch-run starts the ranks itself: "
             "perfsearch-run --nproc-per-node N SCRIPT ARGUMENTS. A DeepSpeed job may keep its "
             "launcher: perfsearch runner=deepspeed workload=script workload.command='deepspeed ...'"
+        )
+    if path.is_dir():
+        raise BadInputError(
+            f"{asked.script}: a directory, and a script is needed. A package is started by -m NAME"
         )
     if not path.is_file():
         near = f" There is {path}.py." if path.with_suffix(".py").is_file() else ""
@@ -115,11 +123,11 @@ def start(asked: RunArguments) -> int:
         )
     os.environ.update(planned.environment)
     if asked.autotune is not None:
-        from perfsearch.online.options import AutotuneOptions
+        from perfsearch.online import AutotuneOptions, beforehand
 
-        AutotuneOptions.from_mapping(asked.autotune)  # told here, not by every rank
+        beforehand.check(AutotuneOptions.from_mapping(asked.autotune))  # not by every rank
     if asked.parsed.no_python:
-        return _torchrun([*asked.torchrun, asked.script, *arguments])
+        return _torchrun(asked.parsed, asked.script, arguments)
     orders = Orders(
         script=asked.script,
         module=asked.parsed.module,
@@ -130,8 +138,8 @@ def start(asked: RunArguments) -> int:
         given=planned.mapped,
     )
     os.environ.update(orders.to_environment())
-    own = [option for option in asked.torchrun if not _is_module_flag(option)]
-    return _torchrun([*own, "-m", ENTRY, asked.script, *arguments])
+    options = argparse.Namespace(**{**vars(asked.parsed), "module": True, "run_path": False})
+    return _torchrun(options, ENTRY, [asked.script, *arguments])
 
 
 def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
@@ -152,10 +160,6 @@ def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
     return planned, arguments, told
 
 
-def _is_module_flag(option: str) -> bool:
-    return option in ("-m", "--module", "--run-path", "--run_path")
-
-
 def _variables(environment: dict[str, str]) -> list[tuple[str, str, str]]:
     from perfsearch.parallel.nccl import VARIABLES
 
@@ -171,11 +175,17 @@ def _recorded_maps(workload: dict[str, Any], asked: RunArguments) -> list[Mapped
     return gather(*recorded, asked.arguments)[0]
 
 
-def _torchrun(arguments: list[str]) -> int:
-    """Run torch's own launcher, in this process; it ends with the exit code that torchrun has."""
-    from torch.distributed import run
+def _torchrun(options: argparse.Namespace, script: str, arguments: Sequence[str]) -> int:
+    """Run torch's own launcher, in this process; it ends with the exit code that torchrun has.
 
-    run.main(arguments)
+    It is handed what its parser made of its own options: some versions of ``argparse`` take an
+    argument of the script for one of them where it is the beginning of one.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    options.training_script, options.training_script_args = script, list(arguments)
+    record(run.run)(options)
     return ExitCode.DONE
 
 

@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn, get_args, get_type_hints
 
+from perfsearch.docstrings import attribute_help
+from perfsearch.online.options import AutotuneOptions
 from perfsearch.search.errors import BadInputError
-
-AUTOTUNE = {
-    "level": (int, "0: not at all, 1: bucket sizes and the like"),
-    "warmup_samples": (int, "samples that are thrown away first"),
-    "steps_per_sample": (int, "steps that one sample of the score covers"),
-    "max_samples": (int, "samples after which the best is kept"),
-    "gaussian_process_noise": (float, "how noisy scores are taken to be, 0 to 1"),
-    "sampling_confidence_time": (float, "seconds that one sample covers at least"),
-    "warmup_time": (float, "seconds of training before the first sample"),
-    "log_file": (str, "CSV file for the samples and the result"),
-    "start_from": (str, "log file of an earlier run to start from"),
-    "freeze": (str, "log file of an earlier run whose result is used as it is"),
-    "discard_steps": (int, "steps that are thrown away after each change"),
-    "min_gain": (float, "share of the score below which a change is not kept"),
-    "time_limit_s": (float, "seconds after which a configuration that hangs is rolled back"),
-}
-"""Options ``--autotune-...`` with their types and meaning."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +90,27 @@ def own_parser() -> argparse.ArgumentParser:
         "silenced in trials; none is chosen by itself",
     )  # fmt: skip
     tuning = parser.add_argument_group("of tuning while it trains (each implies --autotune)")
-    for name, (kind, text) in AUTOTUNE.items():
-        tuning.add_argument(f"--autotune-{name.replace('_', '-')}", type=kind, help=text)
-    tuning.add_argument(
-        "--autotune-knobs", action="append", default=[], metavar="NAME=VALUE",
-        help="a value that is fixed, so that it is not tuned",
-    )  # fmt: skip
-    tuning.add_argument("--retune-on-drift", action="store_true", help="tune again when it drifts")
+    _add_tuning(tuning)
     return parser
+
+
+def _add_tuning(group: argparse._ArgumentGroup) -> None:
+    """An option for each field of the options of tuning; what is not given is left to them."""
+    hints, texts = get_type_hints(AutotuneOptions), attribute_help(AutotuneOptions)
+    for member in fields(AutotuneOptions):
+        name, text = member.name, texts[member.name].replace("`", "").replace("%", "%%")
+        option, hint = f"--autotune-{name.replace('_', '-')}", hints[name]
+        if name == "knobs":
+            group.add_argument(
+                option, action="append", metavar="NAME=VALUE",
+                help="a value that is fixed, so that it is not tuned; [A,B]: the values to try",
+            )  # fmt: skip
+        elif hint is bool:
+            spellings = [option, f"--{name.replace('_', '-')}"]
+            group.add_argument(*spellings, action="store_true", default=None, help=text)
+        else:
+            kind = next((kind for kind in (int, float) if kind in (hint, *get_args(hint))), str)
+            group.add_argument(option, type=kind, help=text)
 
 
 def torchrun_parser() -> argparse.ArgumentParser:
@@ -162,12 +160,10 @@ def split(argv: Sequence[str]) -> RunArguments:
     options = ours.parse_args(own)
     script, arguments = argv[place], list(argv[place + 1 :])
     parsed = theirs.parse_args([*torchrun, script])
-    given = {name: getattr(options, f"autotune_{name}") for name in AUTOTUNE}
+    given = {f.name: getattr(options, f"autotune_{f.name}") for f in fields(AutotuneOptions)}
     tuning = {name: value for name, value in given.items() if value is not None}
-    if options.retune_on_drift:
-        tuning["retune_on_drift"] = True
-    if options.autotune_knobs:
-        tuning["knobs"] = dict(_fixed(text) for text in options.autotune_knobs)
+    if "knobs" in tuning:
+        tuning["knobs"] = dict(_fixed(text) for text in tuning["knobs"])
     return RunArguments(
         script=script,
         arguments=arguments,
@@ -185,7 +181,9 @@ def split(argv: Sequence[str]) -> RunArguments:
 
 
 def _fixed(text: str) -> tuple[str, Any]:
-    """``NAME=VALUE`` with the value as a number or truth value where it is one."""
+    """``NAME=VALUE`` with the value as a list, number or truth value where it is one."""
+    import yaml  # type: ignore[import-untyped]
+
     from perfsearch.instrument.mapping import as_value
 
     name, sign, value = text.partition("=")
@@ -193,7 +191,14 @@ def _fixed(text: str) -> tuple[str, Any]:
         raise BadInputError(
             f"--autotune-knobs {text}: give it as NAME=VALUE, as in bucket_cap_mb=25"
         )
-    return name, as_value(value)
+    if not value.startswith("["):
+        return name, as_value(value)
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise BadInputError(
+            f"--autotune-knobs {text}: not a list; give it as in bucket_cap_mb=[8,25]"
+        ) from error
 
 
 def _action(parser: argparse.ArgumentParser, token: str) -> argparse.Action:

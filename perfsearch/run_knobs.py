@@ -87,6 +87,13 @@ def read_knobs(file: str) -> KnobFile:
         raise BadInputError(f"{option}: this is a directory. Give the file: {file}/config.yaml")
     content = read_file(file if file.endswith(".json") else _yaml(file, option), option)
     runner = content.get("runner")
+    if isinstance(runner, Mapping) and runner.get("name") == "soap":
+        apply = Path(file).parent / "apply"
+        raise BadInputError(
+            f"{option}: runner=soap splits and places single operators, which no script takes as a "
+            f"knob. Its plan is in {apply}: strategy.yaml, and dtensor_plan.py for a script, where "
+            "it is one mesh"
+        )
     knobs = content if not isinstance(runner, Mapping) else runner.get("knobs") or {}
     for name, value in knobs.items():
         if isinstance(value, list | Mapping) or value == "search":

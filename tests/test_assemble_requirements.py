@@ -10,6 +10,7 @@ import pytest
 from perfsearch import assemble
 from perfsearch.config import validate
 from perfsearch.config_options import ConfigError
+from perfsearch.runners.replay import Replay
 
 TABLE = Path(__file__).parent / "data" / "ddp_gpt2small_4xh100_tcp.csv"
 
@@ -44,3 +45,31 @@ def test_files_of_a_search_are_not_mixed_with_others(tmp_path) -> None:
         assemble.run(settings(run_dir=str(tmp_path)))
     assert (tmp_path / "config.yaml").read_text() == "mine: true\n"
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+class Estimating(Replay):
+    """A runner that has an estimate, which it keeps."""
+
+    def estimate(self, settings, view) -> int:
+        settings.run_dir.mkdir(exist_ok=True)
+        (settings.run_dir / "model_facts.json").write_text("{}")
+        return 0
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_what_a_mode_without_a_search_leaves_does_not_block_one(
+    tmp_path, monkeypatch, foreign
+) -> None:
+    monkeypatch.setattr(assemble.runners, "load", lambda name: Estimating)
+    run_dir = tmp_path / "run"
+    if foreign:
+        run_dir.mkdir()
+        (run_dir / "thesis.tex").touch()
+    quiet = {"run_dir": str(run_dir), "tracking": {"enabled": False}}
+    assert assemble.run(settings(mode="estimate", **quiet)) == 0
+    small = {"budget": {"trials": 1}, "confirm": {"max_repeats": 1}, **quiet}
+    if foreign:
+        with pytest.raises(ConfigError, match="and no search of perfsearch"):
+            assemble.run(settings(**small))
+    else:
+        assert assemble.run(settings(**small)) == 0

@@ -97,6 +97,13 @@ def test_settings_of_another_schema_are_refused():
         ({"runner": [1]}, ["runner=[1]"]),
         ({"workload": {"name": "x", "deep": [{"_target_": "a.b"}]}}, ["workload.deep.0._target_"]),
         ({"workload": {"name": "x", "_partial_": True}}, ["workload._partial_=true"]),
+        ({"metrics": {"thresholds": {"comm_high": -1}}}, ["thresholds.comm_high=-1", "<= 1"]),
+        ({"metrics": {"thresholds": {"iowait_percent": 101}}}, ["iowait_percent=101", "<= 100"]),
+        ({"metrics": {"thresholds": {"network_megabytes_per_s": 0}}}, ["per_s=0", "> 0"]),
+        (
+            {"metrics": {"thresholds": {"comm_moderate": 0.3}}},
+            ["metrics.thresholds.comm_moderate=0.3", "at most comm_high=0.25"],
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value_and_what_is_allowed(changes, words):

@@ -1,6 +1,11 @@
+import dataclasses
+
 import pytest
+from torch.distributed import run as torchrun
 
 from perfsearch import run
+from perfsearch.instrument.orders import ENTRY, VARIABLE
+from perfsearch.online import AutotuneOptions
 from perfsearch.run_arguments import split
 from perfsearch.search.errors import BadInputError
 
@@ -49,6 +54,18 @@ def test_autotune_options_imply_it():
     assert asked.autotune == {"max_samples": 5, "retune_on_drift": True}
     assert split(["--autotune", "t.py"]).autotune == {}
     assert split(["t.py"]).autotune is None
+    narrowed = split(["--autotune-knobs", "bucket_cap_mb=[8, 25]", "t.py"]).autotune
+    assert narrowed == {"knobs": {"bucket_cap_mb": [8, 25]}}
+
+
+def test_every_option_of_tuning_is_an_option_of_the_command():
+    """By the defaults of the dataclass, as the page on tuning promises."""
+    for field in dataclasses.fields(AutotuneOptions):
+        option = f"--autotune-{field.name.replace('_', '-')}"
+        value = {"knobs": "a=1", "numerics": "exact", "log_file": "a.csv"}.get(field.name, "1")
+        words = [option] if field.type == "bool" else [option, value]
+        assert set(split([*words, "t.py"]).autotune) == {field.name}, option
+    assert split(["--autotune-retune-on-drift", "t.py"]).autotune == {"retune_on_drift": True}
 
 
 @pytest.mark.parametrize(
@@ -78,6 +95,19 @@ def test_wrong_options_are_named(arguments, says):
         (["--knobs", "missing.yaml", "train.py"], "missing.yaml"),
         (["--knobs", "search.yaml", "train.py"], "no single value"),
         (["--knobs", "broken.yaml", "train.py"], "broken.yaml is not valid: line 2, column 1: "),
+        (["--knobs", "soap/config.yaml", "train.py"], "strategy.yaml"),
+        (["--map", "micro_batch=--nope", "train.py"], "--map: it belongs to --search"),
+        (["--map-file", "a.json:b", "--autotune", "train.py"], "--map-file: it belongs to"),
+        (["--search", "."], ".: a directory, and a script is needed"),
+        (["soap"], "soap: a directory"),
+        (["--autotune-freeze", "train.py", "train.py"], "train.py: it is no log of tuning"),
+        (["--autotune-start-from", "train.py", "train.py"], "train.py: it is no log of tuning"),
+        (["--autotune-knobs", "bucket_cap_mb=-1", "train.py"], "autotune.knobs.bucket_cap_mb=-1: "),
+        (["--autotune-knobs", "bucket_cap_mb=abc", "train.py"], "allowed is 0.0625 to 512 MiB"),
+        (["--autotune-knobs", "bucket_cap_mb=[]", "train.py"], "a list needs at least one choice"),
+        (["--autotune-knobs", "bucket_cap_mb=[1", "train.py"], "bucket_cap_mb=[1: not a list"),
+        (["--autotune-numerics", "wild", "train.py"], "autotune.numerics=wild"),
+        (["--autotune-seed", "-1", "train.py"], "autotune.seed=-1"),
         (["--map", "x", "--search", "train.py"], "NAME=ARGUMENT"),
         (["--map", "a=--x", "--map", "a=--y", "--search", "train.py"], "mapped twice"),
     ],
@@ -87,6 +117,8 @@ def test_bad_input_ends_with_2_and_the_way_out(arguments, says, tmp_path, monkey
     (tmp_path / "train.py").write_text("raise AssertionError('it was started')")
     (tmp_path / "notebook.ipynb").write_text("{}")
     (tmp_path / "search.yaml").write_text("runner: {knobs: {bucket_cap_mb: [1, 2]}}")
+    (tmp_path / "soap").mkdir()
+    (tmp_path / "soap" / "config.yaml").write_text("runner: {name: soap, knobs: {}}")
     (tmp_path / "broken.yaml").write_text("runner: {knobs: [1\n")
     assert run.main(arguments) == 2
     told = capsys.readouterr().err
@@ -99,3 +131,21 @@ def test_help_and_version(capsys):
     assert "--autotune-steps-per-sample" in capsys.readouterr().out
     assert run.main(["--version"]) == 0
     assert run.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--autotune"], ["--knobs", "knobs.json"], ["--no-python"]]
+)
+def test_torchruns_parser_never_sees_the_scripts_arguments(options, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "")  # put back afterwards
+    monkeypatch.setattr(torchrun, "run", started.append)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "knobs.json").write_text("{}")
+    words = ["--log", "x", "--nproc", "-m", "--", "--rdzv", *ODD]  # --log: --log-dir or --log_dir?
+    assert run.main(["--nproc-per-node", "2", *options, "train.py", *words]) == 0
+    plain = options == ["--no-python"]
+    assert started[0].training_script == ("train.py" if plain else ENTRY)
+    assert started[0].training_script_args == (words if plain else ["train.py", *words])
+    assert (started[0].nproc_per_node, started[0].module) == ("2", not plain)

@@ -155,6 +155,24 @@ def test_one_node_has_no_store_that_others_could_reach(tmp_path):
     assert f"--rdzv-endpoint={tmp_path}/rendezvous" in arguments
 
 
+def test_torchs_launcher_leaves_its_logs_where_they_are_removed(tmp_path):
+    """Without ``--log-dir`` it makes a new ``torchelastic_*`` at every start, for good."""
+    from torch.distributed import run
+
+    from perfsearch.instrument import launch as of_scripts
+    from perfsearch.workers import launch
+    from perfsearch.workers.messages import GroupSpec, Startup
+
+    spec = GroupSpec(workload={}, device="cpu", nproc=2, nnodes=1)
+    startup = Startup(spec, "token", 1, 1.0, str(tmp_path))
+    for arguments in (
+        launch.torchrun_arguments(startup, tmp_path),
+        [*of_scripts.torchrun_arguments(tmp_path, 2), "-m", "script"],
+    ):
+        config, _, _ = run.config_from_args(run.parse_args(arguments))
+        assert config.logs_specs.root_log_dir == str(tmp_path / "torch")
+
+
 def test_locks_are_not_laid_in_another_users_directory(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with device_lock("cpu", lambda line: None):

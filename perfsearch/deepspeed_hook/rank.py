@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from perfsearch.deepspeed_hook.request import Request, ended_file, leave
+from perfsearch.deepspeed_hook.request import Request, ended_file, leave, torch_logs_file
 
 if TYPE_CHECKING:
     from perfsearch.deepspeed_hook.engine import Hook
@@ -77,6 +78,10 @@ def enter(path: str, rank: int) -> None:
 
     me = Rank(Request.read(path), rank)
     switch_log(me.request.log_directory, rank)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if rank == 0 and error_file:  # DIRECTORY/RUN/ATTEMPT/RANK/error.json
+        directory = str(Path(error_file).parents[3])
+        leave(torch_logs_file(me.request.log_directory), {"directory": directory})
     _watch(me.request.controller)
     sys.excepthook = me.failed
     atexit.register(me.ended)

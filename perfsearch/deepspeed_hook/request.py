@@ -69,6 +69,11 @@ def ended_file(directory: str | Path, rank: int) -> Path:
     return Path(directory) / f"rank{rank}.ended.json"
 
 
+def torch_logs_file(directory: str | Path) -> Path:
+    """Where a rank that torch's launcher started says in which directory that one logs."""
+    return Path(directory) / "torch_logs.json"
+
+
 def leave(path: Path, record: Mapping[str, Any]) -> None:
     """Write it whole or not at all."""
     unfinished = path.with_suffix(".tmp")

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from perfsearch.workers.messages import LAUNCHER_REPORT
+from perfsearch.instrument.orders import ENTRY
+from perfsearch.workers.messages import LAUNCHER_REPORT, TORCH_LOGS
 
 
 def torchrun_arguments(directory: Path, nproc: int) -> list[str]:
@@ -25,7 +27,39 @@ def torchrun_arguments(directory: Path, nproc: int) -> list[str]:
         f"--rdzv-endpoint={directory / 'rendezvous'}",
         f"--rdzv-id={directory.name}",
         "--local-addr=localhost",
+        f"--log-dir={directory / TORCH_LOGS}",  # by default a new one, never removed
     ]
+
+
+class UsageError(Exception):
+    """torch's launcher takes one of its options otherwise than it is given here."""
+
+
+def options_of(arguments: list[str]) -> argparse.Namespace:
+    """What torchrun's parser makes of its own options; the script's never come before it.
+
+    Some versions of ``argparse`` take an argument of the script for one of the launcher's options
+    where it is the beginning of one.
+
+    Args:
+        arguments: torchrun's options, ``-m``, our entry, and what that is given.
+
+    Raises:
+        UsageError: an option is wrong.
+
+    """
+    from torch.distributed import run
+
+    parser: argparse.ArgumentParser = run.get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign, assignment]
+    after = arguments.index(ENTRY) + 1
+    options = parser.parse_args(arguments[:after])
+    options.training_script_args = arguments[after:]
+    return options
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UsageError(message)
 
 
 def launch(directory: Path, arguments: list[str]) -> int:
@@ -36,7 +70,7 @@ def launch(directory: Path, arguments: list[str]) -> int:
 
     report: dict[str, Any] = {"failures": [], "error": None}
     try:
-        config, command, given = run.config_from_args(run.parse_args(arguments))
+        config, command, given = run.config_from_args(options_of(arguments))
         elastic_launch(config=config, entrypoint=command)(*given)
     except ChildFailedError as error:
         report["failures"] = [

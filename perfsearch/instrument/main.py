@@ -77,8 +77,7 @@ def without_our_frames(traceback: types.TracebackType | None) -> types.Traceback
 def main() -> int:
     """Run the script of ``PERFSEARCH_SCRIPT``; return its exit code.
 
-    The command line repeats the script's path, for those who look at the process table, and so
-    that torch's launcher does not take a leading ``--`` of the script's arguments for its own.
+    The command line repeats the script's path, for those who look at the process table.
     """
     pause_at_end()
     orders = Orders.from_environment(os.environ)

@@ -81,8 +81,6 @@ class Autotuning:
 
         """
         section = configuration.get(SECTION) or {}
-        if not isinstance(section, Mapping):
-            raise BadInputError(f"{SECTION}={section}: an object of keys is needed here")
         values: dict[str, Any] = {}
         known = {*cls.__dataclass_fields__} - {"given", "num_params"} | {"enabled", "model_info"}
         for name, value in section.items():

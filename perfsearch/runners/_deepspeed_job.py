@@ -109,11 +109,33 @@ def data_parallel(ranks: int, autotuning: Autotuning) -> int:
 
 
 def batch(now: Today, ranks: int, rule: Literal["fixed", "free"], asked: Autotuning) -> Batch:
-    """The arithmetic of batches, within the bounds of the section."""
+    """The arithmetic of batches, within the bounds of the section.
+
+    Raises:
+        BadInputError: bounds that exclude everything, or the batch of today where it may change.
+
+    """
     low, high = asked.min_train_batch_size, asked.max_train_batch_size
-    if high is not None and high < max(low, ranks):
+    least = asked.min_train_micro_batch_size_per_gpu
+    if asked.max_train_micro_batch_size_per_gpu < least:
         raise BadInputError(
-            f"autotuning.max_train_batch_size={high}: below the smallest batch, {max(low, ranks)}"
+            "autotuning.max_train_micro_batch_size_per_gpu="
+            f"{asked.max_train_micro_batch_size_per_gpu}: below "
+            f"min_train_micro_batch_size_per_gpu={least}"
+        )
+    if high is not None and high < low:
+        raise BadInputError(
+            f"autotuning.max_train_batch_size={high}: below min_train_batch_size={low}"
+        )
+    if high is not None and high < ranks:
+        raise BadInputError(
+            f"autotuning.max_train_batch_size={high}: {ranks} ranks train at least {ranks}"
+        )
+    if rule == "free" and not low <= now.global_batch <= (high or now.global_batch):
+        name, bound = ("min", low) if now.global_batch < low else ("max", high)
+        raise BadInputError(
+            f"autotuning.{name}_train_batch_size={bound}: the configuration itself trains the "
+            f"global batch {now.global_batch}. Let the bounds include it, or change its batch"
         )
     return Batch(rule, now.global_batch, ranks, now.micro_batch, low, high)
 

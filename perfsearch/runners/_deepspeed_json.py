@@ -9,6 +9,41 @@ from typing import Any
 
 from perfsearch.search.errors import BadInputError
 
+_SECTIONS = (
+    "activation_checkpointing",
+    "aio",
+    "amp",
+    "autotuning",
+    "bf16",
+    "bfloat16",
+    "checkpoint",
+    "comms_logger",
+    "compile",
+    "compression_training",
+    "csv_monitor",
+    "curriculum_learning",
+    "data_efficiency",
+    "data_types",
+    "eigenvalue",
+    "elasticity",
+    "flops_profiler",
+    "fp16",
+    "hybrid_engine",
+    "nebula",
+    "optimizer",
+    "pipeline",
+    "progressive_layer_drop",
+    "scheduler",
+    "sparse_attention",
+    "tensor_parallel",
+    "tensorboard",
+    "wandb",
+    "zero_optimization",
+)
+"""Keys that hold an object, or ``null`` as if they were absent."""
+
+_EXAMPLES = {"autotuning": '{"fast": true}', "zero_optimization": '{"stage": "all"}'}
+
 
 class Number(float):
     """A number that remembers how it was typed: ``5e8`` is not written back as ``500000000.0``."""
@@ -26,7 +61,8 @@ def read(path: Path) -> dict[str, Any]:
     """The configuration, its keys in order.
 
     Raises:
-        BadInputError: no such file, no JSON, no object, or a key that stands there twice.
+        BadInputError: no such file, no JSON, no object, a key that stands there twice, or a
+            section that is no object.
 
     """
     try:
@@ -43,6 +79,12 @@ def read(path: Path) -> dict[str, Any]:
         raise BadInputError(f"{path}: {error}") from error
     if not isinstance(found, dict):
         raise BadInputError(f"{path}: holds no object. A DeepSpeed configuration is {{...}}")
+    for name in _SECTIONS:
+        if not isinstance(found.get(name), dict | None):
+            raise BadInputError(
+                f"{path}: {name}={json.dumps(found[name])}: an object is needed, as in "
+                f"{_EXAMPLES.get(name, '{...}')}; or remove it"
+            )
     return found
 
 

@@ -99,10 +99,6 @@ def stages_of(configuration: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
 
     """
     zero = configuration.get(ZERO) or {}
-    if not isinstance(zero, Mapping):
-        raise BadInputError(
-            f'{ZERO}={zero}: an object is needed, as in {{"stage": "all"}}; DeepSpeed stops at it'
-        )
     stage = zero.get("stage", 0)
     if stage == "all":
         return 0, _STAGES

@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -27,7 +29,7 @@ from perfsearch.workers.devices import Gpu
 from perfsearch.workers.environment import Limits
 from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify
 from perfsearch.workers.leavings import Leavings, oom_kills
-from perfsearch.workers.messages import TOKEN_VARIABLE, rank_log
+from perfsearch.workers.messages import TOKEN_VARIABLE, TORCH_LOGS, rank_log
 from perfsearch.workers.results import combine
 
 _POLL_S = 0.1
@@ -115,6 +117,7 @@ def run(start: Start, time_limit_s: float) -> Outcome:
     finally:
         _end(process, token, start)
         registry.forget(start.run_dir, token)
+        _remove_torch_logs(logs)
         if start.gpus:
             devices.wait_until_free(start.gpus, used, start.limits.grace_s)
     results = _results(logs, start.ranks)
@@ -149,6 +152,8 @@ def _environment(start: Start, token: str) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(path)
     environment[asked.VARIABLE] = str(start.request.path.absolute())
     environment[TOKEN_VARIABLE] = token
+    # torchrun's --log-dir; without it torch leaves a new directory behind at every start.
+    environment.setdefault("PET_LOG_DIR", str(Path(start.request.log_directory) / TORCH_LOGS))
     own = str(Path(sys.executable).parent)
     found = environment.get("PATH", os.defpath).split(os.pathsep)
     if own not in found:  # an environment that was not activated; its launcher is found there
@@ -202,6 +207,20 @@ def _clear(logs: Path, ranks: int) -> None:
     for rank in range(ranks):
         asked.result_file(logs, rank).unlink(missing_ok=True)
         asked.ended_file(logs, rank).unlink(missing_ok=True)
+
+
+def _remove_torch_logs(logs: Path) -> None:
+    """Remove the directory that torch's launcher makes, unless the user named one for it.
+
+    A launcher around torch's own, such as Accelerate's, has it made among the temporary files.
+    """
+    shutil.rmtree(logs / TORCH_LOGS, ignore_errors=True)
+    told = asked.torch_logs_file(logs)
+    if told.exists():
+        made = Path(json.loads(told.read_text())["directory"])
+        told.unlink()
+        if made.parent == Path(tempfile.gettempdir()) and made.name.startswith("torchelastic_"):
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def _results(logs: Path, ranks: int) -> list[dict[str, Any]] | None:

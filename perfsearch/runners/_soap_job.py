@@ -46,6 +46,11 @@ class Job:
         self._devices = devices
         self.inputs = _soap_tables.limited(inputs, options.device_memory_gib)
         graph = self.inputs.graph
+        if not graph.planned:
+            raise BadInputError(
+                "runner=soap: nothing to parallelise: the loss is computed from the batch alone, "
+                "by no operator that has a parameter before it. Give a model that trains some"
+            )
         self.coverage = coverage(graph)
         refusal = self.coverage.refusal(options.min_coverage)
         if refusal is not None:
@@ -53,9 +58,10 @@ class Job:
         start = data_parallel(graph, range(devices))
         imported = self._imported()
         self._extra = (start,) if imported is None else (start, imported)
-        self._allowed = _soap_plans.allowed(graph, start, options.knobs, devices)
+        asked = _soap_plans.by_operator(options.knobs)
+        self._allowed = _soap_plans.allowed(graph, start, asked, devices)
         self.simulator = self._simulator()
-        self.searched, self.pinned = _soap_plans.knobs(self.simulator.problem, start, options.knobs)
+        self.searched, self.pinned = _soap_plans.knobs(self.simulator.problem, start, asked)
         self.baseline: dict[str, Value] = {knob.name: knob.default for knob in self.searched}
         self.start: dict[str, Value] | None = None
         if imported is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from perfsearch.config_options import option
@@ -45,3 +46,5 @@ class SoapOptions:
 
     def __post_init__(self) -> None:
         roles_of(self.split)
+        if self.import_from is not None and not Path(self.import_from).is_file():
+            raise ValueError(f"runner.import_from={self.import_from}: there is no such file")

@@ -6,15 +6,19 @@ devices of the parts in row-major order. A scalar's has nothing before it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from perfsearch.config_options import show
 from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan, validate
 from perfsearch.parallel.soap.graph import Graph
 from perfsearch.parallel.soap.tasks import Problem
 from perfsearch.search.knob import Configuration, Kind, Knob, Numerics, Value
 from perfsearch.search.narrow import SEARCH, KnobError, narrow
 from perfsearch.search.suggest import nearest
+
+_FORM = re.compile(r"^(\d+(x\d+)*)?@\d+(,\d+)*$", re.ASCII)
 
 
 def written(configuration: OperatorConfiguration) -> str:
@@ -24,8 +28,18 @@ def written(configuration: OperatorConfiguration) -> str:
 
 
 def read(value: Value) -> OperatorConfiguration:
-    """What ``written`` wrote."""
-    degrees, _, devices = str(value).partition("@")
+    """What ``written`` wrote.
+
+    Raises:
+        ValueError: it is of another form.
+
+    """
+    if not isinstance(value, str) or not _FORM.match(value):
+        raise ValueError(
+            "its form is PARTS@DEVICES: parts along each dimension of the output, as in 2x1, then "
+            "a device for each part, as in 0,1"
+        )
+    degrees, _, devices = value.partition("@")
     return OperatorConfiguration(
         tuple(int(d) for d in degrees.split("x")) if degrees else (),
         tuple(int(d) for d in devices.split(",")),
@@ -42,6 +56,15 @@ def plan_of(configuration: Configuration) -> Plan:
     return {name: read(value) for name, value in configuration.items()}
 
 
+def by_operator(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``runner.knobs`` with whole names: those with dots come as groups from a command line."""
+    found: dict[str, Any] = {}
+    for name, setting in settings.items():
+        inside = by_operator(setting) if setting and isinstance(setting, Mapping) else {"": setting}
+        found.update({f"{name}.{rest}" if rest else str(name): v for rest, v in inside.items()})
+    return found
+
+
 def allowed(
     graph: Graph, start: Plan, settings: Mapping[str, Any], devices: int
 ) -> dict[str, tuple[OperatorConfiguration, ...]]:
@@ -55,6 +78,8 @@ def allowed(
     for name, setting in settings.items():
         if name not in start:
             raise KnobError(f"runner.knobs.{name}: no such operator. {nearest(name, start)}")
+        if setting == SEARCH:
+            continue
         values = setting if isinstance(setting, list | tuple) else [setting]
         chosen = []
         for value in values:
@@ -63,7 +88,7 @@ def allowed(
                 validate(graph, {**start, name: chosen[-1]}, devices)
             except ValueError as error:
                 raise KnobError(
-                    f"runner.knobs.{name}={value}: a value such as {written(start[name])} is "
+                    f"runner.knobs.{name}={show(value)}: a value such as {written(start[name])} is "
                     f"needed ({error})"
                 ) from error
         if isinstance(setting, list | tuple) and start[name] not in chosen:

@@ -12,6 +12,7 @@ from perfsearch.parallel.soap.costs import CostTable, ShardCost
 from perfsearch.parallel.soap.graph import Graph, Role
 from perfsearch.parallel.soap.machine import Machine
 from perfsearch.parallel.soap.tasks import CostOf
+from perfsearch.runners._soap_identity import Identity
 from perfsearch.search.errors import BadInputError
 
 GRAPH, MACHINE, COSTS = "graph.json", "machine.json", "costs.json"
@@ -23,11 +24,12 @@ is wanted."""
 
 @dataclass(frozen=True)
 class Inputs:
-    """The three, ready to plan with."""
+    """The three, ready to plan with, and the job that they are of."""
 
     graph: Graph
     machine: Machine
     costs: CostTable
+    job: Identity
 
     def write(self, directory: Path) -> None:
         """Leave them in a directory from which they can be read again."""
@@ -35,6 +37,7 @@ class Inputs:
         (directory / GRAPH).write_text(graph_file.dump(self.graph))
         self.machine.write(directory / MACHINE)
         self.costs.write(directory / COSTS)
+        self.job.write(directory)
 
     def cost_of(self, launches_are_free: bool) -> CostOf:
         """Times of parts; without those of the host where launches are replayed."""
@@ -60,11 +63,17 @@ def read(directory: Path) -> Inputs:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(f"{directory / GRAPH}: not a captured graph: {error}") from error
     machine, table = Machine.read(directory / MACHINE), CostTable.read(directory / COSTS)
-    return Inputs(graph, machine, table)
+    return Inputs(graph, machine, table, Identity.read(directory, graph))
 
 
 def measured(
-    directory: Path, cache: Path, device: str, torch: str, devices: int, measure: Measure
+    directory: Path,
+    cache: Path,
+    device: str,
+    torch: str,
+    devices: int,
+    job: Identity,
+    measure: Measure,
 ) -> Inputs:
     """Measure what is not known yet of this kind of device.
 
@@ -74,6 +83,7 @@ def measured(
         device: name of the devices.
         torch: version.
         devices: number of them.
+        job: that is measured.
         measure: does it.
 
     """
@@ -91,6 +101,7 @@ def measured(
     known.merge(CostTable.read(directory / COSTS))
     known.write(known_costs)
     known.write(directory / COSTS)
+    job.write(directory)
     return read(directory)
 
 

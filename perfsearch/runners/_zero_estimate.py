@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from perfsearch.metrics.memory_facts import GIB
-from perfsearch.metrics.memory_model import MARGIN_DEVIATIONS
+from perfsearch.metrics.memory_model import MARGIN_DEVIATIONS, Estimate
 from perfsearch.runners._zero_batch import Batch
 from perfsearch.runners._zero_memory import Memory
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.knob import Value
 from perfsearch.workloads.spec import WorkloadSpec
 
 _COLUMNS = 8
+_SMALL_GIB = 0.1
 _STAGES = (
     (0, "0 replicated"),
     (1, "1 optimizer sharded"),
@@ -23,28 +25,42 @@ _STAGES = (
 def table(
     memory: Memory, batch: Batch, workload: WorkloadSpec, pinned: Mapping[str, Value]
 ) -> list[str]:
-    """Lines to print; one saying why where there is no estimate."""
+    """Lines to print; one saying why where there is no estimate.
+
+    Raises:
+        BadInputError: the user's factory makes no job that could be trained.
+
+    """
     facts = memory.facts.get()
+    if facts is None and "workload.factory=" in memory.facts.error:
+        raise BadInputError(memory.facts.error)
     if facts is None:
         return [f"no estimate: the job could not be described ({memory.facts.error})"]
     columns = _micro_batches(memory, batch)
+    accumulation = [_accumulation(batch, m) for m in columns]
+    estimates = {
+        (label, every): _estimates(memory, stage, every, columns, accumulation)
+        for stage, label in _STAGES
+        for every in ((0, 1) if facts.blocks else (0,))
+    }
+    every_cell = [found for row in estimates.values() for found in row]
+    unit = _unit([gib for found in every_cell for gib in (found.at_rest_gib, found.peak_gib)])
     elements = sum(p.elements for p in facts.parameters)
     lines = [
         f"{workload.name} {workload.size}: {elements / 1e6:.1f} M parameters "
-        f"({facts.parameter_bytes / GIB:.2f} GiB), {facts.blocks} blocks, "
+        f"({_in(unit, facts.parameter_bytes / GIB)} {unit}), {facts.blocks} blocks, "
         f"{batch.world_size} ranks, batch={batch.rule}, global batch {batch.global_batch}",
         _budget_line(memory),
     ]
     if facts.activation_error:
         lines.append(f"activations are not known before a trial: {facts.activation_error}")
-    accumulation = [_accumulation(batch, m) for m in columns]
     rows = [["ZeRO stage", "checkpointing", "at rest", *(f"{m} x {a}" for m, a in
              zip(columns, accumulation, strict=True))]]  # fmt: skip
     rows += [
-        [label, "all" if every else "none", *_row(memory, stage, every, columns, accumulation)]
-        for stage, label in _STAGES
-        for every in ((0, 1) if facts.blocks else (0,))
-    ]
+        [label, "all" if every else "none", _in(unit, row[-1].at_rest_gib),
+         *(f"{_in(unit, found.peak_gib)}{_verdict(memory, found)}" for found in row)]
+        for (label, every), row in estimates.items()
+    ]  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines += [
         "  ".join(cell.rjust(w) if i > 1 else cell.ljust(w)
@@ -52,12 +68,21 @@ def table(
         for row in rows
     ]  # fmt: skip
     lines.append(
-        "columns: micro-batch x accumulation; cells: predicted peak in GiB of a rank's device, and "
-        "whether it fits with the headroom (? where the margin leaves it open); "
-        f"margin: {MARGIN_DEVIATIONS:g} standard deviations, "
-        f"{_margin(memory, columns, accumulation):.0%} here before any trial"
+        f"columns: micro-batch x accumulation; cells: predicted peak in {unit} of a rank's device, "
+        "and whether it fits with the headroom (? where the margin leaves it open); "
+        f"margin: {MARGIN_DEVIATIONS:g} standard deviations, {_margin(every_cell)} here before "
+        "any trial"
     )
     return lines
+
+
+def _unit(sizes_gib: Sequence[float]) -> str:
+    """MiB where every size is so small that GiB would round it away."""
+    return "MiB" if max(sizes_gib) < _SMALL_GIB else "GiB"
+
+
+def _in(unit: str, gib: float) -> str:
+    return f"{gib * 1024 if unit == 'MiB' else gib:.2f}"
 
 
 def _budget_line(memory: Memory) -> str:
@@ -102,31 +127,31 @@ def _configuration(stage: int, every: int, micro: int, accumulation: int) -> dic
     }
 
 
-def _row(
+def _estimates(
     memory: Memory, stage: int, every: int, columns: list[int], accumulation: list[int]
-) -> list[str]:
-    cells: list[str] = []
-    at_rest = ""
-    for micro, times in zip(columns, accumulation, strict=True):
-        found = memory.estimate(_configuration(stage, every, micro, times), ())
-        assert found is not None
-        at_rest = f"{found.at_rest_gib:.2f}"
-        capacity, limit = memory.capacity_gib, memory.limit_gib
-        verdict = ""
-        if capacity is not None and limit is not None:
-            verdict = " ok" if found.peak_gib <= limit else " no"
-            if found.low_gib <= capacity and found.high_gib > limit:
-                verdict += "?"
-        cells.append(f"{found.peak_gib:.2f}{verdict}")
-    return [at_rest, *cells]
+) -> list[Estimate]:
+    """A row's predictions."""
+    found = [
+        memory.estimate(_configuration(stage, every, micro, times), ())
+        for micro, times in zip(columns, accumulation, strict=True)
+    ]
+    return [estimate for estimate in found if estimate is not None]  # all, as facts are there
 
 
-def _margin(memory: Memory, columns: list[int], accumulation: list[int]) -> float:
-    """Half the width of the margin, relative to the prediction, at its widest."""
-    widest = 0.0
-    for stage, _ in _STAGES:
-        for micro, times in zip(columns, accumulation, strict=True):
-            found = memory.estimate(_configuration(stage, 0, micro, times), ())
-            assert found is not None
-            widest = max(widest, (found.high_gib - found.peak_gib) / found.peak_gib)
-    return widest
+def _verdict(memory: Memory, found: Estimate) -> str:
+    """Whether it fits; nothing where no limit is known."""
+    capacity, limit = memory.capacity_gib, memory.limit_gib
+    if capacity is None or limit is None:
+        return ""
+    verdict = " ok" if found.peak_gib <= limit else " no"
+    if found.low_gib <= capacity and found.high_gib > limit:
+        verdict += "?"
+    return verdict
+
+
+def _margin(estimates: Sequence[Estimate]) -> str:
+    """Half the width of the margin, from the narrowest to the widest."""
+    halves = sorted(found.high_gib - found.peak_gib for found in estimates)
+    unit = _unit(halves)
+    least, most = _in(unit, halves[0]), _in(unit, halves[-1])
+    return f"{least} {unit}" if least == most else f"{least} to {most} {unit}"

@@ -162,9 +162,19 @@ class Memory:
         return ""
 
     def advice(self, space: Space, trials: Sequence[Trial]) -> str:
-        """What came closest to fitting, by how much it is too large, and what else there is."""
-        points = space.listed()
-        estimates = [(p, e) for p in points or [] if (e := self.estimate(p, trials)) is not None]
+        """What came closest to fitting, by how much it is too large, and what else there is.
+
+        Empty where memory was not what was lacking: no trial ran out of it, and no configuration
+        is refused for it.
+        """
+        points, model, facts = space.listed() or [], self.model(trials), self.facts.get()
+        if model is None or facts is None:
+            return ""
+        layouts = (self.layout(point, facts) for point in points)
+        ran_out = any(t.status is Status.OOM for t in trials)
+        if not ran_out and not any(map(model.surely_too_large, layouts)):
+            return ""
+        estimates = [(p, e) for p in points if (e := self.estimate(p, trials)) is not None]
         if not estimates:
             return ""
         point, least = min(estimates, key=lambda pair: pair[1].peak_gib)

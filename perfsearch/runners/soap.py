@@ -13,11 +13,13 @@ from perfsearch.parallel.soap import strategy_file
 from perfsearch.parallel.soap.configuration import Plan
 from perfsearch.runners import (
     _soap_export,
+    _soap_given,
     _soap_operators,
     _soap_plans,
     _soap_report,
     _soap_tables,
 )
+from perfsearch.runners._soap_identity import Identity
 from perfsearch.runners._soap_options import SoapOptions
 from perfsearch.runners._soap_ranks import Ranks
 from perfsearch.runners._soap_walk import walk
@@ -85,25 +87,19 @@ class Soap(Runner):
         self.options = options
         self._environment = environment
         self._metric = metric
-        self._given = None
-        if options.tables is not None:
-            self._given = _soap_tables.read(Path(options.tables))
         self.hardware = detect(options.device, environment)
         self.devices = self.hardware.world_size
-        if self._given is not None:
-            if not planning and self._given.machine.devices != self.devices:
-                raise ValueError(
-                    f"runner.tables={options.tables}: they are of {self._given.machine.devices} "
-                    f"devices and here are {self.devices}. Set nproc, or measure here without "
-                    "runner.tables"
-                )
+        self._given = None
+        if options.tables is None:
+            self.workload = workload.resolve(
+                self.hardware.device, self.hardware.memory_gib, self.devices
+            )
+        else:
+            self._given = _soap_tables.read(Path(options.tables))
             self.devices = self._given.machine.devices
-        self.workload = workload.resolve(
-            self.hardware.device, self.hardware.memory_gib, self.devices
-        )
-        path = options.import_from
-        if path is not None and not Path(path).is_file():
-            raise ValueError(f"runner.import_from={path}: there is no such file")
+            self.workload = _soap_given.settle(
+                self._given, options.tables, workload, self.hardware, environment.nproc, planning
+            )
         self.space = Space([])
         self.baseline: dict[str, Value] = {}
         self.pinned: dict[str, Value] = {}
@@ -154,6 +150,7 @@ class Soap(Runner):
                 self.hardware.device_name,
                 torch_features.torch_version(),
                 self.devices,
+                Identity.of(self.workload),
                 self._profile,
             )
         self._job = Job(inputs, self.options, self.devices)
@@ -228,8 +225,8 @@ class Soap(Runner):
 
     def simulate(self, settings: Settings, view: View) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
-        directory = self._environment.run_dir / "soap"
-        self.prepare(directory)
+        self.prepare(self._environment.run_dir / "soap")
+        view.note(_soap_given.line(self.inputs, self.options.tables))
         plan = self.job.first_plan
         for line in _soap_report.simulation(self.simulator, plan):
             view.note(line)
@@ -241,6 +238,7 @@ class Soap(Runner):
     def estimate(self, settings: Settings, view: View) -> int:
         """Search in the simulator alone, and print what was found (``mode=estimate``)."""
         self.prepare(self._environment.run_dir / "soap")
+        view.note(_soap_given.line(self.inputs, self.options.tables))
         options = settings.strategy.options
         proposals = options.get("proposals")
         start = self.job.first_plan

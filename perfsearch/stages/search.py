@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ from perfsearch.stages.session import Session
 MAX_SERVED = 200
 """Proposals answered from the record, or screened, in a row before the search ends."""
 
+
+ALIKE = 2
+"""So many search trials that fail as the baseline did show that the knobs have no part in it."""
 
 WALK_LINES = 20
 """Lines on the terminal for a chain over simulated configurations."""
@@ -28,7 +32,8 @@ def run(session: Session) -> str:
     """Search until something says stop, and return what did.
 
     Raises:
-        BreakerError: too many failures in a row, or any failure with ``on_failure=stop``.
+        BreakerError: too many failures in a row, trials that fail as the baseline did, or any
+            failure with ``on_failure=stop``.
 
     """
     session.view.stage("search", session.strategy.describe())
@@ -181,12 +186,36 @@ def _check_breakers(session: Session, trial: Trial | None = None) -> None:
         session.consecutive_failures = session.consecutive_failures + 1 if failed else 0
     if trial.status.has_failed and session.settings.on_failure == "stop":
         raise BreakerError(f"on_failure=stop: trial {trial.number} ended {trial.status}")
+    if _all_fail_alike(session):
+        raise BreakerError(
+            f"every trial fails as the baseline does: {trial.status}, {_cause(trial)}; nothing "
+            "that is searched has a part in it"
+        )
     limit = session.settings.limits.consecutive_failures
     if session.consecutive_failures >= limit:
         raise BreakerError(
             f"{limit} trials failed in a row (limits.consecutive_failures={limit}); "
             f"the last: {trial.status}, {trial.reason}"
         )
+
+
+def _all_fail_alike(session: Session) -> bool:
+    """Whether the first search trials failed as the baseline did, and not for want of room or time.
+
+    Those are what a search may well mend, and ``limits.consecutive_failures`` bounds them.
+    """
+    baseline, first = session.baseline, session.search_trials[:ALIKE]
+    if session.only_rerun or baseline is None or len(first) < ALIKE:
+        return False
+    mendable = baseline.status in (Status.OOM, Status.TIMEOUT)
+    return (baseline.status.is_failure and not mendable) and all(
+        t.status is baseline.status and _cause(t) == _cause(baseline) for t in first
+    )
+
+
+def _cause(trial: Trial) -> str:
+    """Its reason, whichever rank was the first to meet it."""
+    return re.sub(r"^rank \d+: ", "", trial.reason)
 
 
 def _sentinel(session: Session) -> None:

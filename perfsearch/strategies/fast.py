@@ -62,7 +62,7 @@ class Fast(Strategy):
         super().__init__(space, hints, seed, options)
         self._record = Record(space, seed)
         self._asked = 0
-        self._part = "not started"
+        self._part = ""
         self._growth: set[str] = set()
         self._moved: set[str] = set()
 
@@ -96,7 +96,15 @@ class Fast(Strategy):
         """One line for people."""
         if self._part == "moves":
             return "fast: one knob at a time from the best configuration"
-        return f"fast: largest value that fits, {self._part}"
+        knob = growing_knob(self.space, self.hints)
+        if knob is None:
+            return "fast: first what the runner expects to be fast, then one knob at a time"
+        most = "largest" if self.hints.monotonic[knob.name] > 0 else "smallest"
+        if self._part:
+            return f"fast: the {most} {knob.name} that fits, {self._part}"
+        stage = self.hints.stage_knob
+        each = f" with each {stage}" if stage in self.space.by_name else ""
+        return f"fast: first the {most} {knob.name} that fits{each}, then one knob at a time"
 
     def _walk(self) -> Iterator[dict[str, Value]]:
         """The whole walk as far as the record decides it; who reads it skips what was tried."""

@@ -228,6 +228,8 @@ def _of_end(end: ProcessEnd, evidence: Evidence) -> Failure:
 
 def _of_launcher(evidence: Evidence) -> Failure:
     text = one_line(evidence.launcher_error)
+    if text.startswith("UsageError: "):
+        return Failure(Status.INVALID, f"launcher: {text}")  # the next start would end the same
     if _matches(_INFRASTRUCTURE, text) or evidence.starting:
         return Failure(Status.INFRASTRUCTURE, f"launcher: {text}")
     return Failure(Status.KILLED, f"launcher: {text}")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfsearch.workers import prepared, processes
-from perfsearch.workers.messages import EXIT_FILE, LAUNCHER_REPORT, Startup
+from perfsearch.workers.messages import EXIT_FILE, LAUNCHER_REPORT, TORCH_LOGS, Startup
 from perfsearch.workers.watch import EXIT_ORPHANED, watch_controller
 
 RENDEZVOUS_FILE = "rendezvous"
@@ -34,6 +34,7 @@ def torchrun_arguments(startup: Startup, directory: Path) -> list[str]:
     """The command line for torch's launcher."""
     spec = startup.spec
     arguments = [f"--nproc-per-node={spec.nproc}", "--max-restarts=0", "--rdzv-backend=c10d"]
+    arguments.append(f"--log-dir={directory / TORCH_LOGS}")  # by default a new one, never removed
     if spec.nnodes == 1:
         # Through a file: torch's TCP store listens on every interface, and reads pickles.
         arguments += ["--nnodes=1", "--rdzv-conf=store_type=file", "--local-addr=localhost"]

@@ -71,6 +71,10 @@ def as_job(made: Any, origin: str) -> Job:
         made.worker_init = made.worker_init or loader.worker_init_fn
     checks = {
         "model must be a torch.nn.Module": isinstance(made.model, torch.nn.Module),
+        "the model has no parameters, so there is nothing to train or to shard": not isinstance(
+            made.model, torch.nn.Module
+        )
+        or next(made.model.parameters(), None) is not None,
         "data must be a map-style Dataset (with __len__ and __getitem__), since ranks share it out "
         "by index": not isinstance(made.data, IterableDataset)
         and hasattr(made.data, "__len__")

@@ -4,7 +4,8 @@ import pytest
 from deepspeed_cases import LAUNCH, written
 
 from perfsearch.config import validate
-from perfsearch.runners import _deepspeed_knobs
+from perfsearch.deepspeed_hook.request import leave, torch_logs_file
+from perfsearch.runners import _deepspeed_knobs, _deepspeed_trial
 from perfsearch.runners._deepspeed_autotuning import Autotuning
 from perfsearch.runners._zero_batch import Batch
 from perfsearch.runners.base import Plan
@@ -104,6 +105,31 @@ def test_trials_are_silenced_and_the_tuned_command_is_not(deepspeed_job, tmp_pat
     assert start.words[-2:] == ["--no-log", "3"]
     runner.export(runner.baseline, tmp_path / "apply")
     assert "--no-log" not in (tmp_path / "apply" / "cmd_optimal.txt").read_text()
+
+
+@pytest.mark.parametrize("own", [None, "/mine"])
+def test_torchs_launcher_logs_beside_the_trial_unless_it_is_told_where(
+    deepspeed_job, tmp_path, monkeypatch, own
+):
+    if own:
+        monkeypatch.setenv("PET_LOG_DIR", own)
+    runner, _ = deepspeed_job({"train_micro_batch_size_per_gpu": 4})
+    plan = Plan(0, log_directory=tmp_path / "logs")
+    start = runner._start({**runner.pinned, **runner.baseline}, plan, survive=False)
+    variables = _deepspeed_trial._environment(start, "token")
+    assert variables["PET_LOG_DIR"] == (own or str(tmp_path / "logs" / "torch"))
+
+
+def test_a_directory_that_torchs_launcher_made_is_removed_and_the_users_own_is_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name, stays in (("torchelastic_x", False), ("mine", True)):
+        made = tmp_path / name
+        (made / "run_y" / "attempt_0" / "0").mkdir(parents=True)
+        leave(torch_logs_file(tmp_path), {"directory": str(made)})
+        _deepspeed_trial._remove_torch_logs(tmp_path)
+        assert made.exists() is stays
 
 
 def test_batches_of_the_section_bound_a_free_search():

@@ -110,12 +110,22 @@ def test_configurations_are_measured_in_the_unchanged_script(measure, stand_in):
     assert first.measurement.bottleneck_evidence["parameters"] == 16 * 64 + 64 + 64 + 1
 
 
-def test_a_script_without_a_launcher_is_started_as_torchrun_does(measure, stand_in):
+@pytest.mark.parametrize("around", [False, True])
+def test_a_script_without_a_launcher_is_started_as_torchrun_does(
+    measure, stand_in, tmp_path, monkeypatch, around
+):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    if around:  # as Accelerate's launcher, which calls torch's with no directory for its logs
+        monkeypatch.setenv("PET_LOG_DIR", "")
     points = ({}, {"micro_batch": 2, "zero_stage": 2})
     found = measure(FILE, "--deepspeed_config ds.json", points, launch=str(JOB), nproc=2)
     assert [o.status for o in found] == [Status.OK] * 2, [o.reason for o in found]
     assert [o.measurement.samples_per_step for o in found] == [16, 16]
     assert found[1].measurement.in_force["gradient_accumulation"] == 4
+    assert list(temporary.glob("torchelastic_*")) == []
 
 
 def test_the_window_is_the_one_of_the_section(measure, stand_in):

@@ -112,3 +112,24 @@ def test_bounds_of_a_fixed_batch_are_remarked_on(deepspeed_job):
     )
     assert len(runner.remarks) == 1
     assert "batch=free" in runner.remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"max_train_batch_size": 2}, "max_train_batch_size=2: .* trains the global batch 8"),
+        ({"min_train_batch_size": 16}, "min_train_batch_size=16: .* trains the global batch 8"),
+        ({"max_train_batch_size": 1}, "max_train_batch_size=1: 2 ranks"),
+        (
+            {"max_train_batch_size": 8, "min_train_batch_size": 16},
+            "max_train_batch_size=8: below min_train_batch_size=16",
+        ),
+        (
+            {"max_train_micro_batch_size_per_gpu": 2, "min_train_micro_batch_size_per_gpu": 4},
+            "max_train_micro_batch_size_per_gpu=2: below min_train_micro_batch_size_per_gpu=4",
+        ),
+    ],
+)
+def test_bounds_that_exclude_the_job_are_refused_by_name(deepspeed_job, section, words):
+    with pytest.raises(BadInputError, match=words):
+        deepspeed_job({"train_micro_batch_size_per_gpu": 4, "autotuning": section}, batch="free")

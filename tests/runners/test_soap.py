@@ -1,6 +1,7 @@
 """The runner on saved tables: no process is started, trials are simulated."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,14 @@ import yaml
 from parallel.soap import synthetic
 
 from perfsearch.assemble import build_runner, strategy_factory
-from perfsearch.config import validate
-from perfsearch.parallel.soap import strategy_file
+from perfsearch.config import Selected, validate
+from perfsearch.parallel.soap import graph_file, strategy_file
 from perfsearch.parallel.soap.axes import Whole
 from perfsearch.parallel.soap.configuration import data_parallel
 from perfsearch.parallel.soap.costs import CostTable, shards_of
 from perfsearch.parallel.soap.graph import Graph
 from perfsearch.runners import _soap_plans
+from perfsearch.runners._soap_identity import JOB, Identity
 from perfsearch.runners._soap_tables import Inputs
 from perfsearch.runners._soap_walk import walk
 from perfsearch.runners.base import Outcome
@@ -41,7 +43,8 @@ def tables(tmp_path):
     for shard in shards_of(graph, DEVICES):
         costs.add(shard, synthetic.cost_of(shard.operator, shard.part, shard.gradients))
     directory = tmp_path / "tables"
-    Inputs(graph, synthetic.machine(devices=DEVICES), costs).write(directory)
+    job = Identity("dlrm", 8, "tiny", options={})
+    Inputs(graph, synthetic.machine(devices=DEVICES), costs, job).write(directory)
     return directory
 
 
@@ -182,12 +185,23 @@ def test_pinned_operators_stay_and_lists_bound(tmp_path, tables, opened):
         assert runner.plan(configuration)["table_0"].devices == (1,)
 
 
+def test_a_name_with_dots_comes_as_groups_from_the_command_line(opened):
+    asked = {"blocks": {0: {"up": "1x1@0"}}, "blocks.0.down": ["1x1@1"], "leave": "search"}
+    assert _soap_plans.by_operator(asked) == {
+        "blocks.0.up": "1x1@0", "blocks.0.down": ["1x1@1"], "leave": "search"
+    }  # fmt: skip
+    assert "top" in opened(knobs={"top": "search"}).space.by_name
+
+
 @pytest.mark.parametrize(
     ("runner", "words"),
     [
         ({"knobs": {"tpo": "1x1@0"}}, ["runner.knobs.tpo", "top"]),
         ({"knobs": {"top": "3x1@0"}}, ["runner.knobs.top=3x1@0", "2x1@0,1"]),
         ({"knobs": {"top": "nonsense"}}, ["runner.knobs.top=nonsense"]),
+        ({"knobs": {"top": "0x1@"}}, ["runner.knobs.top=0x1@", "PARTS@DEVICES", "2x1@0,1"]),
+        ({"knobs": {"top": None}}, ["runner.knobs.top=null", "PARTS@DEVICES"]),
+        ({"knobs": {"top": {}}}, ["runner.knobs.top={}", "PARTS@DEVICES"]),
     ],
 )
 def test_a_pin_that_cannot_be_is_refused(opened, runner, words):
@@ -209,6 +223,71 @@ def test_input_that_cannot_work_is_refused_before_anything_starts(tmp_path, tabl
         build_runner(settings(tmp_path, tmp_path / "nothing"))
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"workload": {"name": "mlp"}}, ["workload=mlp", "dlrm tiny of global batch 8"]),
+        ({"workload": {"name": "dlrm", "size": "small"}}, ["workload.size=small"]),
+        ({"workload": {"name": "dlrm", "rows": 7}}, ["workload.rows=7", "runner.tables="]),
+        ({"workload": {"name": "dlrm", "global_batch": 4}}, ["workload.global_batch=4"]),
+        ({"nproc": 3}, ["nproc=3", "of 2 devices", "machine.json"]),
+        ({"mode": "search", "workload": {"name": "gpt"}}, ["workload=gpt"]),
+    ],
+)
+def test_tables_are_taken_for_no_other_job(tmp_path, tables, changed, words):
+    asked = settings(tmp_path, tables, mode="estimate")
+    options = {"global_batch": 8, **changed.pop("workload", {})}
+    if options.get("name"):
+        asked = replace(asked, workload=Selected(options.pop("name"), options))
+    with pytest.raises(BadInputError) as error:
+        build_runner(replace(asked, **changed))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_an_edited_machine_is_planned_for_and_named(tmp_path, tables, capsys):
+    (tables / JOB).unlink()  # of an earlier version
+    path = tables / "machine.json"
+    path.write_text(path.read_text().replace('"devices": 2', '"devices": 1'))
+    path.write_text(path.read_text().replace('"devices_per_node": 2', '"devices_per_node": 1'))
+    asked = settings(tmp_path, tables, mode="estimate")
+    asked = replace(asked, nproc="auto", workload=Selected("gpt", {"size": "auto"}))
+    runner = build_runner(asked)
+    assert runner.estimate(asked, View()) == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line == f"planning for 1 device of runner.tables={tables}, model of global batch 8"
+    assert (tmp_path / "run" / "soap" / JOB).exists()
+
+
+@pytest.mark.parametrize(
+    ("sources", "name"),
+    [
+        (["the loss function", "/x/perfsearch/workloads/mlp.py:32"], "mlp"),
+        (["/home/me/train.py:7", "the loss function"], "custom"),
+        (["the loss function"], ""),
+    ],
+)
+def test_tables_that_do_not_say_are_known_by_their_models_file(tmp_path, sources, name):
+    x = synthetic.batch_input("x", (8, 4))
+    layers = [
+        replace(synthetic.linear(f"layer_{i}", x, 8), source=source)
+        for i, source in enumerate(sources)
+    ]
+    graph = Graph((x, *layers), frozenset({"x"}), layers[-1].name, 8)
+    assert Identity.read(tmp_path, graph) == Identity(name, 8)
+
+
+def test_the_name_of_the_job_is_read_again_and_checked(tmp_path, tables):
+    graph = graph_file.parse((tables / "graph.json").read_text())
+    job = Identity("mlp", 8, "tiny", None, {"layers": 3})
+    job.write(tmp_path)
+    assert Identity.read(tmp_path, graph) == job
+    for slip in (replace(job, global_batch=9), replace(job, name=None), replace(job, options=3)):
+        slip.write(tmp_path)
+        with pytest.raises(BadInputError, match=r"job.json"):
+            Identity.read(tmp_path, graph)
+
+
 def test_memory_is_a_hard_limit(opened):
     roomy = opened()
     need = roomy.simulator.estimate(roomy.plan(roomy.baseline)).peak_gib
@@ -224,8 +303,18 @@ def test_a_model_without_rules_is_refused_with_its_operators_named(tmp_path, ope
     )
     graph = Graph((x, whole), frozenset({"x"}), "odd", 8)
     costs = CostTable("a card", "2.13")
-    Inputs(graph, synthetic.machine(devices=DEVICES), costs).write(tables)
+    job = Identity("", 8)
+    Inputs(graph, synthetic.machine(devices=DEVICES), costs, job).write(tables)
     with pytest.raises(BadInputError, match="odd"):
+        opened()
+
+
+def test_a_model_without_operators_is_refused(opened, tables):
+    path = tables / "graph.json"
+    found = graph_file.parse(path.read_text())
+    inputs = frozenset(operator.name for operator in found.operators)
+    path.write_text(graph_file.dump(replace(found, inputs=inputs)))
+    with pytest.raises(BadInputError, match="nothing to parallelise"):
         opened()
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from zero_facts import GivenFacts, gpt_facts, gpt_large
 from perfsearch.config import validate
 from perfsearch.runners import _zero_batch
 from perfsearch.runners.zero import Zero, ZeroOptions
+from perfsearch.search.errors import BadInputError
 from perfsearch.search.knob import Numerics
 from perfsearch.search.narrow import KnobError
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
@@ -201,6 +203,14 @@ def test_advice_names_the_mildest_remedy_that_fits():
     assert "next: runner.knobs.zero_stage=3 runner.knobs.activation_checkpointing=1" in advice
 
 
+def test_advice_on_memory_is_given_only_where_memory_was_lacking():
+    runner = make(card="H100", knobs={"micro_batch": [1, 2], "zero_stage": "search"})
+    failed = trial(0, runner.baseline, status=Status.DIVERGED)
+    assert runner.advice([failed]) == ""
+    failed.status = Status.OOM
+    assert runner.advice([failed]).startswith("closest: micro_batch=1, zero_stage=3")
+
+
 def test_the_estimate_is_a_table_for_a_card_that_is_absent(capsys):
     plain = {
         "mode": "estimate",
@@ -228,6 +238,24 @@ def test_the_estimate_is_a_table_for_a_card_that_is_absent(capsys):
     assert " ok" in rows[-1]
 
 
+@pytest.mark.parametrize(
+    ("facts", "unit", "margin"),
+    [
+        (gpt_facts(1, 64, vocabulary=100, length=4,
+                   activations={"autocast/0": (0.0, 100.0), "policy/0": (0.0, 100.0)}),
+         "MiB", r"0\.4\d GiB"),
+        (gpt_large(), "GiB", r"0\.7\d to 8\.\d\d GiB"),
+    ],
+)  # fmt: skip
+def test_the_margin_is_a_size_and_small_tables_are_in_mib(capsys, facts, unit, margin):
+    make(card="H100", facts=facts).estimate(None, View())
+    lines = capsys.readouterr().out.splitlines()
+    assert f"predicted peak in {unit} " in lines[-1]
+    assert re.search(f"margin: 2 standard deviations, {margin} here before any trial", lines[-1])
+    at_rest = [float(line.split()[4]) for line in lines if line.startswith("3 ")]
+    assert min(at_rest) > 0
+
+
 def test_no_facts_means_no_estimate_and_no_crash(capsys):
     runner = make(card="H100")
     runner.memory.facts = GivenFacts(None)
@@ -237,6 +265,14 @@ def test_no_facts_means_no_estimate_and_no_crash(capsys):
     assert runner.screen(runner.baseline) is None
     assert runner.hints([]).predict(runner.baseline).peak_gib is None
     assert runner.advice([]) == ""
+
+
+def test_an_estimate_of_what_is_no_job_is_bad_input():
+    runner = make(card="H100")
+    runner.memory.facts = GivenFacts(None)
+    runner.memory.facts.error = "TypeError: workload.factory=m:f: the model has no parameters"
+    with pytest.raises(BadInputError, match="the model has no parameters"):
+        runner.estimate(None, View())
 
 
 def exported(tmp_path, **configuration):

@@ -118,6 +118,45 @@ def test_failures_in_a_row_are_counted_over_a_resume(search: Search) -> None:
     assert {t.purpose for t in result.trials if t.number > 5} == {Purpose.CONFIRM}
 
 
+def closure(reason="rank {}: step() needs a closure", status=Status.CRASH, interrupted_at=-1):
+    def fail(configuration, plan):
+        if plan.number == interrupted_at:
+            raise KeyboardInterrupt
+        return Outcome(status, reason=reason.format(plan.number))
+
+    return fail
+
+
+def test_trials_that_fail_as_the_baseline_did_end_the_search(search: Search) -> None:
+    result = search(SyntheticRunner(fail=closure()))
+    assert result.exit_code == 1
+    assert [t.number for t in result.trials] == [0, 1, 2]
+    assert result.reason.startswith("every trial fails as the baseline does: crash, step() needs")
+    assert f"warning: search ended: {result.reason}" in search.view.text
+
+
+def test_they_end_it_after_a_resume_too_and_can_be_run_again(search: Search) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        search(SyntheticRunner(fail=closure(interrupted_at=2)))
+    result = search(SyntheticRunner(fail=closure()))
+    assert [p.number for p in search.runner.plans] == [2]
+    assert "every trial fails as the baseline does" in result.reason
+    again = search(resume="failed")
+    assert sorted(p.number for p in search.runner.plans if p.purpose is not Purpose.CONFIRM) == [
+        0, 1, 2,
+    ]  # fmt: skip
+    assert again.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(Status.OOM, "oom"), (Status.TIMEOUT, "slow"), (Status.CRASH, "at address {}")],
+)
+def test_what_a_search_may_mend_is_left_to_the_limit(search: Search, status, reason) -> None:
+    result = search(SyntheticRunner(fail=closure(reason, status)))
+    assert "limits.consecutive_failures=8" in result.reason
+
+
 def test_a_stop_at_the_first_failure_holds_over_a_resume(search: Search) -> None:
     def killed_after(name, **data):
         event = append(name, **data)

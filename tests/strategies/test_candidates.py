@@ -70,3 +70,20 @@ def test_two_knobs_that_only_work_together_are_found_among_fifteen() -> None:
             point = strategy.ask() or BASELINE
         found.append(best)
     assert max(found) < 0.6  # the best is 0.5, the baseline 1.09
+
+
+def test_around_are_the_listed_within_two_steps() -> None:
+    axis = (1, 2, 4, 8, 16, 32, 64)
+    small = Space([Knob(name, Kind.ORDINAL, 1, axis) for name in "ab"])
+    for space, center in ((small, {"a": 8, "b": 8}), (WIDE, BASELINE)):
+        record = Record(space, 0)
+        tried = space.neighbours(center)[0]
+        record.tell(Trial(1, tried, Purpose.SEARCH, Status.OK, cost=0.1))
+        candidates = Candidates(space, record)
+        points, _ = candidates.list(np.random.default_rng(0), [center])
+        near = [points[place] for place in candidates.around(center)]
+        assert near
+        assert tried not in near
+        steps = [sum(point[k] != center[k] for k in center) for point in near]
+        assert max(steps) == 2
+        assert all(point in near for point in space.neighbours(center) if point != tried)

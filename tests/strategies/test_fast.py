@@ -49,6 +49,18 @@ def hints(predicts: bool) -> Hints:
     )
 
 
+def test_it_says_what_it_will_do_first() -> None:
+    strategy = Fast(SPACE, hints(predicts=False), 0)
+    assert strategy.describe() == (
+        "fast: first the largest batch that fits with each stage, then one knob at a time"
+    )
+    drive(strategy, 2, cost)
+    assert strategy.describe() == "fast: the largest batch that fits, stage 0"
+    plain = Fast(SPACE, Hints(START, monotonic={"batch": -1}), 0).describe()
+    assert plain == "fast: first the smallest batch that fits, then one knob at a time"
+    assert "what the runner expects to be fast" in Fast(SPACE, Hints(START), 0).describe()
+
+
 def test_prediction_finds_the_largest_batch_without_failing_often() -> None:
     strategy = Fast(SPACE, hints(predicts=True), 0)
     strategy.tell(ended(0, START, cost(START)))

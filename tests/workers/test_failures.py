@@ -139,6 +139,11 @@ def test_killed_loader_process():
             Status.INFRASTRUCTURE,
             "launcher: RendezvousConnectionError: refused",
         ),
+        (
+            Evidence(launcher_error="UsageError: unrecognized arguments: --x", starting=True),
+            Status.INVALID,
+            "launcher: UsageError: unrecognized arguments: --x",
+        ),
         (Evidence(), Status.CRASH, "the ranks ended without a word"),
     ],
 )

@@ -104,6 +104,7 @@ class Endless(IterableDataset):
     [
         (None, r"workload.factory=m:f returned NoneType; it must return"),
         (parts(model=3), "model must be a torch.nn.Module"),
+        (parts(model=torch.nn.ReLU()), "m:f: the model has no parameters, so there is nothing to"),
         (parts(data=Endless()), "data must be a map-style Dataset"),
         (parts(loss=3), "loss must be callable"),
         (

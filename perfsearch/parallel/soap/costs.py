@@ -20,6 +20,7 @@ from perfsearch.parallel.soap.layouts import (
     layout,
     owned_keys,
 )
+from perfsearch.parallel.soap.machine import MOST, is_number
 from perfsearch.parallel.soap.rules import signature
 from perfsearch.search.errors import BadInputError
 
@@ -143,7 +144,14 @@ class CostTable:
         table = cls(record["device"], record["torch"])
         for key, entry in record["costs"].items():
             table._texts[key] = entry["what"]
-            table.entries[key] = ShardCost(**{k: v for k, v in entry.items() if k != "what"})
+            times = {name: value for name, value in entry.items() if name != "what"}
+            for name, time_us in times.items():
+                if not is_number(time_us):
+                    raise ValueError(
+                        f"costs.{key}.{name}={time_us!r}: microseconds are needed, from 0 to "
+                        f"{MOST:g}"
+                    )
+            table.entries[key] = ShardCost(**times)
         return table
 
     def write(self, path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,22 @@ KINDS = ("exchange", "all_gather", "reduce_scatter", "all_to_all", "broadcast", 
 """In the order of the numbers in ``tables``. The size of an exchange is the larger of what a device
 sends and receives, and its members are the peers; of an all-gather and a reduce-scatter it is the
 whole tensor; of an all-to-all what a device holds; of the others what each device holds."""
+
+MOST = 1e9
+"""Of every number in a file: longer times than a thousand seconds are slips."""
+
+_FROM_0 = (
+    "transfer_host_us",
+    "sync_host_us",
+    "step_us",
+    "optimizer_us",
+    "optimizer_us_per_mib",
+    "state_per_weight",
+    "copy_us",
+    "copy_us_per_mib",
+    "task_us",
+    "bucket_mib",
+)
 
 Curve = dict[int, dict[int, float]]
 """Members to bytes to microseconds."""
@@ -80,6 +96,16 @@ class Machine:
     bucket_mib: float = 25.0
 
     def __post_init__(self) -> None:
+        for name in ("devices", "devices_per_node"):
+            if type(getattr(self, name)) is not int:
+                raise MachineError(f"{name}={getattr(self, name)!r}: a whole number is needed")
+        for name in ("memory_gib", *_FROM_0):
+            if not is_number(getattr(self, name), above_0=name == "memory_gib"):
+                least = "above 0" if name == "memory_gib" else "0 or more"
+                raise MachineError(
+                    f"{name}={getattr(self, name)!r}: a number is needed, {least} and at most "
+                    f"{MOST:g}"
+                )
         if self.devices < 1 or not 1 <= self.devices_per_node <= self.devices:
             raise MachineError(
                 f"devices {self.devices}, devices_per_node {self.devices_per_node}: at least one "
@@ -123,7 +149,7 @@ class Machine:
             for side in ("within", "across"):
                 record[side] = _curves(record.get(side, {}))
             return cls(**record)
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise MachineError(f"{path}: {error}") from error
 
 
@@ -236,13 +262,27 @@ def _check_curves(side: str, curves: Mapping[str, Curve], needed: bool) -> None:
         raise MachineError(f"{side}.{unknown[0]}: unknown; known: {', '.join(KINDS)}")
     for kind in KINDS if needed else ():
         if not curves.get(kind):
-            raise MachineError(f"{side}.{kind}: no curve, and there is more than one device")
+            of = "device" if side == "within" else "node"
+            raise MachineError(f"{side}.{kind}: no curve, and there is more than one {of}")
     for kind, curve in curves.items():
         for members, points in curve.items():
             _check_points(f"{side}.{kind}.{members}", points)
 
 
 def _check_points(name: str, points: Mapping[int, float]) -> None:
-    times: Sequence[float] = list(points.values())
-    if not points or min(points) < 0 or not all(math.isfinite(t) and t >= 0 for t in times):
-        raise MachineError(f"{name}: sizes in bytes and finite times in microseconds are needed")
+    if not points:
+        raise MachineError(f"{name}: no points; sizes in bytes and their microseconds are needed")
+    for size, time_us in points.items():
+        if size < 0:
+            raise MachineError(f"{name}.{size}: sizes are in bytes, from 0 on")
+        if not is_number(time_us, above_0=True):
+            raise MachineError(
+                f"{name}.{size}={time_us!r}: microseconds are needed, above 0 and at most {MOST:g}"
+            )
+
+
+def is_number(value: object, above_0: bool = False) -> bool:
+    """Whether it is a number that can be planned with: from 0, or above it, to ``MOST``."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= MOST if above_0 else 0 <= value <= MOST

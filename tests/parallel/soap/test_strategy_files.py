@@ -100,6 +100,11 @@ def test_costs_are_kept_by_shape_and_a_missing_one_names_the_operator(tmp_path):
     smaller = ((0, 1), *operator.whole[1:])
     with pytest.raises(CostError, match=operator.name):
         again.cost_of(operator, smaller, whole.gradients)
+    text = (tmp_path / "costs.json").read_text()
+    for slip in ("-1.5", "1e30", "NaN", '"1.5"'):
+        (tmp_path / "costs.json").write_text(text.replace("1.5", slip))
+        with pytest.raises(CostError, match=r"\.forward_us=.*: microseconds are needed"):
+            CostTable.read(tmp_path / "costs.json")
     (tmp_path / "costs.json").write_text("{}")
     with pytest.raises(CostError, match="not a table"):
         CostTable.read(tmp_path / "costs.json")
@@ -121,6 +126,15 @@ def test_a_machine_file_can_be_edited(tmp_path):
         ('"schema": 1', '"schema": 2', "schema"),
         ('"exchange"', '"swap"', "swap"),
         ('"devices": 4', '"devices": 0', "devices"),
+        ('"devices": 4', '"devices": 4.5', "devices=4.5: a whole number"),
+        ('"memory_gib": 1', '"memory_gib": NaN', "memory_gib=nan: .* above 0"),
+        ('"memory_gib": 1', '"memory_gib": 0', "memory_gib=0: .* above 0"),
+        ('"task_us": 0.0', '"task_us": -5000', "task_us=-5000: .* 0 or more"),
+        ('"step_us": 0.0', '"step_us": Infinity', r"step_us=inf: .* at most 1e\+09"),
+        ('"1024": ', '"1024": 1e30, "1": ', r"within.exchange.\d.1024=1e\+30: microseconds"),
+        ('"1024": ', '"1024": 0, "1": ', r"within.exchange.\d.1024=0.0: .* above 0"),
+        ('"1024": ', '"1024": -1, "1": ', r"within.exchange.\d.1024=-1.0: .* above 0"),
+        ('"1024": ', f'"1024": 1{"0" * 400}, "1": ', "too large"),
     ],
 )
 def test_a_machine_file_that_cannot_be_is_refused(tmp_path, old, new, word):

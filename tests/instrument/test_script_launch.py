@@ -1,0 +1,22 @@
+"""The launcher of a search over a script: whose argument is whose."""
+
+import json
+
+from perfsearch.instrument import launch
+from perfsearch.instrument.orders import ENTRY
+from perfsearch.workers.messages import LAUNCHER_REPORT
+
+
+def test_the_scripts_arguments_are_kept_from_torchruns_parser(tmp_path):
+    words = ["train.py", "--log", "x", "--nproc", "-m", ENTRY, "--", "--rdzv-conf"]
+    options = launch.options_of([*launch.torchrun_arguments(tmp_path, 3), "-m", ENTRY, *words])
+    assert (options.training_script, options.training_script_args) == (ENTRY, words)
+    assert (options.module, options.nproc_per_node) == (True, "3")
+
+
+def test_a_usage_error_of_the_launcher_is_reported(tmp_path, capfd):
+    assert launch.launch(tmp_path, ["--max-restarts=none", "-m", ENTRY, "train.py"]) == 1
+    error = json.loads((tmp_path / LAUNCHER_REPORT).read_text())["error"]
+    assert error["type"] == "UsageError"
+    assert error["message"] == "argument --max-restarts/--max_restarts: invalid int value: 'none'"
+    assert "UsageError" in capfd.readouterr().err

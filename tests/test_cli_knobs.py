@@ -1,0 +1,41 @@
+"""Knobs that no option file can name: a model's operators, a script's own."""
+
+import pytest
+
+from perfsearch.cli_knobs import open_knobs
+from perfsearch.compose import compose
+from perfsearch.search.errors import BadInputError
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["runner=soap", 'runner.knobs.leave="2x1@0,1"'], "++runner.knobs.leave"),
+        (["runner.knobs.x=1", "workload=script"], "++runner.knobs.x"),
+        (["runner=ddp", "runner=soap", "runner.knobs.x=1"], "++runner.knobs.x"),
+        (["runner=soap", "runner=ddp", "runner.knobs.x=1"], "runner.knobs.x"),
+        (["runner=soap", "+runner.knobs.x=1"], "+runner.knobs.x"),
+        (["workload=mlp", "runner.knobs.x=1"], "runner.knobs.x"),
+    ],
+)
+def test_only_where_the_job_itself_names_them(words, key):
+    assert next(w for w in open_knobs(words) if "knobs" in w).startswith(f"{key}=")
+    assert [w.lstrip("+") for w in open_knobs(words)] == [w.lstrip("+") for w in words]
+
+
+def test_an_operator_is_pinned_without_a_plus_sign():
+    found = compose(["runner=soap", 'runner.knobs.leave="2x1@0,1"'], {})
+    assert found["runner"]["knobs"] == {"leave": "2x1@0,1"}
+
+
+def test_a_scripts_own_knob_stands_beside_those_of_the_file():
+    words = ["workload=script", "workload.command=[t.py]", "runner.knobs.persistent_workers=false"]
+    knobs = compose(words, {})["runner"]["knobs"]
+    assert knobs["persistent_workers"] is False and knobs["bucket_cap_mb"] == "search"
+
+
+def test_a_comma_in_an_operators_devices_is_no_sweep():
+    with pytest.raises(BadInputError) as caught:
+        compose(["runner=soap", "runner.knobs.leave=2x1@0,7"], {})
+    assert "'runner.knobs.leave=\"2x1@0,7\"'" in str(caught.value)
+    assert str(caught.value).startswith("runner.knobs.leave=2x1@0,7: ")
