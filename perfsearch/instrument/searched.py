@@ -57,7 +57,7 @@ class Searched:
         script.optimizers.after_step = self._after_step
         self._channel = Channel.connect(socket_path(directory, rank))
         self._channel.send({"event": "hello", "pid": os.getpid()})
-        self._since = time.perf_counter()
+        self._since, self._pulled = time.perf_counter(), 0
 
     @property
     def _device(self) -> torch.device:
@@ -90,7 +90,7 @@ class Searched:
             measure.synchronize(device)
             self._tell_step(time.perf_counter() - self._since, loss)
         self._obey()
-        self._since = time.perf_counter()
+        self._since, self._pulled = time.perf_counter(), self._script.loaders.pulls
 
     def _tell_step(self, seconds: float, loss: torch.Tensor | None) -> None:
         message: dict[str, Any] = {
@@ -99,6 +99,7 @@ class Searched:
             "seconds": seconds,
             "loss": None if loss is None else float(loss),
             "pulls": self._script.loaders.pulls,
+            "taken": self._script.loaders.pulls - self._pulled,
         }
         if self.steps <= 2:
             initialised = torch.distributed.is_available() and torch.distributed.is_initialized()

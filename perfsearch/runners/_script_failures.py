@@ -18,8 +18,8 @@ from perfsearch.workers.messages import rank_log
 
 _REFUSED = re.compile(r"^.*\berror: .*$", re.MULTILINE)
 
-_LAUNCHER_REFUSED = re.compile(r"launcher: \S+: error: (.*)")
-"""How torchrun's own parser ends, which another start would not change."""
+_LAUNCHER_REFUSED = re.compile(r"launcher: UsageError: (.*)")
+"""How torchrun's own parser ends."""
 
 
 def outcome(

@@ -30,6 +30,9 @@ from perfsearch.workers.environment import Environment, Hardware
 _SAME_LOSS = 1e-5
 """Relative difference up to which steps that were trained twice are the same steps."""
 
+_MOST_TO_PLACE = 4
+"""Steps within which one is found that takes as many batches as the second one did."""
+
 
 @dataclass
 class Runs:
@@ -159,18 +162,20 @@ class Runs:
         try:
             if self.sound is None:
                 before = list(start.losses or [])
-                self._rewind(group, start, self.knobs, plan, deadline)
+                if not self._rewind(group, start, self.knobs, plan, deadline):
+                    self.sound = False
+                    return False
                 while start.losses is not None and len(start.losses) < len(before):
                     group.send({"op": "go"})
                     messages = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
                     add_loss(start, mean_loss(messages))
                 self.sound = bool(before) and _same(before, start.losses or [])
             if self.sound:
-                self._rewind(group, start, knobs, plan, deadline)
+                return self._rewind(group, start, knobs, plan, deadline)
         except (ScriptGone, EndedError):
             self.end(kill=True)  # a new start will tell what is wrong, if anything is
             return False
-        return self.sound
+        return False
 
     def _rewind(
         self,
@@ -179,15 +184,22 @@ class Runs:
         knobs: dict[str, Value],
         plan: Plan,
         deadline: float,
-    ) -> None:
+    ) -> bool:
+        """Train the steps after the first again; ``False`` where the place is not found."""
         assert start.pulls_per_step is not None
 
         def left() -> float:
             return max(0.0, deadline - time.monotonic())
 
-        # batches that a wrapper of the loader has taken in advance are used up by one more step
-        group.send({"op": "rewind", "place": start.first_pulls - start.pulls_per_step})
-        receive_steps(group, plan, left())
+        for _ in range(_MOST_TO_PLACE):
+            # batches that a wrapper of the loader has taken in advance are used up by a step in the
+            # midst of an epoch; in the first of an epoch it takes others in advance
+            group.send({"op": "rewind", "place": start.first_pulls - start.pulls_per_step})
+            messages = receive_steps(group, plan, left())
+            if all(m["taken"] == start.pulls_per_step for m in messages):
+                break
+        else:
+            return False
         group.send({"op": "change", "knobs": sort_knobs(knobs, self.maps).objects})
         group.receive("changed", left())
         self.knobs = dict(knobs)
@@ -196,6 +208,7 @@ class Runs:
         messages = receive_steps(group, plan, left())
         start.seconds.append(max(m["seconds"] for m in messages))
         add_loss(start, mean_loss(messages))
+        return True
 
     def score(self, plan: Plan, deadline: float, asked: Mapping[str, Value]) -> Measurement:
         """Measure what is in force.

@@ -24,6 +24,16 @@ def wrapped(net, how):
     return net
 
 
+def one_ahead(loader):
+    """As libraries do that must know which batch is the last."""
+    batches = iter(loader)
+    held = next(batches)
+    for batch in batches:
+        yield held
+        held = batch
+    yield held
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault", default="none")
@@ -31,6 +41,9 @@ def main():
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--bs", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--size", type=int, default=512)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--ahead", action="store_true")
     parser.add_argument("--text", default="")
     parser.add_argument("--show", action="store_true")
     args = parser.parse_args()
@@ -46,16 +59,18 @@ def main():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    if args.dropout:
+        net.insert(2, torch.nn.Dropout(args.dropout))
     model = net if args.fault == "apart" else wrapped(net, args.wrap)
     generator = torch.Generator().manual_seed(rank)
-    data = TensorDataset(torch.randn(512, 16, generator=generator))
+    data = TensorDataset(torch.randn(args.size, 16, generator=generator))
     loader = DataLoader(data, args.bs, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     average = [p.detach().clone() for p in net.parameters()]
     steps = args.steps - (3 * rank if args.fault == "uneven" else 0)
     made = batches = 0
     while made < steps:
-        for (inputs,) in loader:
+        for (inputs,) in one_ahead(loader) if args.ahead else loader:
             if args.fault == "hungry" and args.bs > 4:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()

@@ -93,6 +93,16 @@ def test_configurations_are_tried_inside_one_start_and_across_starts(bench):
     assert "Traceback" not in (one.directory / "logs" / "0000" / "rank0.log").read_text()
 
 
+def test_it_does_not_matter_where_an_epoch_ends(bench):
+    """Epochs of seven steps, a batch taken in advance, and dropout, which tells every draw."""
+    one = bench("--dropout", "0.3", "--size", "56", "--ahead", map=())
+    first = one.measure()
+    for number in range(14):
+        again = one.measure(bucket_cap_mb=(1.0, 25.0)[number % 2])
+        assert (again.status, again.fresh_process) == (Status.OK, False)
+        assert again.measurement.first_losses == pytest.approx(first.measurement.first_losses)
+
+
 def test_a_script_that_runs_out_of_steps_is_started_again(bench):
     one = bench("--steps", "100", map=())
     for number in range(9):  # of at least twelve steps each

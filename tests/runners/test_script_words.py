@@ -8,17 +8,18 @@ import yaml
 
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.mapping import Mapped
+from perfsearch.instrument.orders import Orders
 from perfsearch.run_arguments import split
 from perfsearch.run_search import runner_for, search, workload
 from perfsearch.runners import _script_export
 from perfsearch.runners._script_failures import outcome, require_ranks_together
-from perfsearch.runners._script_group import ScriptGone
+from perfsearch.runners._script_group import ScriptGone, ScriptGroup
 from perfsearch.runners._script_options import ScriptOptions
 from perfsearch.runners._script_window import EndedError, Start, receive_steps, score
 from perfsearch.runners.base import Plan
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.trial import Status
-from perfsearch.workers.environment import Hardware
+from perfsearch.workers.environment import Environment, Hardware, Limits
 from perfsearch.workers.failures import Failure
 
 MAPS = [Mapped("micro_batch", "--bs"), Mapped("gradient_accumulation", "--acc", default=1)]
@@ -55,19 +56,37 @@ def test_a_refused_argument_names_the_map_that_is_to_blame():
 
 
 @pytest.mark.parametrize(
-    ("reason", "status", "says"),
+    ("status", "reason", "says"),
     [
-        ("launcher: launch.py: error: argument --x: invalid value", Status.INVALID,
+        (Status.INVALID, "launcher: UsageError: argument --x: invalid value",
          "torchrun refused its options: argument --x: invalid value (it takes options from the "
          "environment, too: PET_X)"),
-        ("launcher: OSError: [Errno 28]", Status.INFRASTRUCTURE, "launcher: OSError: [Errno 28]"),
+        (Status.INFRASTRUCTURE, "launcher: OSError: [Errno 28]", "launcher: OSError: [Errno 28]"),
     ],
 )  # fmt: skip
-def test_only_what_the_launcher_refuses_is_not_started_again(monkeypatch, reason, status, says):
+def test_what_the_launcher_says_is_the_cause(monkeypatch, status, reason, says):
     monkeypatch.setenv("PET_X", "1")
-    found = outcome(Group(Failure(Status.INFRASTRUCTURE, reason)), ScriptGone(), {}, [])
+    found = outcome(Group(Failure(status, reason)), ScriptGone(), {}, [])
     assert (found.status, found.reason) == (status, says)
     assert found.log_path == str(Path("logs/launcher.log"))
+
+
+def test_a_launcher_that_ends_without_a_report_leaves_its_last_words(tmp_path):
+    """One that cannot even be imported, say: there is no rank, so no rank's log either."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12: no')")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "launcher.log").write_text("of an earlier start\n")
+    group = ScriptGroup(
+        Orders("train.py"), [], {"PYTHONPATH": str(tmp_path)}, 1,
+        Environment(tmp_path, limits=Limits(60, 60, 5)), (), logs,
+    )  # fmt: skip
+    with pytest.raises(ScriptGone) as gone:
+        group.join()
+    found = outcome(group, gone.value, {}, [])
+    assert found.reason == "launcher: ImportError: libcudart.so.12: no"
+    assert found.log_path == str(logs / "launcher.log")
 
 
 def test_a_script_that_makes_no_step_is_told_what_a_step_is():
