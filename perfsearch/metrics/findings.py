@@ -36,7 +36,7 @@ class Thresholds:
         device_busy: share of the step that the device works, below which launching limits.
         sync_wait: waiting for values to come back from the device.
         optimizer: the optimizer's step.
-        compute: device utilisation in percent, or share of forward and backward without a GPU.
+        compute: utilisation of the devices, or share of forward and backward without a GPU.
 
     """
 

@@ -17,8 +17,10 @@ MAX_SERVED = 200
 """Proposals answered from the record, or screened, in a row before the search ends."""
 
 
-ALIKE = 2
-"""So many search trials that fail as the baseline did show that the knobs have no part in it."""
+ALIKE = 4
+"""So many search trials that fail as the baseline did show that the knobs have no part in it; fewer
+might only share a value with it, such as a ZeRO stage.
+"""
 
 WALK_LINES = 20
 """Lines on the terminal for a chain over simulated configurations."""

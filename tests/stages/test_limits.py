@@ -130,20 +130,20 @@ def closure(reason="rank {}: step() needs a closure", status=Status.CRASH, inter
 def test_trials_that_fail_as_the_baseline_did_end_the_search(search: Search) -> None:
     result = search(SyntheticRunner(fail=closure()))
     assert result.exit_code == 1
-    assert [t.number for t in result.trials] == [0, 1, 2]
+    assert [t.number for t in result.trials] == [0, 1, 2, 3, 4]
     assert result.reason.startswith("every trial fails as the baseline does: crash, step() needs")
     assert f"warning: search ended: {result.reason}" in search.view.text
 
 
 def test_they_end_it_after_a_resume_too_and_can_be_run_again(search: Search) -> None:
     with pytest.raises(KeyboardInterrupt):
-        search(SyntheticRunner(fail=closure(interrupted_at=2)))
+        search(SyntheticRunner(fail=closure(interrupted_at=4)))
     result = search(SyntheticRunner(fail=closure()))
-    assert [p.number for p in search.runner.plans] == [2]
+    assert [p.number for p in search.runner.plans] == [4]
     assert "every trial fails as the baseline does" in result.reason
     again = search(resume="failed")
     assert sorted(p.number for p in search.runner.plans if p.purpose is not Purpose.CONFIRM) == [
-        0, 1, 2,
+        0, 1, 2, 3, 4,
     ]  # fmt: skip
     assert again.exit_code == 0
 
