@@ -79,9 +79,9 @@ def enter(path: str, rank: int) -> None:
     me = Rank(Request.read(path), rank)
     switch_log(me.request.log_directory, rank)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if rank == 0 and error_file:  # DIRECTORY/RUN/ATTEMPT/RANK/error.json
-        directory = str(Path(error_file).parents[3])
-        leave(torch_logs_file(me.request.log_directory), {"directory": directory})
+    above = Path(error_file).parents if error_file else ()  # DIRECTORY/RUN/ATTEMPT/RANK/error.json
+    if rank == 0 and len(above) > 3:  # unless it is the user's own
+        leave(torch_logs_file(me.request.log_directory), {"directory": str(above[3])})
     _watch(me.request.controller)
     sys.excepthook = me.failed
     atexit.register(me.ended)

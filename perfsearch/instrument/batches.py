@@ -84,6 +84,14 @@ def bytes_of(batch: Any) -> int:
     return 0
 
 
+def _kind(dataset: Any) -> tuple[type, int | None]:
+    """What a dataset shares with the one that takes its place in a later epoch."""
+    try:
+        return type(dataset), len(dataset)
+    except TypeError:  # one that is only iterated over
+        return type(dataset), None
+
+
 @dataclass(frozen=True)
 class _Record:
     """A batch of a tape.
@@ -91,6 +99,7 @@ class _Record:
     Attributes:
         batch: as the script was given it.
         dataset: identity of what it was loaded from.
+        kind: type and length of that.
         still_there: refers to that; ``None`` where its type allows no such reference.
         random: what the process drew from next; ``None``: not kept.
 
@@ -98,13 +107,15 @@ class _Record:
 
     batch: Any
     dataset: int
+    kind: tuple[type, int | None]
     still_there: weakref.ref[Any] | None
     random: RandomState | None
 
     def is_of(self, dataset: Any) -> bool:
         """Whether it stands for a batch of ``dataset``, or of one that this has replaced."""
-        gone = self.still_there is not None and self.still_there() is None
-        return gone or self.dataset == id(dataset)
+        if self.still_there is None or self.still_there() is not None:
+            return self.dataset == id(dataset)
+        return self.kind == _kind(dataset)
 
 
 class BatchTape:
@@ -177,4 +188,6 @@ class BatchTape:
         except TypeError:  # a list, say
             still_there = None
         random = RandomState.now() if self.keeps_random else None
-        self._kept.append(_Record(copy_structure(batch), id(dataset), still_there, random))
+        self._kept.append(
+            _Record(copy_structure(batch), id(dataset), _kind(dataset), still_there, random)
+        )

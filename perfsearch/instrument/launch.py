@@ -50,10 +50,13 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     """
     from torch.distributed import run
 
-    parser: argparse.ArgumentParser = run.get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign, assignment]
     after = arguments.index(ENTRY) + 1
-    options = parser.parse_args(arguments[:after])
+    try:
+        parser: argparse.ArgumentParser = run.get_args_parser()
+        parser.error = _refuse  # type: ignore[method-assign, assignment]
+        options = parser.parse_args(arguments[:after])
+    except ValueError as error:  # a variable PET_... that is none of its values
+        raise UsageError(str(error)) from error
     options.training_script_args = arguments[after:]
     return options
 

@@ -97,7 +97,7 @@ def _input(facts: Facts) -> Finding | None:
     elif facts.above("cpu_utilization_percentage", limits.cpu_busy_percent):
         used = facts.system("cpu_utilization_percentage")
         own = facts.system("process_cpu_percentage")
-        if own is not None and own < _BUSY_RANK_PERCENT * facts.measurement.world_size:
+        if own is not None and own < _BUSY_RANK_PERCENT * _ranks_a_node(facts):
             cause = f"other jobs fill the processors ({used:.0f} % busy), and this one waits"
             advice = "Give the job processors of its own, or more dataloader workers."
         else:
@@ -115,6 +115,12 @@ def _input(facts: Facts) -> Finding | None:
     severity = Severity.HIGH if share >= limits.input_high else Severity.MODERATE
     evidence = f"waiting for the next batch takes {facts.said('dataloader_next')}; {cause}"
     return Finding("input_bound", severity, evidence, advice, share)
+
+
+def _ranks_a_node(facts: Facts) -> float:
+    """System metrics are means over the nodes."""
+    hosts = {r.get("host") for r in facts.measurement.environment.get("ranks", [])}
+    return facts.measurement.world_size / max(1, len(hosts))
 
 
 def _copy(facts: Facts) -> Finding | None:

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from perfsearch.search.knob import Value
+from perfsearch.search.knob import Value, same_value
 from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.stages.session import Session
 
@@ -18,8 +18,8 @@ MAX_SERVED = 200
 
 
 ALIKE = 4
-"""So many search trials that fail as the baseline did show that the knobs have no part in it; fewer
-might only share a value with it, such as a ZeRO stage.
+"""So many search trials at least must fail as the baseline did before the knobs are held to have no
+part in it.
 """
 
 WALK_LINES = 20
@@ -190,8 +190,8 @@ def _check_breakers(session: Session, trial: Trial | None = None) -> None:
         raise BreakerError(f"on_failure=stop: trial {trial.number} ended {trial.status}")
     if _all_fail_alike(session):
         raise BreakerError(
-            f"every trial fails as the baseline does: {trial.status}, {_cause(trial)}; nothing "
-            "that is searched has a part in it"
+            f"every trial fails as the baseline does, whatever is changed: {trial.status}, "
+            f"{_cause(trial)}"
         )
     limit = session.settings.limits.consecutive_failures
     if session.consecutive_failures >= limit:
@@ -202,16 +202,20 @@ def _check_breakers(session: Session, trial: Trial | None = None) -> None:
 
 
 def _all_fail_alike(session: Session) -> bool:
-    """Whether the first search trials failed as the baseline did, and not for want of room or time.
+    """Whether all trials failed as the baseline did, though each knob was changed in one of them.
 
-    Those are what a search may well mend, and ``limits.consecutive_failures`` bounds them.
+    Not for want of memory or time: that is what a search may well mend, and
+    ``limits.consecutive_failures`` bounds it.
     """
-    baseline, first = session.baseline, session.search_trials[:ALIKE]
-    if session.only_rerun or baseline is None or len(first) < ALIKE:
+    baseline, tried = session.baseline, session.search_trials
+    if session.only_rerun or baseline is None or len(tried) < ALIKE:
         return False
-    mendable = baseline.status in (Status.OOM, Status.TIMEOUT)
-    return (baseline.status.is_failure and not mendable) and all(
-        t.status is baseline.status and _cause(t) == _cause(baseline) for t in first
+    if not baseline.status.is_failure or baseline.status in (Status.OOM, Status.TIMEOUT):
+        return False
+    start = baseline.configuration
+    changed = {n for t in tried for n, v in t.configuration.items() if not same_value(v, start[n])}
+    return changed >= {k.name for k in session.runner.space.knobs if k.count != 1} and all(
+        t.status is baseline.status and _cause(t) == _cause(baseline) for t in tried
     )
 
 

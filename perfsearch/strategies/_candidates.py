@@ -34,6 +34,9 @@ _CROSSED = 0.3
 """Share of changed configurations that first take half of their values from another centre."""
 
 
+_SMALL_RING = 64
+"""Neighbours of a configuration up to which the neighbours of each of them are looked at, too."""
+
 _DECAY, _LEAST_EFFECT = 0.75, 0.1
 """Expected variance of a knob's own effect over that of the knob expected to matter more, and
 the least of it relative to the first: the order may be wrong."""
@@ -68,7 +71,8 @@ class Candidates:
     def around(self, center: Configuration) -> Sequence[int]:
         """Places, in what ``list`` returned last, of those one or two steps from ``center``."""
         ring = self.space.neighbours(center)
-        points = [*ring, *(second for point in ring for second in self.space.neighbours(point))]
+        inner = ring if len(ring) <= _SMALL_RING else ring[:: len(ring) // 8]
+        points = [*ring, *(second for point in inner for second in self.space.neighbours(point))]
         return sorted({self._places[k] for p in points if (k := key_of(p)) in self._places})
 
     def list(

@@ -14,7 +14,7 @@ _OWN_LOOKS = 2
 """Looks in a row where the model itself is least sure: a few early trials may have misled it."""
 
 _OTHER_LOOKS = 4
-"""Looks in a row that a second model may take where it still sees a gain."""
+"""Looks that a second model may take where it sees a gain, with those that the first one left."""
 
 
 class LastLooks:

@@ -69,8 +69,9 @@ class Model:
         rows; believed rows come last (Rasmussen and Williams, 2006, section 5.4.2).
         """
         regressor = self.regressor
-        inverse = cho_solve((regressor.L_, True), np.eye(len(regressor.L_)))
-        weighted = inverse @ regressor.y_train_
+        with threadpool_limits(1):  # the same to the last bit on a resume with other threads
+            inverse = cho_solve((regressor.L_, True), np.eye(len(regressor.L_)))
+            weighted = inverse @ regressor.y_train_
         return np.asarray(weighted / np.sqrt(np.diag(inverse)))
 
     def covariance(self, rows: np.ndarray) -> np.ndarray:

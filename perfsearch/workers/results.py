@@ -28,11 +28,14 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         evidence["allocator_retries"] = peaks.pop("allocator_retries")
     if "counted_flops" in evidence:
         evidence["counted_flops"] = sum(r["evidence"]["counted_flops"] for r in results)
+    known = [phases["comm_exposed"] for phases in by_rank if "comm_exposed" in phases]
+    if len(known) < len(by_rank):  # a profiler that failed on one rank: all as if nobody knew
+        by_rank = [dict(r["phases_ms"]) for r in results]
     phases = _mean(by_rank)
-    if "comm_exposed" in phases and len(results) > 1:
+    if len(known) == len(by_rank) > 1:
         # Whoever comes last to a collective waits for nobody: what the others take longer is not
         # communication.
-        least = min(phases_ms["comm_exposed"] for phases_ms in by_rank)
+        least = min(known)
         least = min(least, evidence.get("comm_least_ms", least))
         phases["rank_wait"] = phases["comm_exposed"] - least
         phases["comm_exposed"] = least

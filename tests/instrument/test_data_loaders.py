@@ -175,3 +175,17 @@ def test_validation_gets_none_of_the_batches_of_training(make, rebuilt):
     else:
         assert values(held_out) == [[10, 11], [12, 13]]
     assert values(train) == [[0, 1], [2, 3]]
+
+
+def test_a_validation_set_that_is_gone_leaves_its_batches_to_none_of_training(make):
+    loaders = make()
+    loaders.tape = BatchTape()
+    train = TensorDataset(torch.arange(4))
+
+    def values(dataset):
+        return [batch.tolist() for (batch,) in DataLoader(dataset, 2)]
+
+    assert values(train)[:1] == [[0, 1]]
+    assert values(TensorDataset(torch.arange(10, 12))) == [[10, 11]]
+    loaders.tape.rewind(0)
+    assert values(train) == [[0, 1], [2, 3]]

@@ -131,8 +131,18 @@ def test_trials_that_fail_as_the_baseline_did_end_the_search(search: Search) -> 
     result = search(SyntheticRunner(fail=closure()))
     assert result.exit_code == 1
     assert [t.number for t in result.trials] == [0, 1, 2, 3, 4]
-    assert result.reason.startswith("every trial fails as the baseline does: crash, step() needs")
+    assert "as the baseline does, whatever is changed: crash, step() needs" in result.reason
     assert f"warning: search ended: {result.reason}" in search.view.text
+
+
+def test_while_a_knob_was_not_changed_it_may_be_to_blame(search: Search) -> None:
+    def fail(configuration, plan):
+        same = "step() needs a closure"
+        return None if configuration["view"] else Outcome(Status.CRASH, reason=same)
+
+    result = search(SyntheticRunner(fail=fail), strategy={"name": "grid"})
+    assert any(t.status is Status.OK for t in result.trials)
+    assert "as the baseline does" not in result.reason
 
 
 def test_they_end_it_after_a_resume_too_and_can_be_run_again(search: Search) -> None:

@@ -57,3 +57,10 @@ def test_one_ranks_communication_is_taken_out_of_its_passes():
     alone = rank_result(evidence={"device_exposed_ms": 5.0})
     made = combine([alone])["measurement"]
     assert made["phases_ms"] == {"forward": 1.0, "backward": 0.0, "comm_exposed": 5.0}
+
+
+def test_a_profiler_that_fails_on_one_rank_leaves_the_trial_its_score():
+    known = rank_result(evidence={"device_exposed_ms": 3.0})
+    for results in ([known, rank_result(evidence={})], [rank_result(evidence={}), known]):
+        made = combine(results)["measurement"]
+        assert made["phases_ms"] == {"forward": 2.0, "backward": 4.0}
