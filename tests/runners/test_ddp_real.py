@@ -159,7 +159,7 @@ def test_a_start_that_takes_too_long_is_infrastructure(tmp_path):
     outcome = bench.measure()
     assert outcome.status is Status.INFRASTRUCTURE
     assert outcome.reason == "start-up took longer than 0.5 s"
-    assert not list((tmp_path / "groups").iterdir())
+    assert not (tmp_path / "groups").exists()
     bench.runner.close()
 
 

@@ -241,7 +241,7 @@ def test_a_job_that_cannot_be_built_says_why(tmp_path, monkeypatch):
     assert outcome.reason.startswith("rank 1: RuntimeError: CUDA out of memory")
     assert outcome.log_path.endswith("rank1.log")
     other.runner.close()
-    assert not list((tmp_path / "groups").iterdir())
+    assert not (tmp_path / "groups").exists()
 
 
 def test_two_groups_on_one_host(warm, tmp_path):
