@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
+
+import _store
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,7 +19,7 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-class Store:
+class Store(_store.Store):
     """Records, found again by ``part`` and ``key``; what is added is printed, too.
 
     Args:
@@ -28,26 +29,16 @@ class Store:
     """
 
     def __init__(self, path: Path, hardware: str) -> None:
-        self._path = path
+        super().__init__(path)
         self._stamp = {"commit": commit(), "hardware": hardware, "date": time.strftime("%Y-%m-%d")}
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
-
-    def has(self, part: str, key: str) -> bool:
-        """Whether it was recorded."""
-        return any(r["part"] == part and r["key"] == key for r in self.records)
 
     def of(self, part: str) -> list[dict[str, Any]]:
         """The records of a part, the latest of each key only."""
-        latest = {r["key"]: r for r in self.records if r["part"] == part}
-        return list(latest.values())
+        return list({r["key"]: r for r in super().of(part)}.values())
 
     def add(self, part: str, key: str, **values: Any) -> None:
         """Record something at once."""
-        record = {"part": part, "key": key, **self._stamp, **values}
-        self.records.append(record)
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        super().add(part, key, **{**self._stamp, **values})
         shown = ", ".join(f"{k}={_short(v)}" for k, v in values.items())
         print(f"{part} {key}: {shown}", flush=True)
 

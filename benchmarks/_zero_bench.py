@@ -1,9 +1,8 @@
-"""The job of `zero_gpu.py`, the store of its records, and one visit of a configuration."""
+"""The job of `zero_gpu.py` and one visit of a configuration."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from _store import Store
 
 from perfsearch.config import Settings, validate
 from perfsearch.runners.base import Plan
@@ -23,30 +24,6 @@ LLAMA = "llama"
 """The second model."""
 COMMON = {"optimizer_implementation": "fused", "gradient_as_bucket_view": True}
 """What a hand-tuned job has already; the same in every configuration compared."""
-
-
-class Store:
-    """Records, a line each, found again by ``part`` and ``key``."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
-
-    def has(self, part: str, key: str) -> bool:
-        """Whether it was recorded."""
-        return any(r["part"] == part and r["key"] == key for r in self.records)
-
-    def of(self, part: str) -> list[dict[str, Any]]:
-        """The records of a part."""
-        return [r for r in self.records if r["part"] == part]
-
-    def add(self, part: str, key: str, **values: Any) -> None:
-        """Record something at once."""
-        record = {"part": part, "key": key, **values}
-        self.records.append(record)
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
 
 
 class NoTracker:

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import _soap_report
-from _soap_store import Store
+from _store import Store
 
 from perfsearch.config import validate
 from perfsearch.parallel.soap import strategy_file

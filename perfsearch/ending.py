@@ -18,7 +18,8 @@ def pause_at_end() -> None:
     returned. Where Python has begun to end by then, torch aborts the whole process, and a job
     that had done all its work exits with SIGABRT (pytorch#190489; in one of ten runs on a busy
     machine, with ``destroy_process_group`` too). What is registered with ``atexit`` runs before
-    that, last come first served, so this is best called early.
+    that, last come first served, so this is best called early. torch has no call that says when
+    those threads are done, and leaving by ``os._exit`` would lose what a script has not flushed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         atexit.register(time.sleep, PAUSE_S)

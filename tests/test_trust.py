@@ -3,7 +3,6 @@
 import os
 import re
 import stat
-import sys
 from pathlib import Path
 
 import front_fakes
@@ -15,22 +14,6 @@ from perfsearch.config_options import ConfigError
 from perfsearch.lock import LockError, device_lock
 
 PACKAGE = Path(cli.__file__).parent
-
-
-@pytest.fixture
-def command(monkeypatch, tmp_path, capsys):
-    """The command over the fakes, in an empty directory; returns exit code and errors."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setitem(sys.modules, "perfsearch.pipeline", sys.modules.get("perfsearch.pipeline"))
-    front_fakes.install(monkeypatch.setattr)
-    front_fakes.calls.clear()
-
-    def run(*arguments):
-        code = cli.main([*front_fakes.PREFIX, *arguments])
-        return code, capsys.readouterr().err
-
-    return run
 
 
 def experiment(tmp_path, text):
@@ -62,7 +45,7 @@ PWN = '{version: 1, handlers: {h: {"()": os.mkdir, path: pwned}}, root: {handler
     ],
 )
 def test_a_file_cannot_name_code_or_places_outside(command, tmp_path, text, key):
-    code, errors = command(*experiment(tmp_path, text))
+    code, _, errors = command(*experiment(tmp_path, text))
     assert code == 2
     assert errors.startswith(f"perfsearch: {key}")
     assert errors.count("\n") == 1
@@ -73,7 +56,7 @@ def test_a_file_cannot_name_code_or_places_outside(command, tmp_path, text, key)
 def test_a_file_may_name_places_inside_and_the_command_line_any(command, tmp_path):
     text = "run_dir: ../other\ntracking: {uri: ../x}\nhydra: {sweeper: {params: {seed: 1}}}"
     theirs = experiment(tmp_path, text)
-    code, errors = command(*theirs, "run_dir=../mine", "tracking.uri=b", "hydra.verbose=true")
+    code, _, errors = command(*theirs, "run_dir=../mine", "tracking.uri=b", "hydra.verbose=true")
     assert code == 0, errors
     assert len(front_fakes.calls) == 1
 

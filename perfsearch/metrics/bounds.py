@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from perfsearch.metrics.findings import saved_ms
 from perfsearch.search.knob import Knob
 from perfsearch.search.trial import Measurement
 
@@ -139,18 +140,14 @@ def _phase(measurement: Measurement, *names: str) -> tuple[float, float]:
 
 def _saved(measurement: Measurement, part: str) -> tuple[float, str] | None:
     """Share of a step that went without the part, two standard errors added, and words for it."""
-    evidence = measurement.bottleneck_evidence
-    left_ms = evidence.get(f"without_{part}_ms")
-    if left_ms is None:
+    found = saved_ms(measurement.bottleneck_evidence, part)
+    if found is None:
         return None
-    step_ms = evidence["with_everything_ms"]
-    error = 2 * math.hypot(
-        *(evidence.get(f"{name}_error_ms", 0.0) for name in ("with_everything", f"without_{part}"))
-    )
-    saved_ms = step_ms - left_ms
-    less = f"{saved_ms:.2f} ms less of {step_ms:.2f}" if saved_ms > 0 else "no less"
+    saved, error = found
+    step_ms = measurement.bottleneck_evidence["with_everything_ms"]
+    less = f"{saved:.2f} ms less of {step_ms:.2f}" if saved > 0 else "no less"
     words = f"without it a step takes {less} (within {error:.2f} ms)"
-    return _share(saved_ms + error, step_ms), words
+    return _share(saved + error, step_ms), words
 
 
 def _loading(measurement: Measurement) -> Bound:

@@ -113,11 +113,11 @@ class Facts:
         """Milliseconds of a step, in words."""
         return f"{ms:.2f} ms of a {self.step_ms:.2f} ms step ({ms / self.step_ms:.0%})"
 
-    def saved_ms(self, part: str) -> float | None:
-        """What steps take less without a part, two standard errors added; ``None``: unknown."""
-        names = ("with_everything", f"without_{part}")
-        if any(f"{name}_ms" not in self.evidence for name in names):
-            return None
-        whole, left = (self.evidence[f"{name}_ms"] for name in names)
-        errors = [self.evidence.get(f"{name}_error_ms", 0.0) for name in names]
-        return whole - left + 2 * math.hypot(*errors)
+
+def saved_ms(evidence: Mapping[str, float], part: str) -> tuple[float, float] | None:
+    """What steps took less without a part, and two standard errors of that; ``None``: unknown."""
+    names = ("with_everything", f"without_{part}")
+    if any(f"{name}_ms" not in evidence for name in names):
+        return None
+    whole, left = (evidence[f"{name}_ms"] for name in names)
+    return whole - left, 2 * math.hypot(*(evidence.get(f"{name}_error_ms", 0.0) for name in names))

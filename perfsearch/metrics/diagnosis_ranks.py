@@ -1,0 +1,86 @@
+"""Rules on what ranks do to one another: a slow one, waiting by turns, and communication."""
+
+from __future__ import annotations
+
+from perfsearch.metrics.findings import Facts, Finding, Severity, saved_ms
+from perfsearch.search.trial import Measurement
+
+_CLEAR_ERRORS = 4.0
+"""By how many standard errors a rank must be slower before it is called slow."""
+
+RANK_PHASES = ("dataloader_next", "to_device", "forward", "optimizer")
+"""Phases in which a rank works for itself. A slow rank's backward pass looks long on the others."""
+
+
+def straggler(facts: Facts) -> Finding | None:
+    """One rank that is slower than the others."""
+    worst, phase = 0.0, ""
+    for name in RANK_PHASES:
+        excess = facts.evidence.get(f"straggler_{name}_excess_ms", 0.0)
+        error = facts.evidence.get(f"{name}_error_ms", 0.0)
+        if excess > worst and excess > _CLEAR_ERRORS * error:
+            worst, phase = excess, name
+    share = worst / facts.step_ms
+    if share <= facts.limits.straggler_excess:
+        return None
+    rank = facts.evidence.get(f"straggler_{phase}_rank")
+    who = "one rank" if rank is None else _name_of(facts.measurement, int(rank))
+    others = "the other" if facts.measurement.world_size == 2 else "the mean of the others"
+    return Finding(
+        "straggler",
+        Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
+        f"{who} takes {worst:.2f} ms a step longer than {others} in {phase} ({share:.0%} of the "
+        "step), and the others wait for it in their collectives",
+        "Look at that device's clocks, temperature and neighbours, and at that rank's data.",
+        share,
+    )
+
+
+def imbalance(facts: Facts) -> Finding | None:
+    """Ranks that wait for one another, now this one, now that one."""
+    share = facts.share("rank_wait")
+    explained = facts.share("dataloader_next") >= facts.limits.input_moderate
+    if share <= facts.limits.comm_moderate or explained or straggler(facts):
+        return None
+    return Finding(
+        "rank_imbalance",
+        Severity.MODERATE,
+        f"ranks wait for one another for {facts.said('rank_wait')}, and none of them is the slow "
+        "one throughout",
+        "Balance what the ranks get in a step (lengths of samples), and look for other jobs beside "
+        "this one.",
+        share,
+    )
+
+
+def communication(facts: Facts) -> Finding | None:
+    """Communication itself, without the waiting for whoever comes last."""
+    exposed_ms = facts.phase_ms("comm_exposed")
+    saved = saved_ms(facts.evidence, "communication")
+    if saved is not None:  # what leaving it out does not save is not communication
+        exposed_ms = min(exposed_ms, max(0.0, sum(saved)))
+    share = exposed_ms / facts.step_ms
+    if share <= facts.limits.comm_moderate:
+        return None
+    return Finding(
+        "communication_bound",
+        Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
+        f"communication that nothing overlaps takes {facts.said_ms(exposed_ms)}",
+        "Search bucket sizes and NCCL's settings, accumulate gradients, or shard less.",
+        share,
+    )
+
+
+def _name_of(measurement: Measurement, rank: int) -> str:
+    """A rank with its device, and its host where there are several."""
+    ranks = measurement.environment.get("ranks", [])
+    devices = measurement.environment.get("devices", [])
+    words = []
+    if len(devices) == measurement.world_size and "index" in devices[rank]:
+        words = [f"gpu_{devices[rank]['index']}", str(devices[rank]["uuid"])]
+    elif rank < len(ranks) and ranks[rank].get("device") not in (None, "cpu"):
+        words = [f"GPU {ranks[rank]['device']}"]
+    hosts = {r.get("host") for r in ranks}
+    if rank < len(ranks) and len(hosts) > 1:
+        words.append(f"on {ranks[rank]['host']}")
+    return f"rank {rank} ({', '.join(words)})" if words else f"rank {rank}"
