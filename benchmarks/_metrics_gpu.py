@@ -280,7 +280,7 @@ def _with(process: subprocess.Popen[str], run: Callable[[], float]) -> float:
         process.send_signal(signal.SIGSTOP)
 
 
-def tuning(store: Store, size: str, seconds: float, kind: str) -> None:
+def tuning(store: Store, size: str, seconds: float, confirm_seconds: float, kind: str) -> None:
     """MFU and diagnosis of GPT-2 before and after a search over all visible GPUs."""
     if store.has("tuning", f"{size} best"):
         return
@@ -294,11 +294,11 @@ def tuning(store: Store, size: str, seconds: float, kind: str) -> None:
     }
     if kind == "cpu":
         del knobs["pin_memory"]
-    session, verdict = search(size, knobs, seconds, kind)
+    session, verdict = search(size, knobs, seconds, confirm_seconds, kind)
     trials = session.trials
-    arms = {"baseline": session.runner.baseline}
-    if verdict.winner is not None:
-        arms["best"] = session.numbered(verdict.winner).configuration
+    fastest = max((t for t in trials if t.measurement), key=lambda t: t.measurement.samples_per_s)  # type: ignore[union-attr]
+    best = fastest if verdict.winner is None else session.numbered(verdict.winner)
+    arms = {"baseline": session.runner.baseline, "best": best.configuration}
     for label, configuration in arms.items():
         measured = closest_look(trials, configuration)
         if measured is None:

@@ -26,9 +26,13 @@ class NoTracker:
 
 
 def search(
-    size: str, knobs: dict[str, Any], seconds: float, device: str = "cuda"
+    size: str,
+    knobs: dict[str, Any],
+    seconds: float,
+    confirm_seconds: float,
+    device: str = "cuda",
 ) -> tuple[Session, Verdict]:
-    """Search the job's knobs for so long, and confirm the best against the baseline."""
+    """Search the job's knobs for ``seconds``; confirm the best against the baseline."""
     with tempfile.TemporaryDirectory() as name:
         settings = validate(
             {
@@ -36,7 +40,7 @@ def search(
                 "strategy": {"name": "auto"},
                 "workload": {"name": "gpt", "size": size},
                 "budget": {"trials": 25, "seconds": seconds},
-                "confirm": {"finalists": 1, "max_repeats": 3, "seconds": seconds},
+                "confirm": {"finalists": 1, "max_repeats": 4, "seconds": confirm_seconds},
                 "sentinel_every": 0,
                 "limits": {"startup_s": 240},
                 "run_dir": name,

@@ -61,7 +61,7 @@ def main() -> int:
             store, arguments.size, arguments.blocks, arguments.device, arguments.samples
         ),
         "tuning": lambda store: _metrics_gpu.tuning(
-            store, arguments.size, arguments.seconds, arguments.device
+            store, arguments.size, arguments.seconds, arguments.confirm_seconds, arguments.device
         ),
     }
     held: dict[str, Part] = {
@@ -78,6 +78,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=30, help="of `cost`")
     parser.add_argument("--samples", type=int, help="a step of `cost`, where not the job's own")
     parser.add_argument("--seconds", type=float, default=150.0, help="of the search of `tuning`")
+    parser.add_argument("--confirm-seconds", type=float, default=240.0, help="after that search")
     arguments = parser.parse_args()
     wanted = [
         name
