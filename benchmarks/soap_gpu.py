@@ -52,7 +52,6 @@ HERE = Path(__file__).parent.absolute()
 MODELS = {"dlrm": 1024, "wide": 256, "convolutions": 1024}
 """Global batch of each job."""
 ROUNDS = 5
-CONFIRM = ("confirm.finalists=1", "confirm.max_repeats=3", "confirm.seconds=120")
 DRAWN = 6
 """Plans drawn for each model."""
 DRIFTS = (2, 4, 8, 16)
@@ -73,6 +72,11 @@ class Bench:
         self.store = Store(arguments.store)
         self.directory: Path = arguments.store.with_suffix("").absolute()
         self.deadline = time.monotonic() + arguments.until_s
+        self.confirmed = [
+            "confirm.finalists=1",
+            "confirm.max_repeats=3",
+            f"confirm.seconds={arguments.confirm_seconds}",
+        ]
 
     def seconds_left(self) -> float:
         """Until nothing more is started."""
@@ -167,7 +171,7 @@ def tune_ddp(bench: Bench) -> None:
         "nccl_min_ctas", "nccl_max_ctas", "nccl_buffsize", "omp_num_threads",
         "hierarchical_group_size", "channels_last", "cudnn_benchmark", "compile_mode",
     ]  # fmt: skip
-    more = ["strategy=bayes", "budget.trials=12", *CONFIRM]
+    more = ["strategy=bayes", "budget.trials=12", *bench.confirmed]
     more += [f"~runner.knobs.{name}" for name in dropped]  # these would start processes anew
     code = bench.command("ddp", "dlrm", MODELS["dlrm"], run_dir, *more)
     if code == 0:
@@ -182,7 +186,7 @@ def searches(bench: Bench) -> None:
             continue
         run_dir = bench.directory / f"search-{model}"
         cache = f"runner.cache={bench.directory / 'cache'}"
-        more = ["strategy=mcmc", "budget.trials=6", cache, *CONFIRM]
+        more = ["strategy=mcmc", "budget.trials=6", cache, *bench.confirmed]
         code = bench.command("soap", model, batch, run_dir, *more)
         if code == 0:
             summary = json.loads((run_dir / "best" / "summary.json").read_text())
@@ -340,6 +344,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--until-s", type=float, default=540.0, help="start nothing after that")
+    parser.add_argument("--confirm-seconds", type=float, default=120.0, help="of each search")
     arguments = parser.parse_args()
     if "report" in arguments.parts:
         print(_soap_report.report(Store(arguments.store).records))
