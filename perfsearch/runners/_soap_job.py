@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from perfsearch.parallel.soap.configuration import Plan, PlanError, data_parallel
 from perfsearch.parallel.soap.coverage import coverage
+from perfsearch.parallel.soap.machine import Machine
 from perfsearch.parallel.soap.simulator import Simulator
 from perfsearch.runners import _soap_plans, _soap_report, _soap_tables
+from perfsearch.runners._soap_calibration import calibrated
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.knob import Configuration, Value
 from perfsearch.search.trial import Purpose, Status, Trial
@@ -60,7 +62,7 @@ class Job:
         self._extra = (start,) if imported is None else (start, imported)
         asked = _soap_plans.by_operator(options.knobs)
         self._allowed = _soap_plans.allowed(graph, start, asked, devices)
-        self.simulator = self._simulator()
+        self.simulator = self._simulator(self.inputs.machine)
         self.searched, self.pinned = _soap_plans.knobs(self.simulator.problem, start, asked)
         self.baseline: dict[str, Value] = {knob.name: knob.default for knob in self.searched}
         self.start: dict[str, Value] | None = None
@@ -102,16 +104,14 @@ class Job:
         if machine.calibrated or baseline is None or baseline.status is not Status.OK:
             return
         assert baseline.measurement is not None
-        simulated = self.simulator.estimate(self.plan(self.baseline)).seconds
-        machine = _soap_report.calibrated(
-            machine, baseline.measurement, simulated, 2 * len(self.inputs.graph.planned)
+        machine = calibrated(
+            machine, baseline.measurement, self.plan(self.baseline), self._simulator
         )
         self.inputs = replace(self.inputs, machine=machine)
         machine.write(directory / _soap_tables.MACHINE)
-        self.simulator = self._simulator()
+        self.simulator = self._simulator(machine)
 
-    def _simulator(self) -> Simulator:
-        machine = self.inputs.machine
+    def _simulator(self, machine: Machine) -> Simulator:
         if self.replays:
             machine = replace(machine, transfer_host_us=0.0, sync_host_us=0.0)
         return Simulator(

@@ -6,18 +6,17 @@ import csv
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfsearch.parallel.soap import flexflow_format, strategy_file
 from perfsearch.parallel.soap.configuration import Plan
 from perfsearch.parallel.soap.graph import Graph
-from perfsearch.parallel.soap.machine import Machine
 from perfsearch.parallel.soap.timeline import busy_lines, chrome_trace
 from perfsearch.search.knob import Configuration
 from perfsearch.search.space import key_of
-from perfsearch.search.trial import Measurement, Status, Trial
+from perfsearch.search.trial import Status, Trial
 
 if TYPE_CHECKING:
     from perfsearch.parallel.soap.simulator import Estimate, Found, Simulator
@@ -80,26 +79,6 @@ def write_timeline(simulator: Simulator, plan: Plan, path: Path) -> None:
     """Write the simulated step as a Chrome trace."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(chrome_trace(simulator.timeline(plan))))
-
-
-def calibrated(machine: Machine, measured: Measurement, simulated_s: float, tasks: int) -> Machine:
-    """What a step takes beside its tasks, and a task beside its own time, from a measured step.
-
-    Args:
-        machine: as it was measured.
-        measured: the step.
-        simulated_s: of the same plan on that machine.
-        tasks: that each device runs in it.
-
-    """
-    loading_ms = sum(measured.phases_ms.get(name, 0.0) for name in ("dataloader_next", "to_device"))
-    rest_us = 1e6 * (measured.step_time_s - simulated_s) - 1e3 * loading_ms
-    return replace(
-        machine,
-        step_us=machine.step_us + 1e3 * loading_ms,
-        task_us=machine.task_us + max(0.0, rest_us / tasks),
-        calibrated=f"the baseline's step of {1e3 * measured.step_time_s:.4g} ms",
-    )
 
 
 @dataclass(frozen=True)

@@ -60,12 +60,16 @@ class RankBatches(Sampler[list[int]]):  # type: ignore[misc]
         start = self._first
         while True:
             for offset in range(0, self._share, self._micro):
-                yield [self._index(start + offset + i) for i in range(self._micro)]
+                yield self._indices(start + offset, self._micro)
             start += self._global_batch
 
-    def _index(self, place: int) -> int:
-        epoch, within = divmod(place, self._samples)
-        return int(self._order(epoch)[within])
+    def _indices(self, place: int, count: int) -> list[int]:
+        """Entries of the endless sequence, cut out whole: this is the host's time in each step."""
+        found: list[int] = []
+        while len(found) < count:
+            epoch, within = divmod(place + len(found), self._samples)
+            found += self._order(epoch)[within : within + count - len(found)].tolist()
+        return found
 
     def _order(self, epoch: int) -> torch.Tensor:
         if getattr(self, "_epoch", None) != epoch:

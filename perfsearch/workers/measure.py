@@ -61,13 +61,9 @@ class Clock(ABC):
                 by_step.append(phases)
                 step_start, phases = point, {}
             else:
-                phases[phase] = phases.get(phase, 0.0) + self.duration(phase, previous, point)
+                phases[phase] = phases.get(phase, 0.0) + self.between(previous, point)
             previous = point
         return steps, by_step
-
-    def duration(self, phase: str, earlier: Any, later: Any) -> float:
-        """Seconds of one phase."""
-        return self.between(earlier, later)
 
 
 class HostClock(Clock):
@@ -83,26 +79,21 @@ class HostClock(Clock):
 
 
 class DeviceClock(Clock):
-    """Where operations are queued: events on the current stream, and the host's time beside them.
+    """Where operations are queued: events on the current stream.
 
-    Waiting for the loader is the host's time; everything else is the stream's.
+    So waiting for the loader is what the device waits for it: a batch that the host fetches while
+    the device is at work costs the step nothing.
     """
 
     def now(self) -> Any:
-        """An event and the host's time."""
+        """An event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        return event, time.perf_counter()
+        return event
 
     def between(self, earlier: Any, later: Any) -> float:
         """Seconds on the stream."""
-        return float(earlier[0].elapsed_time(later[0])) / 1e3
-
-    def duration(self, phase: str, earlier: Any, later: Any) -> float:
-        """Seconds of one phase, on the host for the loader's."""
-        if phase == "dataloader_next":
-            return float(later[1] - earlier[1])
-        return self.between(earlier, later)
+        return float(earlier.elapsed_time(later)) / 1e3
 
 
 def make_clock(device: torch.device) -> Clock:

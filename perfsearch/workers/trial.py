@@ -127,7 +127,7 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
 def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: float) -> RankResult:
     device = feed.device
     losses: list[torch.Tensor] = []
-    discarded = _settle(step, feed, request, losses)
+    discarded, on_host = _settle(step, feed, request, losses)
     agreed: dict[str, Any] = {
         "rewrap_seconds": rewrap_s,
         "discarded_steps": len(discarded),
@@ -165,7 +165,7 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
         phases_ms={phase: s * 1e3 for phase, s in phases.items()},
         peaks=peaks,
         in_force={**feed.in_force, **step.in_force()},
-        evidence=step.evidence(),
+        evidence={**step.evidence(), **on_host},
     )
     if request.recipe_options.get("survive"):
         step.survive()
@@ -219,13 +219,21 @@ def _has_time(result: RankResult, request: TrialRequest, what: str, steps: int) 
 
 def _settle(
     step: TrainStep, feed: _Feed, request: TrialRequest, losses: list[torch.Tensor]
-) -> list[float]:
-    """Run steps until their times look alike on the slowest rank; return the times."""
+) -> tuple[list[float], dict[str, float]]:
+    """Run steps until their times look alike on the slowest rank.
+
+    Returns:
+        Seconds of each step, and, where devices work on by themselves, ``host_ms``: how long a step
+        keeps the host, which loads and launches ahead of them.
+
+    """
     device = feed.device
     seconds: list[float] = []
+    launching: list[float] = []
     while True:
         begin = time.perf_counter()
         loss = step.run(feed, feed.clock.mark)
+        launching.append(time.perf_counter() - begin)
         measure.synchronize(device)
         if len(losses) < FIRST_LOSSES:
             losses.append(loss)
@@ -233,4 +241,5 @@ def _settle(
         spent = sum(seconds[1:])
         enough = len(seconds) >= MAX_DISCARDED or spent > 2 * request.scored_seconds
         if measure.is_steady(seconds) or (len(seconds) >= 3 and enough):
-            return seconds
+            ahead = device.type != "cpu"
+            return seconds, {"host_ms": min(launching[1:]) * 1e3} if ahead else {}

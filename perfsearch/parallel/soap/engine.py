@@ -98,6 +98,11 @@ class Engine:
         """What the current plan needs on each device."""
         return self._view(at.MEMORY, self._t[at.DEVICES]).copy()
 
+    def host_ns(self) -> int:
+        """How long launching the current plan, just started, keeps the busiest host."""
+        devices = int(self._t[at.DEVICES])
+        return int(self._view(at.STATE, 4 * devices)[at.HOST * devices :][:devices].max())
+
     def trace(self, configs: Integers) -> Integers:
         """Every task of a plan: kind, operator or edge, device, begin, end in nanoseconds."""
         self.start(configs)

@@ -25,10 +25,12 @@ whole tensor; of an all-to-all what a device holds; of the others what each devi
 MOST = 1e9
 """Of every number in a file: longer times than a thousand seconds are slips."""
 
+_ABOVE_0 = ("memory_gib", "sync_slowdown")
 _FROM_0 = (
     "transfer_host_us",
     "sync_host_us",
     "step_us",
+    "host_us",
     "optimizer_us",
     "optimizer_us_per_mib",
     "state_per_weight",
@@ -60,6 +62,8 @@ class Machine:
         transfer_host_us: time of the host for a transfer that a device takes part in.
         sync_host_us: the same for the sum of a gradient.
         step_us: what a step takes beside its tasks.
+        host_us: what a step keeps the host beside launching tasks, while devices work: loading the
+            next batch, launching a replayed step. No step is shorter.
         optimizer_us: what the optimizer takes beside the weights' traffic.
         optimizer_us_per_mib: time for a MiB of weights.
         state_per_weight: bytes of optimizer state for a byte of weights.
@@ -69,7 +73,9 @@ class Machine:
         sync_on_link: whether sums of gradients queue behind other transfers of the device.
         updates_rows: whether tables of one device alone are updated by the rows that were read.
         can_replay: whether steps may be replayed, so that launching costs the host nothing.
-        calibrated: by what measured step ``task_us`` and ``step_us`` were fitted; empty: not yet.
+        sync_slowdown: how many times longer sums of gradients take beside computing than alone.
+        calibrated: by what measured step ``step_us``, ``host_us``, ``task_us`` and
+            ``sync_slowdown`` were fitted; empty: not yet.
         bucket_mib: gradients that are summed together; 0: each operator's by themselves.
 
     """
@@ -83,12 +89,14 @@ class Machine:
     transfer_host_us: float = 0.0
     sync_host_us: float = 0.0
     step_us: float = 0.0
+    host_us: float = 0.0
     optimizer_us: float = 0.0
     optimizer_us_per_mib: float = 0.0
     state_per_weight: float = 0.0
     copy_us: float = 0.0
     copy_us_per_mib: float = 0.0
     task_us: float = 0.0
+    sync_slowdown: float = 1.0
     sync_on_link: bool = False
     updates_rows: bool = False
     can_replay: bool = False
@@ -99,9 +107,9 @@ class Machine:
         for name in ("devices", "devices_per_node"):
             if type(getattr(self, name)) is not int:
                 raise MachineError(f"{name}={getattr(self, name)!r}: a whole number is needed")
-        for name in ("memory_gib", *_FROM_0):
-            if not is_number(getattr(self, name), above_0=name == "memory_gib"):
-                least = "above 0" if name == "memory_gib" else "0 or more"
+        for name in (*_ABOVE_0, *_FROM_0):
+            if not is_number(getattr(self, name), above_0=name in _ABOVE_0):
+                least = "above 0" if name in _ABOVE_0 else "0 or more"
                 raise MachineError(
                     f"{name}={getattr(self, name)!r}: a number is needed, {least} and at most "
                     f"{MOST:g}"

@@ -41,6 +41,7 @@ class Estimate:
         peak_gib: of the fullest device.
         memory_gib: of each device.
         fits: whether every device's memory suffices.
+        launching_seconds: how long launching its tasks keeps the busiest host.
 
     """
 
@@ -48,6 +49,7 @@ class Estimate:
     peak_gib: float
     memory_gib: tuple[float, ...]
     fits: bool
+    launching_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ class Simulator:
         """
         nanoseconds = self._engine.start(self.problem.numbers_of(plan))
         memory = tuple((self._engine.memory_bytes() / 2**30).tolist())
-        return Estimate(nanoseconds / 1e9, max(memory), memory, self._engine.fits())
+        launching = self._engine.host_ns() / 1e9
+        return Estimate(nanoseconds / 1e9, max(memory), memory, self._engine.fits(), launching)
 
     def search(self, start: Plan, proposals: int, options: ChainOptions, seed: int) -> Found:
         """Walk from a plan; the same arguments give the same result, bit for bit."""
@@ -164,11 +167,12 @@ class Simulator:
     def by_operator(self, plan: Plan) -> dict[str, OperatorTime]:
         """What each operator takes of a plan's step, each time on its slowest device.
 
-        A transfer belongs to the first operator that reads what it moves. What a task takes beside
-        its own time (``Machine.task_us``) is left out.
+        A transfer belongs to the first operator that reads what it moves. What tasks take beside
+        their own time (``Machine.task_us``, ``Machine.sync_slowdown``) is left out.
         """
-        beside_ms = round(1e3 * self.problem.machine.task_us) / 1e6
-        shape = (len(self.problem.operators), 3, self.problem.machine.devices)
+        machine = self.problem.machine
+        beside_ms = round(1e3 * machine.task_us) / 1e6
+        shape = (len(self.problem.operators), 3, machine.devices)
         found = np.zeros(shape)
         for kind, subject, device, begin, end in self._engine.trace(
             self.problem.numbers_of(plan)
@@ -178,6 +182,7 @@ class Simulator:
             operator = self.problem.edges[subject][1] if kind in _OF_EDGES else subject
             column = {at.FORWARD: 0, at.BACKWARD: 1}.get(kind, 2)
             own_ms = (end - begin) / 1e6 - (beside_ms if column < 2 else 0.0)
+            own_ms /= machine.sync_slowdown if kind == at.SYNCHRONISE else 1.0
             found[operator, column, device] += own_ms
         slowest = np.round(found.max(axis=2), 6).tolist()
         return {

@@ -37,58 +37,58 @@ OPERATORS, DEVICES, CONFIGS, POINTS = range(4)
 TRANSFER_HOST_NS, SYNC_HOST_NS, SYNC_ON_LINK, NEED_COUNT = range(4, 8)
 OPTIMIZER_NS, HOST_IS_FREE, STEP_NS, EDGES = range(8, 12)
 """How the execution behaves, see ``machine.Machine``; numbers of distinct needs and of edges."""
-COPY_NS, COPY_NS_PER_MIB = range(12, 14)
-"""Time of packing, or putting together, what is moved."""
-T_SCALARS = 14
+COPY_NS, COPY_NS_PER_MIB, HOST_NS = range(12, 15)
+"""Time of packing, or putting together, what is moved; of the host for a step, launches apart."""
+T_SCALARS = 15
 
 # --- t: tables
-OPERATOR_CLASS = 14
+OPERATOR_CLASS = 15
 """(operators)."""
-CLASS_FIRST = 15
+CLASS_FIRST = 16
 """(classes + 1): first layout of a class."""
-LAYOUT_FIRST = 16
+LAYOUT_FIRST = 17
 """(layouts + 1): first configuration of a layout."""
-CONFIG = 17
+CONFIG = 18
 """(configurations, 8): see ``C_LAYOUT``."""
-PARTS = 18
+PARTS = 19
 """(parts of layouts, 6): see ``P_FORWARD``."""
-DEVICE_LISTS = 19
+DEVICE_LISTS = 20
 """Devices of configurations, part by part."""
-SYNC_GROUPS = 20
+SYNC_GROUPS = 21
 """Of each layout its groups whose gradients are summed: number of members, nanoseconds of packing,
 part numbers."""
-SYNC_TIMES = 21
+SYNC_TIMES = 22
 """Of each configuration a time for each group."""
-EDGE = 22
+EDGE = 23
 """(edges, 3): producer, consumer, class of the edge; in order of consumers."""
-IN_FIRST = 23
+IN_FIRST = 24
 """(operators + 1): first edge into an operator."""
-OUT_FIRST = 24
+OUT_FIRST = 25
 """(operators + 1): first place in ``OUT_EDGES``."""
-OUT_EDGES = 25
+OUT_EDGES = 26
 """Edges out of an operator, in order of consumers."""
-EDGE_CLASS = 26
+EDGE_CLASS = 27
 """(classes of edges, 7): see ``E_BYTES``."""
-NEEDS = 27
+NEEDS = 28
 """For each class of edges, and each layout of its consumer, a place in ``RECTANGLES``."""
-NEED_OF = 28
+NEED_OF = 29
 """For each class of edges, and each configuration of its consumer, a number that those share who
 need the same on the same devices; they share its transfer, too."""
-OWNED = 29
+OWNED = 30
 """(layouts): place in ``RECTANGLES`` of what each part holds."""
-RECTANGLES = 30
+RECTANGLES = 31
 """Blocks of (part, dimension, low and high)."""
-COPIES = 31
+COPIES = 32
 """Configurations that match those of another class, or -1."""
-NODE_OF = 32
+NODE_OF = 33
 """(devices)."""
-CAPACITY = 33
+CAPACITY = 34
 """(devices): bytes, the hard limit."""
-LIVE_FIRST = 34
+LIVE_FIRST = 35
 """(operators + 1): first place in ``LIVE``."""
-LIVE = 35
+LIVE = 36
 """Edges from an operator up to this one to one after it."""
-T_TABLES = 36
+T_TABLES = 37
 
 C_LAYOUT, C_PARTS, C_DEVICES, C_ROWS, C_GROUP_COUNT, C_GROUPS, C_TIMES = range(7)
 """Columns of ``CONFIG``: layout, number of parts, then places in ``t`` of its devices, of its

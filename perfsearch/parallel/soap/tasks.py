@@ -191,6 +191,7 @@ def behaviour(machine: Machine, host_is_free: bool) -> dict[int, int]:
         table.COPY_NS_PER_MIB: round(1e3 * machine.copy_us_per_mib),
         table.OPTIMIZER_NS: round(1e3 * machine.optimizer_us),
         table.STEP_NS: round(1e3 * machine.step_us),
+        table.HOST_NS: round(1e3 * machine.host_us),
         table.HOST_IS_FREE: int(host_is_free and not transfer and not sync),
     }
 
@@ -217,7 +218,7 @@ def bucket_bytes(graph: Graph, machine: Machine) -> int:
 
 
 def sync_us(machine: Machine, devices: tuple[int, ...], size: int, bucket: int) -> float:
-    """Time of summing a gradient over devices; small ones share a bucket's latency.
+    """Time of summing a gradient over devices beside computing; small ones share a latency.
 
     Args:
         machine: has the times of collectives.
@@ -230,8 +231,8 @@ def sync_us(machine: Machine, devices: tuple[int, ...], size: int, bucket: int) 
     curves = machine.across if len(nodes) > 1 else machine.within
     curve = machines.at_members(curves["all_reduce"], len(devices))
     if size >= bucket:
-        return machines.at_size(curve, size)
-    return machines.at_size(curve, bucket) * size / bucket
+        return machine.sync_slowdown * machines.at_size(curve, size)
+    return machine.sync_slowdown * machines.at_size(curve, bucket) * size / bucket
 
 
 def pack_us(machine: Machine, size: int) -> float:

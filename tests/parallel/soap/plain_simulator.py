@@ -63,7 +63,9 @@ class _Step:
             if optimizer[device]:
                 end += optimizer[device] + round(1e3 * machine.optimizer_us)
             ends.append(end)
-        return max(ends) + round(1e3 * machine.step_us), self.memory
+        whole = max(ends) + round(1e3 * machine.step_us)
+        hosts = max(self.lines["host"]) + round(1e3 * machine.host_us)
+        return (hosts + whole // 1000 if hosts > whole else whole), self.memory
 
     def moved(self, side, operator):
         """Edges that something is moved over, those that share a transfer once."""

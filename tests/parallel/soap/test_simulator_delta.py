@@ -23,9 +23,15 @@ from perfsearch.parallel.soap.graph import Graph
 from perfsearch.parallel.soap.tasks import Problem
 
 MACHINES = [
-    machine(optimizer_us_per_mib=50.0, optimizer_us=2.0, transfer_host_us=0.75, step_us=5.0),
+    machine(
+        optimizer_us_per_mib=50.0,
+        optimizer_us=2.0,
+        transfer_host_us=0.75,
+        step_us=5.0,
+        host_us=50.0,
+    ),
     machine(per_node=2, sync_on_link=True, sync_host_us=0.5, copy_us=0.4, copy_us_per_mib=900.0),
-    machine(devices=3, task_us=0.3, bucket_mib=1e-5, copy_us_per_mib=300.0),
+    machine(devices=3, task_us=0.3, bucket_mib=1e-5, copy_us_per_mib=300.0, sync_slowdown=1.3),
 ]
 
 

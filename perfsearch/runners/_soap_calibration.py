@@ -1,0 +1,68 @@
+"""What a step takes beside what was timed by itself, told from one measured step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from perfsearch.parallel.soap.configuration import Plan
+from perfsearch.parallel.soap.machine import Machine
+from perfsearch.parallel.soap.simulator import Simulator
+from perfsearch.search.trial import Measurement
+
+_HOST_BOUND = 0.95
+"""Share of a step from which on the host decides, so that it tells nothing of the devices."""
+
+
+def calibrated(
+    machine: Machine,
+    measured: Measurement,
+    plan: Plan,
+    simulator_of: Callable[[Machine], Simulator],
+) -> Machine:
+    """The machine with what loading, launching, and running beside one another cost.
+
+    On processors a batch is loaded before the step begins. Devices work while their host loads the
+    next batch and launches, so that no step is shorter than that, and only the copy comes first.
+    What else the measured step takes longer than the simulated one is shared out between gradients'
+    sums, which are slowed by what is computed meanwhile, and tasks, by the devices' time in each.
+
+    Args:
+        machine: as it was measured.
+        measured: the step.
+        plan: that it ran.
+        simulator_of: simulates the job on a machine.
+
+    """
+    host_ms = measured.bottleneck_evidence.get("host_ms")
+    simulator = simulator_of(machine)
+    before = ("dataloader_next", "to_device") if host_ms is None else ("to_device",)
+    loading_us = 1e3 * sum(measured.phases_ms.get(name, 0.0) for name in before)
+    step_us = 1e6 * measured.step_time_s
+    found = replace(
+        machine,
+        step_us=machine.step_us + loading_us,
+        calibrated=f"the baseline's step of {step_us / 1e3:.4g} ms",
+    )
+    if host_ms is not None:
+        launching_us = 1e6 * simulator.estimate(plan).launching_seconds
+        found = replace(found, host_us=max(0.0, 1e3 * host_ms - launching_us))
+        if 1e3 * host_ms > _HOST_BOUND * step_us:
+            return found
+        found = replace(found, sync_slowdown=_slowdown(simulator, plan, loading_us, step_us))
+        simulator = simulator_of(replace(machine, sync_slowdown=found.sync_slowdown))
+    rest_us = step_us - loading_us - 1e6 * simulator.estimate(plan).seconds
+    tasks = 2 * len(simulator.problem.graph.planned)
+    return replace(found, task_us=machine.task_us + max(0.0, rest_us / tasks))
+
+
+def _slowdown(simulator: Simulator, plan: Plan, loading_us: float, step_us: float) -> float:
+    """By how much sums take longer, were they to bear their share of the rest."""
+    rest_us = step_us - loading_us - 1e6 * simulator.estimate(plan).seconds
+    spent: dict[tuple[bool, int], float] = {}
+    for task in simulator.timeline(plan):
+        key = task.kind == "sum of gradients", task.device
+        spent[key] = spent.get(key, 0.0) + task.end_us - task.begin_us
+    sums_us = max((us for (is_sum, _), us in spent.items() if is_sum), default=0.0)
+    others_us = max((us for (is_sum, _), us in spent.items() if not is_sum), default=0.0)
+    return 1.0 + max(0.0, rest_us) / (sums_us + others_us) if sums_us > 0 else 1.0
