@@ -238,4 +238,17 @@ def _decide(session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]
         verdict.winner = first
         verdict.reason = f"trial {first} is {interval} as fast as the baseline"
     else:
-        verdict.reason = f"no gain beyond the noise: the best finalist is {interval}"
+        said = "no gain beyond the noise" if interval.is_told else "no gain is claimed"
+        verdict.reason = f"{said}: the best finalist is {interval}{_cut_short(session, verdict)}"
+
+
+def _cut_short(session: Session, verdict: Verdict) -> str:
+    """Which limit left open whether the best finalist is a gain; empty where it reads as none."""
+    settings = session.settings.confirm
+    interval = verdict.interval
+    assert interval is not None
+    if interval.half_width <= settings.precision or interval.ratio <= 1.0 + settings.precision:
+        return ""
+    if _seconds_left(session, verdict) == 0.0:
+        return f"; confirm.seconds={settings.seconds:g} was over, and more time would tell more"
+    return f"; more than confirm.max_repeats={settings.max_repeats} pairs would tell more"

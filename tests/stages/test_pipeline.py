@@ -267,6 +267,15 @@ def test_readings_that_agree_by_chance_are_no_proof(search: Search) -> None:
     assert result.verdict.winner is None
 
 
+def test_a_gain_that_too_few_pairs_leave_open_says_what_to_raise(search: Search) -> None:
+    found = search(SyntheticRunner(spread=0.3, gain=0.5, seed=3), confirm={"max_repeats": 2})
+    interval = found.verdict.interval
+    assert interval is not None
+    assert interval.low < 1.0 < interval.ratio
+    assert "no gain is claimed" in found.verdict.reason
+    assert "more than confirm.max_repeats=2 pairs would tell more" in found.verdict.reason
+
+
 def test_a_search_without_a_new_best_runs_out_of_patience(search: Search) -> None:
     """No configuration is better than the baseline, so the third search trial is the last."""
     result = search(SyntheticRunner(gain=-0.2), budget={"trials": 10, "patience": 3})
