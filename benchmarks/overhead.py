@@ -26,6 +26,7 @@ import time
 from typing import Any
 
 ARGUMENTS_VARIABLE = "OVERHEAD_ARGUMENTS"
+ARMS = ("tuned", "watched", "instrumented", "scored")
 
 
 def options_of() -> argparse.Namespace:
@@ -35,6 +36,9 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="steps of a block")
     parser.add_argument("--rounds", type=int, default=100_000, help="most rounds")
     parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=ARMS, help="beside the plain ones"
+    )
     passed = os.environ.get(ARGUMENTS_VARIABLE)
     return parser.parse_args(None if passed is None else json.loads(passed))
 
@@ -210,7 +214,7 @@ def interval(logs: list[float]) -> tuple[float, float, float]:
 def run_rank() -> int:
     options = options_of()
     bench = Bench(options)
-    kinds = ["plain", "plain again", "tuned", "watched", "instrumented", "scored"]
+    kinds = ["plain", "plain again", *options.arms]
     arms = {kind: bench.arm(kind) for kind in kinds}
     generator = random.Random(0)
     begin = time.monotonic()
