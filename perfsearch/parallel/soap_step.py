@@ -108,6 +108,7 @@ class SoapStep(TrainStep):
         if self._optimizer_recorded:
             phases.append(optimize)
         recording = Recording(phases, leaves, self._device)
+        execution.release()  # recorded steps have memory of their own
         if recording.record():
             self._recording = recording
         else:

@@ -133,6 +133,12 @@ class Execution:
         if self.passes.rows is not None:
             self.passes.rows.apply(self.parameters)
 
+    def release(self) -> None:
+        """Let go of what the last step left, so that the next one may take its memory."""
+        self.passes.reset()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def traffic_bytes(self) -> dict[str, int]:
         """What this rank sends to others in one step: values and gradients, and in sums."""
         returning = {e for node in self._layout.nodes for e in node.returning}

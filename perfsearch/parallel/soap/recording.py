@@ -43,6 +43,7 @@ class Recording:
     def record(self) -> bool:
         """Record every phase; return whether all ranks could."""
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # graphs cannot take what was kept for launched steps
         pool = torch.cuda.graph_pool_handle()
         try:
             for phase in self._phases:

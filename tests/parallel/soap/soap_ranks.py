@@ -207,6 +207,7 @@ def _recorded(execution, stepper, leaves, device):
         lambda: execution.apply_gradients(stepper),
     ]
     recording = Recording(phases, leaves, device)
+    execution.release()
     if recording.record():
         return recording, kept
     print(f"not recorded: {recording.reason}", flush=True)
