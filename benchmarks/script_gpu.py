@@ -78,9 +78,9 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def run_case(name: str, nproc: int, directory: Path, trials: int, seconds: float) -> dict[str, Any]:
+def run_case(name: str, directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Search one case, run what it hands over, and return the figures."""
-    case = CASES[name]
+    case, nproc = CASES[name], options.nproc
     os.environ.update(case.get("environ", {}))
     run_dir = directory / name
     workload: dict[str, Any] = {
@@ -96,8 +96,8 @@ def run_case(name: str, nproc: int, directory: Path, trials: int, seconds: float
             "workload": workload,
             "nproc": nproc,
             "run_dir": str(run_dir),
-            "budget": {"trials": trials, "seconds": seconds},
-            "confirm": {"finalists": 1, "max_repeats": 4, "seconds": 200.0},
+            "budget": {"trials": options.trials, "seconds": options.seconds},
+            "confirm": {"finalists": 1, "max_repeats": 4, "seconds": options.confirm_seconds},
             "tracking": {"enabled": False},
         }
     )
@@ -192,13 +192,14 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, default=4)
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=240.0, help="of each search")
+    parser.add_argument("--confirm-seconds", type=float, default=200.0, help="of each search")
     options = parser.parse_args()
     if options.cases == ["report"]:
         report(options.out)
         return 0
     with tempfile.TemporaryDirectory() as directory:
         for name in options.cases:
-            found = run_case(name, options.nproc, Path(directory), options.trials, options.seconds)
+            found = run_case(name, Path(directory), options)
             print(json.dumps(found, indent=1), flush=True)
             with options.out.open("a") as out:
                 out.write(json.dumps(found) + "\n")
