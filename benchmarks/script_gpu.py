@@ -44,7 +44,7 @@ LLAMA = ["--hidden_size", "2048", "--layers", "20", "--heads", "16", "--vocabula
          "--sequence_length", "1024"]  # fmt: skip
 TRAINER = [
     str(SCRIPTS / "hf_trainer.py"), "--output_dir", "out", "--max_steps", "{steps}",
-    "--bf16", "True",
+    "--bf16", "True", "--save_strategy", "no",
     "--fsdp", "full_shard auto_wrap", "--dataloader_num_workers", "2", "--logging_steps", "1000",
     *LLAMA,
 ]  # fmt: skip

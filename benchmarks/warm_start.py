@@ -28,6 +28,7 @@ import numpy as np
 
 from perfsearch.search.hints import Earlier
 from perfsearch.search.knob import Value
+from perfsearch.search.trial import Trial
 from perfsearch.strategies.bayes import Bayes
 
 SURFACES = ["zero_gpt2large_4xh100", "ddp_gpt2small_4xh100_tcp", "interactions", "half_space"]
@@ -39,16 +40,18 @@ Costs = list[tuple[dict[str, Value], float]]
 
 
 def search(
-    surface: _surfaces.Surface, seed: int, trials: int, earlier: Earlier | None
+    surface: _surfaces.Surface, seed: int, most: int, earlier: Earlier | None
 ) -> tuple[Costs, list[float]]:
     """Relative costs of what was measured, and the regret after each trial."""
-    strategy = Bayes(surface.space, replace(surface.hints, earlier=earlier), seed)
+    trials: list[Trial] = []
+    strategy = Bayes(surface.space, replace(surface.hints(trials), earlier=earlier), seed)
     found, regret, best = [], [], 0.0
-    for number in range(trials + 1):
+    for number in range(most + 1):
         point = surface.baseline if number == 0 else strategy.ask()
         if point is None:
             break
         trial = surface.measure(point, number, seed)
+        trials.append(trial)
         strategy.tell(trial)
         best = max(best, surface.quality(surface.space.canonical(point)))
         regret.append(1 / best - 1 if best else math.inf)

@@ -54,6 +54,7 @@ class Window:
         self._count: int | None = None
         self._scored = 0
         self._losses: list[torch.Tensor] = []
+        self._loss_dtype = ""
         self._now: list[torch.Tensor] = []
         self._divided = False
         self._fed: int | None = None
@@ -79,6 +80,7 @@ class Window:
         """
         if isinstance(loss, torch.Tensor):
             self._now.append(loss.detach().float().reshape(()))
+            self._loss_dtype = str(loss.dtype).removeprefix("torch.")
             self._divided = divided
 
     def stepped(self) -> bool:
@@ -168,6 +170,7 @@ class Window:
             peaks=measure.read_peaks(self._device),
             in_force=self._in_force(),
             evidence=self._evidence(),
+            environment={"loss_dtype": self._loss_dtype},
         )
         bad = next((i for i, v in enumerate(values) if not math.isfinite(v)), None)
         if bad is not None:

@@ -40,6 +40,7 @@ class Facts:
         compiled: whether the model was compiled.
         backend: of the process group, empty where there is none.
         framework: ``hf-trainer``, ``lightning``, ``accelerate``, ``deepspeed``, or empty.
+        loss_dtype: of the losses that were seen, such as ``bfloat16``; empty before the first.
 
     """
 
@@ -52,6 +53,7 @@ class Facts:
     compiled: bool = False
     backend: str = ""
     framework: str = ""
+    loss_dtype: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -21,12 +21,14 @@ class Losses:
     Attributes:
         mark: told ``forward`` when a backward pass begins and ``backward`` when it has ended.
         keeping: whether losses are kept at all.
+        dtype: of the last one kept, which says how finely it can be told; empty before.
 
     """
 
     def __init__(self) -> None:
         self.mark: Callable[[str], None] | None = None
         self.keeping = True
+        self.dtype = ""
         self._parts: list[torch.Tensor] = []
         self._unscaled: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._undo = (
@@ -60,6 +62,7 @@ class Losses:
         for root in [roots] if isinstance(roots, torch.Tensor) else list(roots or ()):
             loss = self._unscaled.get(root, root)
             if loss.numel() == 1 and len(self._parts) < _MOST_BACKWARDS:
+                self.dtype = str(loss.dtype).removeprefix("torch.")
                 self._parts.append(loss.detach().reshape(()).float())
 
     def take(self) -> torch.Tensor | None:

@@ -91,6 +91,7 @@ class Script:
             compiled=self._compiled(),
             backend=_backend(),
             framework=next((name for m, name in _FRAMEWORKS.items() if m in sys.modules), ""),
+            loss_dtype=self.losses.dtype,
         )
 
     @staticmethod

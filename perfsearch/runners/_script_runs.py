@@ -24,11 +24,13 @@ from perfsearch.runners._script_window import (
 from perfsearch.runners._script_window import score as score_window
 from perfsearch.runners.base import Outcome, Plan
 from perfsearch.search.knob import Value, same_value
+from perfsearch.search.losses import resolution
 from perfsearch.search.trial import Measurement
 from perfsearch.workers.environment import Environment, Hardware
 
 _SAME_LOSS = 1e-5
-"""Relative difference up to which steps that were trained twice are the same steps."""
+"""Relative difference up to which steps that were trained twice are the same steps, where their
+losses can be told so finely."""
 
 _MOST_TO_PLACE = 4
 """Steps within which one is found that takes as many batches as the second one did."""
@@ -169,7 +171,8 @@ class Runs:
                     group.send({"op": "go"})
                     messages = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
                     add_loss(start, mean_loss(messages))
-                self.sound = bool(before) and _same(before, start.losses or [])
+                tolerance = max(_SAME_LOSS, resolution(start.facts.loss_dtype))
+                self.sound = bool(before) and _same(before, start.losses or [], tolerance)
             if self.sound:
                 return self._rewind(group, start, knobs, plan, deadline)
         except (ScriptGone, EndedError):
@@ -243,8 +246,8 @@ def _keep(group: ScriptGroup, limit_s: float) -> str:
     return next((m["reason"] for m in group.receive("kept", limit_s) if m["reason"]), "")
 
 
-def _same(before: Sequence[float], again: Sequence[float]) -> bool:
+def _same(before: Sequence[float], again: Sequence[float], tolerance: float) -> bool:
     return len(before) == len(again) and all(
-        math.isfinite(a) and abs(a - b) <= _SAME_LOSS * max(1.0, abs(a))
+        math.isfinite(a) and abs(a - b) <= tolerance * max(1.0, abs(a))
         for a, b in zip(before, again, strict=True)
     )

@@ -177,7 +177,7 @@ def score(
             "peaks": m["peaks"],
             "in_force": in_force(Facts(**m["facts"])),
             "evidence": {},
-            "environment": m["place"],
+            "environment": {**m["place"], "loss_dtype": m["facts"].get("loss_dtype", "")},
         }
         for m in messages
     ]

@@ -6,13 +6,19 @@ import math
 from collections.abc import Sequence
 
 
-def disagreement(reference: Sequence[float], losses: Sequence[float], tolerance: float) -> str:
+def disagreement(
+    reference: Sequence[float],
+    losses: Sequence[float],
+    tolerance: float,
+    whose: str = "the baseline",
+) -> str:
     """Compare the losses of the first steps after the common start, at the same global batch.
 
     Args:
-        reference: the baseline's, mean over ranks.
+        reference: means over ranks.
         losses: the trial's; the shorter of both lengths is compared.
         tolerance: largest allowed difference relative to the reference (or absolute, below 1).
+        whose: the reference is, for people.
 
     Returns:
         One line saying where they part, empty when they agree.
@@ -24,7 +30,7 @@ def disagreement(reference: Sequence[float], losses: Sequence[float], tolerance:
         difference = abs(seen - expected) / max(1.0, abs(expected))
         if not math.isfinite(seen) or difference > tolerance:
             return (
-                f"loss of step {step} is {seen:.6g} where the baseline's is {expected:.6g} "
+                f"loss of step {step} is {seen:.6g} where {whose}'s is {expected:.6g} "
                 f"(difference {difference:.2g}, tolerance {tolerance:g})"
             )
     return ""

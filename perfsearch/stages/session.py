@@ -13,6 +13,7 @@ from perfsearch.exits import deferred
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.journal import Journal, JournalError
 from perfsearch.search.knob import Value
+from perfsearch.search.losses import resolution
 from perfsearch.search.objective import Objective, log_cost_error
 from perfsearch.search.space import key_of
 from perfsearch.search.trial import Measurement, Purpose, Status, Trial
@@ -266,7 +267,7 @@ class Session:
         free = self.settings.batch == "free"
         reference = next(
             (
-                t.measurement.first_losses
+                t
                 for t in self.trials
                 if t.status is Status.OK
                 and t.measurement
@@ -277,8 +278,18 @@ class Session:
         )
         if reference is None:
             return ""
-        tolerance = self.settings.limits.loss_tolerance
-        return disagreement(reference, measurement.first_losses, tolerance)
+        assert reference.measurement is not None
+        tolerance = max(
+            self.settings.limits.loss_tolerance,
+            *(
+                resolution(m.environment.get("loss_dtype", ""))
+                for m in (reference.measurement, measurement)
+            ),
+        )
+        is_baseline = reference.purpose is Purpose.BASELINE
+        whose = "the baseline" if is_baseline else f"trial {reference.number}"
+        expected = reference.measurement.first_losses
+        return disagreement(expected, measurement.first_losses, tolerance, whose)
 
     def _finish(self, trial: Trial) -> None:
         with deferred():  # recorded, known and shown, or none of it

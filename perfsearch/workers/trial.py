@@ -166,6 +166,7 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
         peaks=peaks,
         in_force={**feed.in_force, **step.in_force()},
         evidence={**step.evidence(), **on_host},
+        environment={"loss_dtype": str(loss.dtype).removeprefix("torch.")},
     )
     if request.recipe_options.get("survive"):
         step.survive()

@@ -262,6 +262,28 @@ def test_one_repeat_gives_no_interval(search: Search) -> None:
     assert "too few repeats for an interval" in result.verdict.reason
 
 
+@pytest.mark.parametrize(("dtype", "status"), [("bfloat16", "ok"), ("float32", "diverged")])
+def test_a_loss_is_compared_as_finely_as_its_type_can_tell(
+    search: Search, dtype: str, status: str
+) -> None:
+    """HF models in bf16: losses of other micro-batches are rounded by up to 0.8%."""
+
+    def other(configuration, plan):
+        if plan.number == 0:
+            return Outcome(Status.OOM, reason="oom")
+        if plan.number != 2:
+            return None
+        measurement = Measurement([0.13] * 8, 32, first_losses=[3.0156, 2.5])
+        measurement.environment["loss_dtype"] = dtype
+        return Outcome(Status.OK, measurement)
+
+    result = search(SyntheticRunner(fail=other))
+    trial = next(t for t in result.trials if t.number == 2)
+    assert trial.status == status
+    if status == "diverged":
+        assert "where trial 1's is 3 (" in trial.reason
+
+
 def test_readings_that_agree_by_chance_are_no_proof(search: Search) -> None:
     result = search(SyntheticRunner(spread=0.0, gain=0.01), confirm={"max_repeats": 2})
     assert result.verdict.winner is None
