@@ -176,7 +176,7 @@ def score(
             "phases_ms": m["phases_ms"],
             "peaks": m["peaks"],
             "in_force": in_force(Facts(**m["facts"])),
-            "evidence": {},
+            "evidence": m["timing"],
             "environment": {**m["place"], "loss_dtype": m["facts"].get("loss_dtype", "")},
         }
         for m in messages
