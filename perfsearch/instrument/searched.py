@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import Any
@@ -126,6 +127,7 @@ class Searched:
                 "step_seconds": seconds,
                 "phases_ms": phases_ms,
                 "timing": timing,
+                "waits_ms": [1e3 * phases.get("comm_exposed", math.nan) for phases in by_step],
                 "losses": [None if loss is None else float(loss) for loss in self._losses],
                 "pulls": loaders.pulls - pulls,
                 "samples": loaders.samples - samples,
