@@ -43,7 +43,7 @@ class Script:
         self.optimizers = Optimizers(knobs)
         self.engines = Engines(self.optimizers)
         self.switches = Switches(knobs)
-        self.losses = Losses()
+        self.losses = Losses(lambda: bool(self.wrappers.live))
 
     def put_into_force(self) -> None:
         """Set what goes after the script's own settings: called when its first step begins."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import Any
@@ -15,6 +16,7 @@ from perfsearch.instrument.script import Script
 from perfsearch.instrument.sockets import socket_path
 from perfsearch.workers import measure
 from perfsearch.workers.channel import Channel
+from perfsearch.workers.phases import phases_of
 
 _MOST_SWALLOWED = 3
 """How often a script may catch ``Finished`` before its process is ended without asking."""
@@ -112,7 +114,8 @@ class Searched:
     def _tell_window(self, clock: measure.Clock) -> None:
         device = self._device
         measure.synchronize(device)
-        seconds, phases = clock.read()
+        seconds, by_step = clock.read_steps()
+        phases_ms, timing = phases_of(seconds, by_step)
         loaders = self._script.loaders
         pulls, samples, tokens = self._counted
         facts = self._script.facts()
@@ -122,7 +125,9 @@ class Searched:
                 "event": "window",
                 "step": self.steps,
                 "step_seconds": seconds,
-                "phases_ms": {name: s * 1e3 for name, s in phases.items()},
+                "phases_ms": phases_ms,
+                "timing": timing,
+                "waits_ms": [1e3 * phases.get("comm_exposed", math.nan) for phases in by_step],
                 "losses": [None if loss is None else float(loss) for loss in self._losses],
                 "pulls": loaders.pulls - pulls,
                 "samples": loaders.samples - samples,
