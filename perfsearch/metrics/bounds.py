@@ -28,6 +28,8 @@ PARTS = (LOADING, COMMUNICATION, OPTIMIZER, COMPUTING, REST)
 
 _NAMED = 3
 
+_PASSES = ("forward", "backward")
+
 _EVERYTHING = PARTS
 _SHARDING = (COMMUNICATION, OPTIMIZER, COMPUTING)
 
@@ -221,10 +223,10 @@ def _optimizer(measurement: Measurement) -> Bound:
 
 def _computing(measurement: Measurement) -> Bound:
     """What the passes take, and what ranks wait for one another, since they differ in that, too."""
-    ms, error_ms = _phase(measurement, "forward", "backward")
+    ms, error_ms = _phase(measurement, *_PASSES)
     words = f"forward and backward take {_of(measurement, ms)}"
     wait_ms = measurement.phases_ms.get("rank_wait", 0.0)
-    most_ms = ms + 2 * error_ms + wait_ms
+    most_ms = _passes_and_waits_ms(measurement) + 2 * error_ms
     peak = measurement.environment.get("peak_flops_per_s")
     if peak and measurement.flops_per_step:
         ideal_ms = measurement.flops_per_step / measurement.world_size / peak * 1e3
@@ -234,6 +236,22 @@ def _computing(measurement: Measurement) -> Bound:
     if wait_ms > 0:
         words += f", and ranks wait {wait_ms:.2f} ms for one another"
     return _bound(measurement, COMPUTING, max(0.0, most_ms), words, hidden=True)
+
+
+def _passes_and_waits_ms(measurement: Measurement) -> float:
+    """Milliseconds of the passes and of waiting for other ranks, where they are longest together.
+
+    A rank with long passes is waited for, and so waits less itself.
+    """
+    phases = measurement.phases_ms
+    most_ms = sum(phases.get(name, 0.0) for name in (*_PASSES, "rank_wait"))
+    for rank in measurement.environment.get("ranks", []):
+        own: Mapping[str, float] = rank.get("phases_ms", {})
+        waits_ms = 0.0
+        if "rank_wait" in phases:
+            waits_ms = max(0.0, own.get("comm_exposed", 0.0) - phases.get("comm_exposed", 0.0))
+        most_ms = max(most_ms, sum(own.get(name, 0.0) for name in _PASSES) + waits_ms)
+    return most_ms
 
 
 def _rest(measurement: Measurement) -> Bound:

@@ -101,7 +101,8 @@ def _input(facts: Facts) -> Finding | None:
         cause = f"data may come over the network ({rate:.0f} MB/s received)"
         advice = "Cache the data locally, or prefetch more of it."
     else:
-        cause = "processors, disks and network are not its limit"
+        seen = facts.system("cpu_utilization_percentage") is not None
+        cause = "processors, disks and network are not its limit" if seen else "its cause was not seen"
         advice = "Use more dataloader workers, or a larger prefetch factor."
         if workers is not None:
             cause += f"; it has {workers} workers"

@@ -157,6 +157,15 @@ def test_what_ranks_wait_for_one_another_is_said_where_it_counts():
     assert "70.00 ms of a 100.00 ms step, and ranks wait 9.00 ms for one another" in found.evidence
 
 
+def test_a_rank_that_is_waited_for_does_not_wait_as_well():
+    ranks = [
+        {"phases_ms": {"forward": 30.0, "backward": 60.0, "comm_exposed": 2.0}},
+        {"phases_ms": {"forward": 30.0, "backward": 28.0, "comm_exposed": 32.0}},
+    ]
+    phases = {"backward": 44.0, "comm_exposed": 2.0, "rank_wait": 15.0}
+    assert share(job(phases, environment={"ranks": ranks}), "computing") == pytest.approx(0.90)
+
+
 def test_a_few_names_stand_for_many():
     assert in_short(["a", "b", "c"]) == "a, b, c"
     assert in_short(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -53,6 +53,7 @@ def test_a_loader_that_waits_is_found_with_its_milliseconds():
         ({"cpu_utilization_percentage": 97.0, "process_cpu_percentage": 190.0}, "preprocessing"),
         ({"cpu_utilization_percentage": 97.0, "process_cpu_percentage": 9.0}, "other jobs fill"),
         ({"cpu_utilization_percentage": 20.0}, "not its limit"),
+        ({}, "cause was not seen"),
     ],
 )
 def test_why_the_loader_is_slow(system, word):
