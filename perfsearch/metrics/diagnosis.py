@@ -46,7 +46,9 @@ def diagnose(measurement: Measurement, limits: Thresholds | None = None) -> list
     if not measurement.step_seconds:
         raise ValueError("a measurement without step times cannot be diagnosed")
     evidence = measurement.bottleneck_evidence
-    step_ms = evidence.get("detailed_step_ms") or statistics.fmean(measurement.step_seconds) * 1e3
+    # what phases sum to is a mean over the ranks; the scored steps are the slowest rank's
+    step_ms = evidence.get("detailed_step_ms") or evidence.get("phases_step_ms")
+    step_ms = step_ms or statistics.fmean(measurement.step_seconds) * 1e3
     facts = Facts(measurement, limits or Thresholds(), step_ms, dict(evidence))
     found = [finding for rule in _RULES if (finding := rule(facts)) is not None]
     if found:
@@ -102,7 +104,9 @@ def _input(facts: Facts) -> Finding | None:
         advice = "Cache the data locally, or prefetch more of it."
     else:
         seen = facts.system("cpu_utilization_percentage") is not None
-        cause = "processors, disks and network are not its limit" if seen else "its cause was not seen"
+        cause = (
+            "processors, disks and network are not its limit" if seen else "its cause was not seen"
+        )
         advice = "Use more dataloader workers, or a larger prefetch factor."
         if workers is not None:
             cause += f"; it has {workers} workers"

@@ -242,6 +242,12 @@ def test_work_outside_the_known_phases_has_its_rule_once_the_passes_are_known(ph
         assert "every N steps" in other.advice
 
 
+def test_phases_are_compared_with_the_step_that_they_sum_to():
+    """The scored steps are the slowest rank's each time: longer than any rank's mean."""
+    light = job({"forward": 80.0}, bottleneck_evidence={"phases_step_ms": 85.0})
+    assert names(light) == ["compute_bound"]
+
+
 def test_a_device_that_idles_in_other_work_does_not_wait_for_launches():
     phases = {"other": 50.0, "forward": 50.0}
     assert names(job(phases, bottleneck_evidence={"device_busy_ms": 45.0})) == ["other_work"]
