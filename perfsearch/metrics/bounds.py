@@ -168,9 +168,10 @@ def _saved(measurement: Measurement, part: str) -> tuple[float, str] | None:
 
 
 def _idle_ms(measurement: Measurement) -> float:
-    """What the device idles in a step while its host launches; 0 where it was not watched."""
+    """What the idlest device idles in a step, while its host launches; 0 where none was watched."""
     step_ms = _detailed_ms(measurement)
-    busy_ms = measurement.bottleneck_evidence.get("device_busy_ms", step_ms)
+    evidence = measurement.bottleneck_evidence
+    busy_ms = evidence.get("device_busy_least_ms", evidence.get("device_busy_ms", step_ms))
     return max(0.0, step_ms - busy_ms)
 
 
