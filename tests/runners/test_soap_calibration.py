@@ -27,7 +27,8 @@ ALONE_US = 1e6 * simulator(machine()).estimate(PLAN).seconds
 
 
 def measured(step_us, **evidence):
-    return Measurement([step_us / 1e6] * 3, 8, phases_ms=LOADING, bottleneck_evidence=evidence)
+    phases = dict(LOADING, dataloader_next=0.0) if evidence else LOADING
+    return Measurement([step_us / 1e6] * 3, 8, phases_ms=phases, bottleneck_evidence=evidence)
 
 
 def calibrated_by(step_us, **evidence):
@@ -61,6 +62,17 @@ def test_a_host_that_decides_tells_nothing_of_the_devices():
     assert (found.task_us, found.sync_slowdown) == (0, 1)
     again_us = 1e6 * simulator(found).estimate(PLAN).seconds
     assert again_us == pytest.approx(step_us, rel=0.01)
+
+
+def test_a_loader_that_does_not_keep_up_is_no_slow_communication():
+    phases = {"dataloader_next": 2.0, "to_device": 0.0}
+    step_us = ALONE_US + 2000
+    waiting = Measurement(
+        [step_us / 1e6] * 3, 8, phases_ms=phases, bottleneck_evidence={"host_ms": 0.01}
+    )
+    found = calibrated(machine(), waiting, PLAN, simulator)
+    assert (found.task_us, found.sync_slowdown) == (0, 1)
+    assert found.host_us == pytest.approx(step_us)
 
 
 def test_of_plans_that_a_host_makes_equal_the_one_that_devices_are_done_with_first_is_best():
