@@ -8,8 +8,9 @@ from parallel.soap.synthetic import batch_input, free_host_cost_of, linear, mach
 
 from perfsearch.parallel.soap.configuration import data_parallel
 from perfsearch.parallel.soap.graph import Graph
-from perfsearch.parallel.soap.simulator import Simulator
+from perfsearch.parallel.soap.simulator import Found, Simulator
 from perfsearch.runners._soap_calibration import calibrated
+from perfsearch.runners._soap_report import walk_line
 from perfsearch.search.trial import Measurement
 
 X = batch_input("x", (8, 16))
@@ -81,6 +82,14 @@ def test_of_plans_that_a_host_makes_equal_the_one_that_devices_are_done_with_fir
     faster, slower = sorted([PLAN, one], key=lambda p: simulator(machine()).estimate(p).seconds)
     assert slow.estimate(faster).seconds < slow.estimate(slower).seconds
     assert slow.estimate(slower).seconds == pytest.approx(0.1, rel=0.01)
+
+
+def test_a_host_that_decides_is_named_beside_the_devices_best():
+    found = Found([(0.001, PLAN)], proposals=5, seconds=1.0)
+    assert walk_line(found).endswith("best 1 ms")
+    assert "best 1 ms of the devices, where loading and launching take 2 ms" in walk_line(
+        found, 2e3
+    )
 
 
 def test_a_step_that_is_shorter_than_simulated_adds_nothing():
