@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from typing import Any
 
 import torch
 
 from perfsearch.instrument.batches import BatchTape
+from perfsearch.instrument.facts import Facts
+from perfsearch.instrument.optimizers import OPTIMIZER
 from perfsearch.instrument.orders import FIRST_LOSSES
+from perfsearch.instrument.phases import OTHER, Phases, errors_ms, means_ms
 from perfsearch.instrument.rewind import Rewinder
 from perfsearch.instrument.script import Script
 from perfsearch.instrument.sockets import socket_path
+from perfsearch.instrument.transfers import Transfers
 from perfsearch.workers import measure
 from perfsearch.workers.channel import Channel
+
+_SITES = 5
+"""Lines that wait for the device which are named."""
 
 _MOST_SWALLOWED = 3
 """How often a script may catch ``Finished`` before its process is ended without asking."""
@@ -46,7 +54,8 @@ class Searched:
         self.steps = 0
         self._script = script
         self._rewinder = Rewinder(script, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._clock: measure.Clock | None = None
+        self._phases: Phases | None = None
+        self._transfers: Transfers | None = None
         self._left = 0
         self._losses: list[torch.Tensor | None] = []
         self._counted = (0, 0, 0)
@@ -67,8 +76,8 @@ class Searched:
     def _before_step(self) -> None:
         if self.steps == 0:
             self._script.put_into_force()
-        if self._clock is not None:
-            self._clock.mark("other")
+        if self._phases is not None:
+            self._phases.mark(OTHER)
 
     def _after_step(self) -> None:
         if self._ending:
@@ -77,14 +86,14 @@ class Searched:
         if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
             self._script.loaders.tape.keeps_random = False
         loss = self._script.losses.take()
-        if self._clock is not None:
-            self._clock.mark("optimizer")
-            self._clock.mark("step")
+        if self._phases is not None:
+            self._phases.mark(OPTIMIZER)
+            self._phases.end_step()
             self._losses.append(loss)
             self._left -= 1
             if self._left:
                 return
-            self._tell_window(self._clock)
+            self._tell_window(self._phases)
         else:
             device = self._device
             measure.synchronize(device)
@@ -109,20 +118,32 @@ class Searched:
             message["why_not_again"] = self._script.why_not_again()
         self._channel.send(message)
 
-    def _tell_window(self, clock: measure.Clock) -> None:
+    def _tell_window(self, phases: Phases) -> None:
         device = self._device
         measure.synchronize(device)
-        seconds, phases = clock.read()
+        transfers = self._transfers
+        self._time(None)
+        seconds, by_step = phases.read()
         loaders = self._script.loaders
         pulls, samples, tokens = self._counted
         facts = self._script.facts()
-        self._set_clock(None)
+        evidence = {**errors_ms(by_step), "detailed_step_ms": 1e3 * statistics.fmean(seconds)}
+        sites: dict[str, float] = {}
+        if transfers is not None:
+            evidence["sync_calls_per_step"] = sum(transfers.calls.values()) / len(seconds)
+            evidence["sync_wait_ms"] = 1e3 * transfers.seconds / len(seconds)
+            found = transfers.calls.most_common(_SITES)
+            sites = {site: calls / len(seconds) for site, calls in found}
+        elif device.type == "cpu" and self._bounds(phases, facts):
+            evidence["with_everything_ms"] = evidence["detailed_step_ms"]
         self._channel.send(
             {
                 "event": "window",
                 "step": self.steps,
                 "step_seconds": seconds,
-                "phases_ms": {name: s * 1e3 for name, s in phases.items()},
+                "phases_ms": means_ms(by_step),
+                "evidence": evidence,
+                "sync_points": sites,
                 "losses": [None if loss is None else float(loss) for loss in self._losses],
                 "pulls": loaders.pulls - pulls,
                 "samples": loaders.samples - samples,
@@ -135,10 +156,28 @@ class Searched:
         )
         self._losses = []
 
-    def _set_clock(self, clock: measure.Clock | None) -> None:
-        self._clock = clock
-        self._script.loaders.mark = None if clock is None else clock.mark
-        self._script.losses.mark = None if clock is None else clock.mark
+    @staticmethod
+    def _bounds(phases: Phases, facts: Facts) -> bool:
+        """Whether the phases bound what knobs that touch only one of them can give.
+
+        They do where each call works for itself alone, on the host: loader processes compete with
+        the passes for its processors, and a device hides what the host needs for a phase.
+        """
+        return not phases.in_threads and not facts.values.get("dataloader_workers")
+
+    def _time(self, phases: Phases | None) -> None:
+        """Have everything that is timed told to ``phases``, or to nobody."""
+        script = self._script
+        self._phases = script.calls.phases = script.optimizers.phases = phases
+        mark = None if phases is None else phases.mark
+        script.loaders.mark = script.losses.mark = mark
+        if self._transfers is not None:
+            self._transfers.undo()
+            self._transfers = None
+        if phases is not None and self._device.type != "cpu" and not script.is_compiled():
+            # not in compiled code, which must not see other methods than it was compiled with
+            self._transfers = Transfers(phases)
+            self._transfers.watch()
 
     def _obey(self) -> None:
         """Do what the controller says until it lets the script go on."""
@@ -170,9 +209,7 @@ class Searched:
         self._counted = (loaders.pulls, loaders.samples, loaders.tokens)
         self._left, self._losses = count, []
         measure.synchronize(device)
-        clock = measure.make_clock(device)
-        self._set_clock(clock)
-        clock.mark("start")
+        self._time(Phases(measure.make_clock(device)))
 
     def _change(self, knobs: dict[str, Any]) -> None:
         begin = time.perf_counter()

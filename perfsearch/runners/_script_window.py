@@ -190,8 +190,18 @@ def score(
     )
     for name, value in combine(results)["measurement"].items():
         setattr(measurement, name, value)
+    measurement.bottleneck_evidence.update(_evidence(messages))
+    if messages[0]["sync_points"]:
+        measurement.environment["sync_points"] = messages[0]["sync_points"]
     measurement.first_losses = [v for v in start.losses or [] if math.isfinite(v)]
     return measurement
+
+
+def _evidence(messages: Sequence[Message]) -> dict[str, float]:
+    """What all ranks have timed beside the phases: of each number the largest."""
+    tables: list[dict[str, float]] = [m["evidence"] for m in messages]
+    names = [name for name in tables[0] if all(name in table for table in tables)]
+    return {name: max(table[name] for table in tables) for name in names}
 
 
 __all__ = ["EndedError", "ScriptGone", "Start", "receive_steps", "score", "settle"]
