@@ -82,7 +82,6 @@ def events(store: Store, size: str) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with one_rank(size) as (step, feed), tempfile.TemporaryDirectory() as name:
-        step.watch()
         for attempt in range(2):  # the first session of the profiler sets itself up
             clock = feed.clock = measure.DeviceClock()
             order: list[str] = []
@@ -224,7 +223,7 @@ def _window(
     closely: bool = False,
 ) -> float:
     """Seconds a step, by the host between two waits for the device; clocks are read outside."""
-    step._watched = closely  # type: ignore[attr-defined] # as after `watch`, and back
+    step.marks_communication = clock is not None
     feed.clock = clock or _Silent()
     mark = feed.clock.mark
     measure.synchronize(feed.device)

@@ -13,6 +13,7 @@ import torch
 
 from perfsearch.deepspeed_hook.request import Request, leave, result_file
 from perfsearch.workers import measure
+from perfsearch.workers.phases import phases_of
 from perfsearch.workers.trial import FIRST_LOSSES, MAX_DISCARDED, RankResult
 
 _FIELDS = {
@@ -155,7 +156,8 @@ class Window:
         return RankResult("pruned", self._pruned, agreed, peaks=measure.read_peaks(self._device))
 
     def _scored_result(self) -> RankResult:
-        seconds, phases = self._clock.read()
+        seconds, by_step = self._clock.read_steps()
+        phases_ms, timing = phases_of(seconds, by_step)
         agreed = self._agreed()
         agreed["step_seconds"] = measure.slowest(seconds, self._device)
         values: list[float] = []
@@ -166,10 +168,10 @@ class Window:
         result = RankResult(
             "ok",
             agreed=agreed,
-            phases_ms={phase: s * 1e3 for phase, s in phases.items()},
+            phases_ms=phases_ms,
             peaks=measure.read_peaks(self._device),
             in_force=self._in_force(),
-            evidence=self._evidence(),
+            evidence={**self._evidence(), **timing},
             environment={"loss_dtype": self._loss_dtype},
         )
         bad = next((i for i, v in enumerate(values) if not math.isfinite(v)), None)

@@ -18,14 +18,20 @@ class Losses:
 
     A loss that was scaled for half precision counts as it was before.
 
+    Args:
+        waits: whether backward passes may end in waiting for communication that others have begun,
+            as those through DistributedDataParallel do.
+
     Attributes:
-        mark: told ``forward`` when a backward pass begins and ``backward`` when it has ended.
+        mark: told ``forward`` when a backward pass begins, ``backward`` when everything is
+            computed, and, where it ``waits``, ``comm_exposed`` when it has ended.
         keeping: whether losses are kept at all.
         dtype: of the last one kept, which says how finely it can be told; empty before.
 
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Callable[[], bool] = lambda: False) -> None:
+        self._waits = waits
         self.mark: Callable[[str], None] | None = None
         self.keeping = True
         self.dtype = ""
@@ -40,14 +46,35 @@ class Losses:
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         roots = args[0] if args else kwargs.get("tensors")
-        if self.mark is not None:
-            self.mark("forward")
+        mark = self.mark
+        if mark is not None:
+            mark("forward")
         if self.keeping:
             self._keep(roots)
+        waits = mark is not None and self._waits() and self._mark_computed(roots, mark)
         result = original(*args, **kwargs)
-        if self.mark is not None:
-            self.mark("backward")
+        if mark is not None:
+            mark("comm_exposed" if waits else "backward")
         return result
+
+    @staticmethod
+    def _mark_computed(roots: Any, mark: Callable[[str], None]) -> bool:
+        """Have ``backward`` marked when the pass has computed everything; whether that is possible.
+
+        The wrapper waits in a callback that it registers with the last gradient. One that is
+        registered with the first gradient runs before it.
+        """
+        first = roots if isinstance(roots, torch.Tensor) else next(iter(roots or ()), None)
+        if not isinstance(first, torch.Tensor) or first.grad_fn is None:
+            return False
+        engine = torch.autograd.Variable._execution_engine
+
+        def at_first_gradient(gradient: torch.Tensor) -> None:
+            handle.remove()  # the same loss may be differentiated again
+            engine.queue_callback(lambda: mark("backward"))
+
+        handle = first.register_hook(at_first_gradient)
+        return True
 
     def _scale(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

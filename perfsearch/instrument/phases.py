@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import threading
 
 from perfsearch.workers.measure import Clock
@@ -33,6 +31,7 @@ class Phases:
     def __init__(self, clock: Clock) -> None:
         self.in_threads = False
         self._clock = clock
+        self._last = ""
         self._thread = threading.get_ident()
         self._running: list[str] = []
         self._open: list[str] = []
@@ -41,15 +40,20 @@ class Phases:
 
     def mark(self, phase: str) -> None:
         """Note that ``phase`` ends here."""
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread and not self._ends_pass(phase):
             self.in_threads = True
             return
+        self._last = phase
         if self._running:
             phase = self._running[-1] if phase in _OF_WHOEVER_RUNS else phase
         elif self._open:
             self._names.update(dict.fromkeys(self._open, phase))
             self._open.clear()
         self._clock.mark(phase)
+
+    def _ends_pass(self, phase: str) -> bool:
+        """Whether the backward pass that the stepping thread waits for ends, in its own thread."""
+        return phase == "backward" and self._last == "forward"
 
     def end_step(self) -> None:
         """Note that a step ends with the phase that ended last."""
@@ -83,21 +87,3 @@ class Phases:
                 name = self._names.get(label, OTHER) if label.startswith("?") else label
                 named[-1][name] = named[-1].get(name, 0.0) + spent
         return seconds, named
-
-
-def means_ms(by_step: list[dict[str, float]]) -> dict[str, float]:
-    """Mean milliseconds a step of each phase."""
-    names = dict.fromkeys(name for phases in by_step for name in phases)
-    return {n: statistics.fmean(p.get(n, 0.0) for p in by_step) * 1e3 for n in names}
-
-
-def errors_ms(by_step: list[dict[str, float]]) -> dict[str, float]:
-    """Standard errors of those means, as evidence is named; none from a single step."""
-    if len(by_step) < 2:
-        return {}
-    names = dict.fromkeys(name for phases in by_step for name in phases)
-    return {
-        f"{n}_error_ms": statistics.stdev(p.get(n, 0.0) * 1e3 for p in by_step)
-        / math.sqrt(len(by_step))
-        for n in names
-    }

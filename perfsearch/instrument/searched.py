@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
-import statistics
 import time
 from typing import Any
 
 import torch
 
 from perfsearch.instrument.batches import BatchTape
-from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.optimizers import OPTIMIZER
 from perfsearch.instrument.orders import FIRST_LOSSES
-from perfsearch.instrument.phases import OTHER, Phases, errors_ms, means_ms
+from perfsearch.instrument.phases import OTHER, Phases
 from perfsearch.instrument.rewind import Rewinder
 from perfsearch.instrument.script import Script
 from perfsearch.instrument.sockets import socket_path
 from perfsearch.instrument.transfers import Transfers
 from perfsearch.workers import measure
 from perfsearch.workers.channel import Channel
+from perfsearch.workers.phases import phases_of
 
 _SITES = 5
 """Lines that wait for the device which are named."""
@@ -124,26 +124,28 @@ class Searched:
         transfers = self._transfers
         self._time(None)
         seconds, by_step = phases.read()
+        phases_ms, timing = phases_of(seconds, by_step)
         loaders = self._script.loaders
         pulls, samples, tokens = self._counted
         facts = self._script.facts()
-        evidence = {**errors_ms(by_step), "detailed_step_ms": 1e3 * statistics.fmean(seconds)}
+        timing["detailed_step_ms"] = timing["phases_step_ms"]
         sites: dict[str, float] = {}
         if transfers is not None:
-            evidence["sync_calls_per_step"] = sum(transfers.calls.values()) / len(seconds)
-            evidence["sync_wait_ms"] = 1e3 * transfers.seconds / len(seconds)
+            timing["sync_calls_per_step"] = sum(transfers.calls.values()) / len(seconds)
+            timing["sync_wait_ms"] = 1e3 * transfers.seconds / len(seconds)
             found = transfers.calls.most_common(_SITES)
             sites = {site: calls / len(seconds) for site, calls in found}
-        elif device.type == "cpu" and self._bounds(phases, facts):
-            evidence["with_everything_ms"] = evidence["detailed_step_ms"]
+        bounds = device.type == "cpu" and not phases.in_threads and not facts.why_unbounded()
         self._channel.send(
             {
                 "event": "window",
                 "step": self.steps,
                 "step_seconds": seconds,
-                "phases_ms": means_ms(by_step),
-                "evidence": evidence,
+                "phases_ms": phases_ms,
+                "timing": timing,
                 "sync_points": sites,
+                "bounds": bounds,
+                "waits_ms": [1e3 * phases.get("comm_exposed", math.nan) for phases in by_step],
                 "losses": [None if loss is None else float(loss) for loss in self._losses],
                 "pulls": loaders.pulls - pulls,
                 "samples": loaders.samples - samples,
@@ -155,15 +157,6 @@ class Searched:
             }
         )
         self._losses = []
-
-    @staticmethod
-    def _bounds(phases: Phases, facts: Facts) -> bool:
-        """Whether the phases bound what knobs that touch only one of them can give.
-
-        They do where each call works for itself alone, on the host: loader processes compete with
-        the passes for its processors, and a device hides what the host needs for a phase.
-        """
-        return not phases.in_threads and not facts.values.get("dataloader_workers")
 
     def _time(self, phases: Phases | None) -> None:
         """Have everything that is timed told to ``phases``, or to nobody."""

@@ -78,12 +78,15 @@ class TrainStep(ABC):
         job: what it trains.
         loader: how its data is loaded.
         compiles: whether its first steps compile, which is accounted for apart.
+        marks_communication: whether ``run`` marks ``comm_exposed`` after ``backward``: how long the
+            step waits for communication when everything is computed.
 
     """
 
     job: Job
     loader: LoaderOptions
     compiles: bool = False
+    marks_communication: bool = False
 
     @abstractmethod
     def run(self, next_batch: NextBatch, mark: Mark) -> torch.Tensor:
@@ -104,9 +107,6 @@ class TrainStep(ABC):
     def evidence(self) -> dict[str, float]:
         """Numbers for the diagnosis, in the unit that the name ends with."""
         return {}
-
-    def watch(self) -> None:  # noqa: B027 - a recipe may see no more than it always does
-        """From now on mark also ``comm_exposed``, after ``backward``, where that can be told."""
 
     def alone(self) -> AbstractContextManager[Any] | None:
         """Within it ``run`` exchanges no gradients; ``None`` where it cannot do without.

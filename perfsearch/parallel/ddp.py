@@ -41,7 +41,7 @@ class DdpStep(TrainStep):
         model = self.job.model
         if self.loader.channels_last:
             model.to(memory_format=torch.channels_last)
-        self._watched = False
+        self.marks_communication = True
         self._mode = str(configuration.get("compile_mode") or "none")
         self.compiles = self._mode != "none"
         if self.compiles:
@@ -72,7 +72,7 @@ class DdpStep(TrainStep):
         with torch.autocast(**self._autocast):
             loss = self.job.loss(self.net, batch)
         mark("forward")
-        run_backward(loss, mark, self._watched)
+        run_backward(loss, mark, self.marks_communication)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         mark("optimizer")
@@ -111,10 +111,6 @@ class DdpStep(TrainStep):
         asked = self._configuration.get("optimizer_implementation")
         return DEFAULT if asked in (None, DEFAULT) else implementation_of(self.optimizer)
 
-    def watch(self) -> None:
-        """Tell the backward pass's own work from what waits for its all-reduces."""
-        self._watched = True
-
     def alone(self) -> AbstractContextManager[Any]:
         """Leave out the all-reduces, and the copies into their buckets."""
         alone: AbstractContextManager[Any] = self.net.no_sync()
@@ -125,11 +121,7 @@ class DdpStep(TrainStep):
         data = self.net._get_ddp_logging_data()
         communication = float(data.get("avg_backward_comm_time", 0)) / 1e6
         overlap = float(data.get("avg_backward_compute_comm_overlap_time", 0)) / 1e6
-        return {
-            "comm_ms": communication,
-            "comm_overlapped_ms": overlap,
-            "comm_exposed_ms": max(0.0, communication - overlap),
-        }
+        return {"comm_ms": communication, "comm_overlapped_ms": overlap}
 
     def close(self) -> None:
         """Take the wrapper's hooks off the parameters, so that the model can be wrapped again.

@@ -64,7 +64,9 @@ class ZeroStep(TrainStep):
         self._steps = 0
         self._seen_batch: int | None = None
         self._forwards = 0
-        self._watched = self._alone = False
+        # in the other stages gathering waits all over the step, which only the kernels show
+        self.marks_communication = isinstance(self._wrapped, ReplicatedModel)
+        self._alone = False
         self._evidence: dict[str, float] = {}
 
     def run(self, next_batch: NextBatch, mark: Mark) -> torch.Tensor:
@@ -93,7 +95,7 @@ class ZeroStep(TrainStep):
                 self._wrapped.after_first_forward()
             mark("forward")
             scaled = loss / self._accumulation if self._accumulation > 1 else loss
-            run_backward(scaled, mark, self._watched and last)
+            run_backward(scaled, mark, self.marks_communication and last)
         return loss.detach()
 
     def _look(self) -> None:
@@ -125,13 +127,6 @@ class ZeroStep(TrainStep):
     def evidence(self) -> dict[str, float]:
         """GiB that lie on the device between steps, from the tensors and from the allocator."""
         return self._evidence
-
-    def watch(self) -> None:
-        """In stages 0 and 1 tell the backward pass's work from what waits for its all-reduces.
-
-        In the others gathering waits all over the step, which only the kernels show.
-        """
-        self._watched = isinstance(self._wrapped, ReplicatedModel)
 
     def alone(self) -> AbstractContextManager[Any] | None:
         """Leave out the all-reduces of stages 0 and 1."""

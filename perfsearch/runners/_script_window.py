@@ -138,6 +138,17 @@ def add_loss(start: Start, loss: float | None) -> None:
         start.losses.append(loss)
 
 
+def least_wait_ms(waits_ms: Sequence[Sequence[float]]) -> dict[str, float]:
+    """How long the rank that comes last to each step's communication waits; empty if unknown.
+
+    Args:
+        waits_ms: by rank and step; NaN where a step does not say.
+
+    """
+    least = statistics.fmean(min(of_ranks) for of_ranks in zip(*waits_ms, strict=True))
+    return {"comm_least_ms": least} if not math.isnan(sum(map(sum, waits_ms))) else {}
+
+
 def score(
     group: ScriptGroup,
     plan: Plan,
@@ -168,6 +179,7 @@ def score(
     facts = Facts(**messages[0]["facts"])
     start.facts, start.why_not_again = facts, messages[0]["why_not_again"]
     seconds = [max(times) for times in zip(*(m["step_seconds"] for m in messages), strict=True)]
+    least = least_wait_ms([m["waits_ms"] for m in messages])
     results = [
         {
             "status": "ok",
@@ -176,7 +188,7 @@ def score(
             "phases_ms": m["phases_ms"],
             "peaks": m["peaks"],
             "in_force": in_force(Facts(**m["facts"])),
-            "evidence": {},
+            "evidence": {**m["timing"], **least},
             "environment": {**m["place"], "loss_dtype": m["facts"].get("loss_dtype", "")},
         }
         for m in messages
@@ -190,18 +202,13 @@ def score(
     )
     for name, value in combine(results)["measurement"].items():
         setattr(measurement, name, value)
-    measurement.bottleneck_evidence.update(_evidence(messages))
+    if all(m["bounds"] for m in messages):
+        evidence = measurement.bottleneck_evidence
+        evidence["with_everything_ms"] = evidence["phases_step_ms"]
     if messages[0]["sync_points"]:
         measurement.environment["sync_points"] = messages[0]["sync_points"]
     measurement.first_losses = [v for v in start.losses or [] if math.isfinite(v)]
     return measurement
-
-
-def _evidence(messages: Sequence[Message]) -> dict[str, float]:
-    """What all ranks have timed beside the phases: of each number the largest."""
-    tables: list[dict[str, float]] = [m["evidence"] for m in messages]
-    names = [name for name in tables[0] if all(name in table for table in tables)]
-    return {name: max(table[name] for table in tables) for name in names}
 
 
 __all__ = ["EndedError", "ScriptGone", "Start", "receive_steps", "score", "settle"]

@@ -76,11 +76,5 @@ class Wishes:
 
 def _why_unbounded(on_gpu: bool, facts: Facts | None) -> str:
     """Why a script's phases do not bound what knobs can give; empty where they do."""
-    if on_gpu:
-        return "on a GPU its phases do not bound what knobs can give, as the host works ahead"
-    if facts is not None and facts.values.get("dataloader_workers"):
-        return (
-            "its phases do not bound what knobs can give, as processes of its DataLoader compete "
-            "with them"
-        )
-    return ""
+    why = "its host works ahead of the GPU" if on_gpu else facts.why_unbounded() if facts else ""
+    return f"its phases do not bound what knobs can give, as {why}" if why else ""

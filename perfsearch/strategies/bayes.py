@@ -151,7 +151,7 @@ class Bayes(Strategy):
         known = len(self._record.trials) + len(self._record.outstanding)
         self.expected_gain = None
         measured = len(self._record.measured())
-        if measured < 2 or (known < self._initial and self._share() < _TRUSTED):
+        if measured < 2 or (known < self._initial and not self._knows_enough()):
             first = self._first(start, known)
             if first is not None:
                 self._asked += 1
@@ -226,6 +226,13 @@ class Bayes(Strategy):
         error = np.array([t.cost_error or 0.0 for t in measured])
         rows = with_nulls_apart(self.space, self.space.encode(points))
         return self._belief.share(rows, logs, error)
+
+    def _knows_enough(self) -> bool:
+        """Whether an earlier search replaces the first trials: one of the runner's own is made."""
+        starts = [self.space.canonical(point) for point in self.hints.starts]
+        starts = [point for point in starts if self.space.feasible(point)]
+        untried = bool(starts) and not any(self._record.taken(point) for point in starts)
+        return self._share() >= _TRUSTED and not untried
 
     def _start(self) -> dict[str, Value] | None:
         """The baseline as a configuration of this space, where it is one."""

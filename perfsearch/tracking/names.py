@@ -114,8 +114,8 @@ def trial_metrics(trial: Trial) -> dict[str, float]:
     metrics.update({f"step_time/{k}": v for k, v in step_time_summary(found.step_seconds).items()})
     if found.step_seconds and found.step_time_s > 0:
         metrics.update(_throughput(found))
-        # phases of a close look have a window of their own
-        step_ms = found.bottleneck_evidence.get("detailed_step_ms") or found.step_time_s * 1e3
+        # the step that the phases are of, which in a close look have a window of their own
+        step_ms = found.bottleneck_evidence.get("phases_step_ms") or found.step_time_s * 1e3
         metrics.update({f"timing_share/{k}": v / step_ms for k, v in found.phases_ms.items()})
     metrics.update({f"timing/{phase}_ms": v for phase, v in found.phases_ms.items()})
     metrics.update(

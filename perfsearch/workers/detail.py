@@ -23,6 +23,7 @@ from perfsearch.metrics.kernels import DeviceTime, device_time
 from perfsearch.parallel.base import NextBatch, TrainStep
 from perfsearch.workers import measure
 from perfsearch.workers.messages import TrialRequest, trace_file
+from perfsearch.workers.phases import least_wait, phases_of
 from perfsearch.workers.sync_points import SyncWatch
 
 MOST_STEPS = 10
@@ -79,6 +80,11 @@ def look_closely(
         step.run(feed, _no_mark)
     details = Details(environment={"detailed_steps": [first, first + count - 1]})
     guard = Guard()
+    if request.begin_step is not None and first > request.begin_step:
+        guard.missing(
+            f"steps from metrics.begin_step={request.begin_step} on",
+            f"{steps_before} were over before the look; {first} to {first + count - 1} were seen",
+        )
     _phases(step, feed, count, details)
     if feed.device.type == "cuda" or request.trace:
         traced = _traced(step, feed, request, guard)
@@ -100,12 +106,13 @@ def look_closely(
 def steps_to_watch(request: TrialRequest, step_s: float, steps_before: int) -> tuple[int, int]:
     """The first step to look at, counted from 1 at the trial's start, and how many.
 
-    Those that have been run already are over: the asked-for range begins after them at the
-    earliest, and holds at least one step.
+    Those that have been run already are over: an asked-for range that begins among them is moved
+    behind them, and stays as long as it is.
     """
-    first = max(steps_before + 1, request.begin_step or 0)
+    begin = request.begin_step or 0
+    first = max(steps_before + 1, begin)
     if request.end_step is not None:
-        return first, max(1, request.end_step - first + 1)
+        return first, max(1, request.end_step - max(1, begin) + 1)
     return first, measure.steps_to_fill(request.scored_seconds, step_s, (LEAST_STEPS, MOST_STEPS))
 
 
@@ -145,19 +152,11 @@ def _seconds(step: TrainStep, feed: Feed, source: NextBatch, count: int) -> list
 
 
 def _phases(step: TrainStep, feed: Feed, count: int, details: Details) -> None:
-    step.watch()
     watch = SyncWatch()
     seconds, by_step = _window(step, feed, feed, count, watch).read_steps()
-    for name in dict.fromkeys(name for phases in by_step for name in phases):
-        spent = [phases.get(name, 0.0) * 1e3 for phases in by_step]
-        details.phases_ms[name] = statistics.fmean(spent)
-        if count > 1:
-            details.evidence[f"{name}_error_ms"] = statistics.stdev(spent) / math.sqrt(count)
-    details.evidence["detailed_step_ms"] = statistics.fmean(seconds) * 1e3
-    waits = [phases["comm_exposed"] for phases in by_step if "comm_exposed" in phases]
-    if len(waits) == count:  # on all ranks alike
-        least = measure.slowest([-wait for wait in waits], feed.device)
-        details.evidence["comm_least_ms"] = -statistics.fmean(least) * 1e3
+    details.phases_ms, evidence = phases_of(seconds, by_step)
+    details.evidence.update(evidence, **least_wait(by_step, feed.device))
+    details.evidence["detailed_step_ms"] = evidence["phases_step_ms"]
     if feed.device.type != "cpu":
         details.evidence["sync_calls_per_step"] = sum(watch.calls.values()) / count
         details.evidence["sync_wait_ms"] = watch.seconds * 1e3 / count
@@ -211,6 +210,7 @@ def _traced(step: TrainStep, feed: Feed, request: TrialRequest, guard: Guard) ->
         activities.append(ProfilerActivity.CPU)
     profiler = profile(activities=activities)
     guard.read("profiler", profiler.start)
+    measure.slowest([0.0], feed.device)  # ranks take unlike long to start it, and wait in no step
     for _ in range(PROFILED_STEPS):
         step.run(feed, _no_mark)
     measure.synchronize(feed.device)

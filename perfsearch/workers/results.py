@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+_MEANS = {"phases_step_ms", "detailed_step_ms"}
+"""Evidence that is averaged over ranks, as phases are; of everything else the largest counts."""
+
 
 def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One measurement of all ranks: mean phases, the largest peak, rank 0's settings.
@@ -26,8 +29,12 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     evidence.update(_stragglers(by_rank))
     if "allocator_retries" in peaks:
         evidence["allocator_retries"] = peaks.pop("allocator_retries")
-    if "counted_flops" in evidence:
-        evidence["counted_flops"] = sum(r["evidence"]["counted_flops"] for r in results)
+    for name in _MEANS & evidence.keys():
+        evidence[name] = sum(r["evidence"].get(name) or 0.0 for r in results) / len(results)
+    if evidence.pop("counted_flops", None) is not None:
+        counted = [r["evidence"].get("counted_flops") for r in results]
+        if all(counted):  # where one rank could not count, nobody knows
+            evidence["counted_flops"] = sum(counted)
     known = [phases["comm_exposed"] for phases in by_rank if "comm_exposed" in phases]
     if len(known) < len(by_rank):  # a profiler that failed on one rank: all as if nobody knew
         by_rank = [dict(r["phases_ms"]) for r in results]
@@ -62,11 +69,10 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _apart(phases_ms: dict[str, float], evidence: dict[str, float | None]) -> dict[str, float]:
     """A rank's phases with communication beside the passes that it lies in.
 
-    Where the steps were marked so it is there already; else DDP or a profiler knows how long it is.
+    Where the steps were marked so it is there already; else a profiler knows how long it is.
     """
     phases = dict(phases_ms)
-    exposed = evidence.get("comm_exposed_ms")
-    exposed = evidence.get("device_exposed_ms") if exposed is None else exposed
+    exposed = evidence.get("device_exposed_ms")
     if exposed is None or "comm_exposed" in phases:
         return phases
     taken = 0.0
@@ -101,9 +107,9 @@ def _environment(
     ranks = []
     for result, phases in zip(results, by_rank, strict=True):
         entry = {k: v for k, v in result["environment"].items() if k in ("host", "device")}
+        entry["step_ms"] = result["evidence"].get("phases_step_ms")
         if "detailed_steps" in common:
             entry["phases_ms"] = phases
-            entry["step_ms"] = result["evidence"].get("detailed_step_ms")
         ranks.append(entry)
     return {**common, "ranks": ranks}
 

@@ -17,6 +17,7 @@ from perfsearch.workers import measure
 from perfsearch.workers.detail import look_closely, most_steps
 from perfsearch.workers.loader import make_loader, to_device
 from perfsearch.workers.messages import LOOKING, TrialRequest
+from perfsearch.workers.phases import least_wait, phases_of
 from perfsearch.workers.trainer import Trainer
 
 FIRST_LOSSES = 5
@@ -151,7 +152,9 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
             losses.append(loss)
     measure.synchronize(device)
     peaks = measure.read_peaks(device)
-    seconds, phases = clock.read()
+    seconds, by_step = clock.read_steps()
+    phases_ms, timing = phases_of(seconds, by_step)
+    timing.update(least_wait(by_step, device))
     agreed["step_seconds"] = measure.slowest(seconds, device)
     values = measure.mean_over_ranks(torch.stack([*losses, loss]))
     agreed["first_losses"] = values[:-1]
@@ -162,10 +165,10 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     result = RankResult(
         "ok",
         agreed=agreed,
-        phases_ms={phase: s * 1e3 for phase, s in phases.items()},
+        phases_ms=phases_ms,
         peaks=peaks,
         in_force={**feed.in_force, **step.in_force()},
-        evidence={**step.evidence(), **on_host},
+        evidence={**step.evidence(), **on_host, **timing},
         environment={"loss_dtype": str(loss.dtype).removeprefix("torch.")},
     )
     if request.recipe_options.get("survive"):

@@ -89,6 +89,30 @@ def test_the_loss_of_a_step_is_the_sum_of_its_backward_passes(losses):
     assert marks == ["forward", "backward"] * 3
 
 
+def test_what_a_backward_pass_waits_for_is_told_apart(alone):
+    made, marks = Losses(lambda: True), []
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+
+    def average(state, bucket):
+        marks.append("summed")
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    net.register_comm_hook(None, average)
+    made.mark = marks.append
+    try:
+        loss = net(torch.ones(2, 4)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        leaf = torch.ones(1, requires_grad=True)
+        leaf.backward(torch.ones(1))
+    finally:
+        made.undo()
+    step = ["forward", "summed", "backward", "comm_exposed"]
+    assert marks == [*step, "forward", "backward", "comm_exposed", "forward", "backward"]
+
+
 def test_a_scaled_loss_counts_as_it_was(losses):
     weight = torch.nn.Parameter(torch.ones(1))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from perfsearch.instrument.phases import Phases, errors_ms, means_ms
+from perfsearch.instrument.phases import Phases
 from perfsearch.workers.measure import HostClock
 
 
@@ -133,8 +133,14 @@ def test_other_threads_are_not_timed(stage):
     assert stage.read() == [{"other": 1, "optimizer": 0}]
 
 
-def test_means_and_their_errors_are_over_steps():
-    by_step = [{"forward": 0.001, "other": 0.004}, {"forward": 0.003}]
-    assert means_ms(by_step) == pytest.approx({"forward": 2.0, "other": 2.0})
-    assert errors_ms(by_step) == pytest.approx({"forward_error_ms": 1.0, "other_error_ms": 2.0})
-    assert errors_ms(by_step[:1]) == {}
+def test_the_backward_pass_may_end_in_a_thread_of_its_own(stage):
+    def computed():
+        stage.work(2).mark("backward")
+
+    stage.work(1).mark("forward")
+    thread = threading.Thread(target=computed)
+    thread.start()
+    thread.join()
+    stage.work(4).mark("comm_exposed").end()
+    assert not stage.phases.in_threads
+    assert stage.read() == [{"forward": 1, "backward": 2, "comm_exposed": 4, "optimizer": 0}]

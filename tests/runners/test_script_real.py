@@ -68,9 +68,14 @@ def test_configurations_are_tried_inside_one_start_and_across_starts(bench):
     assert first.measurement.samples_per_step == 16
     assert len(first.measurement.first_losses) == 5
     assert first.measurement.world_size == 2
-    assert {"forward", "backward", "optimizer", "dataloader_next"} <= set(
-        first.measurement.phases_ms
-    )
+    phases = first.measurement.phases_ms
+    assert set(phases) >= {
+        "dataloader_next", "forward", "backward", "comm_exposed", "rank_wait", "optimizer"
+    }  # fmt: skip
+    evidence = first.measurement.bottleneck_evidence
+    assert sum(phases.values()) == pytest.approx(evidence["phases_step_ms"], rel=0.03)
+    assert phases["comm_exposed"] <= evidence["comm_least_ms"] + 1e-9
+    assert "forward_error_ms" in evidence
     start = runner._runs.group
     for changes in (
         {"bucket_cap_mb": 1.0, "gradient_as_bucket_view": True},

@@ -147,6 +147,25 @@ def test_the_earlier_best_comes_first_and_then_the_next_until_one_runs() -> None
     assert strategy.ask() == costs[2][0]
 
 
+def test_what_the_runner_would_try_first_is_tried_however_much_is_believed() -> None:
+    space = mixed_space()
+    points = sorted(space.listed() or [], key=lambda p: cost_of(space, p))
+    costs = [(dict(p), math.log(cost_of(space, p))) for p in points[::2]]
+    starts = (points[-1], points[-3])
+    hints = Hints(baseline_of(space), starts=starts, earlier=earlier_of(costs))
+    strategy = Bayes(space, hints, 0)
+    strategy.tell(ended(0, baseline_of(space), cost_of(space, baseline_of(space))))
+    asked = []
+    for number in range(1, 5):
+        point = strategy.ask()
+        assert point is not None
+        asked.append(point)
+        strategy.tell(ended(number, point, cost_of(space, point)))
+    assert asked[:2] == [costs[0][0], points[-1]]
+    assert strategy._share() >= 0.5
+    assert points[-3] not in asked
+
+
 def test_it_is_never_a_trial() -> None:
     """What the earlier search found is proposed like anything else, and counts for nothing."""
     space = mixed_space()

@@ -61,7 +61,7 @@ class SimulatedStep(TrainStep):
 
     def __init__(self, world: World, costs: Costs) -> None:
         self._world, self._costs = world, costs
-        self._watched, self._alone = False, False
+        self._alone = False
         self.job = SimpleNamespace(flops_per_sample=1.0)
 
     def run(self, next_batch: Any, mark: Any) -> torch.Tensor:
@@ -71,19 +71,15 @@ class SimulatedStep(TrainStep):
             loss.item()
         mark("forward")
         self._world.spend(self._costs.backward)
-        if self._watched:
-            mark("backward")
+        mark("backward")
         self._world.spend(0.0 if self._alone else self._costs.communication)
-        mark("comm_exposed" if self._watched else "backward")
+        mark("comm_exposed")
         self._world.spend(self._costs.optimizer)
         mark("optimizer")
         return loss
 
     def in_force(self) -> dict[str, Any]:
         return {}
-
-    def watch(self) -> None:
-        self._watched = True
 
     @contextmanager
     def alone(self) -> Iterator[None]:

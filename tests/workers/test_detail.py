@@ -55,8 +55,17 @@ def test_the_score_and_the_next_trial_know_nothing_of_it(trainer):
     assert before.agreed["first_losses"] == looked_at.agreed["first_losses"]
     assert before.agreed["first_losses"] == after.agreed["first_losses"]
     assert len(looked_at.agreed["step_seconds"]) == 4
-    assert "comm_exposed" not in before.phases_ms
-    assert "comm_exposed" not in after.phases_ms
+    assert "detailed_step_ms" not in before.evidence
+    assert "detailed_step_ms" not in after.evidence
+
+
+def test_phases_of_a_light_trial_sum_to_the_step_and_have_an_error(trainer):
+    found = run_trial(trainer, LIGHT)
+    assert sum(found.phases_ms.values()) == pytest.approx(
+        found.evidence["phases_step_ms"], rel=0.03
+    )
+    assert set(found.phases_ms) >= {"backward", "comm_exposed", "optimizer"}
+    assert all(f"{phase}_error_ms" in found.evidence for phase in found.phases_ms)
 
 
 def test_operations_are_counted_where_the_job_states_none(trainer, monkeypatch):

@@ -66,10 +66,13 @@ def test_phases_sum_to_the_step(monkeypatch):
     [
         ({}, [12, 21]),
         ({"begin_step": 20, "end_step": 24}, [20, 24]),
-        ({"begin_step": 3, "end_step": 14}, [12, 14]),
-        ({"end_step": 5}, [12, 12]),
+        ({"begin_step": 3, "end_step": 14}, [12, 23]),
+        ({"end_step": 5}, [12, 16]),
     ],
 )
 def test_a_step_range_begins_after_the_scored_steps(monkeypatch, asked, steps):
     job = measured(monkeypatch, Costs(), **asked)
     assert job.environment["detailed_steps"] == steps
+    moved = "begin_step" in asked and asked["begin_step"] < steps[0]
+    said = job.environment.get("unsupported", {})
+    assert ("steps from metrics.begin_step=3 on" in said) == moved

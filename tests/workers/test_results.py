@@ -9,7 +9,7 @@ def rank_result(**changes):
         "phases_ms": {"forward": 2.0, "backward": 4.0},
         "peaks": {"peak_allocated_gib": 1.0, "peak_reserved_gib": None},
         "in_force": {"static_graph": False},
-        "evidence": {"comm_exposed_ms": 1.0},
+        "evidence": {"device_exposed_ms": 1.0, "phases_step_ms": 8.0},
         "environment": {"host": "a", "device": "cpu"},
     }
     return {**result, **changes}
@@ -64,3 +64,12 @@ def test_a_profiler_that_fails_on_one_rank_leaves_the_trial_its_score():
     for results in ([known, rank_result(evidence={})], [rank_result(evidence={}), known]):
         made = combine(results)["measurement"]
         assert made["phases_ms"] == {"forward": 2.0, "backward": 4.0}
+
+
+def test_operations_that_one_rank_could_not_count_are_left_out():
+    counted = rank_result(evidence={"counted_flops": 3.0, "phases_step_ms": 4.0})
+    both = combine([counted, counted])["measurement"]["bottleneck_evidence"]
+    assert both["counted_flops"] == 6.0
+    one = combine([counted, rank_result()])["measurement"]["bottleneck_evidence"]
+    assert "counted_flops" not in one
+    assert one["phases_step_ms"] == 6.0
