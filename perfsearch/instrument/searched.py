@@ -16,9 +16,11 @@ from perfsearch.instrument.phases import OTHER, Phases
 from perfsearch.instrument.rewind import Rewinder
 from perfsearch.instrument.script import Script
 from perfsearch.instrument.sockets import socket_path
+from perfsearch.instrument.tracing import Trace
 from perfsearch.instrument.transfers import Transfers
 from perfsearch.workers import measure
 from perfsearch.workers.channel import Channel
+from perfsearch.workers.messages import trace_file
 from perfsearch.workers.phases import phases_of
 
 _SITES = 5
@@ -52,10 +54,12 @@ class Searched:
 
     def __init__(self, script: Script, directory: str, rank: int) -> None:
         self.steps = 0
+        self._rank = rank
         self._script = script
         self._rewinder = Rewinder(script, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._phases: Phases | None = None
         self._transfers: Transfers | None = None
+        self._trace: Trace | None = None
         self._left = 0
         self._losses: list[torch.Tensor | None] = []
         self._counted = (0, 0, 0)
@@ -94,6 +98,12 @@ class Searched:
             if self._left:
                 return
             self._tell_window(self._phases)
+        elif self._trace is not None:
+            self._trace.left -= 1
+            if self._trace.left:
+                return
+            reason, self._trace = self._trace.stop(), None
+            self._channel.send({"event": "traced", "step": self.steps, "reason": reason})
         else:
             device = self._device
             measure.synchronize(device)
@@ -181,6 +191,10 @@ class Searched:
                     return
                 case "score":
                     self._score(int(order["count"]))
+                    return
+                case "trace":
+                    file = trace_file(order["directory"], self._rank)
+                    self._trace = Trace(file, self._device, int(order["count"]))
                     return
                 case "keep":
                     reason = self._rewinder.take()

@@ -12,7 +12,7 @@ from perfsearch.search.narrow import is_auto
 if TYPE_CHECKING:
     from perfsearch.config import Settings
 
-_WINDOW = "its phases are timed in the scored steps of every trial, and no steps follow them"
+_WINDOW = "its phases are timed in the scored steps of every trial, and looked at nowhere else"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,6 @@ class Wishes:
         lost: dict[str, str] = {}
         if self.metrics.detail == "full":
             lost["metrics.detail=full"] = _WINDOW
-        if self.metrics.trace:
-            lost["metrics.trace=true"] = f"{_WINDOW}. Call torch.profiler in the script itself"
         for name in ("begin_step", "end_step"):
             step = getattr(self.metrics, name)
             if step is not None:

@@ -1,5 +1,6 @@
 """``perfsearch-run --profile``: an unchanged script in real processes, measured and explained."""
 
+import gzip
 import importlib.util
 import json
 from pathlib import Path
@@ -42,7 +43,7 @@ def check(measurement, phase):
     [("loader", "dataloader_next"), ("scheduler", "step_lr_schedulers"), ("own", "other")],
 )
 def test_a_script_is_profiled_and_nothing_is_searched(place, phase, tmp_path):
-    measurement, told = profile(tmp_path, place, "metrics.trace=true")
+    measurement, told = profile(tmp_path, place, "metrics.trace=true", "metrics.end_step=9")
     check(measurement, phase)
     assert measurement["world_size"] == 2
     findings = "\n".join(measurement["environment"]["findings"])
@@ -50,7 +51,12 @@ def test_a_script_is_profiled_and_nothing_is_searched(place, phase, tmp_path):
     assert f"what holds it back:\n- {findings.splitlines()[0]}" in told
     assert "what there is to gain" not in told  # of a wrapped model that is not known
     assert "nothing searched" in told
-    assert "warning: metrics.trace=true has no effect on this script" in told
+    assert "warning: metrics.end_step=9 has no effect on this script" in told
+    traces = sorted((tmp_path / "run" / "trace" / "baseline").glob("rank*.trace.json.gz"))
+    assert [trace.name[:5] for trace in traces] == ["rank0", "rank1"]
+    seen = json.loads(gzip.decompress(traces[1].read_bytes()))["traceEvents"]
+    steps = [e for e in seen if str(e.get("name", "")).startswith("Optimizer.step#AdamW")]
+    assert len(steps) in (2, 3)  # it begins in the midst of one
     assert not (tmp_path / "run" / "best").exists()
 
 

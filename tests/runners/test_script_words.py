@@ -3,6 +3,7 @@
 import re
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from perfsearch.runners import _script_export
 from perfsearch.runners._script_failures import outcome, require_ranks_together
 from perfsearch.runners._script_group import ScriptGone, ScriptGroup
 from perfsearch.runners._script_options import ScriptOptions
+from perfsearch.runners._script_runs import Runs
 from perfsearch.runners._script_window import EndedError, Start, receive_steps, score
 from perfsearch.runners._script_wishes import Wishes
 from perfsearch.runners.base import Plan
@@ -218,6 +220,24 @@ def test_a_profile_is_a_search_in_its_mode(tmp_path, monkeypatch):
         search(split(["--profile", "--nnodes=2", str(script)]))
 
 
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"event": "traced", "reason": ""}] * 2, "^$"),
+        ([{"event": "traced", "reason": ""}, {"event": "traced", "reason": "no CUPTI"}], "CUPTI"),
+        ([{"event": "traced", "reason": ""}, {"event": "ended"}], "ended before 3 more steps"),
+        (ScriptGone(2.0), "the time for them was over"),
+        (ScriptGone(), "and it failed"),
+    ],
+)
+def test_what_kept_a_trace_from_being_made_is_told(messages, says):
+    group = Group(messages=[] if isinstance(messages, ScriptGone) else messages)
+    if isinstance(messages, ScriptGone):
+        group.receive = Mock(side_effect=messages)
+    assert re.search(says, Runs._trace(group, Plan(number=4), deadline=0.0))
+    assert group.told["count"] == 3 and Path(group.told["directory"]).is_absolute()
+
+
 FACTS = {"values": {"dataloader_workers": 0}}
 
 
@@ -236,10 +256,10 @@ FACTS = {"values": {"dataloader_workers": 0}}
             ["runner.knobs=auto .*processes of its", "objective.min_gain=0.1 .*processes of its"],
         ),
         (
-            {"metrics": MetricsSettings(detail="full", begin_step=5, end_step=9, trace=True)},
+            {"metrics": MetricsSettings(detail="full", begin_step=5, end_step=9)},
             False,
             None,
-            ["metrics.detail=full ", "metrics.trace=true ", "metrics.begin_step=5 ", "end_step=9 "],
+            ["metrics.detail=full ", "metrics.begin_step=5 ", "metrics.end_step=9 "],
         ),
     ],
 )
