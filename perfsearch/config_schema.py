@@ -144,7 +144,8 @@ class MetricsSettings:
             that are scored; ``full`` at those of every trial.
         begin_step: first step of the close look, counted from 1 at a trial's start; ``null`` is the
             first after the scored ones, which is also the earliest.
-        end_step: last step of the close look; ``null`` is ten steps or fewer.
+        end_step: last step of the close look; ``null`` is ten steps or fewer. A range that begins
+            earlier than it can is moved, and stays as long.
         trace: keep a Chrome trace of a few steps of the baseline and the best.
         thresholds: when the rules of the diagnosis fire.
 

@@ -34,6 +34,7 @@ class ThresholdSettings(Thresholds):
     device_busy: float = _share(Thresholds.device_busy)
     sync_wait: float = _share(Thresholds.sync_wait)
     optimizer: float = _share(Thresholds.optimizer)
+    other: float = _share(Thresholds.other)
     compute: float = _share(Thresholds.compute)
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ class Losses:
         self.mark: Callable[[str], None] | None = None
         self.keeping = True
         self.dtype = ""
+        self._inside = False
         self._parts: list[torch.Tensor] = []
         self._unscaled: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._undo = (
@@ -45,36 +46,51 @@ class Losses:
     def _backward(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        roots = args[0] if args else kwargs.get("tensors")
-        mark = self.mark
+        if self._inside:  # a pass inside a pass, as reentrant checkpointing makes it
+            return original(*args, **kwargs)
+        given = args[0] if args else kwargs.pop("tensors", None)
+        single = isinstance(given, torch.Tensor | torch.autograd.graph.GradientEdge)
+        roots = (given,) if single else tuple(given or ())
+        rest, mark = args[1:], self.mark
         if mark is not None:
             mark("forward")
         if self.keeping:
             self._keep(roots)
-        waits = mark is not None and self._waits() and self._mark_computed(roots, mark)
-        result = original(*args, **kwargs)
+        marked: list[bool] = []
+        if mark is not None and self._waits():
+            self._mark_computed(roots, mark, marked)
+        self._inside = True
+        try:
+            result = original(roots, *rest, **kwargs)
+        finally:
+            self._inside = False
         if mark is not None:
-            mark("comm_exposed" if waits else "backward")
+            mark("comm_exposed" if marked else "backward")
         return result
 
     @staticmethod
-    def _mark_computed(roots: Any, mark: Callable[[str], None]) -> bool:
-        """Have ``backward`` marked when the pass has computed everything; whether that is possible.
+    def _mark_computed(
+        roots: tuple[Any, ...], mark: Callable[[str], None], marked: list[bool]
+    ) -> None:
+        """Have ``backward`` marked when the pass has computed everything, and noted in ``marked``.
 
         The wrapper waits in a callback that it registers with the last gradient. One that is
         registered with the first gradient runs before it.
         """
-        first = roots if isinstance(roots, torch.Tensor) else next(iter(roots or ()), None)
+        first = roots[0] if roots else None
         if not isinstance(first, torch.Tensor) or first.grad_fn is None:
-            return False
+            return
         engine = torch.autograd.Variable._execution_engine
+
+        def computed() -> None:
+            mark("backward")
+            marked.append(True)
 
         def at_first_gradient(gradient: torch.Tensor) -> None:
             handle.remove()  # the same loss may be differentiated again
-            engine.queue_callback(lambda: mark("backward"))
+            engine.queue_callback(computed)
 
         handle = first.register_hook(at_first_gradient)
-        return True
 
     def _scale(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -85,8 +101,10 @@ class Losses:
             self._unscaled[scaled] = plain.detach()
         return scaled
 
-    def _keep(self, roots: Any) -> None:
-        for root in [roots] if isinstance(roots, torch.Tensor) else list(roots or ()):
+    def _keep(self, roots: tuple[Any, ...]) -> None:
+        for root in roots:
+            if not isinstance(root, torch.Tensor):
+                continue
             loss = self._unscaled.get(root, root)
             if loss.numel() == 1 and len(self._parts) < _MOST_BACKWARDS:
                 self.dtype = str(loss.dtype).removeprefix("torch.")

@@ -2,7 +2,9 @@
 
 A part's bound is what the step would take less if the part took nothing (computing: if the devices
 reached their peak). Where the ranks ran steps without a part, the difference is taken, as a part
-may also slow down others that it overlaps with; two standard errors are added.
+may also slow down others that it overlaps with; two standard errors are added. On a GPU a part may
+also keep the host, and the device then idles in another phase: what the device idles is added to
+the bound of each part that no steps were run without.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ REST = "rest"
 
 PARTS = (LOADING, COMMUNICATION, OPTIMIZER, COMPUTING, REST)
 """Parts of a step that together are all of it; ``rest`` is what no phase covers."""
+
+_NAMED = 3
+
+_PASSES = ("forward", "backward")
 
 _EVERYTHING = PARTS
 _SHARDING = (COMMUNICATION, OPTIMIZER, COMPUTING)
@@ -62,12 +68,14 @@ class Bound:
         part: of the step.
         share: of the step that would go, from 0 to 1; 1 where the timings do not bound it.
         evidence: what it rests on, in numbers.
+        idle: what of ``share`` is the device's idling, which several parts have in common.
 
     """
 
     part: str
     share: float
     evidence: str
+    idle: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -117,7 +125,16 @@ def bound_of(found: Sequence[Bound], knobs: Iterable[Knob]) -> float | None:
     if not found:
         return None
     names = searched(knobs)
-    return gain_of(min(1.0, sum(bound.share for bound in found if names[bound.part])))
+    moved = [bound for bound in found if names[bound.part]]
+    idle = max((bound.idle for bound in moved), default=0.0)
+    return gain_of(min(1.0, sum(bound.share - bound.idle for bound in moved) + idle))
+
+
+def in_short(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - _NAMED
+    listed = ", ".join(names[:_NAMED])
+    return f"{listed} and {more} more" if more > 0 else listed
 
 
 def _share(ms: float, step_ms: float) -> float:
@@ -150,14 +167,33 @@ def _saved(measurement: Measurement, part: str) -> tuple[float, str] | None:
     return _share(saved + error, step_ms), words
 
 
+def _idle_ms(measurement: Measurement) -> float:
+    """What the idlest device idles in a step, while its host launches; 0 where none was watched."""
+    step_ms = _detailed_ms(measurement)
+    evidence = measurement.bottleneck_evidence
+    busy_ms = evidence.get("device_busy_least_ms", evidence.get("device_busy_ms", step_ms))
+    return max(0.0, step_ms - busy_ms)
+
+
+def _bound(measurement: Measurement, part: str, ms: float, words: str, hidden: bool) -> Bound:
+    """A bound from milliseconds of a step, with what the device idles where it may be ``hidden``.
+
+    The part may keep the host longer than its phase on the device says.
+    """
+    step_ms = _detailed_ms(measurement)
+    share = _share(ms, step_ms)
+    idle_ms = _idle_ms(measurement) if hidden else 0.0
+    if idle_ms <= 0:
+        return Bound(part, share, words)
+    words += f", and the device idles {idle_ms:.2f} ms, in which it may keep the host"
+    whole = _share(ms + idle_ms, step_ms)
+    return Bound(part, whole, words, whole - share)
+
+
 def _loading(measurement: Measurement) -> Bound:
     ms, error_ms = _phase(measurement, "dataloader_next", "to_device")
-    share = _share(ms + 2 * error_ms, _detailed_ms(measurement))
     words = f"waiting for batches and copying them takes {_of(measurement, ms)}"
-    saved = _saved(measurement, LOADING)
-    if saved is not None:
-        share, words = max(share, saved[0]), f"{words}, and {saved[1]}"
-    return Bound(LOADING, share, words)
+    return _with_saved(measurement, LOADING, ms + 2 * error_ms, words)
 
 
 def _communication(measurement: Measurement) -> Bound:
@@ -167,31 +203,56 @@ def _communication(measurement: Measurement) -> Bound:
         return Bound(COMMUNICATION, 1.0, "its waiting cannot be told from computing here")
     _, error_ms = _phase(measurement, "comm_exposed")
     ms = exposed_ms or 0.0
-    share = _share(ms + 2 * error_ms, _detailed_ms(measurement))
     words = f"{_of(measurement, ms)} wait for it"
-    if saved is not None:
-        share, words = max(share, saved[0]), f"{words}, and {saved[1]}"
-    return Bound(COMMUNICATION, share, words)
+    return _with_saved(measurement, COMMUNICATION, ms + 2 * error_ms, words)
+
+
+def _with_saved(measurement: Measurement, part: str, ms: float, words: str) -> Bound:
+    """A bound from a phase, and from steps without the part where there were any."""
+    saved = _saved(measurement, part)
+    bound = _bound(measurement, part, ms, words, hidden=saved is None)
+    if saved is None:
+        return bound
+    return Bound(part, max(bound.share, saved[0]), f"{words}, and {saved[1]}")
 
 
 def _optimizer(measurement: Measurement) -> Bound:
     ms, error_ms = _phase(measurement, "optimizer")
-    share = _share(ms + 2 * error_ms, _detailed_ms(measurement))
-    return Bound(OPTIMIZER, share, f"it takes {_of(measurement, ms)}")
+    words = f"it takes {_of(measurement, ms)}"
+    return _bound(measurement, OPTIMIZER, ms + 2 * error_ms, words, hidden=True)
 
 
 def _computing(measurement: Measurement) -> Bound:
     """What the passes take, and what ranks wait for one another, since they differ in that, too."""
-    ms, error_ms = _phase(measurement, "forward", "backward")
-    peak = measurement.environment.get("peak_flops_per_s")
+    ms, error_ms = _phase(measurement, *_PASSES)
     words = f"forward and backward take {_of(measurement, ms)}"
-    most_ms = ms + 2 * error_ms + measurement.phases_ms.get("rank_wait", 0.0)
+    wait_ms = measurement.phases_ms.get("rank_wait", 0.0)
+    most_ms = _passes_and_waits_ms(measurement) + 2 * error_ms
+    peak = measurement.environment.get("peak_flops_per_s")
     if peak and measurement.flops_per_step:
         ideal_ms = measurement.flops_per_step / measurement.world_size / peak * 1e3
         precision = measurement.environment.get("precision", "")
         words += f", {ideal_ms:.2f} ms at the devices' peak in {precision}"
         most_ms -= ideal_ms
-    return Bound(COMPUTING, _share(most_ms, _detailed_ms(measurement)), words)
+    if wait_ms > 0:
+        words += f", and ranks wait {wait_ms:.2f} ms for one another"
+    return _bound(measurement, COMPUTING, max(0.0, most_ms), words, hidden=True)
+
+
+def _passes_and_waits_ms(measurement: Measurement) -> float:
+    """Milliseconds of the passes and of waiting for other ranks, where they are longest together.
+
+    A rank with long passes is waited for, and so waits less itself.
+    """
+    phases = measurement.phases_ms
+    most_ms = sum(phases.get(name, 0.0) for name in (*_PASSES, "rank_wait"))
+    for rank in measurement.environment.get("ranks", []):
+        own: Mapping[str, float] = rank.get("phases_ms", {})
+        waits_ms = 0.0
+        if "rank_wait" in phases:
+            waits_ms = max(0.0, own.get("comm_exposed", 0.0) - phases.get("comm_exposed", 0.0))
+        most_ms = max(most_ms, sum(own.get(name, 0.0) for name in _PASSES) + waits_ms)
+    return most_ms
 
 
 def _rest(measurement: Measurement) -> Bound:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+from perfsearch.metrics.diagnosis_device import launching, other_work, sync_points
 from perfsearch.metrics.diagnosis_ranks import communication, imbalance, straggler
 from perfsearch.metrics.findings import Facts, Finding, Severity, Thresholds
 from perfsearch.metrics.throughput import mfu_of
@@ -20,6 +21,15 @@ MEGA = 1e6
 
 _BUSY_RANK_PERCENT = 50.0
 """Of one processor: a rank that uses less, its loader processes included, is not short of them."""
+
+_PASSES = ("forward", "backward")
+
+_MOST = 0.5
+"""Share of the step above which a part of it is named although no rule speaks of it."""
+
+_COMPUTE_ADVICE = (
+    "Lower precision, torch.compile or better kernels help; settings of the job hardly do."
+)
 
 
 def diagnose(measurement: Measurement, limits: Thresholds | None = None) -> list[Finding]:
@@ -36,25 +46,15 @@ def diagnose(measurement: Measurement, limits: Thresholds | None = None) -> list
     if not measurement.step_seconds:
         raise ValueError("a measurement without step times cannot be diagnosed")
     evidence = measurement.bottleneck_evidence
-    step_ms = evidence.get("detailed_step_ms") or statistics.fmean(measurement.step_seconds) * 1e3
+    # what phases sum to is a mean over the ranks; the scored steps are the slowest rank's
+    step_ms = evidence.get("detailed_step_ms") or evidence.get("phases_step_ms")
+    step_ms = step_ms or statistics.fmean(measurement.step_seconds) * 1e3
     facts = Facts(measurement, limits or Thresholds(), step_ms, dict(evidence))
     found = [finding for rule in _RULES if (finding := rule(facts)) is not None]
-    if not any(f.severity is Severity.HIGH for f in found):
-        computing = _compute(facts)
-        found += [] if computing is None else [computing]
     if found:
         order = list(Severity)
         return sorted(found, key=lambda f: order.index(f.severity))
-    closely = "detailed_step_ms" in evidence
-    do = "Search" if closely else "Measure with metrics.detail=full, or search"
-    return [
-        Finding(
-            "balanced",
-            Severity.INFO,
-            f"no phase of the {step_ms:.2f} ms step stands out",
-            f"{do}: single causes are not in sight.",
-        )
-    ]
+    return [_compute(facts) or _nothing_stands_out(facts)]
 
 
 def report(findings: list[Finding]) -> str:
@@ -103,7 +103,10 @@ def _input(facts: Facts) -> Finding | None:
         cause = f"data may come over the network ({rate:.0f} MB/s received)"
         advice = "Cache the data locally, or prefetch more of it."
     else:
-        cause = "processors, disks and network are not its limit"
+        seen = facts.system("cpu_utilization_percentage") is not None
+        cause = (
+            "processors, disks and network are not its limit" if seen else "its cause was not seen"
+        )
         advice = "Use more dataloader workers, or a larger prefetch factor."
         if workers is not None:
             cause += f"; it has {workers} workers"
@@ -131,56 +134,6 @@ def _copy(facts: Facts) -> Finding | None:
     )
 
 
-def _idle(facts: Facts) -> float | None:
-    """Share of the step in which the device does nothing; ``None`` where it was not watched."""
-    busy_ms = facts.evidence.get("device_busy_ms")
-    return None if busy_ms is None else 1 - busy_ms / facts.step_ms
-
-
-def _launch(facts: Facts) -> Finding | None:
-    idle = _idle(facts)
-    # a device that copies or communicates is busy; one that the loader keeps waiting is not
-    waits = facts.share("dataloader_next")
-    if idle is None or idle <= 1 - facts.limits.device_busy or idle <= waits or _sync(facts):
-        return None
-    busy_ms = facts.evidence["device_busy_ms"]
-    return Finding(
-        "launch_bound",
-        Severity.HIGH if idle >= 2 * (1 - facts.limits.device_busy) else Severity.MODERATE,
-        f"the device works {busy_ms:.2f} ms of a {facts.step_ms:.2f} ms step and waits for the "
-        f"host for {idle - waits:.0%} of it",
-        "Use torch.compile or CUDA graphs, a fused or foreach optimizer, or a larger micro-batch.",
-        idle - waits,
-    )
-
-
-def _sync(facts: Facts) -> Finding | None:
-    wait_ms = facts.evidence.get("sync_wait_ms", facts.phase_ms("from_device"))
-    share, idle = wait_ms / facts.step_ms, _idle(facts)
-    if share <= facts.limits.sync_wait:
-        return None
-    idles = ""
-    if idle is not None:
-        # a host that only waits for work that is still to be done costs nothing
-        if idle <= facts.limits.sync_wait:
-            return None
-        share = min(share, idle)
-        idles = f"; the device is idle for {idle:.0%} of it"
-    calls = facts.evidence.get("sync_calls_per_step")
-    often = "" if calls is None else f" in {calls:.1f} calls a step"
-    sites: dict[str, float] = facts.measurement.environment.get("sync_points", {})
-    where = ", ".join(f"{site} ({count:g})" for site, count in sites.items())
-    return Finding(
-        "sync_points",
-        Severity.MODERATE,
-        f"waiting for values from the device{often} takes {wait_ms:.2f} ms of a "
-        f"{facts.step_ms:.2f} ms step ({wait_ms / facts.step_ms:.0%}){idles}"
-        + (f"; called at {where}" if where else ""),
-        "Call .item(), .cpu() and print of tensors less often, or after the step.",
-        share,
-    )
-
-
 def _optimizer(facts: Facts) -> Finding | None:
     share = facts.share("optimizer")
     if share <= facts.limits.optimizer:
@@ -195,25 +148,61 @@ def _optimizer(facts: Facts) -> Finding | None:
 
 
 def _compute(facts: Facts) -> Finding | None:
+    """A job that computes nearly all the time. What the device did itself comes before NVML."""
+    limit, share = facts.limits.compute, facts.share(*_PASSES)
+    busy_ms = facts.evidence.get("device_busy_ms")
     used = facts.system("gpu_utilization_percentage")
-    working = facts.share("forward", "backward")
-    if used is not None:
-        if used < facts.limits.compute * 100:
-            return None
+    if busy_ms is not None:
+        ms = max(0.0, busy_ms - facts.evidence.get("device_exposed_ms", 0.0))
+        share = ms / facts.step_ms
+        evidence = f"the device computes {facts.said_ms(ms)}"
+        fires = share >= limit
+    elif used is not None:
         evidence = f"the GPUs are busy {used:.0f} % of the time"
-    elif working >= facts.limits.compute:
-        evidence = f"forward and backward take {facts.said('forward', 'backward')}"
+        fires = used >= limit * 100
     else:
+        evidence = f"forward and backward take {facts.said(*_PASSES)}"
+        fires = share >= limit
+    if not fires:
         return None
-    mfu = mfu_of(facts.measurement)
-    if mfu is not None:
-        evidence += f", at {mfu:.0%} of their peak (MFU)"
     return Finding(
-        "compute_bound",
+        "compute_bound", Severity.INFO, evidence + _mfu(facts), _COMPUTE_ADVICE, share or None
+    )
+
+
+def _mfu(facts: Facts) -> str:
+    mfu = mfu_of(facts.measurement)
+    return "" if mfu is None else f", at {mfu:.0%} of their peak (MFU)"
+
+
+def _nothing_stands_out(facts: Facts) -> Finding:
+    """What most of the step is, where it has no rule; else that nothing is."""
+    if facts.share(*_PASSES) > _MOST:
+        return Finding(
+            "mostly_computing",
+            Severity.INFO,
+            f"forward and backward take {facts.said(*_PASSES)}{_mfu(facts)}; nothing else stands "
+            "out",
+            _COMPUTE_ADVICE,
+            facts.share(*_PASSES),
+        )
+    phases = facts.measurement.phases_ms
+    largest = max(phases, key=lambda name: phases[name], default="")
+    if largest and facts.share(largest) > _MOST:
+        return Finding(
+            "mostly_one_phase",
+            Severity.INFO,
+            f"{largest} takes {facts.said(largest)}, and no rule says why",
+            "Look at a few steps of it with metrics.trace=true.",
+            facts.share(largest),
+        )
+    closely = "detailed_step_ms" in facts.evidence
+    do = "Search" if closely else "Measure with metrics.detail=full, or search"
+    return Finding(
+        "balanced",
         Severity.INFO,
-        evidence,
-        "Lower precision, torch.compile or better kernels help; settings of the job hardly do.",
-        working or None,
+        f"no phase of the {facts.step_ms:.2f} ms step stands out",
+        f"{do}: single causes are not in sight.",
     )
 
 
@@ -224,8 +213,9 @@ _RULES: tuple[Callable[[Facts], Finding | None], ...] = (
     straggler,
     imbalance,
     communication,
-    _launch,
-    _sync,
+    other_work,
+    sync_points,
+    launching,
     _optimizer,
 )
 

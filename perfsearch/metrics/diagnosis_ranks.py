@@ -9,28 +9,37 @@ _CLEAR_ERRORS = 4.0
 """By how many standard errors a rank must be slower before it is called slow."""
 
 RANK_PHASES = ("dataloader_next", "to_device", "forward", "optimizer")
-"""Phases in which a rank works for itself. A slow rank's backward pass looks long on the others."""
+"""Phases in which a rank works for itself. A slow rank's backward pass looks long on the others,
+where communication is not told apart from it.
+"""
 
 
 def straggler(facts: Facts) -> Finding | None:
-    """One rank that is slower than the others."""
-    worst, phase = 0.0, ""
-    for name in RANK_PHASES:
+    """One rank that is slower than the others, in one phase or in several together.
+
+    Where the error of a phase is not known, noise looks like a slow rank: nothing is said.
+    """
+    slower: dict[float | None, dict[str, float]] = {}
+    for name in _own_phases(facts):
         excess = facts.evidence.get(f"straggler_{name}_excess_ms", 0.0)
-        error = facts.evidence.get(f"{name}_error_ms", 0.0)
-        if excess > worst and excess > _CLEAR_ERRORS * error:
-            worst, phase = excess, name
+        error = facts.evidence.get(f"{name}_error_ms")
+        if error is not None and excess > _CLEAR_ERRORS * error:
+            rank = facts.evidence.get(f"straggler_{name}_rank")
+            slower.setdefault(rank, {})[name] = excess
+    if not slower:
+        return None
+    rank, excesses = max(slower.items(), key=lambda item: sum(item[1].values()))
+    worst = sum(excesses.values())
     share = worst / facts.step_ms
     if share <= facts.limits.straggler_excess:
         return None
-    rank = facts.evidence.get(f"straggler_{phase}_rank")
     who = "one rank" if rank is None else _name_of(facts.measurement, int(rank))
     others = "the other" if facts.measurement.world_size == 2 else "the mean of the others"
     return Finding(
         "straggler",
         Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
-        f"{who} takes {worst:.2f} ms a step longer than {others} in {phase} ({share:.0%} of the "
-        "step), and the others wait for it in their collectives",
+        f"{who} takes {worst:.2f} ms a step longer than {others} in {' and '.join(excesses)} "
+        f"({share:.0%} of the step), and the others wait for it in their collectives",
         "Look at that device's clocks, temperature and neighbours, and at that rank's data.",
         share,
     )
@@ -38,19 +47,31 @@ def straggler(facts: Facts) -> Finding | None:
 
 def imbalance(facts: Facts) -> Finding | None:
     """Ranks that wait for one another, now this one, now that one."""
-    share = facts.share("rank_wait")
-    explained = facts.share("dataloader_next") >= facts.limits.input_moderate
+    share, loading = facts.share("rank_wait"), facts.share("dataloader_next")
+    explained = loading >= max(share, facts.limits.input_moderate)
     if share <= facts.limits.comm_moderate or explained or straggler(facts):
         return None
+    seen = "comm_least_ms" in facts.evidence and any(
+        f"{name}_error_ms" in facts.evidence for name in _own_phases(facts)
+    )
+    turns = (
+        ", and none of them is the slow one throughout"
+        if seen
+        else "; whether one of them is slow throughout cannot be told from these timings"
+    )
     return Finding(
         "rank_imbalance",
         Severity.MODERATE,
-        f"ranks wait for one another for {facts.said('rank_wait')}, and none of them is the slow "
-        "one throughout",
+        f"ranks wait for one another for {facts.said('rank_wait')}{turns}",
         "Balance what the ranks get in a step (lengths of samples), and look for other jobs beside "
         "this one.",
         share,
     )
+
+
+def _own_phases(facts: Facts) -> tuple[str, ...]:
+    """Phases in which a rank waits for no other, as they were marked here."""
+    return (*RANK_PHASES, *(("backward",) if "comm_least_ms" in facts.evidence else ()))
 
 
 def communication(facts: Facts) -> Finding | None:

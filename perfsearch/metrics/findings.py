@@ -33,10 +33,13 @@ class Thresholds:
         straggler_excess: what the slowest rank takes longer than the mean of the others.
         comm_moderate: communication that nothing overlaps, or waiting for one another.
         comm_high: the same, when it is called high.
-        device_busy: share of the step that the device works, below which launching limits.
+        device_busy: share of the step in which the device works, or waits for something that is
+            named, below which launching limits; high where twice as much is missing.
         sync_wait: waiting for values to come back from the device.
         optimizer: the optimizer's step.
-        compute: utilisation of the devices, or share of forward and backward without a GPU.
+        other: what is neither loading, a pass nor the optimizer; high from twice as much on.
+        compute: share in which the devices compute; where that was not seen their utilisation, and
+            without a GPU the share of forward and backward.
 
     """
 
@@ -53,6 +56,7 @@ class Thresholds:
     device_busy: float = 0.80
     sync_wait: float = 0.05
     optimizer: float = 0.15
+    other: float = 0.10
     compute: float = 0.90
 
 

@@ -41,6 +41,8 @@ class HostReader:
         self._proc = proc_root
         self._trees: dict[int, Any] = {}
         self._seen: set[int] = set()
+        self._spent_s = 0.0
+        self._last: dict[int, tuple[float, float]] | None = None
 
     def instant(self) -> dict[str, float]:
         """Values of this moment."""
@@ -71,6 +73,7 @@ class HostReader:
     def watch(self, process_ids: Sequence[int]) -> None:
         """Sum the trees of these processes from now on."""
         self.process_ids, self._trees, self._seen = tuple(process_ids), {}, set()
+        self._last = None
 
     def _cpu(self) -> dict[str, float]:
         import psutil
@@ -184,16 +187,36 @@ class HostReader:
         return total
 
     def _process_cpu(self) -> dict[str, float]:
+        """Processor seconds that the trees spent since they were watched.
+
+        One that was born since the last reading counts with all that it spent. One that ended is
+        in its parent's children, and counts with what it had not spent at the last reading.
+        """
         import psutil
 
-        values = {}
+        now: dict[int, tuple[float, float]] = {}
         for process in self._processes():
             try:
                 times = process.cpu_times()
             except psutil.NoSuchProcess:
                 continue
-            values[f"_process_{process.pid}_cpu_s"] = times.user + times.system
-        return values
+            children_s = times.children_user + times.children_system
+            now[process.pid] = times.user + times.system, children_s
+        if self._last is not None:
+            before = self._last
+            nothing = (0.0, 0.0)
+            grown = [
+                (
+                    max(0.0, own - before.get(pid, nothing)[0]),
+                    children - before.get(pid, nothing)[1],
+                )
+                for pid, (own, children) in now.items()
+            ]
+            ended_s = sum(sum(times) for pid, times in before.items() if pid not in now)
+            reaped_s = sum(max(0.0, children) for _, children in grown)
+            self._spent_s += sum(own for own, _ in grown) + max(0.0, reaped_s - ended_s)
+        self._last = now
+        return {"_process_cpu_s": self._spent_s}
 
 
 def available_bytes(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> float:

@@ -44,18 +44,26 @@ class DeviceTime:
         )
 
 
-def device_time(trace: Path) -> DeviceTime | None:
+def device_time(trace: Path, after_read: bool = False) -> DeviceTime | None:
     """Read a trace of one process; ``None`` where it shows nothing of a device.
+
+    Args:
+        trace: torch's profiler's.
+        after_read: leave out all that began before the host first read something from the device,
+            as ranks do when they have waited for one another.
 
     Raises:
         OSError, ValueError: it cannot be read.
 
     """
     events = json.loads(trace.read_text())["traceEvents"]
+    events = [e for e in events if e.get("cat") in _ON_DEVICE and "dur" in e]
+    reads = (float(e["ts"]) + float(e["dur"]) for e in events if "DtoH" in str(e["name"]))
+    first = min(reads, default=float("-inf")) if after_read else float("-inf")
     computing: list[Span] = []
     communicating: list[Span] = []
     for event in events:
-        if event.get("cat") not in _ON_DEVICE or "dur" not in event:
+        if float(event["ts"]) < first:
             continue
         span = (float(event["ts"]) / 1e3, (float(event["ts"]) + float(event["dur"])) / 1e3)
         collective = any(word in str(event["name"]).lower() for word in _COMMUNICATION)

@@ -203,9 +203,8 @@ def rates(
         ):
             if part in deltas:
                 found[name] = min(100.0, 100.0 * deltas[part] / total)
-    own = [d for k, d in deltas.items() if k.startswith("_process_")]
-    if own:
-        found["process_cpu_percentage"] = 100.0 * sum(own) / seconds
+    if "_process_cpu_s" in deltas:
+        found["process_cpu_percentage"] = 100.0 * deltas["_process_cpu_s"] / seconds
     return found
 
 

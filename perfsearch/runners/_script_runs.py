@@ -174,8 +174,8 @@ class Runs:
                     group.send({"op": "go"})
                     messages = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
                     add_loss(start, mean_loss(messages))
-                tolerance = max(_SAME_LOSS, resolution(start.facts.loss_dtype))
-                self.sound = bool(before) and _same(before, start.losses or [], tolerance)
+                finest = resolution(start.facts.loss_dtype)
+                self.sound = bool(before) and _same(before, start.losses or [], finest)
             if self.sound:
                 return self._rewind(group, start, knobs, plan, deadline)
         except (ScriptGone, EndedError):
@@ -268,8 +268,8 @@ def _keep(group: ScriptGroup, limit_s: float) -> str:
     return next((m["reason"] for m in group.receive("kept", limit_s) if m["reason"]), "")
 
 
-def _same(before: Sequence[float], again: Sequence[float], tolerance: float) -> bool:
+def _same(before: Sequence[float], again: Sequence[float], finest: float) -> bool:
     return len(before) == len(again) and all(
-        math.isfinite(a) and abs(a - b) <= tolerance * max(1.0, abs(a))
+        math.isfinite(a) and abs(a - b) <= max(_SAME_LOSS * max(1.0, abs(a)), finest * abs(a))
         for a, b in zip(before, again, strict=True)
     )

@@ -12,6 +12,9 @@ from perfsearch.search.trial import Measurement
 
 _HOST_BOUND = 0.95
 """Share of a step from which on the host decides, so that it tells nothing of the devices."""
+_LOADER_BOUND = 0.2
+"""Share of a step from which on waiting for the loader says that it does not keep up; less may come
+of batches that take unlike long, which any plan has to wait for."""
 
 
 def calibrated(
@@ -23,9 +26,10 @@ def calibrated(
     """The machine with what loading, launching, and running beside one another cost.
 
     On processors a batch is loaded before the step begins. Devices work while their host loads the
-    next batch and launches, so that no step is shorter than that, and only the copy comes first.
-    What else the measured step takes longer than the simulated one is shared out between gradients'
-    sums, which are slowed by what is computed meanwhile, and tasks, by the devices' time in each.
+    next batch and launches, so that no step is shorter than that; the copy comes first, and what a
+    device waits for the loader all the same (phases are the device's). What else the measured step
+    takes longer than the simulated one is shared out between gradients' sums, which are slowed by
+    what is computed meanwhile, and tasks, by the devices' time in each.
 
     Args:
         machine: as it was measured.
@@ -36,8 +40,10 @@ def calibrated(
     """
     host_ms = measured.bottleneck_evidence.get("host_ms")
     simulator = simulator_of(machine)
-    before = ("dataloader_next", "to_device") if host_ms is None else ("to_device",)
-    loading_us = 1e3 * sum(measured.phases_ms.get(name, 0.0) for name in before)
+    waits_us, copies_us = (
+        1e3 * measured.phases_ms.get(name, 0.0) for name in ("dataloader_next", "to_device")
+    )
+    loading_us = waits_us + copies_us
     step_us = 1e6 * measured.step_time_s
     found = replace(
         machine,
@@ -45,11 +51,14 @@ def calibrated(
         calibrated=f"the baseline's step of {step_us / 1e3:.4g} ms",
     )
     if host_ms is not None:
+        # a loader that does not keep up has batches in store when steps are first timed
+        host_us = step_us if waits_us > _LOADER_BOUND * step_us else 1e3 * host_ms
         launching_us = 1e6 * simulator.estimate(plan).launching_seconds
-        found = replace(found, host_us=max(0.0, 1e3 * host_ms - launching_us))
-        if 1e3 * host_ms > _HOST_BOUND * step_us:
+        found = replace(found, host_us=max(0.0, host_us - launching_us))
+        if host_us > _HOST_BOUND * step_us:
             return found
-        found = replace(found, sync_slowdown=_slowdown(simulator, plan, loading_us, step_us))
+        slowdown = machine.sync_slowdown * _slowdown(simulator, plan, loading_us, step_us)
+        found = replace(found, sync_slowdown=slowdown)
         simulator = simulator_of(replace(machine, sync_slowdown=found.sync_slowdown))
     rest_us = step_us - loading_us - 1e6 * simulator.estimate(plan).seconds
     tasks = 2 * len(simulator.problem.graph.planned)

@@ -111,6 +111,15 @@ class Job:
         machine.write(directory / _soap_tables.MACHINE)
         self.simulator = self._simulator(machine)
 
+    @property
+    def walked(self) -> Simulator:
+        """What a search walks in: where hosts that replay decide, all plans are equal to them, so
+        that it goes by the devices alone.
+        """
+        if self.replays and self.inputs.machine.host_us > 0:
+            return self._simulator(replace(self.inputs.machine, host_us=0.0))
+        return self.simulator
+
     def _simulator(self, machine: Machine) -> Simulator:
         if self.replays:
             machine = replace(machine, transfer_host_us=0.0, sync_host_us=0.0)

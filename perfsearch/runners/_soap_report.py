@@ -35,9 +35,11 @@ def import_plan(path: Path, graph: Graph, devices: int) -> Plan:
     return strategy_file.parse(text, graph, devices)
 
 
-def walk_line(found: Found) -> str:
-    """How a search in the simulator went."""
+def walk_line(found: Found, host_us: float = 0.0) -> str:
+    """How a search in the simulator went; ``host_us`` is the least that a step takes anyway."""
     best = f", best {1e3 * found.plans[0][0]:.4g} ms" if found.plans else ", none fits"
+    if found.plans and host_us > 1e6 * found.plans[0][0]:
+        best += f" of the devices, where loading and launching take {host_us / 1e3:.4g} ms"
     return (
         f"simulated {found.proposals} proposals in {found.seconds:.2f} s "
         f"({found.proposals_per_s:,.0f}/s), {found.accepted} accepted, "
@@ -70,7 +72,8 @@ def found_lines(simulator: Simulator, found: Found, start: Plan) -> list[str]:
     if not found.plans:
         return [*lines, "no plan fits the devices' memory"]
     before = simulator.estimate(start).seconds
-    seconds, plan = found.plans[0]
+    plan = found.plans[0][1]
+    seconds = simulator.estimate(plan).seconds  # the search may have gone by the devices alone
     lines += simulation(simulator, plan)
     return [*lines, f"predicted gain over the start: {before / seconds:.3f}x, not measured"]
 

@@ -218,9 +218,10 @@ class Soap(Runner):
 
     def _walk(self, request: WalkRequest) -> Walk:
         self.job.calibrate(self._trials, self._environment.run_dir / "soap")
-        found = walk(self.simulator, self.plan(request.start), request)
+        found = walk(self.job.walked, self.plan(request.start), request)
         points = [self.job.searched_of(plan) for _, plan in found.plans] or [dict(request.start)]
-        lines = [self.job.coverage.line(), _soap_report.walk_line(found)]
+        line = _soap_report.walk_line(found, self.inputs.machine.host_us * self.job.replays)
+        lines = [self.job.coverage.line(), line]
         return Walk(points, found.series, "\n".join(lines))
 
     def simulate(self, settings: Settings, view: View) -> int:
@@ -250,7 +251,7 @@ class Soap(Runner):
             options.get("return_every"),
             options.get("propagation"),
         )
-        found = walk(self.simulator, start, request)
+        found = walk(self.job.walked, start, request)
         for line in _soap_report.found_lines(self.simulator, found, start):
             view.note(line)
         if self.options.export_to is not None and found.plans:

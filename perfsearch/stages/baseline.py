@@ -54,7 +54,10 @@ def run(session: Session) -> Trial:
 def _explain(session: Session, trial: Trial) -> None:
     """Say what holds the job back and what there is to gain, where its steps were looked at."""
     if trial.status is Status.OK and trial.measurement is not None:
-        why = trial.measurement.environment.get("unsupported", {}).get("close look")
+        missing = trial.measurement.environment.get("unsupported", {})
+        if "step range" in missing:
+            session.view.note(missing["step range"])
+        why = missing.get("close look")
         if why is not None:
             begin = session.settings.metrics.begin_step
             asked = "" if begin is None else f" at metrics.begin_step={begin}"

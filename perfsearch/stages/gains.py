@@ -9,6 +9,7 @@ from perfsearch.metrics.bounds import (
     bound_of,
     bounds,
     gain_of,
+    in_short,
     percent,
     searched,
 )
@@ -26,7 +27,7 @@ def show(session: Session) -> None:
     names = searched(session.runner.space.knobs)
     lines = ["what there is to gain, at most, by what a knob can make shorter:"]
     for one in found:
-        knobs = ", ".join(names[one.part]) or f"no knob is searched{_why_none(session, one)}"
+        knobs = in_short(names[one.part]) or f"no knob is searched{_why_none(session, one)}"
         lines.append(f"- {one.part} {percent(one.gain)}: {one.evidence}; {knobs}")
     total = bound(session)
     if total is not None:

@@ -11,6 +11,7 @@ def disagreement(
     losses: Sequence[float],
     tolerance: float,
     whose: str = "the baseline",
+    resolution: float = 0.0,
 ) -> str:
     """Compare the losses of the first steps after the common start, at the same global batch.
 
@@ -19,6 +20,7 @@ def disagreement(
         losses: the trial's; the shorter of both lengths is compared.
         tolerance: largest allowed difference relative to the reference (or absolute, below 1).
         whose: the reference is, for people.
+        resolution: of the losses' type, relative to them, which they may differ by in any case.
 
     Returns:
         One line saying where they part, empty when they agree.
@@ -27,8 +29,11 @@ def disagreement(
     if not losses:
         return "no first losses were recorded, so the computation cannot be compared"
     for step, (expected, seen) in enumerate(zip(reference, losses, strict=False)):
-        difference = abs(seen - expected) / max(1.0, abs(expected))
-        if not math.isfinite(seen) or difference > tolerance:
+        size = abs(expected)
+        allowed = max(tolerance * max(1.0, size), resolution * size)
+        if not math.isfinite(seen) or abs(seen - expected) > allowed:
+            difference = abs(seen - expected) / max(1.0, size)
+            tolerance = allowed / max(1.0, size)
             return (
                 f"loss of step {step} is {seen:.6g} where {whose}'s is {expected:.6g} "
                 f"(difference {difference:.2g}, tolerance {tolerance:g})"

@@ -279,17 +279,13 @@ class Session:
         if reference is None:
             return ""
         assert reference.measurement is not None
-        tolerance = max(
-            self.settings.limits.loss_tolerance,
-            *(
-                resolution(m.environment.get("loss_dtype", ""))
-                for m in (reference.measurement, measurement)
-            ),
-        )
+        tolerance = self.settings.limits.loss_tolerance
+        both = (reference.measurement, measurement)
+        finest = max(resolution(m.environment.get("loss_dtype", "")) for m in both)
         is_baseline = reference.purpose is Purpose.BASELINE
         whose = "the baseline" if is_baseline else f"trial {reference.number}"
         expected = reference.measurement.first_losses
-        return disagreement(expected, measurement.first_losses, tolerance, whose)
+        return disagreement(expected, measurement.first_losses, tolerance, whose, finest)
 
     def _finish(self, trial: Trial) -> None:
         with deferred():  # recorded, known and shown, or none of it

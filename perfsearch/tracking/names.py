@@ -115,7 +115,9 @@ def trial_metrics(trial: Trial) -> dict[str, float]:
     if found.step_seconds and found.step_time_s > 0:
         metrics.update(_throughput(found))
         # the step that the phases are of, which in a close look have a window of their own
-        step_ms = found.bottleneck_evidence.get("phases_step_ms") or found.step_time_s * 1e3
+        known = found.bottleneck_evidence
+        step_ms = known.get("phases_step_ms") or known.get("detailed_step_ms")
+        step_ms = step_ms or found.step_time_s * 1e3
         metrics.update({f"timing_share/{k}": v / step_ms for k, v in found.phases_ms.items()})
     metrics.update({f"timing/{phase}_ms": v for phase, v in found.phases_ms.items()})
     metrics.update(

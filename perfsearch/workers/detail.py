@@ -80,10 +80,12 @@ def look_closely(
         step.run(feed, _no_mark)
     details = Details(environment={"detailed_steps": [first, first + count - 1]})
     guard = Guard()
-    if request.begin_step is not None and first > request.begin_step:
+    asked = request.begin_step or (1 if request.end_step is not None else first)
+    if asked < first:
         guard.missing(
-            f"steps from metrics.begin_step={request.begin_step} on",
-            f"{steps_before} were over before the look; {first} to {first + count - 1} were seen",
+            "step range",
+            f"steps up to {steps_before} were over before the look; {first} to "
+            f"{first + count - 1} were looked at",
         )
     _phases(step, feed, count, details)
     if feed.device.type == "cuda" or request.trace:
@@ -210,7 +212,7 @@ def _traced(step: TrainStep, feed: Feed, request: TrialRequest, guard: Guard) ->
         activities.append(ProfilerActivity.CPU)
     profiler = profile(activities=activities)
     guard.read("profiler", profiler.start)
-    measure.slowest([0.0], feed.device)  # ranks take unlike long to start it, and wait in no step
+    measure.slowest([0.0], feed.device)  # ranks take unlike long to start it: see `after_read`
     for _ in range(PROFILED_STEPS):
         step.run(feed, _no_mark)
     measure.synchronize(feed.device)
@@ -228,7 +230,7 @@ def _stop(profiler: Any, feed: Feed, request: TrialRequest) -> DeviceTime | None
             kept = trace_file(request.log_directory, feed.rank)
             with trace.open("rb") as source, gzip.open(kept, "wb") as target:
                 shutil.copyfileobj(source, target)
-        return device_time(trace)
+        return device_time(trace, after_read=True)
 
 
 def _device(found: DeviceTime, evidence: dict[str, float]) -> None:

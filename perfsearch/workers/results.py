@@ -29,6 +29,9 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     evidence.update(_stragglers(by_rank))
     if "allocator_retries" in peaks:
         evidence["allocator_retries"] = peaks.pop("allocator_retries")
+    busy = [v for r in results if (v := r["evidence"].get("device_busy_ms")) is not None]
+    if busy:
+        evidence["device_busy_least_ms"] = min(busy)
     for name in _MEANS & evidence.keys():
         evidence[name] = sum(r["evidence"].get(name) or 0.0 for r in results) / len(results)
     if evidence.pop("counted_flops", None) is not None:

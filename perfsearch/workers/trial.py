@@ -128,7 +128,7 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
 def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: float) -> RankResult:
     device = feed.device
     losses: list[torch.Tensor] = []
-    discarded, on_host = _settle(step, feed, request, losses)
+    discarded, host_s = _settle(step, feed, request, losses)
     agreed: dict[str, Any] = {
         "rewrap_seconds": rewrap_s,
         "discarded_steps": len(discarded),
@@ -145,9 +145,12 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     measure.slowest([0.0], device)
     measure.synchronize(device)
     clock.mark("start")
-    for _ in range(count):
+    begin = time.perf_counter()
+    for number in range(count):
         loss = step.run(feed, clock.mark)
         clock.mark("step")
+        if number == 0:  # nothing was queued before, so the host waited for nothing
+            host_s = min(host_s, time.perf_counter() - begin)
         if len(losses) < FIRST_LOSSES:
             losses.append(loss)
     measure.synchronize(device)
@@ -155,6 +158,8 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     seconds, by_step = clock.read_steps()
     phases_ms, timing = phases_of(seconds, by_step)
     timing.update(least_wait(by_step, device))
+    if device.type != "cpu":
+        timing["host_ms"] = host_s * 1e3
     agreed["step_seconds"] = measure.slowest(seconds, device)
     values = measure.mean_over_ranks(torch.stack([*losses, loss]))
     agreed["first_losses"] = values[:-1]
@@ -168,7 +173,7 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
         phases_ms=phases_ms,
         peaks=peaks,
         in_force={**feed.in_force, **step.in_force()},
-        evidence={**step.evidence(), **on_host, **timing},
+        evidence={**step.evidence(), **timing},
         environment={"loss_dtype": str(loss.dtype).removeprefix("torch.")},
     )
     if request.recipe_options.get("survive"):
@@ -223,21 +228,20 @@ def _has_time(result: RankResult, request: TrialRequest, what: str, steps: int) 
 
 def _settle(
     step: TrainStep, feed: _Feed, request: TrialRequest, losses: list[torch.Tensor]
-) -> tuple[list[float], dict[str, float]]:
+) -> tuple[list[float], float]:
     """Run steps until their times look alike on the slowest rank.
 
     Returns:
-        Seconds of each step, and, where devices work on by themselves, ``host_ms``: how long a step
-        keeps the host, which loads and launches ahead of them.
+        Seconds of each step, and of the last one how long it kept the host, which loads and
+        launches ahead of a device.
 
     """
     device = feed.device
     seconds: list[float] = []
-    launching: list[float] = []
     while True:
         begin = time.perf_counter()
         loss = step.run(feed, feed.clock.mark)
-        launching.append(time.perf_counter() - begin)
+        host_s = time.perf_counter() - begin
         measure.synchronize(device)
         if len(losses) < FIRST_LOSSES:
             losses.append(loss)
@@ -245,5 +249,4 @@ def _settle(
         spent = sum(seconds[1:])
         enough = len(seconds) >= MAX_DISCARDED or spent > 2 * request.scored_seconds
         if measure.is_steady(seconds) or (len(seconds) >= 3 and enough):
-            ahead = device.type != "cpu"
-            return seconds, {"host_ms": min(launching[1:]) * 1e3} if ahead else {}
+            return seconds, host_s

@@ -113,6 +113,26 @@ def test_what_a_backward_pass_waits_for_is_told_apart(alone):
     assert marks == [*step, "forward", "backward", "comm_exposed", "forward", "backward"]
 
 
+def test_roots_are_given_on_whatever_they_come_in(losses):
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    torch.autograd.backward((w * 2).sum() for w in weights)
+    edge = torch.autograd.graph.get_gradient_edge((weights[0] * 3).sum())
+    torch.autograd.backward(edge, torch.ones(()))
+    assert [w.grad.item() for w in weights] == [5.0, 2.0]
+    assert losses.take().item() == 4.0
+
+
+def test_a_pass_inside_a_pass_is_part_of_it(losses):
+    from torch.utils.checkpoint import checkpoint
+
+    marks = []
+    losses.mark = marks.append
+    weight = torch.nn.Parameter(torch.ones(1))
+    checkpoint(lambda w: (w * 2).sum(), weight, use_reentrant=True).backward()
+    assert marks == ["forward", "backward"]
+    assert losses.take().item() == 2.0
+
+
 def test_a_scaled_loss_counts_as_it_was(losses):
     weight = torch.nn.Parameter(torch.ones(1))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

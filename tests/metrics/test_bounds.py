@@ -3,7 +3,7 @@ import math
 import pytest
 
 from perfsearch.metrics import bounds as module
-from perfsearch.metrics.bounds import bound_of, bounds, gain_of, touched
+from perfsearch.metrics.bounds import bound_of, bounds, gain_of, in_short, touched
 from perfsearch.search.knob import Kind, Knob
 from perfsearch.search.trial import Measurement
 
@@ -76,6 +76,100 @@ def test_bounds_come_largest_first_and_add_up_over_the_searched_parts():
     assert bound_of(found, [BUCKET, WORKERS]) == pytest.approx(0.2 / 0.8)
     assert bound_of(found, [ONE_CHOICE, BUCKET]) == pytest.approx(0.04 / 0.96)
     assert math.isinf(bound_of(found, [UNKNOWN]))
+
+
+def host_limited(parts):
+    """What a close look sees of a step whose parts take these milliseconds of host and device."""
+    step_ms, phases = steady(parts)
+    names = ("dataloader_next", "forward", "backward", "optimizer")
+    return step_ms, Measurement(
+        [step_ms / 1e3],
+        32,
+        phases_ms=dict(zip(names, phases, strict=True)),
+        bottleneck_evidence={
+            "with_everything_ms": step_ms,
+            "detailed_step_ms": step_ms,
+            "device_busy_ms": float(sum(device for _, device in parts)),
+            "without_loading_ms": steady(((0, 0), *parts[1:]))[0],
+        },
+    )
+
+
+def steady(parts, steps=200):
+    """A step of a device that runs each part once its host, which never waits, has launched it."""
+    host = end = 0.0
+    for _ in range(steps):
+        begin, phases = end, []
+        for host_ms, device_ms in parts:
+            host += host_ms
+            before, end = end, max(end, host) + device_ms
+            phases.append(end - before)
+    return end - begin, phases
+
+
+LIMITED_BY_ITS_HOST = [
+    ((2, 0), (8, 5), (10, 19), (10, 1)),
+    ((1, 0), (9, 6), (9, 12), (10, 1)),
+]
+
+
+@pytest.mark.parametrize("parts", LIMITED_BY_ITS_HOST)
+@pytest.mark.parametrize(("part", "changed"), [("optimizer", (3,)), ("computing", (1, 2))])
+def test_a_part_that_keeps_the_host_is_bounded_by_what_the_device_then_idles(parts, part, changed):
+    step_ms, measurement = host_limited(parts)
+    quick = [(0.0, p[1]) if n in changed else p for n, p in enumerate(parts)]
+    gain = step_ms / steady(quick)[0] - 1
+    bound = next(b for b in bounds(measurement) if b.part == part)
+    assert gain > 0.15
+    assert bound.gain >= gain - 1e-9
+    idle_ms = step_ms - measurement.bottleneck_evidence["device_busy_ms"]
+    assert f"the device idles {idle_ms:.2f} ms" in bound.evidence
+    alone = measurement.phases_ms["optimizer"] / step_ms
+    if part == "optimizer":
+        assert bound.share == pytest.approx(alone + idle_ms / step_ms)
+
+
+def test_what_the_device_idles_is_counted_once_over_several_parts():
+    step_ms, measurement = host_limited(LIMITED_BY_ITS_HOST[0])
+    found = bounds(measurement)
+    both = [Knob("optimizer_implementation", Kind.BOOLEAN, False)]
+    both.append(Knob("channels_last", Kind.BOOLEAN, False))
+    shares = [share(measurement, part) for part in ("optimizer", "computing")]
+    idle = 1 - measurement.bottleneck_evidence["device_busy_ms"] / step_ms
+    assert bound_of(found, both[:1]) == pytest.approx(gain_of(shares[0]))
+    assert bound_of(found, both) == pytest.approx(gain_of(min(1.0, sum(shares) - idle)))
+
+
+@pytest.mark.parametrize(
+    ("part", "phases"), [("loading", {"dataloader_next": 5.0}), ("communication", {})]
+)
+def test_idling_counts_for_what_no_steps_were_run_without(part, phases):
+    evidence = {"device_busy_ms": 80.0}
+    phases = {"comm_exposed": 5.0, **phases}
+    assert share(job(phases, evidence), part) == pytest.approx(0.25)
+    evidence[f"without_{part}_ms"] = 97.0
+    assert share(job(phases, evidence), part) == pytest.approx(0.05)
+
+
+def test_what_ranks_wait_for_one_another_is_said_where_it_counts():
+    found = next(b for b in bounds(job({"rank_wait": 9.0})) if b.part == "computing")
+    assert found.share == pytest.approx(0.79)
+    assert "70.00 ms of a 100.00 ms step, and ranks wait 9.00 ms for one another" in found.evidence
+
+
+def test_a_rank_that_is_waited_for_does_not_wait_as_well():
+    ranks = [
+        {"phases_ms": {"forward": 30.0, "backward": 60.0, "comm_exposed": 2.0}},
+        {"phases_ms": {"forward": 30.0, "backward": 28.0, "comm_exposed": 32.0}},
+    ]
+    phases = {"backward": 44.0, "comm_exposed": 2.0, "rank_wait": 15.0}
+    assert share(job(phases, environment={"ranks": ranks}), "computing") == pytest.approx(0.90)
+
+
+def test_a_few_names_stand_for_many():
+    assert in_short(["a", "b", "c"]) == "a, b, c"
+    assert in_short(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert in_short([]) == ""
 
 
 def test_the_whole_step_bounds_nothing():

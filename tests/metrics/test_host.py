@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,23 +106,78 @@ def test_available_memory_is_the_smaller_of_host_and_group(tmp_path):
     assert reader.instant()["system_memory_available_megabytes"] == pytest.approx(6 * MIB / 1e6)
 
 
-def test_a_process_that_was_just_started_is_among_the_next_reading():
+def test_a_process_that_was_just_started_is_in_the_next_reading():
     reader = HostReader(Guard(), process_ids=[os.getpid()])
-    before = reader.counters()
-    child = subprocess.Popen(["sleep", "60"])
+    reader.counters()
+    busy = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\ninput()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
-        name = f"_process_{child.pid}_cpu_s"
-        assert name not in before
-        assert name in reader.counters()
+        child.stdout.readline()
+        assert reader.counters()["_process_cpu_s"] >= 0.19
     finally:
         child.kill()
-        child.wait()
-    assert name not in reader.counters()
+        child.communicate()
+
+
+class Tree:
+    """Processes with the times that a test sets: own, and of children that were waited for."""
+
+    def __init__(self, monkeypatch):
+        self.times: dict[int, tuple[float, float]] = {}
+        self.reader = HostReader(Guard(), process_ids=[1])
+        monkeypatch.setattr(
+            self.reader, "_processes", lambda: [self._process(p) for p in self.times]
+        )
+
+    def _process(self, pid):
+        own, children = self.times[pid]
+        times = SimpleNamespace(user=own, system=0.0, children_user=children, children_system=0.0)
+        return SimpleNamespace(pid=pid, cpu_times=lambda: times)
+
+    def read(self, **times):
+        self.times = {int(name[1:]): value for name, value in times.items()}
+        return self.reader.counters()["_process_cpu_s"]
+
+
+def test_what_was_spent_before_the_first_reading_does_not_count(monkeypatch):
+    tree = Tree(monkeypatch)
+    assert tree.read(p1=(50.0, 90.0)) == 0.0
+    assert tree.read(p1=(51.5, 90.0)) == pytest.approx(1.5)
+
+
+def test_a_process_born_since_the_last_reading_counts_whole(monkeypatch):
+    tree = Tree(monkeypatch)
+    tree.read(p1=(5.0, 0.0))
+    assert tree.read(p1=(5.0, 0.0), p2=(7.0, 0.5)) == pytest.approx(7.5)
+    assert tree.read(p1=(5.0, 0.0), p2=(9.0, 0.5)) == pytest.approx(9.5)
+
+
+def test_a_process_that_ended_counts_once(monkeypatch):
+    tree = Tree(monkeypatch)
+    tree.read(p1=(5.0, 0.0))
+    tree.read(p1=(5.0, 0.0), p2=(7.0, 0.0))
+    assert tree.read(p1=(5.0, 8.0)) == pytest.approx(8.0)  # one more second before it ended
+    assert tree.read(p1=(5.0, 10.0)) == pytest.approx(10.0)  # born and ended between readings
+
+
+def test_one_that_nobody_waited_for_takes_nothing_back(monkeypatch):
+    tree = Tree(monkeypatch)
+    tree.read(p1=(5.0, 0.0), p2=(7.0, 0.0))
+    assert tree.read(p1=(6.0, 0.0)) == pytest.approx(1.0)
+
+
+def test_other_trees_start_anew(monkeypatch):
+    tree = Tree(monkeypatch)
+    tree.read(p1=(5.0, 0.0))
+    tree.reader.watch([2])
+    assert tree.read(p2=(100.0, 0.0)) == 0.0
 
 
 def test_processes_are_summed_and_one_that_is_gone_is_no_error():
     guard = Guard()
     reader = HostReader(guard, process_ids=[os.getpid(), 2**22 + 1])
     assert reader.instant()["process_memory_megabytes"] > 1
-    assert f"_process_{os.getpid()}_cpu_s" in reader.counters()
+    assert reader.counters()["_process_cpu_s"] == 0.0
     assert guard.unsupported == {}

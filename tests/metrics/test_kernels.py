@@ -30,6 +30,21 @@ def test_busy_communicating_and_exposed_time(tmp_path):
     assert found.kernels == 1
 
 
+def test_what_was_before_the_first_read_is_left_out(tmp_path):
+    trace = tmp_path / "trace.json"
+    events = [
+        event("ncclDevKernel_AllReduce_Max_f64", 0, 400_000),
+        event("Memcpy DtoH", 400_000, 2, "gpu_memcpy"),
+        event("gemm", 500_000, 4000),
+        event("Memcpy DtoH", 504_000, 1000, "gpu_memcpy"),
+    ]
+    trace.write_text(json.dumps({"traceEvents": events}))
+    assert device_time(trace, after_read=True).busy_ms == 5.0
+    assert device_time(trace).busy_ms > 400
+    trace.write_text(json.dumps({"traceEvents": events[2:3]}))
+    assert device_time(trace, after_read=True).busy_ms == 4.0
+
+
 def test_a_trace_without_a_device_says_nothing(tmp_path):
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps({"traceEvents": [event("aten::mm", 0, 5, "cpu_op")]}))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 
@@ -114,8 +116,8 @@ def test_a_counter_that_was_reset_gives_no_rate():
 
 
 def test_processor_seconds_become_percentages():
-    before = {"_cpu_total_s": 10.0, "_cpu_busy_s": 5.0, "_cpu_iowait_s": 0.0, "_process_7_cpu_s": 1}
-    after = {"_cpu_total_s": 14.0, "_cpu_busy_s": 8.0, "_cpu_iowait_s": 1.0, "_process_7_cpu_s": 4}
+    before = {"_cpu_total_s": 10.0, "_cpu_busy_s": 5.0, "_cpu_iowait_s": 0.0, "_process_cpu_s": 1}
+    after = {"_cpu_total_s": 14.0, "_cpu_busy_s": 8.0, "_cpu_iowait_s": 1.0, "_process_cpu_s": 4}
     assert rates(before, after, 2.0) == {
         "cpu_utilization_percentage": 75.0,
         "cpu_iowait_percentage": 25.0,
@@ -154,6 +156,17 @@ def test_the_thread_samples_by_itself_and_stops(no_gpu):
     assert 0 <= found["node_0/cpu_utilization_percentage"] <= 100
     assert found["node_0/system_memory_available_megabytes"] > 0
     assert "gpu" in sampler.unsupported
+
+
+def test_a_process_born_after_the_last_reading_counts_in_the_window(no_gpu):
+    """Whatever ``metrics.interval_s``: a rank starts, works and ends between two readings."""
+    sampler = SystemSampler(60.0, process_ids=[os.getpid()])
+    begin = sampler.sample()
+    busy = "import time\nwhile time.process_time() < 0.2: pass"
+    subprocess.run([sys.executable, "-c", busy], check=True, timeout=60)
+    end = time.monotonic()
+    found = sampler.window(begin, end)
+    assert found["process_cpu_percentage"] * (time.monotonic() - begin) / 100 >= 0.19
 
 
 def test_a_window_right_after_the_start_has_rates(no_gpu):

@@ -8,8 +8,9 @@ from parallel.soap.synthetic import batch_input, free_host_cost_of, linear, mach
 
 from perfsearch.parallel.soap.configuration import data_parallel
 from perfsearch.parallel.soap.graph import Graph
-from perfsearch.parallel.soap.simulator import Simulator
+from perfsearch.parallel.soap.simulator import Found, Simulator
 from perfsearch.runners._soap_calibration import calibrated
+from perfsearch.runners._soap_report import walk_line
 from perfsearch.search.trial import Measurement
 
 X = batch_input("x", (8, 16))
@@ -27,7 +28,8 @@ ALONE_US = 1e6 * simulator(machine()).estimate(PLAN).seconds
 
 
 def measured(step_us, **evidence):
-    return Measurement([step_us / 1e6] * 3, 8, phases_ms=LOADING, bottleneck_evidence=evidence)
+    phases = dict(LOADING, dataloader_next=0.0) if evidence else LOADING
+    return Measurement([step_us / 1e6] * 3, 8, phases_ms=phases, bottleneck_evidence=evidence)
 
 
 def calibrated_by(step_us, **evidence):
@@ -63,12 +65,31 @@ def test_a_host_that_decides_tells_nothing_of_the_devices():
     assert again_us == pytest.approx(step_us, rel=0.01)
 
 
+def test_a_loader_that_does_not_keep_up_is_no_slow_communication():
+    phases = {"dataloader_next": 2.0, "to_device": 0.0}
+    step_us = ALONE_US + 2000
+    waiting = Measurement(
+        [step_us / 1e6] * 3, 8, phases_ms=phases, bottleneck_evidence={"host_ms": 0.01}
+    )
+    found = calibrated(machine(), waiting, PLAN, simulator)
+    assert (found.task_us, found.sync_slowdown) == (0, 1)
+    assert found.host_us == pytest.approx(step_us)
+
+
 def test_of_plans_that_a_host_makes_equal_the_one_that_devices_are_done_with_first_is_best():
     slow = simulator(machine(host_us=1e5))
     one = {name: type(c)((1,) * len(c.degrees), (0,)) for name, c in PLAN.items()}
     faster, slower = sorted([PLAN, one], key=lambda p: simulator(machine()).estimate(p).seconds)
     assert slow.estimate(faster).seconds < slow.estimate(slower).seconds
     assert slow.estimate(slower).seconds == pytest.approx(0.1, rel=0.01)
+
+
+def test_a_host_that_decides_is_named_beside_the_devices_best():
+    found = Found([(0.001, PLAN)], proposals=5, seconds=1.0)
+    assert walk_line(found).endswith("best 1 ms")
+    assert "best 1 ms of the devices, where loading and launching take 2 ms" in walk_line(
+        found, 2e3
+    )
 
 
 def test_a_step_that_is_shorter_than_simulated_adds_nothing():

@@ -109,7 +109,7 @@ def test_a_profile_measures_the_baseline_and_nothing_else(search):
     assert "nothing searched" not in search.view.text
     assert (search.run_dir / "report.html").exists()
     assert not (search.run_dir / "best").exists()
-    assert search.tracker.tags["perfsearch.bottleneck_baseline"] == "balanced"
+    assert search.tracker.tags["perfsearch.bottleneck_baseline"] == "mostly_computing"
     assert "what holds the baseline back:" in search.tracker.note
 
 

@@ -9,6 +9,7 @@ from stages.synthetic import SyntheticRunner
 from perfsearch.runners.base import Outcome
 from perfsearch.search.journal import read
 from perfsearch.search.trial import Measurement, Purpose, Status
+from perfsearch.stages.same_computation import disagreement
 
 
 def oom_where(condition):
@@ -282,6 +283,11 @@ def test_a_loss_is_compared_as_finely_as_its_type_can_tell(
     assert trial.status == status
     if status == "diverged":
         assert "where trial 1's is 3 (" in trial.reason
+
+
+def test_a_small_loss_is_not_compared_by_what_a_large_one_can_tell() -> None:
+    assert "tolerance" in disagreement([0.02], [0.0265], 1e-3, resolution=2**-7)
+    assert not disagreement([0.02], [0.02015], 1e-4, resolution=2**-7)
 
 
 def test_readings_that_agree_by_chance_are_no_proof(search: Search) -> None:

@@ -73,3 +73,9 @@ def test_operations_that_one_rank_could_not_count_are_left_out():
     one = combine([counted, rank_result()])["measurement"]["bottleneck_evidence"]
     assert "counted_flops" not in one
     assert one["phases_step_ms"] == 6.0
+
+
+def test_the_idlest_device_is_known():
+    made = combine([rank_result(evidence={"device_busy_ms": ms}) for ms in (9.0, 4.0)])
+    evidence = made["measurement"]["bottleneck_evidence"]
+    assert (evidence["device_busy_ms"], evidence["device_busy_least_ms"]) == (9.0, 4.0)

@@ -65,7 +65,7 @@ class _Step:
             ends.append(end)
         whole = max(ends) + round(1e3 * machine.step_us)
         hosts = max(self.lines["host"]) + round(1e3 * machine.host_us)
-        return (hosts + whole // 1000 if hosts > whole else whole), self.memory
+        return (hosts - (hosts - whole) // 1000 if hosts > whole else whole), self.memory
 
     def moved(self, side, operator):
         """Edges that something is moved over, those that share a transfer once."""
