@@ -25,7 +25,8 @@ _OWN = ("torch", "perfsearch")
 class Transfers:
     """Times copies of tensors between host and device, and where the host waits for a value.
 
-    A module's ``to`` and ``cuda`` copy tensor by tensor, so that they are seen too.
+    A module's ``to`` and ``cuda`` copy tensor by tensor, so that they are seen too. What goes on in
+    another stream than the steps, as where batches are copied ahead, takes none of their time.
 
     Args:
         phases: of the window.
@@ -50,6 +51,7 @@ class Transfers:
         self._is_remote = is_remote
         self._clock = clock
         self._inside = False
+        self._stream = _stream()
         self._undo: list[Callable[[], None]] = []
 
     def watch(self) -> None:
@@ -70,7 +72,7 @@ class Transfers:
 
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             phase = None if self._inside else phase_of(tensor, args, kwargs)
-            if phase is None or not self._phases.enter(phase):
+            if phase is None or _stream() != self._stream or not self._phases.enter(phase):
                 return original(tensor, *args, **kwargs)
             self._inside = True  # what it calls in its turn is a part of it
             begin = self._clock()
@@ -135,6 +137,11 @@ class _Stand:
 
     def __hash__(self) -> int:
         return hash(self._original)
+
+
+def _stream() -> Any:
+    """The present stream, which the clock's points are on; ``None`` without a GPU."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 
 def _site(frame: FrameType | None) -> str:

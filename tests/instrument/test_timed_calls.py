@@ -225,6 +225,12 @@ def test_copies_to_the_device_are_told_from_what_stays(transfers, clock):
     assert transfers.seconds == 0 and not transfers.calls
 
 
+def test_copies_in_another_stream_take_none_of_the_steps_time(transfers, clock, monkeypatch):
+    monkeypatch.setattr("perfsearch.instrument.transfers._stream", lambda: "beside")
+    assert torch.ones(2).to("meta").device.type == "meta"
+    assert labels(clock) == ["start"]
+
+
 def test_waiting_for_a_value_is_timed_with_its_line(clock):
     class Slow(torch.Tensor):
         @classmethod
