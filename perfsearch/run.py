@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_current_directory()
         asked = split(arguments)
         check(asked)
-        if asked.search:
+        if asked.search or asked.profile:
             from perfsearch.run_search import search
 
             maps_of(asked)  # what is wrong with them is told before anything is composed
@@ -59,19 +59,21 @@ def check(asked: RunArguments) -> None:
         BadInputError: it does not.
 
     """
-    doing = [n for n in ("search", "knobs") if getattr(asked, n)]
+    doing = [n for n in ("search", "profile", "knobs") if getattr(asked, n)]
     doing += ["autotune"] if asked.autotune is not None else []
-    if "search" in doing and len(doing) > 1:
-        other = next(n for n in doing if n != "search")
-        raise BadInputError(
-            f"--search --{other}: one at a time. In a search -o runner.knobs.NAME=VALUE pins a knob"
-        )
-    if (asked.overrides or asked.preset) and not (asked.search or asked.knobs):
+    trials = asked.search or asked.profile
+    if trials and len(doing) > 1:
+        first, other = doing[:2]
+        pins = " In a search -o runner.knobs.NAME=VALUE pins a knob" if first == "search" else ""
+        raise BadInputError(f"--{first} --{other}: one at a time.{pins}")
+    if (asked.overrides or asked.preset) and not (trials or asked.knobs):
         option = "-o" if asked.overrides else "--preset"
-        raise BadInputError(f"{option}: it belongs to --search (--preset also to --knobs).")
-    if (asked.maps or asked.map_files) and not (asked.search or asked.knobs):
+        raise BadInputError(
+            f"{option}: it belongs to --search and --profile (--preset also to --knobs)."
+        )
+    if (asked.maps or asked.map_files) and not (trials or asked.knobs):
         option = "--map" if asked.maps else "--map-file"
-        raise BadInputError(f"{option}: it belongs to --search and to --knobs.")
+        raise BadInputError(f"{option}: it belongs to --search, --profile and --knobs.")
     if asked.parsed.no_python and doing:
         raise BadInputError(
             f"--no-python --{doing[0]}: only a Python script can be reached from outside. Give the "

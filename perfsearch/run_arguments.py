@@ -23,6 +23,7 @@ class RunArguments:
         parsed: the same, parsed by torchrun's own parser.
         knobs: file whose knobs are put into force.
         search: whether to search.
+        profile: whether to say what holds it back, without a search.
         autotune: options of tuning while it trains; ``None``: not asked for.
         overrides: ``-o KEY=VALUE``.
         maps: ``--map NAME=ARGUMENT``.
@@ -38,6 +39,7 @@ class RunArguments:
     parsed: argparse.Namespace
     knobs: str | None = None
     search: bool = False
+    profile: bool = False
     autotune: dict[str, Any] | None = None
     overrides: list[str] = field(default_factory=list)
     maps: list[str] = field(default_factory=list)
@@ -57,8 +59,8 @@ def own_parser() -> argparse.ArgumentParser:
         prog="perfsearch-run",
         usage="perfsearch-run [torchrun's options] [these options] SCRIPT ARGUMENTS...",
         description="Starts a script as torchrun does, with knobs that a search has found, tuned "
-        "while it trains, or searched. Without any of these it changes nothing, and says what it "
-        "could change. Everything after SCRIPT reaches it untouched.",
+        "while it trains, profiled, or searched. Without any of these it changes nothing, and says "
+        "what it could change. Everything after SCRIPT reaches it untouched.",
         epilog="All options of torchrun are passed on: see torchrun --help.",
         allow_abbrev=False,
         add_help=False,
@@ -66,14 +68,18 @@ def own_parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to do")
     what.add_argument("--search", action="store_true", help="search over launched trials")
     what.add_argument(
+        "--profile", action="store_true",
+        help="start it once, measure where its time goes, and say what holds it back",
+    )  # fmt: skip
+    what.add_argument(
         "--knobs", metavar="FILE", help="put the knobs of best/config.yaml into force"
     )
     what.add_argument("--autotune", action="store_true", help="tune while it trains")
     what.add_argument("--quiet", action="store_true", help="say nothing of what is in force")
-    search = parser.add_argument_group("of the search, and of what it has found")
+    search = parser.add_argument_group("of the search or profile, and of what was found")
     search.add_argument(
         "-o", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-        help="a key of the search, as in -o budget.trials=40",
+        help="a key of perfsearch, as in -o budget.trials=40",
     )  # fmt: skip
     search.add_argument(
         "--map", action="append", default=[], metavar="NAME=ARGUMENT", dest="maps",
@@ -171,6 +177,7 @@ def split(argv: Sequence[str]) -> RunArguments:
         parsed=parsed,
         knobs=options.knobs,
         search=options.search,
+        profile=options.profile,
         autotune=tuning if tuning or options.autotune else None,
         overrides=options.overrides,
         maps=options.maps,

@@ -1,4 +1,4 @@
-"""``perfsearch-run --search``: the same search as ``perfsearch workload=script``."""
+"""``perfsearch-run --search`` and ``--profile``: the same as ``perfsearch workload=script``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ARGUMENT_SIGNS = {
 
 
 def search(asked: RunArguments) -> int:
-    """Search over starts of the script; return the command's exit code.
+    """Search over starts of the script, or profile one; return the command's exit code.
 
     Raises:
         BadInputError: an option that a search cannot honour.
@@ -43,6 +43,10 @@ def search(asked: RunArguments) -> int:
         runner = runner_for(asked)
         print(f"perfsearch-run: runner={runner}, as the script calls for it", file=sys.stderr)
         overrides.insert(0, f"runner={runner}")
+    if asked.profile:
+        if "mode" in keys:
+            raise BadInputError("-o mode=...: --profile is -o mode=profile. Leave one of them out.")
+        overrides.append("mode=profile")
     nproc = _nproc(asked)
     if nproc is not None and "nproc" not in keys:
         overrides.append(f"nproc={nproc}")
@@ -114,15 +118,16 @@ def _names(option: str, destination: str) -> bool:
 
 
 def _require_one_node(asked: RunArguments) -> None:
+    doing = "--profile" if asked.profile else "--search"
     if asked.parsed.nnodes not in ("1", "1:1"):
         raise BadInputError(
-            f"--nnodes={asked.parsed.nnodes} --search: trials start on this node alone. Search on "
+            f"--nnodes={asked.parsed.nnodes} {doing}: trials start on this node alone. Search on "
             "one node, then start on all of them with --knobs best/config.yaml"
         )
     refused = _unusual(asked.torchrun)
     if refused:
         raise BadInputError(
-            f"{refused} --search: a search starts the ranks in its own way. Leave it out; "
+            f"{refused} {doing}: the ranks are started in perfsearch's own way. Leave it out; "
             "--nproc-per-node, --standalone and -m are taken over"
         )
 

@@ -69,6 +69,17 @@ class Facts:
         file = Path(directory) / _FILE
         return cls(**json.loads(file.read_text())) if file.exists() else None
 
+    def why_unbounded(self) -> str:
+        """Why phases on the host do not bound what knobs of single phases can give; empty: they do.
+
+        They do where each works for itself alone.
+        """
+        if "ddp" in self.wrappers:
+            return "DistributedDataParallel copies and sends gradients amid the backward pass"
+        if self.values.get("dataloader_workers"):
+            return "processes of its DataLoader take processor time from every phase"
+        return ""
+
     def changeable(self) -> dict[str, str]:
         """Knobs that can be changed in this script from outside, and through what."""
         found: dict[str, str] = {}

@@ -13,6 +13,7 @@ from perfsearch.instrument.batches import BatchTape, count
 from perfsearch.instrument.facts import LOADER_KNOBS
 from perfsearch.instrument.generators import RandomState
 from perfsearch.instrument.patches import wrap
+from perfsearch.instrument.phases import OTHER
 from perfsearch.search.knob import Value
 
 DEFAULT_PREFETCH = 2
@@ -83,7 +84,7 @@ class Loaders:
         if not self.counting:
             return original(*args, **kwargs)
         if self.mark is not None:
-            self.mark("other")
+            self.mark(OTHER)
         iterator = args[0]
         # the first batch starts samplers and workers, which draw; the second tells
         looks = self.draws is None and iterator._num_workers == 0 and iterator._num_yielded == 1

@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as _module
 
 from perfsearch.instrument.patches import wrap
+from perfsearch.instrument.phases import Phases
 from perfsearch.parallel.optimizers import DEFAULT, apply_implementation, implementation_of
 from perfsearch.search.knob import Value
 
 KNOB = "optimizer_implementation"
+
+OPTIMIZER = "optimizer"
 
 
 class Optimizers:
@@ -30,6 +33,7 @@ class Optimizers:
     Attributes:
         before_step: called when the leading optimizer begins a step.
         after_step: called when it has made one.
+        phases: of a scored window, told of the steps that the others make; ``None`` outside.
         ignored: why an implementation that was asked for is not in force.
 
     """
@@ -37,7 +41,9 @@ class Optimizers:
     def __init__(self, knobs: Mapping[str, Value]) -> None:
         self.before_step: Callable[[], None] | None = None
         self.after_step: Callable[[], None] | None = None
+        self.phases: Phases | None = None
         self.ignored: dict[str, str] = {}
+        self._timed: list[Any] = []
         self._counting = True
         self._choice: Value = knobs.get(KNOB)
         self._made: list[weakref.ref[Any]] = []
@@ -90,12 +96,19 @@ class Optimizers:
             # not in the constructor: the subclass's has more to say, and so has a checkpoint
             self._begun.add(optimizer)
             self._put_into_force(optimizer)
-        if self._counting and self.before_step is not None and optimizer is self.leader:
-            self.before_step()
+        if not self._counting:
+            return
+        if optimizer is self.leader:
+            if self.before_step is not None:
+                self.before_step()
+        elif self.phases is not None and self.phases.enter(OPTIMIZER):
+            self._timed.append((optimizer, self.phases))
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._leader is None:
             self._leader = weakref.ref(optimizer)
+        if self._timed and self._timed[-1][0] is optimizer:
+            self._timed.pop()[1].leave()
         if self._counting and self.after_step is not None and optimizer is self.leader:
             self.after_step()
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
+from perfsearch.instrument.calls import Calls
 from perfsearch.instrument.ddp import Wrappers
 from perfsearch.instrument.deepspeed import Engines
 from perfsearch.instrument.facts import Facts
@@ -44,6 +45,7 @@ class Script:
         self.engines = Engines(self.optimizers)
         self.switches = Switches(knobs)
         self.losses = Losses(lambda: bool(self.wrappers.live))
+        self.calls = Calls()
 
     def put_into_force(self) -> None:
         """Set what goes after the script's own settings: called when its first step begins."""
@@ -60,7 +62,7 @@ class Script:
 
     def why_not_again(self) -> str:
         """Why other settings need another start of the script; empty where they do not."""
-        if self._compiled():
+        if self.is_compiled():
             return "the model is compiled"
         if self.engines.seen:
             return "DeepSpeed's engine keeps weights of its own"
@@ -88,14 +90,15 @@ class Script:
             values=self.values(),
             ignored=dict(self.optimizers.ignored),
             draws_in_loader=self.loaders.draws,
-            compiled=self._compiled(),
+            compiled=self.is_compiled(),
             backend=_backend(),
             framework=next((name for m, name in _FRAMEWORKS.items() if m in sys.modules), ""),
             loss_dtype=self.losses.dtype,
         )
 
     @staticmethod
-    def _compiled() -> bool:
+    def is_compiled() -> bool:
+        """Whether torch has compiled any of it."""
         dynamo = sys.modules.get("torch._dynamo.utils")
         return dynamo is not None and bool(dynamo.counters["stats"])
 

@@ -10,13 +10,21 @@ from typing import Any
 import torch
 
 from perfsearch.instrument.batches import BatchTape
+from perfsearch.instrument.optimizers import OPTIMIZER
 from perfsearch.instrument.orders import FIRST_LOSSES
+from perfsearch.instrument.phases import OTHER, Phases
 from perfsearch.instrument.rewind import Rewinder
 from perfsearch.instrument.script import Script
 from perfsearch.instrument.sockets import socket_path
+from perfsearch.instrument.tracing import Trace
+from perfsearch.instrument.transfers import Transfers
 from perfsearch.workers import measure
 from perfsearch.workers.channel import Channel
+from perfsearch.workers.messages import trace_file
 from perfsearch.workers.phases import phases_of
+
+_SITES = 5
+"""Lines that wait for the device which are named."""
 
 _MOST_SWALLOWED = 3
 """How often a script may catch ``Finished`` before its process is ended without asking."""
@@ -46,9 +54,12 @@ class Searched:
 
     def __init__(self, script: Script, directory: str, rank: int) -> None:
         self.steps = 0
+        self._rank = rank
         self._script = script
         self._rewinder = Rewinder(script, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._clock: measure.Clock | None = None
+        self._phases: Phases | None = None
+        self._transfers: Transfers | None = None
+        self._trace: Trace | None = None
         self._left = 0
         self._losses: list[torch.Tensor | None] = []
         self._counted = (0, 0, 0)
@@ -69,8 +80,8 @@ class Searched:
     def _before_step(self) -> None:
         if self.steps == 0:
             self._script.put_into_force()
-        if self._clock is not None:
-            self._clock.mark("other")
+        if self._phases is not None:
+            self._phases.mark(OTHER)
 
     def _after_step(self) -> None:
         if self._ending:
@@ -79,14 +90,20 @@ class Searched:
         if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
             self._script.loaders.tape.keeps_random = False
         loss = self._script.losses.take()
-        if self._clock is not None:
-            self._clock.mark("optimizer")
-            self._clock.mark("step")
+        if self._phases is not None:
+            self._phases.mark(OPTIMIZER)
+            self._phases.end_step()
             self._losses.append(loss)
             self._left -= 1
             if self._left:
                 return
-            self._tell_window(self._clock)
+            self._tell_window(self._phases)
+        elif self._trace is not None:
+            self._trace.left -= 1
+            if self._trace.left:
+                return
+            reason, self._trace = self._trace.stop(), None
+            self._channel.send({"event": "traced", "step": self.steps, "reason": reason})
         else:
             device = self._device
             measure.synchronize(device)
@@ -111,15 +128,24 @@ class Searched:
             message["why_not_again"] = self._script.why_not_again()
         self._channel.send(message)
 
-    def _tell_window(self, clock: measure.Clock) -> None:
+    def _tell_window(self, phases: Phases) -> None:
         device = self._device
         measure.synchronize(device)
-        seconds, by_step = clock.read_steps()
+        transfers = self._transfers
+        self._time(None)
+        seconds, by_step = phases.read()
         phases_ms, timing = phases_of(seconds, by_step)
         loaders = self._script.loaders
         pulls, samples, tokens = self._counted
         facts = self._script.facts()
-        self._set_clock(None)
+        timing["detailed_step_ms"] = timing["phases_step_ms"]
+        sites: dict[str, float] = {}
+        if transfers is not None:
+            timing["sync_calls_per_step"] = sum(transfers.calls.values()) / len(seconds)
+            timing["sync_wait_ms"] = 1e3 * transfers.seconds / len(seconds)
+            found = transfers.calls.most_common(_SITES)
+            sites = {site: calls / len(seconds) for site, calls in found}
+        bounds = device.type == "cpu" and not phases.in_threads and not facts.why_unbounded()
         self._channel.send(
             {
                 "event": "window",
@@ -127,6 +153,8 @@ class Searched:
                 "step_seconds": seconds,
                 "phases_ms": phases_ms,
                 "timing": timing,
+                "sync_points": sites,
+                "bounds": bounds,
                 "waits_ms": [1e3 * phases.get("comm_exposed", math.nan) for phases in by_step],
                 "losses": [None if loss is None else float(loss) for loss in self._losses],
                 "pulls": loaders.pulls - pulls,
@@ -140,10 +168,19 @@ class Searched:
         )
         self._losses = []
 
-    def _set_clock(self, clock: measure.Clock | None) -> None:
-        self._clock = clock
-        self._script.loaders.mark = None if clock is None else clock.mark
-        self._script.losses.mark = None if clock is None else clock.mark
+    def _time(self, phases: Phases | None) -> None:
+        """Have everything that is timed told to ``phases``, or to nobody."""
+        script = self._script
+        self._phases = script.calls.phases = script.optimizers.phases = phases
+        mark = None if phases is None else phases.mark
+        script.loaders.mark = script.losses.mark = mark
+        if self._transfers is not None:
+            self._transfers.undo()
+            self._transfers = None
+        if phases is not None and self._device.type != "cpu" and not script.is_compiled():
+            # not in compiled code, which must not see other methods than it was compiled with
+            self._transfers = Transfers(phases)
+            self._transfers.watch()
 
     def _obey(self) -> None:
         """Do what the controller says until it lets the script go on."""
@@ -154,6 +191,10 @@ class Searched:
                     return
                 case "score":
                     self._score(int(order["count"]))
+                    return
+                case "trace":
+                    file = trace_file(order["directory"], self._rank)
+                    self._trace = Trace(file, self._device, int(order["count"]))
                     return
                 case "keep":
                     reason = self._rewinder.take()
@@ -175,9 +216,7 @@ class Searched:
         self._counted = (loaders.pulls, loaders.samples, loaders.tokens)
         self._left, self._losses = count, []
         measure.synchronize(device)
-        clock = measure.make_clock(device)
-        self._set_clock(clock)
-        clock.mark("start")
+        self._time(Phases(measure.make_clock(device)))
 
     def _change(self, knobs: dict[str, Any]) -> None:
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""An unchanged script, searched over starts of it in real processes (``workload=script``)."""
+"""An unchanged script, measured in starts of it in real processes (``workload=script``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.orders import Orders
 from perfsearch.instrument.report import without_effect
 from perfsearch.parallel import nccl, torch_features
-from perfsearch.parallel.wrapper import DEFAULT_BUCKET_MB
 from perfsearch.run_knobs import plan as sort_knobs
 from perfsearch.runners import _script_export, _script_space
 from perfsearch.runners._ranks import threads_today
@@ -25,6 +24,7 @@ from perfsearch.runners._script_objects import ScriptSurroundings
 from perfsearch.runners._script_options import ScriptOptions
 from perfsearch.runners._script_runs import Runs
 from perfsearch.runners._script_window import EndedError
+from perfsearch.runners._script_wishes import Wishes
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
@@ -38,13 +38,7 @@ if TYPE_CHECKING:
     from perfsearch.config import Settings
 
 
-_OF_FILE = {
-    "bucket_cap_mb": DEFAULT_BUCKET_MB,
-    "forward_prefetch": 0,
-    "backward_prefetch": 0,
-    "cpu_offload": False,
-}
-"""What ``conf/runner/zero.yaml`` pins for built-in workloads."""
+_NO_WISHES = Wishes()
 
 
 class Script(Runner):
@@ -60,6 +54,7 @@ class Script(Runner):
         options: the ``workload.*`` keys.
         environment: where and within which limits to run.
         batch: ``fixed`` or ``free``.
+        wishes: of its timings.
 
     Attributes:
         left_out: knobs that are not searched although they were asked for by default, and why.
@@ -84,14 +79,14 @@ class Script(Runner):
         """
         from perfsearch.runners.ddp import environment_of
 
-        if settings.mode != "search":
+        if settings.mode not in ("search", "profile"):
             raise ConfigError(
-                "mode", f"mode={settings.mode}: workload=script has only mode=search."
+                "mode",
+                f"mode={settings.mode}: workload=script has only mode=search and mode=profile.",
             )
         options = build_options(ScriptOptions, settings.workload.options, "workload")
-        knobs = dict(knobs)
-        if settings.runner.name == "zero":  # the option file's, no wishes for this script
-            knobs = {n: v for n, v in knobs.items() if n not in _OF_FILE or v != _OF_FILE[n]}
+        if settings.runner.name == "zero":
+            knobs = _script_space.without_file(knobs)
         try:
             return cls(
                 device,
@@ -99,6 +94,7 @@ class Script(Runner):
                 options,
                 environment_of(settings),
                 settings.batch,
+                Wishes.of(settings),
             )
         except ValueError as error:
             raise BadInputError(str(error)) from error
@@ -110,7 +106,9 @@ class Script(Runner):
         options: ScriptOptions,
         environment: Environment,
         batch: Literal["fixed", "free"] = "fixed",
+        wishes: Wishes = _NO_WISHES,
     ) -> None:
+        self._wishes = wishes
         self.options = options
         self._environment = environment
         self.hardware = detect(device, environment)
@@ -166,11 +164,12 @@ class Script(Runner):
             self._settle(Facts.left(plan.log_directory))  # a smaller batch may fit
         else:
             self.space, self.baseline = Space([]), {}  # nothing would get further than today's
+        self.remarks = self._wishes.remarks(bool(self.hardware.gpus), self._where.facts)
 
     @property
     def _keeps(self) -> bool:
         """Whether anything may be changed between two steps."""
-        return any(knob.scope is Scope.STEP for knob in self.space.knobs)
+        return self._wishes.searches and any(knob.scope is Scope.STEP for knob in self.space.knobs)
 
     def _changed(self, configuration: Configuration) -> dict[str, Value]:
         return self._known.changed(configuration)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perfsearch.instrument.mapping import Mapped, current
+from perfsearch.parallel.wrapper import DEFAULT_BUCKET_MB
 from perfsearch.runners import _ddp_knobs, _zero_knobs
 from perfsearch.runners._script_knobs import declare
 from perfsearch.runners._script_objects import ScriptSurroundings
@@ -18,6 +19,20 @@ from perfsearch.search.suggest import nearest
 
 _OF_FILES = frozenset({*_ddp_knobs.EFFECT_ORDER, *_zero_knobs.EFFECT_ORDER})
 """Knobs that ``conf/runner`` names; what it does not name is searched without being named."""
+
+
+_OF_ZERO_FILE = {
+    "bucket_cap_mb": DEFAULT_BUCKET_MB,
+    "forward_prefetch": 0,
+    "backward_prefetch": 0,
+    "cpu_offload": False,
+}
+"""What ``conf/runner/zero.yaml`` pins for built-in workloads."""
+
+
+def without_file(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``runner.knobs`` of ``runner=zero`` without what its option file alone asks for."""
+    return {n: v for n, v in knobs.items() if n not in _OF_ZERO_FILE or v != _OF_ZERO_FILE[n]}
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,11 @@ def score(
     )
     for name, value in combine(results)["measurement"].items():
         setattr(measurement, name, value)
+    if all(m["bounds"] for m in messages):
+        evidence = measurement.bottleneck_evidence
+        evidence["with_everything_ms"] = evidence["phases_step_ms"]
+    if messages[0]["sync_points"]:
+        measurement.environment["sync_points"] = messages[0]["sync_points"]
     measurement.first_losses = [v for v in start.losses or [] if math.isfinite(v)]
     return measurement
 

@@ -1,11 +1,14 @@
 """Failures of scripts in words, exports, and which runner a script calls for."""
 
+import re
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
+from perfsearch.config_schema import MetricsSettings
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.mapping import Mapped
 from perfsearch.instrument.orders import Orders
@@ -15,7 +18,9 @@ from perfsearch.runners import _script_export
 from perfsearch.runners._script_failures import outcome, require_ranks_together
 from perfsearch.runners._script_group import ScriptGone, ScriptGroup
 from perfsearch.runners._script_options import ScriptOptions
+from perfsearch.runners._script_runs import Runs
 from perfsearch.runners._script_window import EndedError, Start, receive_steps, score
+from perfsearch.runners._script_wishes import Wishes
 from perfsearch.runners.base import Plan
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.trial import Status
@@ -198,6 +203,71 @@ def test_what_a_search_cannot_honour_is_refused(tmp_path, options, says):
     (tmp_path / "train.py").write_text("")
     with pytest.raises(BadInputError, match=says):
         search(split(["--search", *options, str(tmp_path / "train.py")]))
+
+
+def test_a_profile_is_a_search_in_its_mode(tmp_path, monkeypatch):
+    from perfsearch import cli
+
+    script = tmp_path / "train.py"
+    script.write_text("")
+    asked = []
+    monkeypatch.setattr(cli, "main", lambda overrides, groups: asked.append(overrides) or 0)
+    assert search(split(["--profile", "-o", "seed=3", "--nproc-per-node=2", str(script)])) == 0
+    assert {"workload=script", "mode=profile", "runner=ddp", "seed=3", "nproc=2"} <= set(asked[0])
+    with pytest.raises(BadInputError, match="--profile is -o mode=profile"):
+        search(split(["--profile", "-o", "mode=search", str(script)]))
+    with pytest.raises(BadInputError, match="--nnodes=2 --profile"):
+        search(split(["--profile", "--nnodes=2", str(script)]))
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"event": "traced", "reason": ""}] * 2, "^$"),
+        ([{"event": "traced", "reason": ""}, {"event": "traced", "reason": "no CUPTI"}], "CUPTI"),
+        ([{"event": "traced", "reason": ""}, {"event": "ended"}], "ended before 3 more steps"),
+        (ScriptGone(2.0), "the time for them was over"),
+        (ScriptGone(), "and it failed"),
+    ],
+)
+def test_what_kept_a_trace_from_being_made_is_told(messages, says):
+    group = Group(messages=[] if isinstance(messages, ScriptGone) else messages)
+    if isinstance(messages, ScriptGone):
+        group.receive = Mock(side_effect=messages)
+    assert re.search(says, Runs._trace(group, Plan(number=4), deadline=0.0))
+    assert group.told["count"] == 3 and Path(group.told["directory"]).is_absolute()
+
+
+FACTS = {"values": {"dataloader_workers": 0}}
+
+
+@pytest.mark.parametrize(
+    ("wishes", "on_gpu", "facts", "says"),
+    [
+        ({"min_gain": 0.9, "by_bound": True}, False, Facts(**FACTS), []),
+        ({"min_gain": 0.03}, True, Facts(**FACTS), []),
+        ({"min_gain": 0.9, "searches": False}, True, Facts(**FACTS), []),
+        ({"min_gain": 0.9}, True, Facts(**FACTS), ["objective.min_gain=0.9 .*ahead of the GPU"]),
+        ({"by_bound": True}, False, Facts(["ddp"], **FACTS), ["runner.knobs=auto .*amid the back"]),
+        (
+            {"by_bound": True, "min_gain": 0.1},
+            False,
+            Facts(values={"dataloader_workers": 2}),
+            ["runner.knobs=auto .*processes of its", "objective.min_gain=0.1 .*processes of its"],
+        ),
+        (
+            {"metrics": MetricsSettings(detail="full", begin_step=5, end_step=9)},
+            False,
+            None,
+            ["metrics.detail=full ", "metrics.begin_step=5 ", "metrics.end_step=9 "],
+        ),
+    ],
+)
+def test_keys_without_effect_are_named_once(wishes, on_gpu, facts, says):
+    told = Wishes(**wishes).remarks(on_gpu, facts)
+    assert len(told) == len(says)
+    for line, pattern in zip(told, says, strict=True):
+        assert re.match(f"warning: .*{pattern}", line), line
 
 
 def test_arguments_come_back_from_the_written_configuration(tmp_path):
