@@ -255,11 +255,19 @@ def _passes_and_waits_ms(measurement: Measurement) -> float:
     return most_ms
 
 
+_ELSEWHERE = (
+    "dataloader_next", "to_device", "forward", "backward", "comm_exposed", "rank_wait", "optimizer",
+)  # fmt: skip
+"""Phases that another part has."""
+
+
 def _rest(measurement: Measurement) -> Bound:
     phases: Mapping[str, float] = measurement.phases_ms
     step_ms = _detailed_ms(measurement)
-    ms = max(0.0, step_ms - sum(phases.values()))
-    return Bound(REST, _share(ms, step_ms), f"no phase covers {_of(measurement, ms)}")
+    ms = max(0.0, step_ms - sum(phases.get(name, 0.0) for name in _ELSEWHERE))
+    named = [name for name in phases if name not in _ELSEWHERE]
+    words = "no phase covers" if not named else f"{', '.join(named)} and what no phase covers take"
+    return Bound(REST, _share(ms, step_ms), f"{words} {_of(measurement, ms)}")
 
 
 def _of(measurement: Measurement, ms: float) -> str:

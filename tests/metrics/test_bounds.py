@@ -183,3 +183,10 @@ def test_every_knob_of_the_runners_is_placed():
 
     free = {name for name in {*ddp, *zero} if touched(name) == module.PARTS}
     assert free == {"omp_num_threads", "gradient_accumulation"}
+
+
+def test_what_a_script_does_beside_its_passes_is_the_rest():
+    found = job({"other": 8.0, "callbacks": 4.0})
+    rest = next(b for b in bounds(found) if b.part == "rest")
+    assert rest.share == pytest.approx(0.20)
+    assert "other, callbacks and what no phase covers take 20.00 ms" in rest.evidence
