@@ -104,7 +104,7 @@ def test_a_baseline_that_runs_out_of_memory_ends_with_what_trains(tmp_path, monk
     assert by_knobs[0, 1].status is Status.OK
     assert by_knobs[2, 1].status is Status.OK
     assert {by_knobs[stage, 2].status for stage in (0, 2)} == {Status.DIVERGED}
-    assert "where the baseline's is" in by_knobs[0, 2].reason
+    assert "where trial 1's is" in by_knobs[0, 2].reason
     assert by_knobs[2, 4].status is Status.OOM
     assert (2, 8) not in by_knobs  # screened: 4 had run out of memory, all else equal
     assert result.best["micro_batch"] == 1
