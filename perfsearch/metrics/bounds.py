@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from perfsearch.metrics.findings import saved_ms
+from perfsearch.metrics.findings import PASSES, saved_ms
 from perfsearch.search.knob import Knob
 from perfsearch.search.trial import Measurement
 
@@ -27,8 +27,6 @@ PARTS = (LOADING, COMMUNICATION, OPTIMIZER, COMPUTING, REST)
 """Parts of a step that together are all of it; ``rest`` is what no phase covers."""
 
 _NAMED = 3
-
-_PASSES = ("forward", "backward")
 
 _EVERYTHING = PARTS
 _SHARDING = (COMMUNICATION, OPTIMIZER, COMPUTING)
@@ -224,7 +222,7 @@ def _optimizer(measurement: Measurement) -> Bound:
 
 def _computing(measurement: Measurement) -> Bound:
     """What the passes take, and what ranks wait for one another, since they differ in that, too."""
-    ms, error_ms = _phase(measurement, *_PASSES)
+    ms, error_ms = _phase(measurement, *PASSES)
     words = f"forward and backward take {_of(measurement, ms)}"
     wait_ms = measurement.phases_ms.get("rank_wait", 0.0)
     most_ms = _passes_and_waits_ms(measurement) + 2 * error_ms
@@ -245,13 +243,13 @@ def _passes_and_waits_ms(measurement: Measurement) -> float:
     A rank with long passes is waited for, and so waits less itself.
     """
     phases = measurement.phases_ms
-    most_ms = sum(phases.get(name, 0.0) for name in (*_PASSES, "rank_wait"))
+    most_ms = sum(phases.get(name, 0.0) for name in (*PASSES, "rank_wait"))
     for rank in measurement.environment.get("ranks", []):
         own: Mapping[str, float] = rank.get("phases_ms", {})
         waits_ms = 0.0
         if "rank_wait" in phases:
             waits_ms = max(0.0, own.get("comm_exposed", 0.0) - phases.get("comm_exposed", 0.0))
-        most_ms = max(most_ms, sum(own.get(name, 0.0) for name in _PASSES) + waits_ms)
+        most_ms = max(most_ms, sum(own.get(name, 0.0) for name in PASSES) + waits_ms)
     return most_ms
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from perfsearch.metrics.diagnosis_device import launching, other_work, sync_points
 from perfsearch.metrics.diagnosis_ranks import communication, imbalance, straggler
-from perfsearch.metrics.findings import Facts, Finding, Severity, Thresholds
+from perfsearch.metrics.findings import PASSES, Facts, Finding, Severity, Thresholds
 from perfsearch.metrics.throughput import mfu_of
 from perfsearch.search.trial import Measurement
 
@@ -21,8 +21,6 @@ MEGA = 1e6
 
 _BUSY_RANK_PERCENT = 50.0
 """Of one processor: a rank that uses less, its loader processes included, is not short of them."""
-
-_PASSES = ("forward", "backward")
 
 _MOST = 0.5
 """Share of the step above which a part of it is named although no rule speaks of it."""
@@ -149,7 +147,7 @@ def _optimizer(facts: Facts) -> Finding | None:
 
 def _compute(facts: Facts) -> Finding | None:
     """A job that computes nearly all the time. What the device did itself comes before NVML."""
-    limit, share = facts.limits.compute, facts.share(*_PASSES)
+    limit, share = facts.limits.compute, facts.share(*PASSES)
     busy_ms = facts.evidence.get("device_busy_ms")
     used = facts.system("gpu_utilization_percentage")
     if busy_ms is not None:
@@ -161,7 +159,7 @@ def _compute(facts: Facts) -> Finding | None:
         evidence = f"the GPUs are busy {used:.0f} % of the time"
         fires = used >= limit * 100
     else:
-        evidence = f"forward and backward take {facts.said(*_PASSES)}"
+        evidence = f"forward and backward take {facts.said(*PASSES)}"
         fires = share >= limit
     if not fires:
         return None
@@ -177,14 +175,14 @@ def _mfu(facts: Facts) -> str:
 
 def _nothing_stands_out(facts: Facts) -> Finding:
     """What most of the step is, where it has no rule; else that nothing is."""
-    if facts.share(*_PASSES) > _MOST:
+    if facts.share(*PASSES) > _MOST:
         return Finding(
             "mostly_computing",
             Severity.INFO,
-            f"forward and backward take {facts.said(*_PASSES)}{_mfu(facts)}; nothing else stands "
+            f"forward and backward take {facts.said(*PASSES)}{_mfu(facts)}; nothing else stands "
             "out",
             _COMPUTE_ADVICE,
-            facts.share(*_PASSES),
+            facts.share(*PASSES),
         )
     phases = facts.measurement.phases_ms
     largest = max(phases, key=lambda name: phases[name], default="")

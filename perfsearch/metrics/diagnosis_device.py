@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from perfsearch.metrics.findings import Facts, Finding, Severity
-
-_PASSES = ("forward", "backward")
+from perfsearch.metrics.findings import PASSES, Facts, Finding, Severity
 
 
 def idle_share(facts: Facts) -> float | None:
@@ -19,7 +17,7 @@ def other_work(facts: Facts) -> Finding | None:
     Where the passes were not seen they are in that time, and nothing can be said of it.
     """
     phases = facts.measurement.phases_ms
-    if not any(name in phases for name in _PASSES):
+    if not any(name in phases for name in PASSES):
         return None
     ms = phases.get("other", 0.0) + max(0.0, facts.step_ms - sum(phases.values()))
     share, limit = ms / facts.step_ms, facts.limits.other

@@ -9,6 +9,9 @@ from enum import StrEnum
 
 from perfsearch.search.trial import Measurement
 
+PASSES = ("forward", "backward")
+"""Phases in which a rank computes."""
+
 
 class Severity(StrEnum):
     """How much a finding costs."""
