@@ -80,11 +80,12 @@ class HostReader:
 
         times = psutil.cpu_times()
         fields = times._asdict()
-        # guest time is contained in user time, guest_nice in nice
-        total = sum(v for k, v in fields.items() if k not in ("guest", "guest_nice"))
+        # Guest time is contained in user time, guest_nice in nice. Busy time is summed, not what is
+        # left of the total: rounding would let it go backwards while a machine idles.
         waiting = fields.get("iowait", 0.0)
-        idle = fields["idle"] + waiting
-        totals = {"_cpu_total_s": total, "_cpu_busy_s": total - idle}
+        not_busy = ("guest", "guest_nice", "idle", "iowait")
+        busy = sum(v for k, v in fields.items() if k not in not_busy)
+        totals = {"_cpu_total_s": busy + fields["idle"] + waiting, "_cpu_busy_s": busy}
         if "iowait" in fields:
             totals["_cpu_iowait_s"] = waiting
         return totals

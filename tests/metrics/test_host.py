@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 
 from perfsearch.metrics.guard import Guard
 from perfsearch.metrics.host import HostReader, cgroup_headroom_bytes
+from perfsearch.metrics.system import rates
 
 MIB = 1024**2
 
@@ -104,6 +106,17 @@ def test_available_memory_is_the_smaller_of_host_and_group(tmp_path):
     write(tmp_path / "sys/fs/cgroup/memory.current", str(4 * MIB))
     reader = HostReader(Guard(), sys_root=tmp_path / "sys", proc_root=tmp_path / "proc")
     assert reader.instant()["system_memory_available_megabytes"] == pytest.approx(6 * MIB / 1e6)
+
+
+def test_an_idle_machine_has_a_rate_too(monkeypatch):
+    """Nothing but idle time grew; what was left of a sum of floats would have shrunk."""
+    times = {"user": 91525.13, "nice": 77936.67, "system": 60887.43, "iowait": 70070.71}
+    fields = namedtuple("fields", [*times, "idle"])  # as psutil gives them
+    idle = iter([89959.7, 89959.75])
+    monkeypatch.setattr(psutil, "cpu_times", lambda: fields(**times, idle=next(idle)))
+    reader = HostReader(Guard())
+    before, after = reader.counters(), reader.counters()
+    assert rates(before, after, 0.05)["cpu_utilization_percentage"] == 0.0
 
 
 def test_a_process_that_was_just_started_is_in_the_next_reading():
