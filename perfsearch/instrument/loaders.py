@@ -14,6 +14,7 @@ from perfsearch.instrument.facts import LOADER_KNOBS
 from perfsearch.instrument.generators import RandomState
 from perfsearch.instrument.patches import wrap
 from perfsearch.instrument.phases import OTHER
+from perfsearch.instrument.uses import Uses
 from perfsearch.search.knob import Value
 
 DEFAULT_PREFETCH = 2
@@ -27,8 +28,7 @@ class Loaders:
 
     Attributes:
         pulls: batches that were taken so far, over all loaders.
-        samples: samples in them.
-        tokens: tokens in them, padding apart; 0 where there are none.
+        uses: samples and tokens (padding apart) in those that are trained on.
         counting: whether samples, tokens and random draws are looked at.
         mark: told ``dataloader_next`` whenever a batch has been taken, ``other`` before.
         tape: keeps the batches, to give the same ones again.
@@ -39,8 +39,7 @@ class Loaders:
     def __init__(self, knobs: Mapping[str, Value]) -> None:
         self.knobs = {n: knobs[n] for n in LOADER_KNOBS if knobs.get(n) is not None}
         self.pulls = 0
-        self.samples = 0
-        self.tokens = 0
+        self.uses = Uses()
         self.counting = True
         self.draws: bool | None = None
         self.mark: Callable[[str], None] | None = None
@@ -76,6 +75,7 @@ class Loaders:
         original(*args, **kwargs)
         iterator, loader = args[0], args[1] if len(args) > 1 else kwargs["loader"]
         self._iterators.add(iterator)
+        self.uses.start(iterator, loader)
         self._last = weakref.ref(loader)
 
     def _next(
@@ -86,6 +86,7 @@ class Loaders:
         if self.mark is not None:
             self.mark(OTHER)
         iterator = args[0]
+        self.uses.ask(iterator, iterator._num_yielded > 0)
         # the first batch starts samplers and workers, which draw; the second tells
         looks = self.draws is None and iterator._num_workers == 0 and iterator._num_yielded == 1
         before = RandomState.now() if looks else None
@@ -95,9 +96,7 @@ class Loaders:
         if self.tape is not None:
             batch = self.tape.pass_on(batch, iterator._dataset)
         self.pulls += 1
-        samples, tokens = count(batch)
-        self.samples += samples
-        self.tokens += tokens
+        self.uses.take(iterator, *count(batch))
         if self.mark is not None:
             self.mark("dataloader_next")
         return batch

@@ -44,7 +44,7 @@ class Script:
         self.optimizers = Optimizers(knobs)
         self.engines = Engines(self.optimizers)
         self.switches = Switches(knobs)
-        self.losses = Losses(lambda: bool(self.wrappers.live))
+        self.losses = Losses(lambda: bool(self.wrappers.live), self.loaders.uses.backward)
         self.calls = Calls()
 
     def put_into_force(self) -> None:

@@ -56,7 +56,8 @@ def test_batches_samples_and_tokens_are_counted(make):
     marks = []
     loaders.mark = marks.append
     assert len(list(DataLoader(DATA, 5))) == 3
-    assert (loaders.pulls, loaders.samples, loaders.tokens) == (3, 12, 0)
+    used = loaders.uses.read()
+    assert (loaders.pulls, used.samples, used.tokens) == (3, 12, 0)
     assert marks[:2] == ["other", "dataloader_next"]
 
 
