@@ -41,6 +41,9 @@ class Facts:
         backend: of the process group, empty where there is none.
         framework: ``hf-trainer``, ``lightning``, ``accelerate``, ``deepspeed``, or empty.
         loss_dtype: of the losses that were seen, such as ``bfloat16``; empty before the first.
+        accumulates: whether gradients were accumulated without being reduced (``no_sync``).
+        implementations: values of ``optimizer_implementation`` that its optimizers have;
+            ``None``: not known.
 
     """
 
@@ -54,6 +57,8 @@ class Facts:
     backend: str = ""
     framework: str = ""
     loss_dtype: str = ""
+    accumulates: bool = False
+    implementations: list[str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

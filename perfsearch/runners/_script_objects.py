@@ -136,6 +136,15 @@ def _ahead(name: str, text: str, stages: tuple[int, ...]) -> _Maker:
     return make
 
 
+def _implementation(where: ScriptSurroundings) -> Knob:
+    known = None if where.facts is None else where.facts.implementations
+    return Knob(
+        "optimizer_implementation", Kind.CATEGORICAL, "default",
+        values=tuple(known or ("default", "foreach", "fused")), numerics=Numerics.REORDERED,
+        help="how the optimizer walks over parameters",
+    )  # fmt: skip
+
+
 _Maker = Callable[[ScriptSurroundings], Knob]
 
 MAKERS: dict[str, _Maker] = {
@@ -163,10 +172,7 @@ MAKERS: dict[str, _Maker] = {
         "fsdp_forward_prefetch", "FSDP gathers the next parameters of the forward pass early",
         Scope.PROCESS,
     ),
-    "optimizer_implementation": _choice(
-        "optimizer_implementation", ("default", "foreach", "fused"),
-        "how the optimizer walks over parameters", Scope.STEP, Numerics.REORDERED,
-    ),
+    "optimizer_implementation": _implementation,
     "dataloader_workers": _workers,
     "prefetch_factor": _of_workers(
         "prefetch_factor", (2, 4, 8), 2, "batches that each loader process keeps ready"

@@ -60,6 +60,11 @@ class Start:
     why_not_again: str = ""
     seconds: list[float] = field(default_factory=list)
 
+    @property
+    def took_no_batch(self) -> bool:
+        """Whether the ranks took no batch of a loader."""
+        return self.first_pulls == self.pulls_per_step == 0
+
 
 def receive_steps(group: ScriptGroup, plan: Plan, limit_s: float) -> list[Message]:
     """The word of each rank on one step.

@@ -146,6 +146,13 @@ def of_a_window(step_seconds, aside):
 
 
 @pytest.mark.parametrize(
+    ("first", "later", "none"), [(0, 0, True), (5, 0, False), (0, 1, False), (0, None, False)]
+)
+def test_a_script_without_batches_is_known_before_trial_0(first, later, none):
+    assert Start(Facts(), first_pulls=first, pulls_per_step=later).took_no_batch is none
+
+
+@pytest.mark.parametrize(
     ("aside", "seconds", "discarded"),
     [(([1], []), [0.1, 0.1, 0.2], (4, 1.3)), (([0, 1], [1, 2, 3]), [0.1, 0.9, 0.1, 0.2], (3, 0.4))],
 )
