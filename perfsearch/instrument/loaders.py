@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import dataloader as _module
 
 from perfsearch.instrument.batches import BatchTape, count
@@ -32,6 +32,7 @@ class Loaders:
         counting: whether samples, tokens and random draws are looked at.
         mark: told ``dataloader_next`` whenever a batch has been taken, ``other`` before.
         tape: keeps the batches, to give the same ones again.
+        shared_out: whether one was iterated over that loads from an ``IterableDataset``.
         draws: whether taking a batch drew random numbers in this process; ``None``: not known.
 
     """
@@ -41,6 +42,7 @@ class Loaders:
         self.pulls = 0
         self.uses = Uses()
         self.counting = True
+        self.shared_out = False
         self.draws: bool | None = None
         self.mark: Callable[[str], None] | None = None
         self.tape: BatchTape | None = None
@@ -76,6 +78,7 @@ class Loaders:
         iterator, loader = args[0], args[1] if len(args) > 1 else kwargs["loader"]
         self._iterators.add(iterator)
         self.uses.start(iterator, loader)
+        self.shared_out |= isinstance(loader.dataset, IterableDataset)
         self._last = weakref.ref(loader)
 
     def _next(

@@ -98,6 +98,7 @@ class Script:
             backend=_backend(),
             framework=next((name for m, name in _FRAMEWORKS.items() if m in sys.modules), ""),
             loss_dtype=self.losses.dtype,
+            shared_out=self.loaders.shared_out,
             accumulates=self.wrappers.accumulates,
             implementations=self.optimizers.implementations(),
         )

@@ -80,10 +80,13 @@ def _first_bucket(where: ScriptSurroundings) -> Knob:
 
 def _workers(where: ScriptSurroundings) -> Knob:
     most = max(1, where.hardware.cores // where.hardware.nproc)
-    draws = where.draws_in_loader
-    if draws is None and where.facts is not None:
-        draws = where.facts.draws_in_loader
+    draws, facts = where.draws_in_loader, where.facts
     counts = tuple(n for n in (0, 1, 2, 4, 8) if n <= most)
+    if draws is None and facts is not None:
+        draws = facts.draws_in_loader
+        if facts.shared_out:  # one process has all samples, as the rank itself has
+            counts = counts[:2]
+            draws = draws or facts.values.get("dataloader_workers") not in counts
     return Knob(
         "dataloader_workers", Kind.ORDINAL, 0, values=counts,
         unit="processes", scope=Scope.PROCESS,

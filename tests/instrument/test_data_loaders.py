@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from perfsearch.instrument.batches import BatchTape, count
 from perfsearch.instrument.loaders import Loaders, arguments
@@ -38,6 +38,18 @@ def make():
 def test_arguments_stay_consistent(own, knobs, made):
     found = arguments(own, knobs)
     assert {name: found[name] for name in made} == made
+
+
+def test_iterable_data_is_told_from_data_with_places(make):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    loaders = make()
+    list(DataLoader(DATA, 4))
+    assert not loaders.shared_out
+    list(DataLoader(Stream(), 4))
+    assert loaders.shared_out
 
 
 def test_workers_are_set_and_ended(make):

@@ -73,6 +73,23 @@ def test_only_fully_shard_changes_its_stage_in_a_running_script(facts, scope):
     assert (knob.scope, knob.default) == (scope, facts.values["zero_stage"])
 
 
+@pytest.mark.parametrize(
+    ("today", "more", "values"),
+    [
+        (0, {}, (0, 1)),
+        (1, {}, (0, 1)),
+        (2, {}, None),
+        (2, {"draws_in_loader": False}, (0, 1, 2, 4)),
+    ],
+)
+def test_samples_that_workers_share_out_are_not_shared_out_otherwise(today, more, values):
+    streamed = Facts(["ddp"], 1, [], {"dataloader_workers": today}, shared_out=True)
+    found = settled(streamed, **more)
+    knob = found.space.by_name.get("dataloader_workers")
+    assert (knob and knob.values) == values
+    assert ("dataloader_workers" in found.left_out) == (values is None)
+
+
 def test_only_implementations_that_the_optimizer_has_are_searched():
     def found(names):
         facts = Facts(["ddp"], optimizers=["RMSprop"], implementations=names)
