@@ -140,11 +140,13 @@ def _ahead(name: str, text: str, stages: tuple[int, ...]) -> _Maker:
 
 
 def _implementation(where: ScriptSurroundings) -> Knob:
-    known = None if where.facts is None else where.facts.implementations
+    facts = where.facts or Facts()
+    names = facts.implementations or ["default", "foreach", "fused"]
+    if facts.values.get("optimizer_implementation") in ("foreach", "fused"):
+        names = [name for name in names if name != "default"]  # which would leave it as it is
     return Knob(
-        "optimizer_implementation", Kind.CATEGORICAL, "default",
-        values=tuple(known or ("default", "foreach", "fused")), numerics=Numerics.REORDERED,
-        help="how the optimizer walks over parameters",
+        "optimizer_implementation", Kind.CATEGORICAL, names[0], values=tuple(names),
+        numerics=Numerics.REORDERED, help="how the optimizer walks over parameters",
     )  # fmt: skip
 
 

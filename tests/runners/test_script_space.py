@@ -99,6 +99,9 @@ def test_only_implementations_that_the_optimizer_has_are_searched():
     assert found(["default", "foreach"])[0] == ("default", "foreach")
     assert "has no other" in found(["default"])[1]["optimizer_implementation"]
     assert found(None)[0] == ("default", "foreach", "fused")
+    own = Facts(["ddp"], 0, ["Adam"], {"optimizer_implementation": "fused"})
+    knob = {k.name: k for k in declare(where(own))[0]}["optimizer_implementation"]
+    assert (knob.default, knob.values) == ("fused", ("foreach", "fused"))
 
 
 def test_gradients_that_are_accumulated_leave_no_static_graph():
