@@ -111,7 +111,7 @@ def _once_said() -> Callable[[str], None]:
     def warn(text: str) -> None:
         if text not in said:
             said.add(text)
-            say(f"{text}. Knobs do not reach those ranks.")
+            say(f"{text}. Knobs do not reach what it starts.")
 
     return warn
 
