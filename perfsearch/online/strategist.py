@@ -43,7 +43,7 @@ class Strategist:
         self.space, self.pinned, self.left_out = make_space(facts, options)
         present: Mapping[str, Value] = facts["configuration"]
         self.baseline = {knob.name: present[knob.name] for knob in self.space.knobs}
-        self._earlier = [self._fits(configuration) for configuration in facts.get("earlier", ())]
+        self._earlier = [self._fits(c, present) for c in facts.get("earlier", ())]
         self._strategy = _choose(self.space, self.baseline, options)
 
     def describe(self) -> dict[str, Any]:
@@ -56,14 +56,14 @@ class Strategist:
             "earlier": self._earlier,
         }
 
-    def _fits(self, configuration: Mapping[str, Value]) -> bool:
+    def _fits(self, configuration: Mapping[str, Value], present: Mapping[str, Value]) -> bool:
         """Whether a whole configuration has every fixed value, and else only what is allowed."""
-        knobs = self.space.by_name
-        if configuration.keys() != self.pinned.keys() | knobs.keys():
+        fixed = {**present, **self.pinned}
+        if configuration.keys() != fixed.keys():
             return False
         for name, value in configuration.items():
-            knob = knobs.get(name)
-            choices = [self.pinned[name]] if knob is None else knob.values
+            knob = self.space.by_name.get(name)
+            choices = [fixed[name]] if knob is None else knob.values
             known = any(_alike(value, choice) for choice in choices)
             if not known and not (knob is not None and knob.is_range and knob.contains(value)):
                 return False
@@ -86,7 +86,7 @@ class Strategist:
 
 def _alike(one: Value, other: Value) -> bool:
     """Whether they are the same, sizes but for their whole number of bytes."""
-    if isinstance(one, float) and isinstance(other, float):
+    if isinstance(one, float) and isinstance(other, int | float) and not isinstance(other, bool):
         return math.isclose(one, other, rel_tol=1e-3)
     return same_value(one, other)
 

@@ -245,6 +245,16 @@ def test_an_earlier_log_puts_nothing_into_force_that_is_not_allowed_today(option
     assert director.kept["bucket_cap_mb"] != 64.0
 
 
+def test_an_earlier_best_may_be_rounded_to_bytes_and_the_ranks_too_few_for_a_knob():
+    kept = {**BASELINE, "bucket_cap_mb": 0.09999942779541016}
+    found = facts(ranks_per_node=2)
+    knobs = {"bucket_cap_mb": [0.1, 25]}
+    for best, tried in ((kept, True), ({**kept, "hierarchical_group_size": 2}, False)):
+        job = Job(valley, facts=found)
+        _, recorder, _ = tune(job, Log("job", [], best, True), knobs=knobs, max_samples=1)
+        assert (recorder.rows[1].configuration == best) is tried
+
+
 def test_an_earlier_best_that_is_todays_is_not_read_twice():
     trials = [Trial(0, dict(BASELINE), Purpose.BASELINE, Status.OK, cost=0.2)]
     earlier = Log("job", trials, dict(BASELINE), True)
