@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -23,14 +22,14 @@ from perfsearch.runners._script_knobs import EFFECT_ORDER
 from perfsearch.runners._script_objects import ScriptSurroundings
 from perfsearch.runners._script_options import ScriptOptions
 from perfsearch.runners._script_runs import Runs
-from perfsearch.runners._script_window import EndedError
+from perfsearch.runners._script_window import EndedError, validation_lines
 from perfsearch.runners._script_wishes import Wishes
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
 from perfsearch.search.knob import Configuration, Scope, Value
 from perfsearch.search.space import Space
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.workers import devices, registry
 from perfsearch.workers.environment import Environment, detect
 
@@ -214,7 +213,10 @@ class Script(Runner):
             raise
         measurement.environment.update(surroundings)
         measurement.rewrap_seconds = 0.0 if fresh else ready_s
-        status, reason = self._judge(measurement, start.losses, without_effect(knobs, start.facts))
+        if self.options.samples_per_step is not None:
+            measurement.samples_per_step = self.options.samples_per_step
+        lost = without_effect(knobs, start.facts)
+        status, reason = _script_failures.judge(measurement, start.losses, lost)
         return Outcome(
             status,
             None if status is Status.INVALID else measurement,
@@ -229,20 +231,6 @@ class Script(Runner):
         environ = {**os.environ, **planned.environment}
         of_nccl = {name: knobs[name] for name in knobs if name in nccl.VARIABLES}
         return {**planned.mapped, **nccl.read_back(environ, of_nccl)}
-
-    def _judge(
-        self, measurement: Measurement, losses: Sequence[float] | None, lost: Mapping[str, str]
-    ) -> tuple[Status, str]:
-        if self.options.samples_per_step is not None:
-            measurement.samples_per_step = self.options.samples_per_step
-        elif not measurement.samples_per_step:
-            return Status.INVALID, _script_failures.UNCOUNTED
-        bad = next((loss for loss in losses or () if not math.isfinite(loss)), None)
-        if bad is not None:
-            return Status.DIVERGED, f"the loss is {bad} in one of the first steps"
-        if lost:
-            return Status.NOT_APPLIED, "; ".join(lost.values())
-        return Status.OK, ""
 
     def identity(self) -> dict[str, str]:
         """Command, ranks, devices and versions: what a result holds for."""
@@ -289,6 +277,10 @@ class Script(Runner):
             list(self._where.facts.wrappers) if self._where.facts is not None else [],
             directory,
         )
+
+    def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
+        """What the baseline's window had besides training."""
+        return validation_lines(trials)
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """Only what is not as the script has it: the rest stays the script's own."""

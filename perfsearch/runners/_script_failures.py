@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from perfsearch.runners._script_group import ScriptGone, ScriptGroup
 from perfsearch.runners._script_window import EndedError, disagreement
 from perfsearch.runners.base import Outcome
 from perfsearch.search.knob import Value
-from perfsearch.search.trial import Status
+from perfsearch.search.trial import Measurement, Status
 from perfsearch.workers.failures import Failure, one_line
 from perfsearch.workers.messages import rank_log
 
@@ -88,6 +89,27 @@ def _status_and_reason(
     if not any(steps) and failure.status in (Status.CRASH, Status.INVALID):
         reason += " (before the first step)"
     return failure.status, None, reason
+
+
+def judge(
+    measurement: Measurement, losses: Sequence[float] | None, lost: Mapping[str, str]
+) -> tuple[Status, str]:
+    """Status and reason of a script that got as far as a measurement.
+
+    Args:
+        measurement: what was measured.
+        losses: of the first steps; ``None`` where none were seen.
+        lost: knobs that are not in force, and why.
+
+    """
+    if not measurement.samples_per_step:
+        return Status.INVALID, UNCOUNTED
+    bad = next((loss for loss in losses or () if not math.isfinite(loss)), None)
+    if bad is not None:
+        return Status.DIVERGED, f"the loss is {bad} in one of the first steps"
+    if lost:
+        return Status.NOT_APPLIED, "; ".join(lost.values())
+    return Status.OK, ""
 
 
 def require_ranks_together(first: Sequence[Mapping[str, Any]], world_size: int) -> None:

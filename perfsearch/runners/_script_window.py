@@ -14,7 +14,7 @@ from perfsearch.instrument.orders import FIRST_LOSSES
 from perfsearch.runners._script_group import Message, ScriptGone, ScriptGroup
 from perfsearch.runners.base import Plan
 from perfsearch.search.knob import Value
-from perfsearch.search.trial import Measurement, Status
+from perfsearch.search.trial import Measurement, Status, Trial
 from perfsearch.workers.phases import phases_of
 from perfsearch.workers.results import combine
 from perfsearch.workers.settling import is_steady, steps_to_fill
@@ -167,6 +167,33 @@ def steps_to_keep(count: int, aside: Sequence[Sequence[int]]) -> list[int]:
     return [step for step in range(count) if step not in left_out] or list(range(count))
 
 
+def _of_validation(
+    seconds: Sequence[float], aside: Sequence[int], messages: Sequence[Message]
+) -> dict[str, Any]:
+    """What is kept of the steps that had a round of validation; empty where there were none."""
+    count = len({step for m in messages for step in m["aside"]})
+    if not count:
+        return {}
+    times_ms = [1e3 * seconds[step] for step in aside]
+    mean_ms = statistics.fmean(times_ms) if times_ms else None
+    return {"validation": {"steps": count, "of": len(seconds), "step_ms": mean_ms}}
+
+
+def validation_lines(trials: Sequence[Trial]) -> list[str]:
+    """How many steps of the baseline had a round of validation; empty where none had."""
+    measurement = trials[0].measurement if trials else None
+    seen = None if measurement is None else measurement.environment.get("validation")
+    if measurement is None or seen is None:
+        return []
+    if seen["step_ms"] is None:
+        return ["a round of validation ran beside every step of the baseline, and is in its time"]
+    return [
+        f"beside {seen['steps']} of {seen['of']} steps of the baseline a round of validation ran: "
+        f"{seen['step_ms']:.3g} ms with it, {1e3 * measurement.step_time_s:.3g} ms without, which "
+        "is what is scored"
+    ]
+
+
 def _of_rank(
     message: Message, kept: Sequence[int], in_force: Mapping[str, Value]
 ) -> dict[str, Any]:
@@ -233,6 +260,7 @@ def score(
     )
     for name, value in combine(results)["measurement"].items():
         setattr(measurement, name, value)
+    measurement.environment.update(_of_validation(seconds, aside, messages))
     if all(m["bounds"] for m in messages):
         evidence = measurement.bottleneck_evidence
         evidence["with_everything_ms"] = evidence["phases_step_ms"]

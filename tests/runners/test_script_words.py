@@ -19,11 +19,17 @@ from perfsearch.runners._script_failures import outcome, require_ranks_together
 from perfsearch.runners._script_group import ScriptGone, ScriptGroup
 from perfsearch.runners._script_options import ScriptOptions
 from perfsearch.runners._script_runs import Runs
-from perfsearch.runners._script_window import EndedError, Start, receive_steps, score
+from perfsearch.runners._script_window import (
+    EndedError,
+    Start,
+    receive_steps,
+    score,
+    validation_lines,
+)
 from perfsearch.runners._script_wishes import Wishes
 from perfsearch.runners.base import Plan
 from perfsearch.search.errors import BadInputError
-from perfsearch.search.trial import Status
+from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.workers.environment import Environment, Hardware, Limits
 from perfsearch.workers.failures import Failure
 
@@ -170,6 +176,15 @@ def test_steps_with_a_round_of_validation_on_any_rank_are_not_scored(aside, seco
     )
     slowest = sum(sum(rank) / 4 for rank in ranks) / 2 if len(seconds) == 4 else (0.1 + 0.4 / 3) / 2
     assert sum(found.phases_ms.values()) == pytest.approx(1e3 * slowest)
+    trial = Trial(0, {}, Purpose.BASELINE, Status.OK, found)
+    (line,) = validation_lines([trial])
+    if len(seconds) == 4:
+        assert line.startswith("a round of validation ran beside every step")
+    else:
+        assert "beside 1 of 4 steps of the baseline" in line
+        assert "900 ms with it, 100 ms without" in line
+    found.environment.pop("validation")
+    assert validation_lines([trial]) == validation_lines([]) == []
 
 
 def test_ranks_that_train_apart_are_refused():
