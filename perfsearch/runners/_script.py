@@ -167,7 +167,8 @@ class Script(Runner):
             self._settle(Facts.left(plan.log_directory))  # a smaller batch may fit
         else:
             self.space, self.baseline = Space([]), {}  # nothing would get further than today's
-        self.remarks = self._wishes.remarks(bool(self.hardware.gpus), self._where.facts)
+        unheeded = self._known.unheeded(self._where.wanted, self.options.names_mapped)
+        self.remarks = self._wishes.remarks(bool(self.hardware.gpus), self._where.facts, unheeded)
 
     @property
     def _keeps(self) -> bool:

@@ -58,6 +58,11 @@ class ScriptOptions:
         """The command as text."""
         return [str(w).lower() if isinstance(w, bool) else str(w) for w in self.command]
 
+    @property
+    def names_mapped(self) -> list[str]:
+        """Knobs that the user maps, those of a preset apart."""
+        return [mapped.name for mapped in gather(self.map, self.map_file, None, ())[0]]
+
     def maps(self) -> tuple[list[Mapped], list[str]]:
         """Where knobs go, and the arguments that silence the script in trials.
 

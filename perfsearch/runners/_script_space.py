@@ -30,6 +30,17 @@ _OF_ZERO_FILE = {
 """What ``conf/runner/zero.yaml`` pins for built-in workloads."""
 
 
+_OF_OTHER_WORKLOADS = {
+    "compile_mode": "none",
+    "blocks_per_unit": 1,
+    "gradient_sync_each": False,
+    "reshard_group_size": 0,
+    "mixed_precision": "policy",
+    "optimizer_implementation": "default",
+}
+"""What ``conf/runner`` pins for built-in workloads and no script can have otherwise."""
+
+
 def without_file(knobs: Mapping[str, Any]) -> dict[str, Any]:
     """The ``runner.knobs`` of ``runner=zero`` without what its option file alone asks for."""
     return {n: v for n, v in knobs.items() if n not in _OF_ZERO_FILE or v != _OF_ZERO_FILE[n]}
@@ -87,6 +98,34 @@ class ScriptSpace:
             )
         return {**asked, "gradient_accumulation": share // int(micro)}
 
+    def unheeded(self, wanted: Mapping[str, Any], mapped: Sequence[str]) -> dict[str, str]:
+        """What the user named and what has no effect on this script, and why.
+
+        Args:
+            wanted: ``runner.knobs``; the option files' own values are nobody's wish.
+            mapped: names of the knobs that the user maps.
+
+        """
+        lost: dict[str, str] = {}
+        maps = {
+            m.name: f"--map{'-file' * bool(m.file)} {m.name}={m}"
+            for m in self._maps
+            if m.name in mapped
+        }
+        for name, why in self.left_out.items():
+            asked = wanted.get(name)
+            files = (SEARCH, None, _OF_ZERO_FILE.get(name), _OF_OTHER_WORKLOADS.get(name))
+            if name in maps:
+                lost[maps[name]] = why
+            elif not any(asked is file or asked == file for file in files):
+                lost[f"runner.knobs.{name}={asked}"] = why
+        for name in maps.keys() & self.declared.keys() - self.baseline.keys() - wanted.keys():
+            values = f"only {self.declared[name].default} is known of it. Name other values: "
+            lost[maps[name]] = f"{values}-o 'runner.knobs.{name}=[A,B]'"
+        if "micro_batch" in self.baseline.keys() | self.pinned.keys():
+            lost.pop(maps.get("gradient_accumulation", ""), None)  # it follows
+        return lost
+
     def scope(self, names: set[str]) -> set[Scope]:
         """What must restart to change these knobs."""
         known = self.declared
@@ -104,6 +143,7 @@ def settle(where: ScriptSurroundings, allowed: Numerics) -> ScriptSpace:
     mapped = frozenset(m.name for m in where.maps)
     settings, left_out = _applicable(where.wanted, mapped, declared, absent, allowed)
     searched, pinned = narrow(declared, settings, allowed)
+    left_out = {**{name: absent[name] for name in mapped & absent.keys()}, **left_out}
     return ScriptSpace(
         space=Space(searched),
         baseline={knob.name: knob.default for knob in searched},

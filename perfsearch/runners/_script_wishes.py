@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,15 +43,20 @@ class Wishes:
             metrics=settings.metrics,
         )
 
-    def remarks(self, on_gpu: bool, facts: Facts | None) -> list[str]:
+    def remarks(
+        self, on_gpu: bool, facts: Facts | None, unheeded: Mapping[str, str] | None = None
+    ) -> list[str]:
         """What has no effect, a line a key.
 
         Args:
             on_gpu: whether the script uses GPUs.
             facts: what it has built; ``None`` where it did not get so far.
+            unheeded: what was asked of knobs and has no effect, and why.
 
         """
         lost = self._of_metrics()
+        if self.searches and facts is not None:
+            lost.update(unheeded or {})
         unbounded = _why_unbounded(on_gpu, facts)
         if unbounded and self.searches:
             if self.by_bound:

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from perfsearch.instrument.facts import Facts
@@ -108,6 +110,29 @@ def test_gradients_that_are_accumulated_leave_no_static_graph():
     facts = Facts(["ddp"], values={"static_graph": False}, accumulates=True)
     assert "no_sync" in declare(where(facts))[1]["static_graph"]
     assert "static_graph" in settled(DDP, wanted={"static_graph": "search"}).baseline
+
+
+@pytest.mark.parametrize(
+    ("maps", "wanted", "says"),
+    [
+        (BATCH, SEARCHED, []),
+        (BATCH[:1], {}, ["--map micro_batch=--bs: .*map gradient_accumulation too"]),
+        (BATCH[1:], {}, ["--map gradient_accumulation=--accumulate: it follows from micro_batch"]),
+        ((Mapped("micro_batch", "--nope"),), {}, ["--nope: its value today is not among"]),
+        ((Mapped("foo", "--foo"),), {}, ["--map foo=--foo: only 3 is known.*foo=.A,B."]),
+        ((Mapped("foo", "--foo"),), {"foo": [3, 4]}, []),
+        ((), {"zero_stage": 2}, ["runner.knobs.zero_stage=2: the script makes no FSDP module"]),
+        ((), {"compile_mode": "default"}, ["runner.knobs.compile_mode=default: it cannot be"]),
+        ((), {"compile_mode": "none", "zero_stage": "search", "cpu_offload": False}, []),
+    ],
+)
+def test_what_was_asked_for_and_has_no_effect_is_told(maps, wanted, says):
+    arguments = ["--bs", "4", "--accumulate", "2", "--foo", "3"]
+    known = settled(DDP, arguments, maps, wanted)
+    told = [f"{key}: {why}" for key, why in known.unheeded(wanted, [m.name for m in maps]).items()]
+    assert len(told) == len(says)
+    for line, pattern in zip(told, says, strict=True):
+        assert re.search(pattern, line), line
 
 
 def test_a_loader_that_draws_is_not_searched_unless_altering():
