@@ -22,7 +22,8 @@ run = framework.Trainer.{method}
 def and_say(trainer, *arguments, **named):
     result = run(trainer, *arguments, **named)
     model = arguments[0] if arguments else trainer.model
-    print("WEIGHTS", *(float(p.detach().double().norm()) for p in model.parameters()))
+    norms = [str(float(p.detach().double().norm())) for p in model.parameters()]
+    sys.stdout.write(" ".join(["WEIGHTS", *norms]) + "\\n")  # at once, as ranks share the stream
     return result
 framework.Trainer.{method} = and_say
 sys.argv = sys.argv[1:]
