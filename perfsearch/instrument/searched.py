@@ -20,7 +20,6 @@ from perfsearch.instrument.tracing import Trace
 from perfsearch.workers import measure
 from perfsearch.workers.channel import Channel
 from perfsearch.workers.messages import trace_file
-from perfsearch.workers.phases import phases_of
 
 _SITES = 5
 """Lines that wait for the device which are named."""
@@ -60,7 +59,6 @@ class Searched:
         self._trace: Trace | None = None
         self._left = 0
         self._losses: list[torch.Tensor | None] = []
-        self._counted = (0, 0, 0)
         self._swallowed = 0
         self._ending = False
         script.loaders.tape = BatchTape()
@@ -84,6 +82,7 @@ class Searched:
         if self._ending:
             self._end()
         self.steps += 1
+        self._script.loaders.uses.end_step()
         if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
             self._script.loaders.tape.keeps_random = False
         loss = self._script.losses.take()
@@ -131,11 +130,9 @@ class Searched:
         transfers = self._timing.transfers
         self._timing.end()
         seconds, by_step = phases.read()
-        phases_ms, timing = phases_of(seconds, by_step)
-        loaders = self._script.loaders
-        pulls, samples, tokens = self._counted
+        timing: dict[str, float] = {}
+        used = self._script.loaders.uses.read()
         facts = self._script.facts()
-        timing["detailed_step_ms"] = timing["phases_step_ms"]
         sites: dict[str, float] = {}
         if transfers is not None:
             timing["sync_calls_per_step"] = sum(transfers.calls.values()) / len(seconds)
@@ -148,15 +145,15 @@ class Searched:
                 "event": "window",
                 "step": self.steps,
                 "step_seconds": seconds,
-                "phases_ms": phases_ms,
+                "phase_seconds": by_step,
                 "timing": timing,
                 "sync_points": sites,
                 "bounds": bounds,
                 "waits_ms": [1e3 * phases.get("comm_exposed", math.nan) for phases in by_step],
                 "losses": [None if loss is None else float(loss) for loss in self._losses],
-                "pulls": loaders.pulls - pulls,
-                "samples": loaders.samples - samples,
-                "tokens": loaders.tokens - tokens,
+                "samples": used.samples,
+                "tokens": used.tokens,
+                "aside": used.aside,
                 "peaks": measure.read_peaks(device),
                 "place": {"host": os.uname().nodename, "device": _name_of(device)},
                 "facts": facts.to_json(),
@@ -195,8 +192,7 @@ class Searched:
 
     def _score(self, count: int) -> None:
         device = self._device
-        loaders = self._script.loaders
-        self._counted = (loaders.pulls, loaders.samples, loaders.tokens)
+        self._script.loaders.uses.begin()
         self._left, self._losses = count, []
         self._timing.begin(device)
 
