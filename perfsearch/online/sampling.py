@@ -165,8 +165,10 @@ class Sampler:
             seconds = yield from self.train(self._options.discard_steps)
             self._settled = True
             limit_s = self._limit_s()
-            if seconds[-1] > limit_s:
-                return arm, (yield from self._roll_back(arm, purpose, seconds[-1], limit_s))
+            # the last may hold a round of validation, and the first what a change costs once
+            step_s = min(seconds[-1], statistics.median_low(seconds))
+            if step_s > limit_s:
+                return arm, (yield from self._roll_back(arm, purpose, step_s, limit_s))
         steps = yield from self.score(self._steps_of_a_sample())
         arm.costs.append(statistics.median(steps))
         if purpose is Purpose.BASELINE:

@@ -140,6 +140,17 @@ def test_a_much_slower_configuration_costs_a_few_steps_only():
     assert director.kept["bucket_cap_mb"] >= 8
 
 
+@pytest.mark.parametrize("every", [3, 5])
+def test_a_round_of_validation_among_the_discarded_steps_prunes_nothing(every):
+    """Whichever of them it falls on: it belongs to no configuration."""
+
+    def seconds(configuration, rank, step):
+        return valley(configuration) * (20 if step % every == 0 else 1)
+
+    _, recorder, _ = tune(Job(seconds))
+    assert {r.status for r in recorder.rows} == {Status.OK}
+
+
 def test_beyond_the_time_limit_is_a_timeout():
     def seconds(configuration, rank, step):
         return 0.5 if configuration["bucket_cap_mb"] > 128 else valley(configuration)
