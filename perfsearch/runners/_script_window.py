@@ -229,10 +229,12 @@ def score(
         ScriptGone: a rank failed, or the time is over.
 
     """
-    count = steps_to_fill(plan.scored_seconds, start.seconds[-1], plan.scored_steps)
+    # the last step may hold a round of validation, which would leave few steps to score
+    step_s = min(start.seconds[-1], statistics.median_low(start.seconds))
+    count = steps_to_fill(plan.scored_seconds, step_s, plan.scored_steps)
     group.send({"op": "score", "count": count})
     found = group.receive("window", max(0.0, deadline - time.monotonic()))
-    settled, step_s = len(start.seconds), start.seconds[-1]
+    settled = len(start.seconds)
     needed = (
         f"{settled} steps until step times have settled and {count} of {1e3 * step_s:.3g} ms to "
         f"measure were {settled + count} steps and {sum(start.seconds) + count * step_s:.2g} s "

@@ -187,6 +187,14 @@ def test_steps_with_a_round_of_validation_on_any_rank_are_not_scored(aside, seco
     assert validation_lines([trial]) == validation_lines([]) == []
 
 
+def test_a_round_of_validation_in_the_last_step_does_not_shorten_the_window():
+    group = Group(messages=[{"event": "ended", "step": 5}] * 2)
+    start = Start(Facts(), seconds=[0.2, 0.01, 0.01, 0.9])
+    with pytest.raises(EndedError):
+        score(group, Plan(1, scored_seconds=0.3), start, time.monotonic() + 1.0, lambda facts: {})
+    assert group.told == {"op": "score", "count": 30}
+
+
 def test_ranks_that_train_apart_are_refused():
     apart = [{"joined": 1, "facts": {"wrappers": []}}]
     with pytest.raises(EndedError, match="train apart"):
