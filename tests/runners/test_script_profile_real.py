@@ -89,4 +89,4 @@ def test_a_search_that_cannot_gain_enough_is_not_begun(place, says, tmp_path):
     start += [word for key in keys for word in ("-o", key)]
     told, _ = run(tmp_path, *start, SCRIPT, place)
     assert says in told
-    assert ("has no effect" in told) == (place == "own")
+    assert ("min_gain=0.9 has no effect" in told) == (place == "own")
