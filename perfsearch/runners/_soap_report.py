@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfsearch.parallel.soap import flexflow_format, strategy_file
-from perfsearch.parallel.soap.configuration import Plan
+from perfsearch.parallel.soap.configuration import Plan, PlanError
 from perfsearch.parallel.soap.graph import Graph
 from perfsearch.parallel.soap.timeline import busy_lines, chrome_trace
 from perfsearch.search.knob import Configuration
@@ -29,7 +29,10 @@ def import_plan(path: Path, graph: Graph, devices: int) -> Plan:
         PlanError: it is neither, or does not fit; the operator is named.
 
     """
-    text = path.read_text()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot be read as text: {error}") from error
     if flexflow_format.is_flexflow(text):
         return flexflow_format.parse(text, graph, devices)
     return strategy_file.parse(text, graph, devices)
