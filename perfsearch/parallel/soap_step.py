@@ -8,7 +8,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from perfsearch.parallel.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
-from perfsearch.parallel.soap.capture import Captured, capture
+from perfsearch.parallel.soap.capture import capture
+from perfsearch.parallel.soap.captured import Captured
 from perfsearch.parallel.soap.communicators import communicators
 from perfsearch.parallel.soap.configuration import Plan, data_parallel
 from perfsearch.parallel.soap.execute import Execution

@@ -66,7 +66,7 @@ def cast(call: Call) -> Lowered | None:
 @rule("dropout")
 def dropout(call: Call) -> Lowered | None:
     """The mask is that of the whole tensor, of which each part takes its own piece."""
-    value = call["input"]
+    value = call.get("input", call.get("self"))  # of dropout_
     if not call["train"] or call["p"] == 0.0:
         lowered = Lowered("cast", value.labels, (True,) * len(call.shape))
         lowered.attributes = {"dtype": call.dtype}

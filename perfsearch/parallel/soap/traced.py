@@ -24,14 +24,17 @@ def least_flops(call: Call, lowered: Lowered) -> float:
     tensors = [value for value, _ in lowered.operands]
     if formula is None:
         return float(sum(math.prod(value.shape) for value in tensors))
-    meta = [
-        torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta")
+    meta = {
+        n: torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta")
         if isinstance(v, Value)
         else v
-        for v in call.arguments.values()
-    ]
+        for n, v in call.arguments.items()
+    }
+    by_name = {a.name for a in call.target._schema.arguments if a.kwarg_only}
+    places = [value for name, value in meta.items() if name not in by_name]
+    names = {name: value for name, value in meta.items() if name in by_name}
     out = torch.empty(call.shape, device="meta")
-    return float(formula(*meta, out_val=out))
+    return float(formula(*places, out_val=out, **names))
 
 
 def gives_many(node: fx.Node) -> bool:
@@ -50,6 +53,25 @@ def out_of_place(target: Any) -> Any:
     name = target._schema.name.split("::")[1].removesuffix("_")
     packet = getattr(torch.ops.aten, name)
     return getattr(packet, target._overloadname)
+
+
+def dtype_out_of_place(node: fx.Node) -> torch.dtype:
+    """What a call that writes would give if it made a new tensor."""
+
+    def seen(argument: Any) -> Any:
+        if not isinstance(argument, fx.Node):
+            return argument
+        value = argument.meta.get("val")
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    arguments = fx.node.map_aggregate(node.args, seen)
+    keywords = fx.node.map_aggregate(node.kwargs, seen)
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        made = out_of_place(node.target)(*arguments, **keywords)
+    dtype: torch.dtype = made.dtype
+    return dtype
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
