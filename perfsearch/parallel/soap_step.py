@@ -61,7 +61,11 @@ class SoapStep(TrainStep):
         }
         stored = {key: self._execution.stored(key) for key in self._execution.parameters}
         self.optimizer = shard_optimizer(
-            self.job.optimizer, self._execution.parameters, whole, stored
+            self.job.optimizer,
+            self._execution.parameters,
+            whole,
+            stored,
+            dict(self.job.model.named_parameters()),
         )
         self._by_rows = self._execution.update_rows(self.optimizer)
         self._records = self._device.type == "cuda" and bool(
