@@ -129,12 +129,16 @@ def compare(
 
 
 def accuracy_lines(compared: Sequence[Compared]) -> list[str]:
-    """How well the simulator foretold what was measured."""
-    if not compared:
+    """How well the simulator foretold what was measured, the baseline aside.
+
+    Its step is what the machine was fitted to.
+    """
+    errors = [abs(c.error) for c in compared if 0 not in c.trials]
+    if not errors:
         return []
-    errors = [abs(c.error) for c in compared]
     return [
-        f"simulated against measured step of {len(compared)} strategies: median error "
+        f"simulated against measured step of {len(errors)} "
+        f"{'strategy' if len(errors) == 1 else 'strategies'} beside the baseline: median error "
         f"{100 * statistics.median(errors):.1f}%, worst {100 * max(errors):.1f}%"
     ]
 

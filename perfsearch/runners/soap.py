@@ -199,7 +199,8 @@ class Soap(Runner):
         )
 
     def predict(self, configuration: Configuration, trials: Sequence[Trial]) -> Prediction:
-        """Simulated time and memory."""
+        """Simulated time and memory, on a machine that the baseline has told what is beside."""
+        self.job.calibrate(trials, self._environment.run_dir / "soap")
         found = self.simulator.estimate(self.plan(configuration))
         assert self.workload.global_batch is not None
         samples = self.workload.samples_per_step or self.workload.global_batch
@@ -241,16 +242,9 @@ class Soap(Runner):
         self.prepare(self._environment.run_dir / "soap")
         view.note(_soap_given.line(self.inputs, self.options.tables))
         options = settings.strategy.options
-        proposals = options.get("proposals")
         start = self.job.first_plan
-        request = WalkRequest(
-            {},
-            proposals,
-            settings.seed,
-            options.get("alpha"),
-            options.get("return_every"),
-            options.get("propagation"),
-        )
+        how = [options.get(name) for name in ("alpha", "return_every", "propagation")]
+        request = WalkRequest({}, options.get("proposals"), settings.seed, *how)
         found = walk(self.job.walked, start, request)
         for line in _soap_report.found_lines(self.simulator, found, start):
             view.note(line)
@@ -262,6 +256,7 @@ class Soap(Runner):
 
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
         """The strategy as FlexFlow prints it, and how well the simulator foretold the trials."""
+        self.job.calibrate(trials, self._environment.run_dir / "soap")
         lines = strategy_file.table(self.inputs.graph, self.plan(configuration))
         own = [t for t in trials if key_of(t.configuration) == key_of(configuration)]
         worst = _soap_operators.worst_lines(self._operators_of(own))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import numpy as np
 
 from perfsearch.parallel.soap import tables as at
 from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan
-from perfsearch.parallel.soap.engine import ChainOptions, Engine
+from perfsearch.parallel.soap.engine import NEVER, ChainOptions, Engine
 from perfsearch.parallel.soap.graph import Graph, Role
 from perfsearch.parallel.soap.machine import Machine
 from perfsearch.parallel.soap.operator_time import OperatorTime
@@ -52,14 +53,18 @@ class Estimate:
     launching_seconds: float = 0.0
 
 
+def _seconds(nanoseconds: int) -> float:
+    return nanoseconds / 1e9 if 0 <= nanoseconds < NEVER else math.inf
+
+
 @dataclass(frozen=True)
 class Found:
     """What a search came to.
 
     Attributes:
         plans: the best distinct ones with their predicted seconds, best first.
-        series: iteration, then current, proposed and best seconds; a proposal beyond memory has
-            infinite ones.
+        series: iteration, then current, proposed and best seconds; infinite where a plan is beyond
+            memory.
         proposals: simulated.
         accepted: of these.
         infeasible: of these, beyond memory.
@@ -140,7 +145,7 @@ class Simulator:
         return Found(
             plans=[(ns / 1e9, self.problem.plan_of(numbers)) for ns, numbers in engine.best()],
             series=[
-                (int(n), current / 1e9, proposed / 1e9 if proposed >= 0 else np.inf, best / 1e9)
+                (int(n), _seconds(current), _seconds(proposed), _seconds(best))
                 for n, current, proposed, best in engine.series().tolist()
             ],
             proposals=proposals,
