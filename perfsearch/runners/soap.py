@@ -129,6 +129,7 @@ class Soap(Runner):
         self._ranks = Ranks(self._environment, self.hardware, self.workload)
         registry.reap(run_dir)
         self.prepare(run_dir / "soap")
+        self.simulator.compile(self.job.first_plan)  # not in the time that a search may take
 
     def prepare(self, directory: Path) -> None:
         """Get graph, machine and costs, and the space that follows from them.
@@ -246,6 +247,8 @@ class Soap(Runner):
         how = [options.get(name) for name in ("alpha", "return_every", "propagation")]
         request = WalkRequest({}, options.get("proposals"), settings.seed, *how)
         found = walk(self.job.walked, start, request)
+        if settings.strategy.name not in ("mcmc", "auto"):
+            view.note(f"searched by a Markov chain: strategy={settings.strategy.name} needs trials")
         for line in _soap_report.found_lines(self.simulator, found, start):
             view.note(line)
         if self.options.export_to is not None and found.plans:

@@ -15,6 +15,7 @@ from perfsearch.parallel.soap.axes import Whole
 from perfsearch.parallel.soap.configuration import data_parallel
 from perfsearch.parallel.soap.costs import CostTable, shards_of
 from perfsearch.parallel.soap.graph import Graph
+from perfsearch.parallel.soap.simulator import Simulator
 from perfsearch.runners import _soap_plans, _soap_tables
 from perfsearch.runners._soap_identity import JOB, Identity
 from perfsearch.runners._soap_tables import Inputs
@@ -142,6 +143,22 @@ def test_the_baseline_is_not_counted_as_foretold(opened):
     )
     (line,) = [ln for ln in runner.closing_lines(other, trials) if "beside the baseline" in ln]
     assert line.endswith("1 strategy beside the baseline: median error 50.0%, worst 50.0%")
+
+
+def test_the_search_is_compiled_before_its_time_begins(opened, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(Simulator, "compile", lambda self, plan: compiled.append(plan))
+    runner = opened()
+    assert compiled == [runner.plan(runner.baseline)]
+
+
+def test_an_estimate_says_by_what_it_searched(tmp_path, tables, capsys):
+    for name in ("mcmc", "random"):
+        chosen = settings(tmp_path / name, tables, {"name": name}, mode="estimate")
+        runner = build_runner(chosen)
+        assert runner.estimate(chosen, View()) == 0
+        runner.close()
+        assert ("strategy=random needs trials" in capsys.readouterr().out) == (name == "random")
 
 
 def test_no_time_is_shown_where_nothing_fits_yet(tmp_path, tables, capsys):

@@ -125,6 +125,17 @@ class Simulator:
         launching = self._engine.host_ns() / 1e9
         return Estimate(nanoseconds / 1e9, max(memory), memory, self._engine.fits(), launching)
 
+    def compile(self, start: Plan) -> None:
+        """Compile what ``search`` runs, or take it from the disk: minutes on a busy machine, once.
+
+        Args:
+            start: any plan.
+
+        """
+        engine = Engine(self.problem.tables, self.problem.curves)
+        engine.start(self.problem.numbers_of(start))
+        engine.walk(0)
+
     def search(self, start: Plan, proposals: int, options: ChainOptions, seed: int) -> Found:
         """Walk from a plan; the same arguments give the same result, bit for bit."""
         every = max(1, -(-proposals // POINTS))
