@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from perfsearch.parallel.soap.lowering import Call, Lowered, Value
 from perfsearch.parallel.soap.tracing import CaptureError
 
 _TRACER = tracing.__file__
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def least_flops(call: Call, lowered: Lowered) -> float:
@@ -90,7 +93,7 @@ def place_of(node: fx.Node) -> str:
     """The line of the user's code: the innermost one that is not torch's."""
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    own = [ln for ln in lines if "/torch/" not in ln and not ln.startswith(f'File "{_TRACER}"')]
+    own = [ln for ln in lines if not ln.startswith((f'File "{_TORCH}', f'File "{_TRACER}"'))]
     if not own:
         return "the loss function"
     parts = own[-1].split(",")

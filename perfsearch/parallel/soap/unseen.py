@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-_OWN = ("/torch/", "/perfsearch/parallel/soap/")
+_OWN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 _SCALARS = (bool, int, float, str)
 Attribute = tuple[nn.Module, str]
 
@@ -111,7 +113,7 @@ class Unseen:
 
 
 def _is_users(frame: FrameType) -> bool:
-    return not any(part in frame.f_code.co_filename for part in _OWN)
+    return not frame.f_code.co_filename.startswith(_OWN)
 
 
 def _hooks(model: nn.Module) -> Iterator[str]:

@@ -126,6 +126,17 @@ def test_what_a_graph_would_get_wrong_is_refused(middle, words, line):
     assert [getattr(a, "__func__", a) for a in after] == [getattr(b, "__func__", b) for b in before]
 
 
+def test_a_users_directory_may_be_called_torch(tmp_path, monkeypatch):
+    (tmp_path / "torch").mkdir()
+    path = tmp_path / "torch" / "some_layers.py"
+    path.write_text("def middle(model, x):\n    model.mean = x.detach().mean(0)\n    return x\n")
+    monkeypatch.syspath_prepend(path.parent)
+    import some_layers
+
+    with pytest.raises(CaptureError, match=r"buffer mean.*torch/some_layers.py:2"):
+        of(some_layers.middle)
+
+
 def test_hooks_that_stand_already_are_refused():
     model = Model()
     model.enter.weight.register_hook(lambda gradient: gradient)
