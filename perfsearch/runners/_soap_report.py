@@ -21,6 +21,8 @@ from perfsearch.search.trial import Status, Trial
 if TYPE_CHECKING:
     from perfsearch.parallel.soap.simulator import Estimate, Found, Simulator
 
+_SMALL_GIB = 0.1
+
 
 def import_plan(path: Path, graph: Graph, devices: int) -> Plan:
     """Read a strategy, ours or FlexFlow's.
@@ -54,13 +56,14 @@ def simulation(simulator: Simulator, plan: Plan) -> list[str]:
     """What is expected of a plan, line by line."""
     found = simulator.estimate(plan)
     devices = simulator.problem.machine.devices
-    memory = ", ".join(f"{gib:.3f}" for gib in found.memory_gib)
+    small = max(found.memory_gib) < _SMALL_GIB
+    memory = ", ".join(f"{gib * (1024 if small else 1):.4g}" for gib in found.memory_gib)
     fits = "" if found.fits else ": more than there is"
     return [
         *strategy_file.table(simulator.problem.graph, plan),
         f"predicted step {1e3 * found.seconds:.4g} ms",
-        f"predicted memory by device, GiB: {memory} "
-        f"(of {simulator.problem.machine.memory_gib:.2f}){fits}",
+        f"predicted memory by device, {'MiB' if small else 'GiB'}: {memory} "
+        f"(of {simulator.problem.machine.memory_gib:.2f} GiB){fits}",
         *busy_lines(simulator.timeline(plan), devices),
     ]
 
