@@ -34,6 +34,12 @@ def pointwise(call: Call) -> Lowered | None:
     return lowered
 
 
+@rule("hardswish", "log_sigmoid", "fix", "special_expit", "floor_divide")
+def untagged(call: Call) -> Lowered | None:
+    """Elementwise, though torch does not tag them so."""
+    return pointwise(call)
+
+
 def _slots(value: Any, call: Call, lowered: Lowered) -> Any:
     if isinstance(value, Value):
         return lowered.operand(value, broadcast(value.shape, call.shape))

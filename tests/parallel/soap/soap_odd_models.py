@@ -139,7 +139,7 @@ class Rare(nn.Module):
             self.most(indices),
             self.sparse(indices).mean(1),
             self.scaled(indices).mean(1),
-            functional.dropout(self.made(x), 0.1, inplace=True),
+            functional.dropout(functional.hardswish(self.made(x)), 0.1, inplace=True),
         ]
         with torch.no_grad():
             known = torch.tanh(parts[0])

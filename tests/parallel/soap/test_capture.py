@@ -83,6 +83,11 @@ def test_autocast_is_spelled_out():
     assert graph.by_name[graph.output].dtype == "float32"
 
 
+def test_elementwise_functions_that_torch_does_not_tag_can_be_split():
+    layers = [nn.Linear(6, 6), nn.Hardswish(inplace=True), nn.LogSigmoid()]
+    assert not coverage(of_module(nn.Sequential(*layers), 6).graph).missing
+
+
 class Mixed(nn.Module):
     """Functions without a rule, or with one that leaves the type: of both types of operands."""
 
