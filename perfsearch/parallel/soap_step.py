@@ -8,7 +8,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from perfsearch.parallel.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
-from perfsearch.parallel.soap.capture import Captured, capture
+from perfsearch.parallel.soap.capture import capture
+from perfsearch.parallel.soap.captured import Captured
 from perfsearch.parallel.soap.communicators import communicators
 from perfsearch.parallel.soap.configuration import Plan, data_parallel
 from perfsearch.parallel.soap.execute import Execution
@@ -16,11 +17,14 @@ from perfsearch.parallel.soap.recording import Recording
 from perfsearch.parallel.soap.shard_optimizer import make_capturable, shard_optimizer
 from perfsearch.parallel.soap.strategy_file import parse
 from perfsearch.parallel.soap.time_operators import time_operators
+from perfsearch.parallel.soap.tracing import CaptureError
 from perfsearch.search.knob import Value
 from perfsearch.workers.state import seed_everything
 from perfsearch.workloads.base import Job
 
 _STEPS_BEFORE_RECORDING = 2  # lazy state, of libraries and of the optimizer, is there by then
+
+_SAMPLES_COMPARED = 16
 
 _captured: dict[tuple[int, str], Captured] = {}
 
@@ -60,7 +64,11 @@ class SoapStep(TrainStep):
         }
         stored = {key: self._execution.stored(key) for key in self._execution.parameters}
         self.optimizer = shard_optimizer(
-            self.job.optimizer, self._execution.parameters, whole, stored
+            self.job.optimizer,
+            self._execution.parameters,
+            whole,
+            stored,
+            dict(self.job.model.named_parameters()),
         )
         self._by_rows = self._execution.update_rows(self.optimizer)
         self._records = self._device.type == "cuda" and bool(
@@ -80,6 +88,7 @@ class SoapStep(TrainStep):
     def run(self, next_batch: NextBatch, mark: Mark) -> torch.Tensor:
         """Train one global batch, of which this rank loads an even share."""
         leaves: list[torch.Tensor] = tree_leaves(next_batch())
+        self._execution.require_fit(leaves)
         if self._records and self._steps == _STEPS_BEFORE_RECORDING:
             self._record(leaves)
         self._steps += 1
@@ -155,7 +164,9 @@ def captured_of(job: Job, global_batch: int, device: torch.device) -> Captured:
     dtype = job.autocast_dtype.get(device.type)
     key = (global_batch, str(dtype))
     if key not in _captured:
-        _captured[key] = capture(job.model, job.loss, sample_batch(job, global_batch), dtype)
+        batch = sample_batch(job, global_batch)
+        _require_one_shape(job, batch)
+        _captured[key] = capture(job.model, job.loss, batch, dtype)
     return _captured[key]
 
 
@@ -164,6 +175,26 @@ def sample_batch(job: Job, size: int) -> Any:
     from torch.utils.data import default_collate
 
     return (job.collate or default_collate)([job.data[0]] * size)
+
+
+def _require_one_shape(job: Job, batch: Any) -> None:
+    """Refuse batches whose tensors are of other sizes where samples differ.
+
+    Only a few samples are looked at; each batch that is trained on is, in its step.
+    """
+    from torch.utils.data import default_collate
+
+    samples = [job.data[i] for i in range(min(len(job.data), _SAMPLES_COMPARED))]
+    try:
+        found = tree_leaves((job.collate or default_collate)(samples))
+    except RuntimeError as error:
+        raise CaptureError(f"samples cannot be put together in a batch: {error}") from error
+    for one, several in zip(tree_leaves(batch), found, strict=True):
+        if isinstance(one, torch.Tensor) and one.shape[1:] != several.shape[1:]:
+            raise CaptureError(
+                f"batches have tensors of several shapes: samples of {list(one.shape[1:])} and of "
+                f"{list(several.shape[1:])}. runner=soap needs one; pad to a fixed length"
+            )
 
 
 def build(context: BuildContext) -> SoapStep:

@@ -48,3 +48,11 @@ class SoapOptions:
         roles_of(self.split)
         if self.import_from is not None and not Path(self.import_from).is_file():
             raise ValueError(f"runner.import_from={self.import_from}: there is no such file")
+        if self.export_to is not None:
+            path = Path(self.export_to)
+            if path.is_dir():
+                raise ValueError(f"runner.export_to={path}: a directory; a file is needed")
+            if not path.parent.is_dir():
+                raise ValueError(
+                    f"runner.export_to={path}: there is no directory {path.parent}; make it first"
+                )

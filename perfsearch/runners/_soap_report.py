@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfsearch.parallel.soap import flexflow_format, strategy_file
-from perfsearch.parallel.soap.configuration import Plan
+from perfsearch.parallel.soap.configuration import Plan, PlanError
 from perfsearch.parallel.soap.graph import Graph
 from perfsearch.parallel.soap.timeline import busy_lines, chrome_trace
 from perfsearch.search.knob import Configuration
@@ -21,6 +21,8 @@ from perfsearch.search.trial import Status, Trial
 if TYPE_CHECKING:
     from perfsearch.parallel.soap.simulator import Estimate, Found, Simulator
 
+_SMALL_GIB = 0.1
+
 
 def import_plan(path: Path, graph: Graph, devices: int) -> Plan:
     """Read a strategy, ours or FlexFlow's.
@@ -29,7 +31,10 @@ def import_plan(path: Path, graph: Graph, devices: int) -> Plan:
         PlanError: it is neither, or does not fit; the operator is named.
 
     """
-    text = path.read_text()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot be read as text: {error}") from error
     if flexflow_format.is_flexflow(text):
         return flexflow_format.parse(text, graph, devices)
     return strategy_file.parse(text, graph, devices)
@@ -51,13 +56,14 @@ def simulation(simulator: Simulator, plan: Plan) -> list[str]:
     """What is expected of a plan, line by line."""
     found = simulator.estimate(plan)
     devices = simulator.problem.machine.devices
-    memory = ", ".join(f"{gib:.3f}" for gib in found.memory_gib)
+    small = max(found.memory_gib) < _SMALL_GIB
+    memory = ", ".join(f"{gib * (1024 if small else 1):.4g}" for gib in found.memory_gib)
     fits = "" if found.fits else ": more than there is"
     return [
         *strategy_file.table(simulator.problem.graph, plan),
         f"predicted step {1e3 * found.seconds:.4g} ms",
-        f"predicted memory by device, GiB: {memory} "
-        f"(of {simulator.problem.machine.memory_gib:.2f}){fits}",
+        f"predicted memory by device, {'MiB' if small else 'GiB'}: {memory} "
+        f"(of {simulator.problem.machine.memory_gib:.2f} GiB){fits}",
         *busy_lines(simulator.timeline(plan), devices),
     ]
 
@@ -126,12 +132,16 @@ def compare(
 
 
 def accuracy_lines(compared: Sequence[Compared]) -> list[str]:
-    """How well the simulator foretold what was measured."""
-    if not compared:
+    """How well the simulator foretold what was measured, the baseline aside.
+
+    Its step is what the machine was fitted to.
+    """
+    errors = [abs(c.error) for c in compared if 0 not in c.trials]
+    if not errors:
         return []
-    errors = [abs(c.error) for c in compared]
     return [
-        f"simulated against measured step of {len(compared)} strategies: median error "
+        f"simulated against measured step of {len(errors)} "
+        f"{'strategy' if len(errors) == 1 else 'strategies'} beside the baseline: median error "
         f"{100 * statistics.median(errors):.1f}%, worst {100 * max(errors):.1f}%"
     ]
 

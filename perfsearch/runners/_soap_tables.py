@@ -12,7 +12,7 @@ from perfsearch.parallel.soap.costs import CostTable, ShardCost
 from perfsearch.parallel.soap.graph import Graph, Role
 from perfsearch.parallel.soap.machine import Machine
 from perfsearch.parallel.soap.tasks import CostOf
-from perfsearch.runners._soap_identity import Identity
+from perfsearch.runners._soap_identity import JOB, Identity
 from perfsearch.search.errors import BadInputError
 
 GRAPH, MACHINE, COSTS = "graph.json", "machine.json", "costs.json"
@@ -78,7 +78,8 @@ def measured(
     """Measure what is not known yet of this kind of device.
 
     Args:
-        directory: for the files of this search; used as they are where they are complete.
+        directory: for the files of this search; used as they are where they are complete, which
+            the job's name, written last, says.
         cache: for what other searches can use.
         device: name of the devices.
         torch: version.
@@ -87,7 +88,7 @@ def measured(
         measure: does it.
 
     """
-    if all((directory / name).exists() for name in (GRAPH, MACHINE, COSTS)):
+    if all((directory / name).exists() for name in (GRAPH, MACHINE, COSTS, JOB)):
         return read(directory)
     known_costs = costs.file_of(cache, device, torch)
     name = re.sub(r"[^A-Za-z0-9.+-]+", "-", f"machine-{device}-x{devices}-torch-{torch}.json")

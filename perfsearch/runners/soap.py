@@ -129,6 +129,7 @@ class Soap(Runner):
         self._ranks = Ranks(self._environment, self.hardware, self.workload)
         registry.reap(run_dir)
         self.prepare(run_dir / "soap")
+        self.simulator.compile(self.job.first_plan)  # not in the time that a search may take
 
     def prepare(self, directory: Path) -> None:
         """Get graph, machine and costs, and the space that follows from them.
@@ -199,7 +200,8 @@ class Soap(Runner):
         )
 
     def predict(self, configuration: Configuration, trials: Sequence[Trial]) -> Prediction:
-        """Simulated time and memory."""
+        """Simulated time and memory, on a machine that the baseline has told what is beside."""
+        self.job.calibrate(trials, self._environment.run_dir / "soap")
         found = self.simulator.estimate(self.plan(configuration))
         assert self.workload.global_batch is not None
         samples = self.workload.samples_per_step or self.workload.global_batch
@@ -241,17 +243,12 @@ class Soap(Runner):
         self.prepare(self._environment.run_dir / "soap")
         view.note(_soap_given.line(self.inputs, self.options.tables))
         options = settings.strategy.options
-        proposals = options.get("proposals")
         start = self.job.first_plan
-        request = WalkRequest(
-            {},
-            proposals,
-            settings.seed,
-            options.get("alpha"),
-            options.get("return_every"),
-            options.get("propagation"),
-        )
+        how = [options.get(name) for name in ("alpha", "return_every", "propagation")]
+        request = WalkRequest({}, options.get("proposals"), settings.seed, *how)
         found = walk(self.job.walked, start, request)
+        if settings.strategy.name not in ("mcmc", "auto"):
+            view.note(f"searched by a Markov chain: strategy={settings.strategy.name} needs trials")
         for line in _soap_report.found_lines(self.simulator, found, start):
             view.note(line)
         if self.options.export_to is not None and found.plans:
@@ -262,6 +259,7 @@ class Soap(Runner):
 
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
         """The strategy as FlexFlow prints it, and how well the simulator foretold the trials."""
+        self.job.calibrate(trials, self._environment.run_dir / "soap")
         lines = strategy_file.table(self.inputs.graph, self.plan(configuration))
         own = [t for t in trials if key_of(t.configuration) == key_of(configuration)]
         worst = _soap_operators.worst_lines(self._operators_of(own))

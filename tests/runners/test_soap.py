@@ -1,6 +1,7 @@
 """The runner on saved tables: no process is started, trials are simulated."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from perfsearch.parallel.soap.axes import Whole
 from perfsearch.parallel.soap.configuration import data_parallel
 from perfsearch.parallel.soap.costs import CostTable, shards_of
 from perfsearch.parallel.soap.graph import Graph
-from perfsearch.runners import _soap_plans
+from perfsearch.parallel.soap.simulator import Simulator
+from perfsearch.runners import _soap_plans, _soap_tables
 from perfsearch.runners._soap_identity import JOB, Identity
 from perfsearch.runners._soap_tables import Inputs
 from perfsearch.runners._soap_walk import walk
@@ -112,6 +114,85 @@ def test_every_strategy_searches_it(tmp_path, tables, opened, name):
         trials.append(told(runner, configuration, number))
         strategy.tell(trials[-1])
     assert len(set(asked)) == 4
+
+
+def test_predictions_are_told_by_the_baseline_whatever_the_strategy(tmp_path, opened):
+    runner = opened()
+    trials = []
+    hints = runner.hints(trials)
+    before = hints.predict(runner.baseline).cost
+    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
+    slower = [10 * s for s in trials[0].measurement.step_seconds]
+    trials[0] = replace(trials[0], measurement=replace(trials[0].measurement, step_seconds=slower))
+    after = hints.predict(runner.baseline).cost
+    assert after == pytest.approx(10 * before, rel=0.15)
+    assert json.loads((tmp_path / "run" / "soap" / "machine.json").read_text())["calibrated"]
+
+
+def test_the_baseline_is_not_counted_as_foretold(opened):
+    runner = opened()
+    trials = [told(runner, runner.baseline, 0, Purpose.BASELINE)]
+    assert not [ln for ln in runner.closing_lines(runner.baseline, trials) if "beside" in ln]
+    other = dict(runner.baseline, table_0="1x1@1")
+    trials.append(told(runner, other, 1))
+    trials[-1] = replace(
+        trials[-1],
+        measurement=replace(
+            trials[-1].measurement,
+            step_seconds=[2 * s for s in trials[-1].measurement.step_seconds],
+        ),
+    )
+    (line,) = [ln for ln in runner.closing_lines(other, trials) if "beside the baseline" in ln]
+    assert line.endswith("1 strategy beside the baseline: median error 50.0%, worst 50.0%")
+
+
+def test_the_search_is_compiled_before_its_time_begins(opened, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(Simulator, "compile", lambda self, plan: compiled.append(plan))
+    runner = opened()
+    assert compiled == [runner.plan(runner.baseline)]
+
+
+def test_an_estimate_says_by_what_it_searched(tmp_path, tables, capsys):
+    for name in ("mcmc", "random"):
+        chosen = settings(tmp_path / name, tables, {"name": name}, mode="estimate")
+        runner = build_runner(chosen)
+        assert runner.estimate(chosen, View()) == 0
+        runner.close()
+        assert ("strategy=random needs trials" in capsys.readouterr().out) == (name == "random")
+
+
+def test_no_time_is_shown_where_nothing_fits_yet(tmp_path, tables, capsys):
+    chosen = settings(tmp_path, tables, mode="estimate", device_memory_gib=1e-9)
+    runner = build_runner(chosen)
+    assert runner.estimate(chosen, View()) == 1
+    runner.close()
+    shown = capsys.readouterr().out
+    assert "cur(inf) next(inf) best(inf)" in shown
+    assert "e+12" not in shown
+
+
+def test_tables_that_were_broken_off_are_measured_again(tmp_path, tables):
+    """The job's name is written last: without it costs from the cache may be missing."""
+    (tables / "job.json").unlink()
+    kept = tmp_path / "tables_again"
+    kept.mkdir()
+    for path in tables.iterdir():
+        (kept / path.name).write_text(path.read_text())
+    asked = []
+
+    def measure(directory, known, machine):
+        asked.append((directory, machine))
+        for path in tables.iterdir():
+            (directory / path.name).write_text(path.read_text())
+
+    job = Identity("dlrm", 8, "tiny", options={})
+    for _ in range(2):
+        found = _soap_tables.measured(
+            kept, tmp_path / "cache", "a card", "2.13", DEVICES, job, measure
+        )
+    assert asked == [(kept, True)]
+    assert found.job == job
 
 
 def test_the_chain_is_walked_after_the_baseline_and_shown(tmp_path, tables, opened):
@@ -216,6 +297,8 @@ def test_input_that_cannot_work_is_refused_before_anything_starts(tmp_path, tabl
         ({"split": ["samples"]}, "samples"),
         ({"import_from": str(tmp_path / "none.yaml")}, "no such file"),
         ({"min_coverage": 2}, "min_coverage"),
+        ({"export_to": str(tmp_path / "none" / "plan.yaml")}, "make it first"),
+        ({"export_to": str(tmp_path)}, "a file is needed"),
     ):
         with pytest.raises(BadInputError, match=word):
             build_runner(settings(tmp_path, tables, **runner))
@@ -363,6 +446,8 @@ def test_a_plan_is_simulated_and_searched_without_a_trial(tmp_path, tables, mode
         shown = capsys.readouterr().out
         assert "predicted step" in shown
         assert "num_dims(2)" in shown
+        memory = re.search(r"device, MiB: ([\d.]+), ([\d.]+) \(of [\d.]+ GiB\)", shown)
+        assert 0 < float(memory[1]) + float(memory[2]) < 1
         outputs.append([ln for ln in shown.splitlines() if "proposals in" not in ln])
     assert outputs[0] == outputs[1]
     assert any("iter(" in ln for ln in outputs[0]) == (mode == "estimate")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from perfsearch.parallel.soap.blocks import take_apart, takes_apart
 from perfsearch.parallel.soap.draft import Draft
 from perfsearch.parallel.soap.graph import INPUT, Graph, Operator, Role, Stage
+from perfsearch.parallel.soap.layouts import is_real
 from perfsearch.parallel.soap.rules import read, sizes
 
 _JOINED = frozenset({"pointwise", "cast", "dropout", "reshape", "permute", "expand"})
@@ -31,6 +32,7 @@ def assemble(drafts: Sequence[Draft], output: str, batch: int) -> Graph:
 
     """
     needed = _needed(drafts, output)
+    _freeze(drafts, output)
     joined, owner = _join([d for d in drafts if d.name in needed], output)
     names = _names(joined)
     final = {old: names[head] for old, head in owner.items()}
@@ -53,6 +55,24 @@ def _needed(drafts: Sequence[Draft], output: str) -> set[str]:
         if lowered is not None:
             waiting += [value.name for value, _ in lowered.operands]
     return needed | {d.name for d in drafts if d.kind == INPUT}
+
+
+def _freeze(drafts: Sequence[Draft], output: str) -> None:
+    """Parameters that the loss has no gradient by are not trained: theirs is none, not zero."""
+    reached = {output}
+    trained: set[str] = set()
+    for draft in reversed(drafts):
+        lowered = draft.lowered
+        if lowered is None or draft.name not in reached:
+            continue
+        if lowered.attributes.get("detach") or not is_real(draft.value.dtype):
+            continue
+        reached |= {value.name for value, _ in lowered.operands}
+        trained |= {parameter.key for parameter in draft.parameters}
+    for draft in drafts:
+        draft.parameters = tuple(
+            replace(p, trained=p.trained and p.key in trained) for p in draft.parameters
+        )
 
 
 def _join(drafts: Sequence[Draft], output: str) -> tuple[list[Draft], dict[str, str]]:

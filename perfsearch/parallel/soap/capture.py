@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator as operators
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +16,9 @@ from perfsearch.parallel.soap import (  # noqa: F401
 )
 from perfsearch.parallel.soap.assembly import assemble
 from perfsearch.parallel.soap.axes import Whole
+from perfsearch.parallel.soap.captured import Captured
 from perfsearch.parallel.soap.draft import Draft
-from perfsearch.parallel.soap.graph import INPUT, WHOLE, Graph, Parameter, Role
+from perfsearch.parallel.soap.graph import INPUT, WHOLE, Parameter, Role
 from perfsearch.parallel.soap.lowering import (
     RULES,
     TAKE_PARAMETERS,
@@ -29,6 +29,13 @@ from perfsearch.parallel.soap.lowering import (
     same,
 )
 from perfsearch.parallel.soap.precision import Autocast
+from perfsearch.parallel.soap.refusals import (
+    require_real,
+    require_same_dtype,
+    require_tensors,
+    schema_name,
+    unsplit,
+)
 from perfsearch.parallel.soap.rules_dense import embedding_bag
 from perfsearch.parallel.soap.rules_loss import LOSSES, total
 from perfsearch.parallel.soap.rules_pointwise import pointwise
@@ -48,30 +55,7 @@ from perfsearch.parallel.soap.writes import Writes
 
 _CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_size"})
 _HAVE_RULES = frozenset({"dropout", "scaled_dot_product_attention"})
-_UNSPLIT = "draws random numbers in a form that has no rule for splitting it"
 _DRAWING = frozenset({"dropout", "attention"})
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A model as operators, and what the graph alone does not hold.
-
-    Attributes:
-        graph: of operators.
-        leaves: names of the inputs that are the batch's tensors, in ``tree_flatten`` order.
-        buffers: name of an input to the qualified name of the model's buffer.
-        constants: tensors by name of the input.
-        counters: buffers that a step adds a number to, such as batch norm's.
-        tracer: ``export`` or ``fx``.
-
-    """
-
-    graph: Graph
-    leaves: tuple[str, ...]
-    buffers: Mapping[str, str]
-    constants: Mapping[str, torch.Tensor]
-    counters: tuple[tuple[str, int], ...]
-    tracer: str
 
 
 def capture(
@@ -145,13 +129,15 @@ class _Capture:
                 key, tuple(tensor.shape), dtype_name(tensor), labels, True, tensor.requires_grad
             )
             return
-        tensor = node.meta["val"] if "val" in node.meta else program.constants[name]
+        tensor = node.meta["val"] if "val" in node.meta else program.constants.get(name)
+        if tensor is None:
+            return  # a function of its own, which is refused where it is called
         shape = tuple(int(size) for size in tensor.shape)
         leaf = name in program.leaves
         labels = tuple(
             Role.SAMPLE if leaf and dim == 0 else Role.ATTRIBUTE for dim in range(len(shape))
         )
-        self.values[node] = Value(name, shape, dtype_name(tensor), labels, local=True)
+        self.values[node] = Value(name, shape, dtype_name(tensor), labels, local=True, sampled=leaf)
         self.drafts.append(Draft(name, INPUT, self.values[node], None, (), "", ""))
 
     def _call(self, node: fx.Node) -> None:
@@ -160,10 +146,10 @@ class _Capture:
         if call.name in _CHECKS or (call.name != "getitem" and gives_many(node)):
             return
         if draws(node) and call.name not in _HAVE_RULES:
-            raise CaptureError(f"{call.name} {_UNSPLIT}; {place_of(node)}")
+            raise unsplit(node, call.name)
         lowered = self._lower(call)
         if lowered is None and call.name in _HAVE_RULES and call.get("dropout_p"):
-            raise CaptureError(f"{call.name} {_UNSPLIT}; {place_of(node)}")
+            raise unsplit(node, call.name)
         lowered = lowered or self._fallback(call)
         self._add(node, call, lowered)
 
@@ -175,12 +161,15 @@ class _Capture:
             arguments: dict[str, Any] = {"made": self.calls[made], "index": index}
             name = "getitem"
         else:
-            name = node.target._schema.name.split("::")[1]
+            name = schema_name(node)
+            if name not in _CHECKS:
+                require_tensors(node, name, self.values, self.writes.skipped)
             arguments = self._arguments(node)
         value = node.meta.get("val")
         tensor = isinstance(value, torch.Tensor)
         if node in self.writes.in_place:
             name = name.removesuffix("_")
+            require_same_dtype(node)
         return Call(
             name=name,
             target=out_of_place(node.target) if node in self.writes.in_place else node.target,
@@ -237,7 +226,9 @@ class _Capture:
             return argument
         name = f"parameter:{argument.name}"
         count = len(argument.shape)
-        value = Value(name, argument.shape, argument.dtype, argument.labels, local=True)
+        value = Value(
+            name, argument.shape, argument.dtype, argument.labels, local=True, weighted=True
+        )
         if all(draft.name != name for draft in self.drafts):
             lowered = Lowered("parameter", argument.labels, (True,) * count)
             lowered.operand(argument, same(count), "value")
@@ -280,10 +271,23 @@ class _Capture:
         local = local and all(value.local for value, _ in lowered.operands)
         # what only parameters and places decide is computed wherever it is needed, as in data
         # parallelism; what depends on samples and has parameters is placed
-        local = local and not (lowered.parameters and Role.SAMPLE in lowered.labels)
+        sampled = any(value.sampled for value, _ in lowered.operands)
+        weighted = bool(lowered.parameters) or any(v.weighted for v, _ in lowered.operands)
+        local = local and not (sampled and weighted)
         shape = call.shape if lowered.shape is None else lowered.shape
         strides = node.meta["val"].stride() if lowered.shape is None else ()
-        value = Value(node.name, shape, dtype, lowered.labels, local=local, strides=strides)
+        value = Value(
+            node.name,
+            shape,
+            dtype,
+            lowered.labels,
+            local=local,
+            strides=strides,
+            sampled=sampled,
+            weighted=weighted,
+        )
+        if weighted:
+            require_real(node, dtype)
         self.values[node] = value
         self.sources[node.name] = call
         self._append(node.name, value, lowered, module_of(node), place_of(node))

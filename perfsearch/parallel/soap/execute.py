@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from perfsearch.parallel.soap.axes import Rectangle
-from perfsearch.parallel.soap.capture import Captured
+from perfsearch.parallel.soap.captured import Captured
 from perfsearch.parallel.soap.communicators import Communicators
 from perfsearch.parallel.soap.configuration import Plan, share, validate
 from perfsearch.parallel.soap.layout import lay_out
@@ -20,6 +20,11 @@ from perfsearch.parallel.soap.placement import parameters
 from perfsearch.parallel.soap.row_updates import RowUpdates, is_plain_descent, tables_of
 from perfsearch.parallel.soap.storage import tile_of
 from perfsearch.parallel.soap.timed_passes import TimedPasses
+from perfsearch.parallel.soap.traced import dtype_name
+
+
+class BatchError(ValueError):
+    """A batch is not of the shape that the model was captured for."""
 
 
 class Execution:
@@ -59,6 +64,9 @@ class Execution:
         self._layout = lay_out(captured, plan, model, self.rank, device, groups)
         self.operators = [operator.name for operator in captured.graph.operators]
         self.samples = share(captured.graph.batch, world, self.rank)
+        low, high = self.samples
+        inputs = [captured.graph.by_name[name] for name in captured.leaves]
+        self._given = [((high - low, *leaf.shape[1:]), leaf.dtype) for leaf in inputs]
         tensors = dict(model.named_parameters())
         viewed = parameters(captured.graph)
         self.shapes = {k: viewed[k].shape if k in viewed else t.shape for k, t in tensors.items()}
@@ -71,6 +79,21 @@ class Execution:
             if key in self._layout.tiles
         }
         self.passes = Passes(self._layout, self.parameters, captured.counters, device, groups)
+
+    def require_fit(self, leaves: Sequence[torch.Tensor]) -> None:
+        """See that a batch is what the graph was made for.
+
+        Raises:
+            BatchError: it is of other shapes, of which only a part would be computed.
+
+        """
+        found = [(tuple(leaf.shape), dtype_name(leaf)) for leaf in leaves]
+        if found != self._given:
+            raise BatchError(
+                f"a batch has tensors of {found}, and the model was captured for {self._given}, "
+                "as from the first sample: runner=soap needs batches of one shape. Pad them to a "
+                "fixed length"
+            )
 
     @contextmanager
     def timed(self, clock: OperatorClock) -> Iterator[None]:
@@ -97,6 +120,7 @@ class Execution:
             leaves: tensors of the batch, in ``tree_flatten`` order, of the samples in ``samples``.
 
         """
+        self.require_fit(leaves)
         loss = self.passes.forward(leaves)
         self.passes.backward()
         return loss

@@ -60,7 +60,7 @@ def entries(text: str) -> list[Entry]:
 def is_flexflow(text: str) -> bool:
     """Whether a file begins as one of FlexFlow's does: with a number by itself."""
     first = text.split(maxsplit=1)[:1]
-    return bool(first) and first[0].isdigit()
+    return bool(first) and first[0].isdecimal()
 
 
 def parse(text: str, graph: Graph, device_count: int) -> Plan:
@@ -73,8 +73,8 @@ def parse(text: str, graph: Graph, device_count: int) -> Plan:
 
     """
     read = entries(text)
-    known = graph.by_name
     planned = [o.name for o in graph.planned]
+    known = set(planned)
     named = {entry.name: entry for entry in read}
     if not any(name in known for name in named):
         if len(read) not in (len(planned), len(planned) - 1):
@@ -83,6 +83,9 @@ def parse(text: str, graph: Graph, device_count: int) -> Plan:
                 f"{len(read)} operators cannot be told by their order from {len(planned)}"
             )
         named = dict(zip(planned, read, strict=False))
+    elif len(named) < len(read):
+        twice = next(e.name for i, e in enumerate(read) if e.name in {f.name for f in read[:i]})
+        raise PlanError(f"operator {twice}: the file has it twice")
     unknown = [name for name in named if name not in known]
     if unknown:
         raise PlanError(f"operator {unknown[0]}: the model has none of this name")
@@ -106,6 +109,6 @@ def parse(text: str, graph: Graph, device_count: int) -> Plan:
 
 def _number(words: Iterator[str], what: str, low: int, high: int) -> int:
     word = next(words, None)
-    if word is None or not word.isdigit() or not low <= int(word) <= high:
+    if word is None or not word.isdecimal() or not low <= int(word) <= high:
         raise PlanError(f"FlexFlow strategy: {what}: {word!r}, a number from {low} to {high}")
     return int(word)

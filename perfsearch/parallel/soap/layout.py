@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from perfsearch.parallel.soap.axes import Rectangle
-from perfsearch.parallel.soap.capture import Captured
+from perfsearch.parallel.soap.captured import Captured
 from perfsearch.parallel.soap.communicators import Communicators
 from perfsearch.parallel.soap.configuration import Plan
 from perfsearch.parallel.soap.connections import Connection, Group, connect, grouped

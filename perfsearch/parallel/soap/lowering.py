@@ -23,6 +23,8 @@ class Value:
         trained: whether it has a gradient, where it is a parameter.
         local: whether every device can have it without a transfer.
         strides: of the whole tensor, where they are known.
+        sampled: whether it depends on the batch.
+        weighted: whether it depends on parameters.
 
     """
 
@@ -34,6 +36,8 @@ class Value:
     trained: bool = False
     local: bool = False
     strides: tuple[int, ...] = ()
+    sampled: bool = False
+    weighted: bool = False
 
     @property
     def memory_order(self) -> tuple[int, ...]:

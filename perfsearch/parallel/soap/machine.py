@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -131,9 +132,11 @@ class Machine:
         return Machine(**{**values, "devices": devices, "devices_per_node": min(per_node, devices)})
 
     def write(self, path: Path) -> None:
-        """Write it for people to read and edit."""
+        """Write it for people to read and edit, at once or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
+        unfinished.rename(path)
 
     @classmethod
     def read(cls, path: Path) -> Machine:

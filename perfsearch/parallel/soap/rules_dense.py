@@ -76,9 +76,12 @@ def _batch_of(value: Value) -> Value:
 
 @rule("embedding")
 def embedding(call: Call) -> Lowered | None:
-    """Rows are whole; the width may be split."""
+    """Rows are whole; the width may be split.
+
+    A sparse gradient is a dense one here: optimizers that take both come to the same weights.
+    """
     weight, indices = call["weight"], call["indices"]
-    if not weight.parameter or indices.parameter or call["sparse"]:
+    if not weight.parameter or indices.parameter or call["scale_grad_by_freq"]:
         return None
     count = len(call.shape)
     lowered = Lowered(
@@ -99,7 +102,7 @@ def embedding_bag(call: Call) -> Lowered | None:
     weights = call["per_sample_weights"]
     if not weight.parameter or call["mode"] not in (0, 1) or call["scale_grad_by_freq"]:
         return None
-    if call["sparse"] or weights is not None or call["include_last_offset"]:
+    if weights is not None or call["include_last_offset"]:
         return None
     bags = call.shape[0]
     size = _bag_size(call.sources.get(offsets.name), indices.shape, bags)

@@ -34,6 +34,12 @@ def pointwise(call: Call) -> Lowered | None:
     return lowered
 
 
+@rule("hardswish", "log_sigmoid", "fix", "special_expit", "floor_divide")
+def untagged(call: Call) -> Lowered | None:
+    """Elementwise, though torch does not tag them so."""
+    return pointwise(call)
+
+
 def _slots(value: Any, call: Call, lowered: Lowered) -> Any:
     if isinstance(value, Value):
         return lowered.operand(value, broadcast(value.shape, call.shape))
@@ -66,7 +72,7 @@ def cast(call: Call) -> Lowered | None:
 @rule("dropout")
 def dropout(call: Call) -> Lowered | None:
     """The mask is that of the whole tensor, of which each part takes its own piece."""
-    value = call["input"]
+    value = call.get("input", call.get("self"))  # of dropout_
     if not call["train"] or call["p"] == 0.0:
         lowered = Lowered("cast", value.labels, (True,) * len(call.shape))
         lowered.attributes = {"dtype": call.dtype}

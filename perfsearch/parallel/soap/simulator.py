@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import numpy as np
 
 from perfsearch.parallel.soap import tables as at
 from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan
-from perfsearch.parallel.soap.engine import ChainOptions, Engine
+from perfsearch.parallel.soap.engine import NEVER, ChainOptions, Engine
 from perfsearch.parallel.soap.graph import Graph, Role
 from perfsearch.parallel.soap.machine import Machine
 from perfsearch.parallel.soap.operator_time import OperatorTime
@@ -52,14 +53,18 @@ class Estimate:
     launching_seconds: float = 0.0
 
 
+def _seconds(nanoseconds: int) -> float:
+    return nanoseconds / 1e9 if 0 <= nanoseconds < NEVER else math.inf
+
+
 @dataclass(frozen=True)
 class Found:
     """What a search came to.
 
     Attributes:
         plans: the best distinct ones with their predicted seconds, best first.
-        series: iteration, then current, proposed and best seconds; a proposal beyond memory has
-            infinite ones.
+        series: iteration, then current, proposed and best seconds; infinite where a plan is beyond
+            memory.
         proposals: simulated.
         accepted: of these.
         infeasible: of these, beyond memory.
@@ -120,6 +125,17 @@ class Simulator:
         launching = self._engine.host_ns() / 1e9
         return Estimate(nanoseconds / 1e9, max(memory), memory, self._engine.fits(), launching)
 
+    def compile(self, start: Plan) -> None:
+        """Compile what ``search`` runs, or take it from the disk: minutes on a busy machine, once.
+
+        Args:
+            start: any plan.
+
+        """
+        engine = Engine(self.problem.tables, self.problem.curves)
+        engine.start(self.problem.numbers_of(start))
+        engine.walk(0)
+
     def search(self, start: Plan, proposals: int, options: ChainOptions, seed: int) -> Found:
         """Walk from a plan; the same arguments give the same result, bit for bit."""
         every = max(1, -(-proposals // POINTS))
@@ -140,7 +156,7 @@ class Simulator:
         return Found(
             plans=[(ns / 1e9, self.problem.plan_of(numbers)) for ns, numbers in engine.best()],
             series=[
-                (int(n), current / 1e9, proposed / 1e9 if proposed >= 0 else np.inf, best / 1e9)
+                (int(n), _seconds(current), _seconds(proposed), _seconds(best))
                 for n, current, proposed, best in engine.series().tolist()
             ],
             proposals=proposals,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from perfsearch.parallel.soap.axes import Rectangle
-from perfsearch.parallel.soap.capture import Captured
+from perfsearch.parallel.soap.captured import Captured
 
 
 def tile_of(tensor: torch.Tensor, rectangle: Rectangle, device: torch.device) -> torch.Tensor:

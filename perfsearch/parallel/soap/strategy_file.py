@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,8 @@ SCHEMA = 1
 
 def dump(graph: Graph, plan: Plan, device_count: int) -> str:
     """The plan as YAML, a line an operator in the order of the user's code."""
-    width = max((len(o.name) for o in graph.planned), default=0) + 1
+    names = {o.name: _written(o.name) for o in graph.planned}
+    width = max(map(len, names.values()), default=0) + 1
     lines = [
         "# Of each operator's output: the number of parts along each dimension (shape beside it),",
         "# and the device of each part in row-major order.",
@@ -30,7 +32,7 @@ def dump(graph: Graph, plan: Plan, device_count: int) -> str:
     for operator in graph.planned:
         chosen = plan[operator.name]
         lines.append(
-            f"  {operator.name + ':':<{width}} {{degrees: {list(chosen.degrees)}, "
+            f"  {names[operator.name] + ':':<{width}} {{degrees: {list(chosen.degrees)}, "
             f"devices: {list(chosen.devices)}}}  # {operator.kind} {list(operator.shape)}"
         )
     return "\n".join(lines) + "\n"
@@ -57,14 +59,15 @@ def parse(text: str, graph: Graph, device_count: int | None = None) -> Plan:
     operators = record.get("operators")
     if not isinstance(operators, Mapping):
         raise PlanError("operators: a mapping of operator names is needed")
-    known = graph.by_name
+    known = {operator.name for operator in graph.planned}
     plan: Plan = {}
     for name, entry in operators.items():
-        if str(name) not in known:
+        if name not in known:
             raise PlanError(
-                f"operator {name}: the model has none of this name. {nearest(str(name), known)}"
+                f"operator {name}: the model has none of this name that is planned. "
+                f"{nearest(name, known)}"
             )
-        plan[str(name)] = _entry(str(name), entry)
+        plan[name] = _entry(name, entry)
     count = record.get("devices") if device_count is None else device_count
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise PlanError(f"devices: {count!r}, a number of devices is needed")
@@ -83,11 +86,38 @@ def _table_line(operator: Operator, chosen: OperatorConfiguration) -> str:
     return f"[{operator.name}] num_dims({len(chosen.degrees)}) dims[{dims}] device_ids[{devices}]"
 
 
-def _load(text: str) -> Mapping[str, Any]:
+def _written(name: str) -> str:
+    """A name such that any reader of YAML takes it for text: not 0.10 for the number 0.1."""
     import yaml  # type: ignore[import-untyped]
 
     try:
-        record = yaml.safe_load(text)
+        plain = yaml.safe_load(f"{name}: 0") == {name: 0}
+    except yaml.YAMLError:
+        plain = False
+    return name if plain else json.dumps(name)
+
+
+def _load(text: str) -> Mapping[str, Any]:
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Takes keys as they are written, each once."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise PlanError(f"not a strategy: a name is needed in line {_line(key)}")
+                if key.value in found:
+                    raise PlanError(f"operator {key.value}: line {_line(key)} has it a second time")
+                found[key.value] = self.construct_object(value, deep=True)
+            return found
+
+    def _line(node: Any) -> int:
+        return int(node.start_mark.line) + 1
+
+    try:
+        record = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise PlanError(f"not a strategy: {' '.join(str(error).split())}") from error
     if not isinstance(record, Mapping):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from perfsearch.parallel.soap.lowering import Call, Lowered, Value
 from perfsearch.parallel.soap.tracing import CaptureError
 
 _TRACER = tracing.__file__
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def least_flops(call: Call, lowered: Lowered) -> float:
@@ -24,14 +27,17 @@ def least_flops(call: Call, lowered: Lowered) -> float:
     tensors = [value for value, _ in lowered.operands]
     if formula is None:
         return float(sum(math.prod(value.shape) for value in tensors))
-    meta = [
-        torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta")
+    meta = {
+        n: torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta")
         if isinstance(v, Value)
         else v
-        for v in call.arguments.values()
-    ]
+        for n, v in call.arguments.items()
+    }
+    by_name = {a.name for a in call.target._schema.arguments if a.kwarg_only}
+    places = [value for name, value in meta.items() if name not in by_name]
+    names = {name: value for name, value in meta.items() if name in by_name}
     out = torch.empty(call.shape, device="meta")
-    return float(formula(*meta, out_val=out))
+    return float(formula(*places, out_val=out, **names))
 
 
 def gives_many(node: fx.Node) -> bool:
@@ -52,6 +58,25 @@ def out_of_place(target: Any) -> Any:
     return getattr(packet, target._overloadname)
 
 
+def dtype_out_of_place(node: fx.Node) -> torch.dtype:
+    """What a call that writes would give if it made a new tensor."""
+
+    def seen(argument: Any) -> Any:
+        if not isinstance(argument, fx.Node):
+            return argument
+        value = argument.meta.get("val")
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    arguments = fx.node.map_aggregate(node.args, seen)
+    keywords = fx.node.map_aggregate(node.kwargs, seen)
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        made = out_of_place(node.target)(*arguments, **keywords)
+    dtype: torch.dtype = made.dtype
+    return dtype
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """As torch names it, without ``torch``."""
     return str(tensor.dtype).removeprefix("torch.")
@@ -68,7 +93,7 @@ def place_of(node: fx.Node) -> str:
     """The line of the user's code: the innermost one that is not torch's."""
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    own = [ln for ln in lines if "/torch/" not in ln and not ln.startswith(f'File "{_TRACER}"')]
+    own = [ln for ln in lines if not ln.startswith((f'File "{_TORCH}', f'File "{_TRACER}"'))]
     if not own:
         return "the loss function"
     parts = own[-1].split(",")

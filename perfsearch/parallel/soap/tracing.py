@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import operator as operators
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from perfsearch.parallel.soap.nested import inline_without_gradients
+from perfsearch.parallel.soap.unseen import Attribute, Unseen
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -71,16 +76,58 @@ def trace(model: nn.Module, loss: Loss, batch: Any) -> Program:
         odd = next(type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor))
         raise CaptureError(f"the batch holds a {odd}: only tensors can be shared out")
     module = _Whole(model, loss, spec)
+    program, moved = _watched(module, leaves)
+    if moved:
+        # what a first step sets up stays as it is in a second one
+        with _as_left(moved):
+            program, moved = _watched(module, leaves)
+    if moved:
+        owner, name = next(iter(moved))
+        raise CaptureError(
+            f"the forward pass changes {name} of {type(owner).__name__} in each step, and a graph "
+            "would have one value of it for all steps; count outside the model"
+        )
+    return program
+
+
+@contextmanager
+def _as_left(moved: Mapping[Attribute, Any]) -> Iterator[None]:
+    """Give attributes the values that a step has left; torch.export takes them back."""
+    before = {(owner, name): vars(owner).get(name) for owner, name in moved}
+    for (owner, name), value in moved.items():
+        setattr(owner, name, value)
     try:
-        return _exported(module, leaves)
-    except Exception as error:
-        try:
-            return _traced(module, leaves)
-        except Exception as second:
-            raise CaptureError(
-                "the model cannot be captured as a graph. torch.export: "
-                f"{_first_line(error)}; fx: {_first_line(second)}"
-            ) from second
+        yield
+    finally:
+        for (owner, name), value in before.items():
+            setattr(owner, name, value)
+
+
+def _watched(module: _Whole, leaves: list[torch.Tensor]) -> tuple[Program, dict[Attribute, Any]]:
+    """The program, and what the forward pass has changed of its modules' plain attributes."""
+    unseen = Unseen(module.model)
+    try:
+        with unseen.watch():
+            try:
+                program = _exported(module, leaves)
+            except Exception as error:
+                try:
+                    program = _traced(module, leaves)
+                except Exception as second:
+                    raise CaptureError(
+                        "the model cannot be captured as a graph. torch.export: "
+                        f"{_first_line(error)}; fx: {_first_line(second)}"
+                    ) from second
+    except CaptureError:
+        if not unseen.found:
+            raise
+    if unseen.found:
+        raise CaptureError(unseen.found[0])
+    if any(isinstance(tensor, FakeTensor) for tensor in program.constants.values()):
+        raise CaptureError(
+            "a tensor that the step computes would be a constant, as by .data; use detach()"
+        )
+    return program, unseen.moved
 
 
 def _first_line(error: Exception) -> str:
@@ -94,6 +141,7 @@ def _strip(name: str) -> str:
 
 def _exported(module: _Whole, leaves: list[torch.Tensor]) -> Program:
     program = torch.export.export(module, tuple(leaves), strict=False)
+    inline_without_gradients(program.graph)
     signature = program.graph_signature
     constants = {**program.constants}
     # non-persistent buffers are among the constants too; the model has them under their names

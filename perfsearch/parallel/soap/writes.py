@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from perfsearch.parallel.soap.traced import place_of
 from perfsearch.parallel.soap.tracing import CaptureError
 
 
@@ -38,6 +39,7 @@ class Writes:
             if node.op != "call_function":
                 continue
             written = _written(node)
+            _require_no_output(node)
             if written is None:
                 viewed = _viewed(node)
                 if viewed is not None:
@@ -55,7 +57,7 @@ class Writes:
                 raise CaptureError(
                     f"{node.target} writes into a tensor that is "
                     + ("kept" if not late else f"used again by {late[0].name}")
-                    + "; write its result to a new tensor instead"
+                    + f"; write its result to a new tensor instead; {place_of(node)}"
                 )
             self.in_place.add(node)
         self.counters = tuple(counters)
@@ -74,6 +76,20 @@ def _written(node: fx.Node) -> fx.Node | None:
         return None
     first = node.args[0]
     return first if isinstance(first, fx.Node) else None
+
+
+def _require_no_output(node: fx.Node) -> None:
+    """Refuse what writes into any other than its first operand, such as ``out=``."""
+    schema = _schema(node)
+    if schema is None or schema.name.split("::")[1] == "batch_norm":
+        return
+    for place, argument in list(enumerate(schema.arguments))[1:]:
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        if given is not None and argument.alias_info is not None and argument.alias_info.is_write:
+            raise CaptureError(
+                f"{node.target} writes into its {argument.name}; write its result to a new tensor "
+                f"instead; {place_of(node)}"
+            )
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:

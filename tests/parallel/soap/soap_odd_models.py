@@ -119,6 +119,34 @@ class Ragged(nn.Module):
         return self.leave(torch.cat([bags, self.padded(indices).mean(1)], 1))
 
 
+class Rare(nn.Module):
+    """Tables with gradients of a form of their own, a made weight, a part without gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weighted = nn.EmbeddingBag(9, 4, mode="sum")
+        self.most = nn.EmbeddingBag(9, 4, mode="max")
+        self.sparse = nn.Embedding(9, 4, sparse=True)
+        self.scaled = nn.Embedding(9, 4, scale_grad_by_freq=True)
+        self.made = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 4))
+        self.weight = nn.Parameter(torch.randn(20, 3))
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        indices = (x.abs() * 10).long() % 9
+        parts = [
+            self.weighted(indices, per_sample_weights=x),
+            self.most(indices),
+            self.sparse(indices).mean(1),
+            self.scaled(indices).mean(1),
+            functional.dropout(functional.hardswish(self.made(x)), 0.1, inplace=True),
+        ]
+        with torch.no_grad():
+            known = torch.tanh(parts[0])
+        parts[1] = parts[1] * known
+        return torch.addmm(self.bias, torch.cat(parts, 1), self.weight, beta=0.5)
+
+
 def squared(model, batch):
     return functional.mse_loss(model(batch[0]), batch[1])
 
@@ -151,6 +179,7 @@ ODD = {
     "ready": (Ready, likelihood),
     "rotated": (Rotated, squared),
     "ragged": (Ragged, by_hand),
+    "rare": (Rare, squared),
 }
 
 

@@ -45,7 +45,7 @@ def single(name, device=CPU, steps=STEPS):
         value = loss(model, batch)
         value.backward()
         losses.append(value.detach())
-        gradients.append({k: p.grad.clone() for k, p in model.named_parameters()})
+        gradients.append({k: p.grad.to_dense().clone() for k, p in model.named_parameters()})
         stepper.step()
     weights = {k: p.detach().clone() for k, p in model.named_parameters()}
     buffers = {k: b.clone() for k, b in model.named_buffers()}

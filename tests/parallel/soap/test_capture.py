@@ -83,6 +83,40 @@ def test_autocast_is_spelled_out():
     assert graph.by_name[graph.output].dtype == "float32"
 
 
+def test_elementwise_functions_that_torch_does_not_tag_can_be_split():
+    layers = [nn.Linear(6, 6), nn.Hardswish(inplace=True), nn.LogSigmoid()]
+    assert not coverage(of_module(nn.Sequential(*layers), 6).graph).missing
+
+
+class Mixed(nn.Module):
+    """Functions without a rule, or with one that leaves the type: of both types of operands."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.slope = nn.PReLU()
+
+    def forward(self, x):
+        y = self.slope(self.layer(x))
+        y = nn.functional.linear(y, self.layer.weight.t())
+        return torch.baddbmm(x[:, None], y[:, None], self.layer.weight[None].expand(len(x), 6, 6))
+
+
+def test_autocast_casts_functions_without_a_rule_as_gpus_do():
+    def by_term(model, batch):
+        out = model(batch[0]).squeeze(1)
+        return nn.functional.cross_entropy(out, batch[1], reduction="none").pow(2).sum()
+
+    batch = (torch.randn(4, 6), torch.zeros(4, dtype=torch.int64))
+    graph = capture(Mixed(), by_term, batch, torch.bfloat16).graph
+    found = {o.name: (o.dtype, o.attributes.get("cast")) for o in graph.planned}
+    assert found["layer"] == ("bfloat16", "bfloat16")
+    assert found["slope.prelu"] == ("float32", "float32")  # of two types: the widest
+    assert found["linear_1"] == ("bfloat16", "bfloat16")
+    assert found["baddbmm"] == ("bfloat16", "bfloat16")
+    assert found["cross_entropy_loss"] == ("float32", "float32")
+
+
 class Strange(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,14 +1,22 @@
 import random
+from dataclasses import replace
 
 import pytest
+import yaml
 from parallel.soap.synthetic import cost_of, machine, on, random_graph, random_plan
 
 from perfsearch.parallel.soap import flexflow_format, graph_file, strategy_file
-from perfsearch.parallel.soap.configuration import PlanError, data_parallel
+from perfsearch.parallel.soap.configuration import (
+    OperatorConfiguration,
+    PlanError,
+    data_parallel,
+)
 from perfsearch.parallel.soap.costs import CostError, CostTable, Shard, ShardCost
+from perfsearch.parallel.soap.graph import Graph
 from perfsearch.parallel.soap.layouts import gradients
 from perfsearch.parallel.soap.machine import Machine, MachineError, at_members, at_size
 from perfsearch.parallel.soap.tasks import Problem
+from perfsearch.runners import _soap_report
 
 GRAPH = random_graph(random.Random(4))
 
@@ -18,6 +26,55 @@ def test_a_plan_is_read_as_it_was_written():
     for seed in range(5):
         plan = random_plan(problem, random.Random(seed))
         assert strategy_file.parse(strategy_file.dump(GRAPH, plan, 4), GRAPH) == plan
+
+
+def named(*names):
+    return Graph(
+        tuple(
+            replace(o, name=name, inputs=()) for o, name in zip(GRAPH.planned, names, strict=False)
+        ),
+        frozenset(),
+        names[-1],
+        GRAPH.batch,
+    )
+
+
+def test_names_that_look_like_numbers_stay_names():
+    names = ("0.1", "0.10", "0_2", "02", "yes", "a: b", "null")
+    graph = named(*names)
+    plan = {
+        o.name: OperatorConfiguration((1,) * len(o.shape), (place,))
+        for place, o in enumerate(graph.planned)
+    }
+    text = strategy_file.dump(graph, plan, 8)
+    assert strategy_file.parse(text, graph) == plan
+    # nor does another reader mistake them
+    assert tuple(yaml.safe_load(text)["operators"]) == names
+    bare = text.replace('"0.10"', "0.10").replace('"0_2"', "0_2")  # as older versions wrote them
+    assert strategy_file.parse(bare, graph) == plan
+
+
+def test_an_operator_twice_is_refused():
+    text = strategy_file.dump(GRAPH, data_parallel(GRAPH, range(2)), 2)
+    name = GRAPH.planned[-1].name
+    line = next(ln for ln in text.splitlines() if ln.strip().startswith(f"{name}:"))
+    with pytest.raises(PlanError, match=f"operator {name}.*second time"):
+        strategy_file.parse(f"{text}{line}\n", GRAPH)
+
+
+def test_only_operators_of_plans_are_named_as_near_ones():
+    text = strategy_file.dump(GRAPH, data_parallel(GRAPH, range(2)), 2)
+    given = next(iter(GRAPH.inputs))
+    with pytest.raises(PlanError) as error:
+        strategy_file.parse(text + f"  {given}: {{degrees: [1], devices: [0]}}\n", GRAPH)
+    assert f"operator {given}" in str(error.value)
+    assert given not in str(error.value).partition("planned")[2]
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "plan").write_bytes(b"schema: \xb7")
+    with pytest.raises(PlanError, match="cannot be read as text"):
+        _soap_report.import_plan(tmp_path / "plan", GRAPH, 2)
 
 
 def test_the_table_is_flexflows():
@@ -76,6 +133,12 @@ def test_flexflows_text_that_is_no_plan_is_refused():
         flexflow_format.parse(text, GRAPH, 1)
     with pytest.raises(PlanError, match="cannot be told"):
         flexflow_format.parse("1\nDense_100\n0\n2\n1\t1\n1\n0\n", GRAPH, 2)
+    entry = text.partition("\n")[2].partition(f"\n{GRAPH.planned[1].name}\n")[0]
+    with pytest.raises(PlanError, match=f"{GRAPH.planned[0].name}.*twice"):
+        flexflow_format.parse(f"2\n{entry}\n{entry}\n", GRAPH, 2)
+    assert not flexflow_format.is_flexflow("\u00b2 a 0 1 1 1 0")
+    with pytest.raises(PlanError, match="type of device"):
+        flexflow_format.parse("1 a \u00b2 1 1 1 0", GRAPH, 2)
 
 
 def test_a_graph_is_read_as_it_was_written_and_its_costs_are_found_again():
