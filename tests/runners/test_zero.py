@@ -317,7 +317,45 @@ def test_trainer_and_accelerate_get_what_they_can_say(tmp_path):
     assert accelerate["fsdp_config"]["fsdp_version"] == 2
     assert accelerate["fsdp_config"]["fsdp_reshard_after_forward"] is True
     assert accelerate["num_processes"] == 4
-    assert accelerate["gradient_accumulation_steps"] == 4
+    assert "gradient_accumulation_steps=4" in files["notes.txt"]
+    assert "load batches of 4" in files["notes.txt"]
+    assert "wrap every block as zero.py does" in files["notes.txt"]
+
+
+LOADED_BY_ACCELERATE = {
+    "compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes",
+    "use_cpu", "fsdp_config",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerate_knows_every_key_of_its_file(tmp_path, stage):
+    files = exported(tmp_path, zero_stage=stage, micro_batch=4)
+    assert set(yaml.safe_load(files["accelerate_fsdp.yaml"])) == LOADED_BY_ACCELERATE
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    loaded = config_args.load_config_from_file(str(tmp_path / "accelerate_fsdp.yaml"))
+    assert loaded.num_processes == 4
+    assert loaded.fsdp_config["fsdp_reshard_after_forward"] is (stage == 3)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_trainer_takes_arguments_found_on_cpus(tmp_path, stage):
+    files = exported(tmp_path, zero_stage=stage, micro_batch=4)
+    trainer = json.loads(files["hf_trainer_args.json"])
+    assert trainer["use_cpu"] is True  # without it Trainer looks for a GPU, and refuses bf16
+    transformers = pytest.importorskip("transformers")
+    made = transformers.TrainingArguments(str(tmp_path), **trainer)
+    assert made.gradient_accumulation_steps == 4
+
+
+def test_the_summary_names_what_is_pinned(tmp_path):
+    runner = make(knobs={"zero_stage": 3, "micro_batch": 4, "activation_checkpointing": "search"})
+    done = trial(0, {"activation_checkpointing": 0}, 50.0)
+    done.cost, done.objective = 0.05 / 64, 1280.0
+    runner.hints([done])
+    runner.export(runner.baseline, tmp_path)
+    rows = (tmp_path / "summary.txt").read_text().splitlines()
+    assert rows[1].split() == ["z3", "1", "1280.00", "z3_tmbspg4", "(trial", "0)"]
 
 
 def test_the_summary_has_a_row_for_each_space_and_the_total_time(tmp_path):
