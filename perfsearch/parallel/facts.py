@@ -128,7 +128,7 @@ def _activations(job: Job, dtype: torch.dtype | None) -> dict[str, Any]:
 def _largest(job: Job) -> int:
     """The micro-batch at which large ones are looked at."""
     sample = [t for t in tree_leaves(job.data[0]) if isinstance(t, torch.Tensor)]
-    held = sum(t.numel() * t.element_size() for t in sample)
+    held: int = sum(t.numel() * t.element_size() for t in sample)
     return min(_LARGE, _LARGE_BYTES // max(1, held))
 
 
