@@ -2,11 +2,14 @@
 
     python benchmarks/overhead.py                         # two CPU processes
     python benchmarks/overhead.py --device cuda --nproc 4
+    python benchmarks/overhead.py --device cuda --nproc 4 --model launched
 
 Arms: ``plain`` (DistributedDataParallel alone, twice), ``tuned`` (a model that
 ``perfsearch.autotune`` has finished with), ``watched`` (the same with ``retune_on_drift``: every
 step is timed), ``instrumented`` (as ``perfsearch-run --knobs`` leaves a script) and ``scored`` (as
-``perfsearch-run --search`` times one: phases and losses of every step). Every round trains a block
+``perfsearch-run --search`` times one: phases, copies and losses of every step). On a GPU the model
+is GPT-2 small; ``--model launched`` is one so small that the host launches its steps one by one, so
+that whatever the host does beside adds to them. Every round trains a block
 of steps in each arm, in an order that is drawn anew; a block is compared with the mean of the two
 plain blocks of its round (the second plain arm with the first), and the interval is that of the
 median ratio, without assumptions on its distribution.
@@ -33,6 +36,7 @@ def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    parser.add_argument("--model", choices=("small", "launched"), default="small", help="on a GPU")
     parser.add_argument("--steps", type=int, default=20, help="steps of a block")
     parser.add_argument("--rounds", type=int, default=100_000, help="most rounds")
     parser.add_argument("--seconds", type=float, default=150.0)
@@ -110,19 +114,21 @@ class Bench:
             torch.cuda.set_device(local)
         self.device = torch.device("cuda", local) if self.on_gpu else torch.device("cpu")
         dist.init_process_group("nccl" if self.on_gpu else "gloo")
-        shape = (4, 513) if self.on_gpu else (4, 65)
-        self.vocabulary = 8192 if self.on_gpu else 512
-        self.tokens = torch.randint(self.vocabulary, (shape[0] * options.steps, shape[1]))
+        from perfsearch.workloads.gpt import SIZES, Shape
+
+        launched = Shape(8, 512, 8, vocabulary=8192, sequence_length=512)
+        on_gpu = {"small": SIZES["small"], "launched": launched}
+        self.shape = on_gpu[options.model] if self.on_gpu else SIZES["tiny"]
+        samples = (options.steps * 4, self.shape.sequence_length + 1)
+        self.tokens = torch.randint(self.shape.vocabulary, samples)
         self.untouched = Surroundings()
 
     def model(self) -> Any:
-        """A small GPT, of the same weights each time."""
-        from perfsearch.workloads.gpt import GPT, Shape
+        """A GPT, of the same weights each time."""
+        from perfsearch.workloads.gpt import GPT
 
         self.torch.manual_seed(0)
-        size = (8, 512, 8) if self.on_gpu else (2, 128, 4)
-        shape = Shape(*size, vocabulary=self.vocabulary, sequence_length=self.tokens.shape[1])
-        return GPT(shape).to(self.device)
+        return GPT(self.shape).to(self.device)
 
     def arm(self, kind: str) -> Arm:
         """Build an arm and let it come to rest."""
@@ -157,21 +163,19 @@ class Bench:
             self.block(arm)
         return arm
 
-    def _score(self, script: Any) -> None:
-        """Time phases and take losses, as inside the window of a trial."""
-        from perfsearch.workers.measure import make_clock
+    def _score(self, script: Any) -> Any:
+        """Have the script's phases and losses kept, as inside the window of a trial."""
+        from perfsearch.instrument.timing import Timing
 
-        clock = make_clock(self.device)
-        clock.mark("start")
+        timing = Timing(script)
 
         def after_step() -> None:
             script.losses.take()
-            clock.mark("optimizer")
-            clock.mark("step")
+            timing.after_step()
 
-        script.loaders.mark = script.losses.mark = clock.mark
-        script.optimizers.before_step = lambda: clock.mark("other")
-        script.optimizers.after_step = after_step
+        script.optimizers.before_step, script.optimizers.after_step = timing.before_step, after_step
+        timing.begin(self.device)
+        return timing
 
     def block(self, arm: Arm) -> float:
         """Seconds of a step, on the slowest rank."""
@@ -180,8 +184,7 @@ class Bench:
         arm.surroundings.restore()
         self.dist.barrier()
         self._synchronize()
-        if arm.script is not None:
-            self._score(arm.script)
+        timing = None if arm.script is None else self._score(arm.script)
         begin = time.perf_counter()
         for batch in arm.loader:
             tokens = batch.to(self.device)
@@ -191,8 +194,11 @@ class Bench:
             arm.optimizer.step()
             arm.optimizer.zero_grad()
         self._synchronize()
+        seconds_passed = time.perf_counter() - begin
+        if timing is not None:
+            timing.end()
         steps = self.options.steps
-        seconds = self.torch.tensor((time.perf_counter() - begin) / steps, device=self.device)
+        seconds = self.torch.tensor(seconds_passed / steps, device=self.device)
         self.dist.all_reduce(seconds, op=self.dist.ReduceOp.MAX)
         return float(seconds)
 

@@ -16,6 +16,7 @@ from perfsearch.workers.bootstrap import Groups
 from perfsearch.workers.environment import Limits
 from perfsearch.workers.group import WorkerGroup
 from perfsearch.workers.messages import GroupSpec
+from perfsearch.workers.roster import Roster
 
 TABLE = "bucket,status,samples_per_s,step_ms\n1,ok,10,9 9 9\n2,ok,12,5 5 5\n4,oom,,\n"
 
@@ -61,16 +62,11 @@ def test_ranks_on_one_device_are_refused(devices, status):
     """meta-pytorch/tritonbench#869: under torchrun every rank took GPU 0."""
     spec = GroupSpec(workload={}, device="cuda", nproc=2)
     group = WorkerGroup(spec, Limits(), SimpleNamespace(token="t", pid=1))
-    failure = group._shared_device([{"host": "h", "device": name} for name in devices])
+    group._roster = Roster([{"host": "h", "device": name} for name in devices])
+    failure = group._shared_device()
     assert (failure.status if failure else None) is status
     if failure:
         assert failure.reason == "ranks 0 and 1 are on the same device GPU-a"
-
-
-def test_devices_of_other_hosts_may_have_the_same_name():
-    spec = GroupSpec(workload={}, device="cuda", nproc=1, nnodes=2)
-    group = WorkerGroup(spec, Limits(), SimpleNamespace(token="t", pid=1))
-    assert group._shared_device([{"host": h, "device": "GPU-a"} for h in "ab"]) is None
 
 
 def test_the_run_directory_is_all_that_a_search_writes(tmp_path, monkeypatch):

@@ -43,10 +43,14 @@ class Wrappers:
     Args:
         knobs: values for their constructors; those that are ``None`` or absent are left alone.
 
+    Attributes:
+        accumulates: whether a backward pass was seen after which no gradients are reduced.
+
     """
 
     def __init__(self, knobs: Mapping[str, Value]) -> None:
         self.knobs: dict[str, Value] = dict(knobs)
+        self.accumulates = False
         self._made: list[weakref.ref[Any]] = []
         self._arguments: weakref.WeakKeyDictionary[Any, dict[str, Any]] = (
             weakref.WeakKeyDictionary()
@@ -69,6 +73,11 @@ class Wrappers:
         original(wrapper, module, **arguments(own, self.knobs))
         self._arguments[wrapper] = own
         self._made.append(weakref.ref(wrapper))
+
+    def note_backward(self) -> None:
+        """See whether the backward pass that begins is one without reduction."""
+        if not self.accumulates:
+            self.accumulates = any(not w.require_backward_grad_sync for w in self.live)
 
     def wrap_again(self, knobs: Mapping[str, Value]) -> None:
         """Give every wrapper other settings, between two steps; each stays the object that it is.

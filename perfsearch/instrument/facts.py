@@ -41,6 +41,11 @@ class Facts:
         backend: of the process group, empty where there is none.
         framework: ``hf-trainer``, ``lightning``, ``accelerate``, ``deepspeed``, or empty.
         loss_dtype: of the losses that were seen, such as ``bfloat16``; empty before the first.
+        accumulates: whether gradients were accumulated without being reduced (``no_sync``).
+        shared_out: whether an ``IterableDataset`` is loaded from, whose samples several worker
+            processes share out among each other, each number of them in its own way.
+        implementations: values of ``optimizer_implementation`` that its optimizers have;
+            ``None``: not known.
 
     """
 
@@ -54,6 +59,9 @@ class Facts:
     backend: str = ""
     framework: str = ""
     loss_dtype: str = ""
+    accumulates: bool = False
+    shared_out: bool = False
+    implementations: list[str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -1,4 +1,4 @@
-"""Notice a script that starts ranks of its own, which no instrument would reach."""
+"""Notice a script that starts ranks of its own, or itself anew: no instrument reaches those."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.com
 
 
 class OwnLauncherError(RuntimeError):
-    """The script starts ranks of its own; the message says how to go on."""
+    """The script starts ranks of its own, or itself anew; the message says how to go on."""
 
 
 def explain(what: str, script: str) -> str:
@@ -29,8 +29,19 @@ def explain(what: str, script: str) -> str:
     )
 
 
+def explain_exec(script: str) -> str:
+    """What to tell the user of a script that another program takes the place of."""
+    return (
+        f"{script} has another program take the place of its process (os.exec...), as scripts do "
+        "to set their own environment. Set that before perfsearch-run, so that it need not"
+    )
+
+
 def watch_for_launchers(script: str, refuse: Callable[[str], None]) -> None:
-    """Have ``refuse`` called, with the explanation, before the script starts ranks of its own."""
+    """Have ``refuse`` called, with the explanation, before the script starts ranks of its own.
+
+    Also before it replaces its process.
+    """
 
     def spawn(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse(explain("torch.multiprocessing.spawn", script))
@@ -41,6 +52,8 @@ def watch_for_launchers(script: str, refuse: Callable[[str], None]) -> None:
     owner = os.getpid()
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
+        if event == "os.exec" and os.getpid() == owner:
+            refuse(explain_exec(script))
         if event == "subprocess.Popen" and os.getpid() == owner:
             command = args[1]
             name = launcher_of(command if isinstance(command, list | tuple) else [command])

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import dataloader as _module
 
 from perfsearch.instrument.batches import BatchTape, count
@@ -14,6 +14,7 @@ from perfsearch.instrument.facts import LOADER_KNOBS
 from perfsearch.instrument.generators import RandomState
 from perfsearch.instrument.patches import wrap
 from perfsearch.instrument.phases import OTHER
+from perfsearch.instrument.uses import Uses
 from perfsearch.search.knob import Value
 
 DEFAULT_PREFETCH = 2
@@ -27,11 +28,11 @@ class Loaders:
 
     Attributes:
         pulls: batches that were taken so far, over all loaders.
-        samples: samples in them.
-        tokens: tokens in them, padding apart; 0 where there are none.
+        uses: samples and tokens (padding apart) in those that are trained on.
         counting: whether samples, tokens and random draws are looked at.
         mark: told ``dataloader_next`` whenever a batch has been taken, ``other`` before.
         tape: keeps the batches, to give the same ones again.
+        shared_out: whether one was iterated over that loads from an ``IterableDataset``.
         draws: whether taking a batch drew random numbers in this process; ``None``: not known.
 
     """
@@ -39,9 +40,9 @@ class Loaders:
     def __init__(self, knobs: Mapping[str, Value]) -> None:
         self.knobs = {n: knobs[n] for n in LOADER_KNOBS if knobs.get(n) is not None}
         self.pulls = 0
-        self.samples = 0
-        self.tokens = 0
+        self.uses = Uses()
         self.counting = True
+        self.shared_out = False
         self.draws: bool | None = None
         self.mark: Callable[[str], None] | None = None
         self.tape: BatchTape | None = None
@@ -76,6 +77,8 @@ class Loaders:
         original(*args, **kwargs)
         iterator, loader = args[0], args[1] if len(args) > 1 else kwargs["loader"]
         self._iterators.add(iterator)
+        self.uses.start(iterator, loader)
+        self.shared_out |= isinstance(loader.dataset, IterableDataset)
         self._last = weakref.ref(loader)
 
     def _next(
@@ -86,6 +89,7 @@ class Loaders:
         if self.mark is not None:
             self.mark(OTHER)
         iterator = args[0]
+        self.uses.ask(iterator, iterator._num_yielded > 0)
         # the first batch starts samplers and workers, which draw; the second tells
         looks = self.draws is None and iterator._num_workers == 0 and iterator._num_yielded == 1
         before = RandomState.now() if looks else None
@@ -95,9 +99,7 @@ class Loaders:
         if self.tape is not None:
             batch = self.tape.pass_on(batch, iterator._dataset)
         self.pulls += 1
-        samples, tokens = count(batch)
-        self.samples += samples
-        self.tokens += tokens
+        self.uses.take(iterator, *count(batch))
         if self.mark is not None:
             self.mark("dataloader_next")
         return batch

@@ -21,6 +21,7 @@ class Losses:
     Args:
         waits: whether backward passes may end in waiting for communication that others have begun,
             as those through DistributedDataParallel do.
+        begun: told that a backward pass begins, where losses are kept.
 
     Attributes:
         mark: told ``forward`` when a backward pass begins, ``backward`` when everything is
@@ -30,8 +31,11 @@ class Losses:
 
     """
 
-    def __init__(self, waits: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, waits: Callable[[], bool] = lambda: False, begun: Callable[[], None] = lambda: None
+    ) -> None:
         self._waits = waits
+        self._begun = begun
         self.mark: Callable[[str], None] | None = None
         self.keeping = True
         self.dtype = ""
@@ -55,6 +59,7 @@ class Losses:
         if mark is not None:
             mark("forward")
         if self.keeping:
+            self._begun()
             self._keep(roots)
         marked: list[bool] = []
         if mark is not None and self._waits():

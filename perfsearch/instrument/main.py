@@ -29,12 +29,12 @@ def run_script(orders: Orders, arguments: list[str]) -> None:
     if orders.module:
         runpy.run_module(orders.script, run_name="__main__", alter_sys=True)
         return
-    path = os.path.abspath(orders.script)
-    sys.path[0] = os.path.dirname(path)
+    path = os.path.join(os.getcwd(), orders.script)  # not tidied up, as Python does not
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
     main = types.ModuleType("__main__")  # kept, so that workers and pickles find its classes
-    main.__dict__.update(__file__=orders.script, __builtins__=__builtins__)
+    main.__dict__.update(__file__=path, __cached__=None, __builtins__=__builtins__)
     sys.modules["__main__"] = main
-    code = compile(Path(path).read_bytes(), orders.script, "exec", dont_inherit=True)
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     exec(code, main.__dict__)
 
 
@@ -111,7 +111,7 @@ def _once_said() -> Callable[[str], None]:
     def warn(text: str) -> None:
         if text not in said:
             said.add(text)
-            say(f"{text}. Knobs do not reach those ranks.")
+            say(f"{text}. Knobs do not reach what it starts.")
 
     return warn
 

@@ -13,7 +13,12 @@ from torch.optim import optimizer as _module
 
 from perfsearch.instrument.patches import wrap
 from perfsearch.instrument.phases import Phases
-from perfsearch.parallel.optimizers import DEFAULT, apply_implementation, implementation_of
+from perfsearch.parallel.optimizers import (
+    DEFAULT,
+    IMPLEMENTATIONS,
+    apply_implementation,
+    implementation_of,
+)
 from perfsearch.search.knob import Value
 
 KNOB = "optimizer_implementation"
@@ -146,6 +151,13 @@ class Optimizers:
         live = self.live
         optimizer = self.leader or (live[-1] if live else None)
         return {} if optimizer is None else {KNOB: implementation_of(optimizer)}
+
+    def implementations(self) -> list[str] | None:
+        """Which implementations every optimizer that has stepped has; ``None`` before."""
+        groups = [g for o in self.live if o in self._begun for g in o.param_groups]
+        if not groups:
+            return None
+        return [n for n in IMPLEMENTATIONS if n == DEFAULT or all(n in g for g in groups)]
 
     def undo(self) -> None:
         """Take the wrapping and the hooks away."""

@@ -44,8 +44,12 @@ class Script:
         self.optimizers = Optimizers(knobs)
         self.engines = Engines(self.optimizers)
         self.switches = Switches(knobs)
-        self.losses = Losses(lambda: bool(self.wrappers.live))
+        self.losses = Losses(lambda: bool(self.wrappers.live), self._note_backward)
         self.calls = Calls()
+
+    def _note_backward(self) -> None:
+        self.loaders.uses.backward()
+        self.wrappers.note_backward()
 
     def put_into_force(self) -> None:
         """Set what goes after the script's own settings: called when its first step begins."""
@@ -94,6 +98,9 @@ class Script:
             backend=_backend(),
             framework=next((name for m, name in _FRAMEWORKS.items() if m in sys.modules), ""),
             loss_dtype=self.losses.dtype,
+            shared_out=self.loaders.shared_out,
+            accumulates=self.wrappers.accumulates,
+            implementations=self.optimizers.implementations(),
         )
 
     @staticmethod

@@ -10,18 +10,16 @@ from typing import Any
 import torch
 
 from perfsearch.instrument.batches import BatchTape
-from perfsearch.instrument.optimizers import OPTIMIZER
 from perfsearch.instrument.orders import FIRST_LOSSES
-from perfsearch.instrument.phases import OTHER, Phases
+from perfsearch.instrument.phases import Phases
 from perfsearch.instrument.rewind import Rewinder
 from perfsearch.instrument.script import Script
 from perfsearch.instrument.sockets import socket_path
+from perfsearch.instrument.timing import Timing
 from perfsearch.instrument.tracing import Trace
-from perfsearch.instrument.transfers import Transfers
 from perfsearch.workers import measure
 from perfsearch.workers.channel import Channel
 from perfsearch.workers.messages import trace_file
-from perfsearch.workers.phases import phases_of
 
 _SITES = 5
 """Lines that wait for the device which are named."""
@@ -57,12 +55,10 @@ class Searched:
         self._rank = rank
         self._script = script
         self._rewinder = Rewinder(script, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._phases: Phases | None = None
-        self._transfers: Transfers | None = None
+        self._timing = Timing(script)
         self._trace: Trace | None = None
         self._left = 0
         self._losses: list[torch.Tensor | None] = []
-        self._counted = (0, 0, 0)
         self._swallowed = 0
         self._ending = False
         script.loaders.tape = BatchTape()
@@ -80,24 +76,24 @@ class Searched:
     def _before_step(self) -> None:
         if self.steps == 0:
             self._script.put_into_force()
-        if self._phases is not None:
-            self._phases.mark(OTHER)
+        self._timing.before_step()
 
     def _after_step(self) -> None:
         if self._ending:
             self._end()
         self.steps += 1
+        self._script.loaders.uses.end_step()
         if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
             self._script.loaders.tape.keeps_random = False
         loss = self._script.losses.take()
-        if self._phases is not None:
-            self._phases.mark(OPTIMIZER)
-            self._phases.end_step()
+        phases = self._timing.phases
+        self._timing.after_step()
+        if phases is not None:
             self._losses.append(loss)
             self._left -= 1
             if self._left:
                 return
-            self._tell_window(self._phases)
+            self._tell_window(phases)
         elif self._trace is not None:
             self._trace.left -= 1
             if self._trace.left:
@@ -131,14 +127,12 @@ class Searched:
     def _tell_window(self, phases: Phases) -> None:
         device = self._device
         measure.synchronize(device)
-        transfers = self._transfers
-        self._time(None)
+        transfers = self._timing.transfers
+        self._timing.end()
         seconds, by_step = phases.read()
-        phases_ms, timing = phases_of(seconds, by_step)
-        loaders = self._script.loaders
-        pulls, samples, tokens = self._counted
+        timing: dict[str, float] = {}
+        used = self._script.loaders.uses.read()
         facts = self._script.facts()
-        timing["detailed_step_ms"] = timing["phases_step_ms"]
         sites: dict[str, float] = {}
         if transfers is not None:
             timing["sync_calls_per_step"] = sum(transfers.calls.values()) / len(seconds)
@@ -151,15 +145,15 @@ class Searched:
                 "event": "window",
                 "step": self.steps,
                 "step_seconds": seconds,
-                "phases_ms": phases_ms,
+                "phase_seconds": by_step,
                 "timing": timing,
                 "sync_points": sites,
                 "bounds": bounds,
                 "waits_ms": [1e3 * phases.get("comm_exposed", math.nan) for phases in by_step],
                 "losses": [None if loss is None else float(loss) for loss in self._losses],
-                "pulls": loaders.pulls - pulls,
-                "samples": loaders.samples - samples,
-                "tokens": loaders.tokens - tokens,
+                "samples": used.samples,
+                "tokens": used.tokens,
+                "aside": used.aside,
                 "peaks": measure.read_peaks(device),
                 "place": {"host": os.uname().nodename, "device": _name_of(device)},
                 "facts": facts.to_json(),
@@ -167,20 +161,6 @@ class Searched:
             }
         )
         self._losses = []
-
-    def _time(self, phases: Phases | None) -> None:
-        """Have everything that is timed told to ``phases``, or to nobody."""
-        script = self._script
-        self._phases = script.calls.phases = script.optimizers.phases = phases
-        mark = None if phases is None else phases.mark
-        script.loaders.mark = script.losses.mark = mark
-        if self._transfers is not None:
-            self._transfers.undo()
-            self._transfers = None
-        if phases is not None and self._device.type != "cpu" and not script.is_compiled():
-            # not in compiled code, which must not see other methods than it was compiled with
-            self._transfers = Transfers(phases)
-            self._transfers.watch()
 
     def _obey(self) -> None:
         """Do what the controller says until it lets the script go on."""
@@ -212,11 +192,9 @@ class Searched:
 
     def _score(self, count: int) -> None:
         device = self._device
-        loaders = self._script.loaders
-        self._counted = (loaders.pulls, loaders.samples, loaders.tokens)
+        self._script.loaders.uses.begin()
         self._left, self._losses = count, []
-        measure.synchronize(device)
-        self._time(Phases(measure.make_clock(device)))
+        self._timing.begin(device)
 
     def _change(self, knobs: dict[str, Any]) -> None:
         begin = time.perf_counter()

@@ -23,6 +23,9 @@ _FIRST_RATE_S = 0.05
 
 _SLOW_EVERY = 4
 
+_BY_INTERFACE = "interface/"
+"""A network interface's own rates; beside their sum they say something where there are several."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -139,10 +142,12 @@ class SystemSampler:
             samples = list(self._samples)
         means = {**_instants(samples, begin_monotonic, end_monotonic)}
         means.update(_intervals(samples, begin_monotonic, end_monotonic))
+        # two rates each
+        several = sum(name.startswith(_BY_INTERFACE) for name in means) > 2
         node = {
             f"node_{self.node}/{name}": value
             for name, value in means.items()
-            if not name.startswith("interface/")
+            if several or not name.startswith(_BY_INTERFACE)
         }
         return {**node, **aggregates(node)}
 
@@ -217,11 +222,14 @@ _WORST = {
 
 def aggregates(nodes: Mapping[str, float]) -> dict[str, float]:
     """Values of the cluster from values of its nodes: means, but the least free memory and the
-    highest temperature. Per-GPU values are taken together as ``gpu_<name>``.
+    highest temperature. Per-GPU values are taken together as ``gpu_<name>``, those of network
+    interfaces are left out.
     """
     groups: dict[str, list[float]] = {}
     for key, value in nodes.items():
         _, _, name = key.partition("/")
+        if name.startswith(_BY_INTERFACE):
+            continue  # names of interfaces mean nothing beyond their node
         if name.startswith("gpu_"):
             name = "gpu_" + name.split("_", 2)[2]
         groups.setdefault(name, []).append(value)

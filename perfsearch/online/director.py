@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from perfsearch.online.log import FINAL, Entry, Log
@@ -116,7 +116,11 @@ class Director:
     def _tune(self, facts: Mapping[str, Any]) -> Steps:
         """Measure what is there, then proposals, then the finalists; keep the best."""
         sampler = self._sampler
-        self._proposer.open(facts, self._options.to_plain())
+        earlier = self._earlier
+        configurations = (
+            [t.configuration for t in earlier.trials] + [earlier.kept] if earlier else []
+        )
+        self._proposer.open({**facts, "earlier": configurations}, self._options.to_plain())
         described = yield from self._await(_OPENING_S)
         if described is None or "refused" in described or not described["searched"]:
             self._keep(sampler.arm_of(sampler.current), _why_nothing(described))
@@ -128,8 +132,8 @@ class Director:
         if not baseline.costs:
             self._keep(sampler.arm_of(sampler.current), "the fixed values could not be applied")
             return
-        if self._earlier is not None:
-            yield from self._tell_earlier(self._earlier, baseline)
+        if earlier is not None:
+            yield from self._tell_earlier(earlier, described["earlier"], baseline)
         reason = yield from self._search()
         best = yield from self._settle(baseline)
         failure = yield from sampler.apply(best.configuration)
@@ -206,19 +210,22 @@ class Director:
                 return answer
             yield from self._sampler.train(1)
 
-    def _tell_earlier(self, earlier: Log, baseline: Arm) -> Steps:
-        """Pass on an earlier run's trials, at the speed of today, and measure its best here."""
-        scale = _scale(earlier, baseline)
-        known = set(self._sampler.current)
+    def _tell_earlier(self, earlier: Log, fits: Sequence[bool], baseline: Arm) -> Steps:
+        """Pass on an earlier run's trials, at the speed of today, and measure its best here.
+
+        Those that ``fits``, the best one's being the last, does not allow today are left out.
+        """
+        then_s = earlier.cost_of(baseline.configuration)
+        scale = baseline.cost / then_s if then_s else 1.0  # how much slower it is today
         told = 0
-        for trial in earlier.trials:
-            if set(trial.configuration) != known or trial.purpose is Purpose.CONFIRM:
+        for trial, allowed in zip(earlier.trials, fits[:-1], strict=True):
+            if not allowed or trial.purpose is Purpose.CONFIRM:
                 continue
             trial.cost = None if trial.cost is None else trial.cost * scale
             self._proposer.tell(trial)
             told += 1
         self._recorder.say(f"{told} samples of the earlier log are known")
-        if set(earlier.kept) == known:
+        if fits[-1] and key_of(earlier.kept) != key_of(baseline.configuration):
             yield from self._sample(earlier.kept, Purpose.SEARCH)
 
     def _watch(self) -> Steps:
@@ -290,10 +297,3 @@ def _why_nothing(described: Mapping[str, Any] | None) -> str:
         return str(described["refused"])
     reasons = "; ".join(f"{name}: {why}" for name, why in described["left_out"].items())
     return f"there is nothing to tune ({reasons})" if reasons else "there is nothing to tune"
-
-
-def _scale(earlier: Log, baseline: Arm) -> float:
-    """How much slower the same configuration is today than it was then."""
-    key = key_of(baseline.configuration)
-    same = [t.cost for t in earlier.trials if key_of(t.configuration) == key and t.cost]
-    return baseline.cost / statistics.fmean(same) if same else 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.knob import Value
+from perfsearch.search.space import key_of
 from perfsearch.search.trial import Purpose, Status, Trial
 
 FINAL = "final"
@@ -67,6 +69,17 @@ class Log:
     trials: list[Trial] = field(default_factory=list)
     kept: dict[str, Value] = field(default_factory=dict)
     finished: bool = False
+
+    @property
+    def configurations(self) -> list[dict[str, Value]]:
+        """Of every sample, in order, and the kept one last."""
+        return [*(trial.configuration for trial in self.trials), self.kept]
+
+    def cost_of(self, configuration: Mapping[str, Value]) -> float | None:
+        """Mean seconds of a step over its samples; ``None`` where there are none."""
+        key = key_of(configuration)
+        costs = [t.cost for t in self.trials if key_of(t.configuration) == key and t.cost]
+        return statistics.fmean(costs) if costs else None
 
 
 class LogWriter:

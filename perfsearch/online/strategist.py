@@ -7,6 +7,7 @@ of the input ends it, so that it never outlives the rank.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from perfsearch.online.knobs import make_space
 from perfsearch.online.options import AutotuneOptions
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Value
+from perfsearch.search.knob import Value, same_value
 from perfsearch.search.space import Space
 from perfsearch.search.trial import Trial
 from perfsearch.strategies.base import Strategy
@@ -29,7 +30,8 @@ class Strategist:
     """Answers what to try next.
 
     Args:
-        facts: what the ranks found; see ``make_space``.
+        facts: what the ranks found; see ``make_space``. Beside that ``earlier``, configurations of
+            an earlier run.
         options: what the user asked for.
 
     Raises:
@@ -41,6 +43,7 @@ class Strategist:
         self.space, self.pinned, self.left_out = make_space(facts, options)
         present: Mapping[str, Value] = facts["configuration"]
         self.baseline = {knob.name: present[knob.name] for knob in self.space.knobs}
+        self._earlier = [self._fits(c, present) for c in facts.get("earlier", ())]
         self._strategy = _choose(self.space, self.baseline, options)
 
     def describe(self) -> dict[str, Any]:
@@ -50,7 +53,21 @@ class Strategist:
             "pinned": self.pinned,
             "left_out": self.left_out,
             "size": self.space.size,
+            "earlier": self._earlier,
         }
+
+    def _fits(self, configuration: Mapping[str, Value], present: Mapping[str, Value]) -> bool:
+        """Whether a whole configuration has every fixed value, and else only what is allowed."""
+        fixed = {**present, **self.pinned}
+        if configuration.keys() != fixed.keys():
+            return False
+        for name, value in configuration.items():
+            knob = self.space.by_name.get(name)
+            choices = [fixed[name]] if knob is None else knob.values
+            known = any(_alike(value, choice) for choice in choices)
+            if not known and not (knob is not None and knob.is_range and knob.contains(value)):
+                return False
+        return True
 
     def tell(self, trial: Trial) -> None:
         """Take note of a trial; fixed knobs among its values are left out."""
@@ -65,6 +82,13 @@ class Strategist:
             reason = self._strategy.stop_reason or "there is nothing to tune"
             return {"configuration": None, "reason": reason}
         return {"configuration": {**self.pinned, **point}, "reason": ""}
+
+
+def _alike(one: Value, other: Value) -> bool:
+    """Whether they are the same, sizes but for their whole number of bytes."""
+    if isinstance(one, float) and isinstance(other, int | float) and not isinstance(other, bool):
+        return math.isclose(one, other, rel_tol=1e-3)
+    return same_value(one, other)
 
 
 def _choose(space: Space, baseline: dict[str, Value], options: AutotuneOptions) -> Strategy:

@@ -16,7 +16,7 @@ from perfsearch.instrument.orders import Orders
 from perfsearch.instrument.report import without_effect
 from perfsearch.parallel import nccl, torch_features
 from perfsearch.run_knobs import plan as sort_knobs
-from perfsearch.runners import _script_export, _script_space
+from perfsearch.runners import _script_export, _script_failures, _script_space
 from perfsearch.runners._ranks import threads_today
 from perfsearch.runners._script_group import ScriptGone
 from perfsearch.runners._script_knobs import EFFECT_ORDER
@@ -156,7 +156,11 @@ class Script(Runner):
             time_limit_s=self._environment.limits.trial_s,
             log_directory=run_dir / "logs" / "0000",
         )
-        self._failure = self._runs.begin(self._changed(self.baseline), plan, self._keeps)
+        knobs = self._changed(self.baseline)
+        self._failure = self._runs.begin(knobs, plan, self._keeps)
+        start, given = self._runs.start, self.options.samples_per_step
+        if start is not None and start.took_no_batch and given is None:
+            self._failure = self._runs.failure(EndedError(_script_failures.UNCOUNTED), knobs)
         if self._failure is None:
             assert self._runs.start is not None
             self._settle(self._runs.start.facts)
@@ -232,10 +236,7 @@ class Script(Runner):
         if self.options.samples_per_step is not None:
             measurement.samples_per_step = self.options.samples_per_step
         elif not measurement.samples_per_step:
-            return Status.INVALID, (
-                "no batch of a DataLoader was seen, so that samples cannot be counted. Give "
-                "workload.samples_per_step=N, the samples of a step over all ranks"
-            )
+            return Status.INVALID, _script_failures.UNCOUNTED
         bad = next((loss for loss in losses or () if not math.isfinite(loss)), None)
         if bad is not None:
             return Status.DIVERGED, f"the loss is {bad} in one of the first steps"

@@ -18,6 +18,11 @@ from perfsearch.workers.messages import rank_log
 
 _REFUSED = re.compile(r"^.*\berror: .*$", re.MULTILINE)
 
+UNCOUNTED = (
+    "no batch of a DataLoader was seen, so that samples cannot be counted. Give "
+    "workload.samples_per_step=N, the samples of a step over all ranks"
+)
+
 _LAUNCHER_REFUSED = re.compile(r"launcher: UsageError: (.*)")
 """How torchrun's own parser ends."""
 

@@ -81,6 +81,11 @@ def _of_objects(where: ScriptSurroundings) -> list[Made]:
             made.append((name, "the installed torch takes no list of bucket sizes"))
         elif name in ("pin_memory", "cpu_offload") and not where.on_gpu:
             made.append((name, "no GPU is used"))
+        elif name == "static_graph" and where.facts is not None and where.facts.accumulates:
+            why = "torch cannot begin a static graph with gradients that are not reduced (no_sync)"
+            made.append((name, why))
+        elif name == "optimizer_implementation" and _has_one_implementation(where):
+            made.append((name, "the script's optimizer has no other"))
         elif name == "find_unused_parameters" and not _looks_for_unused(where):
             made.append((name, "the script does not ask for it"))
         else:
@@ -95,6 +100,10 @@ def _of_objects(where: ScriptSurroundings) -> list[Made]:
     else:
         made.append((switch, "no GPU is used"))
     return made
+
+
+def _has_one_implementation(where: ScriptSurroundings) -> bool:
+    return where.facts is not None and where.facts.implementations == ["default"]
 
 
 def _looks_for_unused(where: ScriptSurroundings) -> bool:

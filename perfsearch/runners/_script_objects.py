@@ -80,10 +80,13 @@ def _first_bucket(where: ScriptSurroundings) -> Knob:
 
 def _workers(where: ScriptSurroundings) -> Knob:
     most = max(1, where.hardware.cores // where.hardware.nproc)
-    draws = where.draws_in_loader
-    if draws is None and where.facts is not None:
-        draws = where.facts.draws_in_loader
+    draws, facts = where.draws_in_loader, where.facts
     counts = tuple(n for n in (0, 1, 2, 4, 8) if n <= most)
+    if draws is None and facts is not None:
+        draws = facts.draws_in_loader
+        if facts.shared_out:  # one process has all samples, as the rank itself has
+            counts = counts[:2]
+            draws = draws or facts.values.get("dataloader_workers") not in counts
     return Knob(
         "dataloader_workers", Kind.ORDINAL, 0, values=counts,
         unit="processes", scope=Scope.PROCESS,
@@ -136,6 +139,17 @@ def _ahead(name: str, text: str, stages: tuple[int, ...]) -> _Maker:
     return make
 
 
+def _implementation(where: ScriptSurroundings) -> Knob:
+    facts = where.facts or Facts()
+    names = facts.implementations or ["default", "foreach", "fused"]
+    if facts.values.get("optimizer_implementation") in ("foreach", "fused"):
+        names = [name for name in names if name != "default"]  # which would leave it as it is
+    return Knob(
+        "optimizer_implementation", Kind.CATEGORICAL, names[0], values=tuple(names),
+        numerics=Numerics.REORDERED, help="how the optimizer walks over parameters",
+    )  # fmt: skip
+
+
 _Maker = Callable[[ScriptSurroundings], Knob]
 
 MAKERS: dict[str, _Maker] = {
@@ -163,10 +177,7 @@ MAKERS: dict[str, _Maker] = {
         "fsdp_forward_prefetch", "FSDP gathers the next parameters of the forward pass early",
         Scope.PROCESS,
     ),
-    "optimizer_implementation": _choice(
-        "optimizer_implementation", ("default", "foreach", "fused"),
-        "how the optimizer walks over parameters", Scope.STEP, Numerics.REORDERED,
-    ),
+    "optimizer_implementation": _implementation,
     "dataloader_workers": _workers,
     "prefetch_factor": _of_workers(
         "prefetch_factor", (2, 4, 8), 2, "batches that each loader process keeps ready"

@@ -23,6 +23,7 @@ import inspect
 import os
 import runpy
 import sys
+import types
 
 
 def give(cls, arguments, without=()):
@@ -79,11 +80,24 @@ def implementation(optimizer, args, kwargs):
 register_optimizer_step_pre_hook(implementation)
 '''
 
-_TAIL = """
+_SCRIPT = """
 
 sys.argv = sys.argv[1:]
-sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
+path = os.path.join(os.getcwd(), sys.argv[0])
+sys.path[0] = os.path.dirname(os.path.realpath(path))
+main = types.ModuleType("__main__")
+main.__dict__.update(__file__=path, __cached__=None, __builtins__=__builtins__)
+sys.modules["__main__"] = main
+with open(path, "rb") as file:
+    code = compile(file.read(), path, "exec", dont_inherit=True)
+exec(code, main.__dict__)
+"""
+
+_MODULE = """
+
+sys.argv = sys.argv[1:]
+sys.path[0] = os.getcwd()
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 _LOADER_NAMES = {
@@ -111,15 +125,7 @@ def program(objects: Mapping[str, Value], wrappers: list[str], module: bool) -> 
         parts.append(
             f"\n\nimport torch  # noqa: E402\n\ntorch.backends.cudnn.benchmark = {value}\n"
         )
-    tail = _TAIL
-    if module:
-        tail = tail.replace("sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))\n", "")
-        tail = tail.replace(
-            'runpy.run_path(sys.argv[0], run_name="__main__")',
-            "sys.path[0] = os.getcwd()\n"
-            'runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)',
-        )
-    return "".join([*parts, tail])
+    return "".join([*parts, _MODULE if module else _SCRIPT])
 
 
 def _ddp(objects: Mapping[str, Value]) -> list[str]:

@@ -15,6 +15,7 @@ from perfsearch.runners._script_group import Message, ScriptGone, ScriptGroup
 from perfsearch.runners.base import Plan
 from perfsearch.search.knob import Value
 from perfsearch.search.trial import Measurement, Status
+from perfsearch.workers.phases import phases_of
 from perfsearch.workers.results import combine
 from perfsearch.workers.settling import is_steady, steps_to_fill
 
@@ -58,6 +59,11 @@ class Start:
     kept: str = "it was not asked for"
     why_not_again: str = ""
     seconds: list[float] = field(default_factory=list)
+
+    @property
+    def took_no_batch(self) -> bool:
+        """Whether the ranks took no batch of a loader."""
+        return self.first_pulls == self.pulls_per_step == 0
 
 
 def receive_steps(group: ScriptGroup, plan: Plan, limit_s: float) -> list[Message]:
@@ -149,6 +155,39 @@ def least_wait_ms(waits_ms: Sequence[Sequence[float]]) -> dict[str, float]:
     return {"comm_least_ms": least} if not math.isnan(sum(map(sum, waits_ms))) else {}
 
 
+def steps_to_keep(count: int, aside: Sequence[Sequence[int]]) -> list[int]:
+    """Steps of a window in which no rank ran a round of validation; all where each had one.
+
+    Args:
+        count: steps of the window.
+        aside: of each rank, the steps in which it did.
+
+    """
+    left_out = {step for steps in aside for step in steps}
+    return [step for step in range(count) if step not in left_out] or list(range(count))
+
+
+def _of_rank(
+    message: Message, kept: Sequence[int], in_force: Mapping[str, Value]
+) -> dict[str, Any]:
+    """What a rank says of the steps that are kept."""
+    phases_ms, timing = phases_of(
+        [message["step_seconds"][place] for place in kept],
+        [message["phase_seconds"][place] for place in kept],
+    )
+    timing["detailed_step_ms"] = timing["phases_step_ms"]
+    return {
+        "status": "ok",
+        "reason": "",
+        "agreed": {},
+        "phases_ms": phases_ms,
+        "peaks": message["peaks"],
+        "in_force": in_force,
+        "evidence": {**message["timing"], **timing},
+        "environment": {**message["place"], "loss_dtype": message["facts"].get("loss_dtype", "")},
+    }
+
+
 def score(
     group: ScriptGroup,
     plan: Plan,
@@ -179,26 +218,18 @@ def score(
     facts = Facts(**messages[0]["facts"])
     start.facts, start.why_not_again = facts, messages[0]["why_not_again"]
     seconds = [max(times) for times in zip(*(m["step_seconds"] for m in messages), strict=True)]
-    least = least_wait_ms([m["waits_ms"] for m in messages])
-    results = [
-        {
-            "status": "ok",
-            "reason": "",
-            "agreed": {},
-            "phases_ms": m["phases_ms"],
-            "peaks": m["peaks"],
-            "in_force": in_force(Facts(**m["facts"])),
-            "evidence": {**m["timing"], **least},
-            "environment": {**m["place"], "loss_dtype": m["facts"].get("loss_dtype", "")},
-        }
-        for m in messages
-    ]
+    kept = steps_to_keep(count, [m["aside"] for m in messages])
+    aside = sorted(set(range(count)) - set(kept))
+    results = [_of_rank(m, kept, in_force(Facts(**m["facts"]))) for m in messages]
+    least = least_wait_ms([[m["waits_ms"][place] for place in kept] for m in messages])
+    for result in results:
+        result["evidence"].update(least)
     measurement = Measurement(
-        step_seconds=seconds,
+        step_seconds=[seconds[place] for place in kept],
         samples_per_step=round(sum(m["samples"] for m in messages) / count),
         tokens_per_step=round(sum(m["tokens"] for m in messages) / count) or None,
-        discarded_steps=len(start.seconds),
-        discarded_seconds=sum(start.seconds),
+        discarded_steps=len(start.seconds) + len(aside),
+        discarded_seconds=sum(start.seconds) + sum(seconds[place] for place in aside),
     )
     for name, value in combine(results)["measurement"].items():
         setattr(measurement, name, value)

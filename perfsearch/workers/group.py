@@ -29,6 +29,7 @@ from perfsearch.workers.messages import (
     TrialRequest,
 )
 from perfsearch.workers.preload import ForkedLauncher, LauncherGone, Preloaded
+from perfsearch.workers.roster import Roster
 
 _POLL_S = 0.25
 _MAX_SOCKET_DIRECTORY = 70  # a Unix socket's path holds about 100 characters
@@ -81,7 +82,7 @@ class WorkerGroup:
         self._channel: Channel | None = None
         self._directory: Path | None = None
         self._log_directory = Path()
-        self._ranks: list[dict[str, Any]] = []
+        self._roster = Roster()
         self._gone: ProcessEnd | None = None
         self._gone_until = math.inf
         self._used_before: list[float] = []
@@ -135,8 +136,8 @@ class WorkerGroup:
         finally:
             listener.close()
         self.info = message["info"]
-        self._ranks = message["ranks"]
-        return self._shared_device(message["ranks"])
+        self._roster = Roster(message["ranks"])
+        return self._shared_device()
 
     def _spawn(self, first: TrialRequest) -> None:
         assert self._directory is not None
@@ -163,18 +164,15 @@ class WorkerGroup:
     def _launcher_runs(self) -> bool:
         return self._launcher is not None and self._launcher.poll() is None
 
-    def _shared_device(self, ranks: list[dict[str, Any]]) -> Failure | None:
-        if self.spec.device == "cpu":
+    def _shared_device(self) -> Failure | None:
+        shared = None if self.spec.device == "cpu" else self._roster.shared_device()
+        if shared is None:
             return None
-        places = [(r["host"], r["device"]) for r in ranks]
-        for rank, place in enumerate(places):
-            if place in places[:rank]:
-                from perfsearch.search.trial import Status
+        from perfsearch.search.trial import Status
 
-                self.end(kill=True)
-                reason = f"ranks {places.index(place)} and {rank} are on the same device {place[1]}"
-                return Failure(Status.INFRASTRUCTURE, reason, rank)
-        return None
+        self.end(kill=True)
+        reason, rank = shared
+        return Failure(Status.INFRASTRUCTURE, reason, rank)
 
     def run(self, request: TrialRequest, timeout_s: float) -> Reply:
         """Have one configuration measured, within ``timeout_s``.
@@ -235,28 +233,9 @@ class WorkerGroup:
             except TimeoutError:
                 if not self._launcher_runs():
                     raise ChannelClosed("the launcher is gone") from None
-                if self._gone is None and (ended := self._ended_ranks()):
+                if self._gone is None and (ended := self._roster.ended()):
                     self._gone = ended[0]
                     self._gone_until = time.monotonic() + self._limits.grace_s
-
-    def _ended_ranks(self) -> list[ProcessEnd]:
-        """Ranks on this host whose processes are gone, though the launcher still runs.
-
-        The launcher looks away from one that ended with 0, and sees another only when the last of
-        the processes that it started has ended, too.
-        """
-        ended = []
-        for rank, process in enumerate(self._ranks):
-            place = process["pid"], process["started"]
-            if process["host"] == os.uname().nodename and not processes.is_alive(*place):
-                # Had its launcher taken note of another code, it would have ended the group.
-                code = processes.exit_code(*place)
-                ended.append(ProcessEnd(rank, 0 if code is None else code, time.time()))
-        return ended
-
-    def _some_run(self) -> bool:
-        """Whether another rank still runs, so that the launcher will not end soon."""
-        return len(self._ended_ranks()) < len(self._ranks)
 
     def _fail(self, timed_out: float | None, starting: bool = False) -> Failure:
         """Gather what can be known of the failure, and end what is left."""
@@ -265,7 +244,7 @@ class WorkerGroup:
         gone = self._gone if timed_out is not None else None
         if gone is not None:
             timed_out = None
-        if launcher is not None and timed_out is None and not (gone and self._some_run()):
+        if launcher is not None and timed_out is None and not (gone and self._roster.some_run()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(self._limits.grace_s)
         left = Leavings(self._log_directory, self.spec.world_size)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from perfsearch.workers import measure
+if TYPE_CHECKING:
+    import torch
 
 
 def phases_of(
@@ -39,6 +39,8 @@ def least_wait(by_step: Sequence[dict[str, float]], device: torch.device) -> dic
 
     Every rank must call it; empty where steps do not say how long they wait, on all ranks alike.
     """
+    from perfsearch.workers import measure
+
     waits = [phases["comm_exposed"] for phases in by_step if "comm_exposed" in phases]
     if not waits or len(waits) < len(by_step):
         return {}

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from perfsearch.instrument.batches import BatchTape, count
 from perfsearch.instrument.loaders import Loaders, arguments
@@ -40,6 +40,18 @@ def test_arguments_stay_consistent(own, knobs, made):
     assert {name: found[name] for name in made} == made
 
 
+def test_iterable_data_is_told_from_data_with_places(make):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    loaders = make()
+    list(DataLoader(DATA, 4))
+    assert not loaders.shared_out
+    list(DataLoader(Stream(), 4))
+    assert loaders.shared_out
+
+
 def test_workers_are_set_and_ended(make):
     loaders = make(dataloader_workers=1, persistent_workers=True)
     loader = DataLoader(DATA, 4, False, num_workers=0)
@@ -56,7 +68,8 @@ def test_batches_samples_and_tokens_are_counted(make):
     marks = []
     loaders.mark = marks.append
     assert len(list(DataLoader(DATA, 5))) == 3
-    assert (loaders.pulls, loaders.samples, loaders.tokens) == (3, 12, 0)
+    used = loaders.uses.read()
+    assert (loaders.pulls, used.samples, used.tokens) == (3, 12, 0)
     assert marks[:2] == ["other", "dataloader_next"]
 
 

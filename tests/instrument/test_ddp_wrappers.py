@@ -41,6 +41,20 @@ def test_the_scripts_wrapper_gets_the_knobs_and_stays_its_own(alone, wrappers):
     assert wrappers.live == [model]
 
 
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_backward_passes_without_reduction_are_noticed(alone, wrappers, by_flag):
+    model = DDP(torch.nn.Linear(4, 4))
+    wrappers.note_backward()
+    assert not wrappers.accumulates
+    if by_flag:  # as some scripts do in place of the context
+        model.require_backward_grad_sync = False
+        wrappers.note_backward()
+    else:
+        with model.no_sync():
+            wrappers.note_backward()
+    assert wrappers.accumulates
+
+
 def test_wrapping_again_keeps_the_object_its_hooks_and_its_training(alone, wrappers):
     torch.manual_seed(0)
     inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))

@@ -56,6 +56,25 @@ def test_what_a_class_lacks_is_told_and_left_alone(make):
     assert "Adamax has no fused" in optimizers.ignored["optimizer_implementation"]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "names"),
+    [
+        ([torch.optim.AdamW], ["default", "foreach", "fused"]),
+        ([torch.optim.AdamW, torch.optim.Adamax], ["default", "foreach"]),
+        ([torch.optim.LBFGS], ["default"]),
+        ([], None),
+    ],
+)
+def test_implementations_are_those_of_every_optimizer_that_steps(make, kinds, names):
+    optimizers, parameter = make(), torch.nn.Parameter(torch.ones(3))
+    idle = torch.optim.SparseAdam([parameter])
+    for kind in kinds:
+        optimizer = kind([parameter])
+        optimizer.step(lambda: (parameter**2).sum())
+    assert idle in optimizers.live
+    assert optimizers.implementations() == names
+
+
 def test_changing_in_the_middle_trains_on_and_back_to_the_scripts_own(make):
     optimizers = make()
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]

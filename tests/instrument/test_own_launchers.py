@@ -31,6 +31,12 @@ def test_the_script_is_told_before_it_starts_ranks_of_its_own():
         "subprocess.run(['true'])\n"
         "try:\n    subprocess.run(['torchrun', '--nosuchoption'])\nexcept OSError: pass\n"
         "try:\n    mp.spawn(None, nprocs=0)\nexcept Exception: pass\n"
+        "import os, sys\n"
+        "child = os.fork()\n"
+        "if child == 0: os.execv('/bin/true', ['true'])\n"
+        "os.waitpid(child, 0)\n"
+        "sys.stdout.flush()\n"
+        "try:\n    os.execv('/no/such', ['such'])\nexcept OSError: pass\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
@@ -39,4 +45,5 @@ def test_the_script_is_told_before_it_starts_ranks_of_its_own():
     told = [line for line in done.stdout.splitlines() if line.startswith("TOLD")]
     assert "train.py starts ranks of its own (torchrun)" in told[0]
     assert "torch.multiprocessing.spawn" in told[1]
-    assert all("RANK, LOCAL_RANK and WORLD_SIZE" in line for line in told)
+    assert all("RANK, LOCAL_RANK and WORLD_SIZE" in line for line in told[:2])
+    assert "train.py has another program take the place" in told[2] and len(told) == 3

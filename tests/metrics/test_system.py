@@ -87,6 +87,19 @@ def test_keys_carry_the_node_and_the_cluster_gets_aggregates(sampler):
     assert not any("gpu_0" in key for key in found)
 
 
+@pytest.mark.parametrize("names", [["eth0"], ["eth0", "eth1"]])
+def test_interfaces_are_told_apart_where_there_are_several(sampler, names):
+    keys = [
+        f"interface/{n}/{way}_megabytes_per_s" for n in names for way in ("receive", "transmit")
+    ]
+    totals = sampler.test[1]
+    for value in (0.0, 6.0):
+        totals.update(dict.fromkeys(keys, value))
+        tick(sampler, 2.0, 1)
+    found = {k: v for k, v in sampler.window(102.0, 104.0).items() if "interface" in k}
+    assert found == ({f"node_0/{key}": 3.0 for key in keys} if len(names) > 1 else {})
+
+
 def test_memory_stays_bounded_and_means_survive_thinning(sampler, monkeypatch):
     monkeypatch.setattr(system, "KEPT_SAMPLES", 8)
     for _ in range(40):

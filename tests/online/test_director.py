@@ -226,6 +226,43 @@ def test_an_earlier_log_is_known_at_the_speed_of_today():
     assert recorder.rows[-1].configuration == kept
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"knobs": {"bucket_cap_mb": 40.0}},
+        {"knobs": {"bucket_cap_mb": [8.0, 32.0]}},
+        {"numerics": "exact"},
+    ],
+)
+def test_an_earlier_log_puts_nothing_into_force_that_is_not_allowed_today(options):
+    kept = {**BASELINE, "bucket_cap_mb": 64.0, "gradient_as_bucket_view": True}
+    trials = [
+        Trial(0, dict(BASELINE), Purpose.BASELINE, Status.OK, cost=0.2),
+        Trial(1, dict(kept), Purpose.SEARCH, Status.OK, cost=0.001),
+    ]
+    director, recorder, _ = tune(Job(valley), Log("job", trials, kept, True), **options)
+    assert 64.0 not in {row.configuration["bucket_cap_mb"] for row in recorder.rows}
+    assert director.kept["bucket_cap_mb"] != 64.0
+
+
+def test_an_earlier_best_may_be_rounded_to_bytes_and_the_ranks_too_few_for_a_knob():
+    kept = {**BASELINE, "bucket_cap_mb": 0.09999942779541016}
+    found = facts(ranks_per_node=2)
+    knobs = {"bucket_cap_mb": [0.1, 25]}
+    for best, tried in ((kept, True), ({**kept, "hierarchical_group_size": 2}, False)):
+        job = Job(valley, facts=found)
+        _, recorder, _ = tune(job, Log("job", [], best, True), knobs=knobs, max_samples=1)
+        assert (recorder.rows[1].configuration == best) is tried
+
+
+def test_an_earlier_best_that_is_todays_is_not_read_twice():
+    trials = [Trial(0, dict(BASELINE), Purpose.BASELINE, Status.OK, cost=0.2)]
+    earlier = Log("job", trials, dict(BASELINE), True)
+    _, recorder, _ = tune(Job(valley), earlier, max_samples=2)
+    searched = [r.configuration for r in recorder.rows if r.purpose == Purpose.SEARCH]
+    assert len(searched) == 2 and BASELINE not in searched
+
+
 def test_freeze_tunes_nothing(tmp_path):
     (tmp_path / "log.csv").touch()
     kept = {**BASELINE, "bucket_cap_mb": 64.0}

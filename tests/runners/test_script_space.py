@@ -73,6 +73,43 @@ def test_only_fully_shard_changes_its_stage_in_a_running_script(facts, scope):
     assert (knob.scope, knob.default) == (scope, facts.values["zero_stage"])
 
 
+@pytest.mark.parametrize(
+    ("today", "more", "values"),
+    [
+        (0, {}, (0, 1)),
+        (1, {}, (0, 1)),
+        (2, {}, None),
+        (2, {"draws_in_loader": False}, (0, 1, 2, 4)),
+    ],
+)
+def test_samples_that_workers_share_out_are_not_shared_out_otherwise(today, more, values):
+    streamed = Facts(["ddp"], 1, [], {"dataloader_workers": today}, shared_out=True)
+    found = settled(streamed, **more)
+    knob = found.space.by_name.get("dataloader_workers")
+    assert (knob and knob.values) == values
+    assert ("dataloader_workers" in found.left_out) == (values is None)
+
+
+def test_only_implementations_that_the_optimizer_has_are_searched():
+    def found(names):
+        facts = Facts(["ddp"], optimizers=["RMSprop"], implementations=names)
+        knobs, absent = declare(where(facts))
+        return {k.name: k.values for k in knobs}.get("optimizer_implementation"), absent
+
+    assert found(["default", "foreach"])[0] == ("default", "foreach")
+    assert "has no other" in found(["default"])[1]["optimizer_implementation"]
+    assert found(None)[0] == ("default", "foreach", "fused")
+    own = Facts(["ddp"], 0, ["Adam"], {"optimizer_implementation": "fused"})
+    knob = {k.name: k for k in declare(where(own))[0]}["optimizer_implementation"]
+    assert (knob.default, knob.values) == ("fused", ("foreach", "fused"))
+
+
+def test_gradients_that_are_accumulated_leave_no_static_graph():
+    facts = Facts(["ddp"], values={"static_graph": False}, accumulates=True)
+    assert "no_sync" in declare(where(facts))[1]["static_graph"]
+    assert "static_graph" in settled(DDP, wanted={"static_graph": "search"}).baseline
+
+
 def test_a_loader_that_draws_is_not_searched_unless_altering():
     drawing = Facts(["ddp"], 1, [], {"dataloader_workers": 0}, draws_in_loader=True)
     assert "dataloader_workers" not in settled(drawing).baseline

@@ -134,6 +134,44 @@ def test_a_script_that_ends_too_early_says_how_much_would_do():
         score(group, Plan(1), start, time.monotonic() + 1.0, lambda facts: {})
 
 
+def of_a_window(step_seconds, aside):
+    """What a rank says of its window."""
+    return {
+        "event": "window", "step": 9, "step_seconds": step_seconds, "aside": aside,
+        "phase_seconds": [{"forward": s / 2, "other": s / 2} for s in step_seconds],
+        "timing": {}, "sync_points": {}, "bounds": False, "waits_ms": [float("nan")] * 4,
+        "losses": [1.0] * 4, "samples": 64, "tokens": 0, "peaks": {}, "why_not_again": "",
+        "place": {"host": "a", "device": "cpu"}, "facts": Facts().to_json(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "none"), [(0, 0, True), (5, 0, False), (0, 1, False), (0, None, False)]
+)
+def test_a_script_without_batches_is_known_before_trial_0(first, later, none):
+    assert Start(Facts(), first_pulls=first, pulls_per_step=later).took_no_batch is none
+
+
+@pytest.mark.parametrize(
+    ("aside", "seconds", "discarded"),
+    [(([1], []), [0.1, 0.1, 0.2], (4, 1.3)), (([0, 1], [1, 2, 3]), [0.1, 0.9, 0.1, 0.2], (3, 0.4))],
+)
+def test_steps_with_a_round_of_validation_on_any_rank_are_not_scored(aside, seconds, discarded):
+    ranks = [[0.1, 0.9, 0.1, 0.1], [0.1, 0.1, 0.1, 0.2]]
+    group = Group(messages=[of_a_window(*rank) for rank in zip(ranks, aside, strict=True)])
+    start = Start(Facts(), seconds=[0.1, 0.1, 0.2])
+    plan = Plan(1, scored_seconds=0.8, scored_steps=(4, 4))
+    found = score(group, plan, start, time.monotonic() + 1.0, lambda facts: {})
+    assert found.step_seconds == seconds
+    assert found.samples_per_step == 32
+    assert (found.discarded_steps, found.discarded_seconds) == (
+        discarded[0],
+        pytest.approx(discarded[1]),
+    )
+    slowest = sum(sum(rank) / 4 for rank in ranks) / 2 if len(seconds) == 4 else (0.1 + 0.4 / 3) / 2
+    assert sum(found.phases_ms.values()) == pytest.approx(1e3 * slowest)
+
+
 def test_ranks_that_train_apart_are_refused():
     apart = [{"joined": 1, "facts": {"wrappers": []}}]
     with pytest.raises(EndedError, match="train apart"):
