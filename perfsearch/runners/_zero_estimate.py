@@ -39,8 +39,9 @@ def table(
 
     """
     facts = memory.facts.get()
-    if facts is None and "workload.factory=" in memory.facts.error:
-        raise BadInputError(memory.facts.error)
+    _, key, told = memory.facts.error.partition("workload.factory=")
+    if facts is None and key:
+        raise BadInputError(key + told)  # without the name of the exception's class
     if facts is None:
         return [f"no estimate: the job could not be described ({memory.facts.error})"]
     accumulation_of = _least_accumulations(batch, offered)
