@@ -76,7 +76,8 @@ def build_runner(settings: Settings) -> Runner:
     runner = _runner(settings)
     modes = ["search", *(["profile"] if runner.trains else [])]
     if settings.mode not in modes and _own(runner, settings.mode) is None:
-        has = " and mode=".join(modes)
+        own = [mode for mode in ("estimate", "simulate") if _own(runner, mode) is not None]
+        has = " and mode=".join([*modes, *own])
         raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
     return runner.from_settings(settings)
 

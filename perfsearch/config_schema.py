@@ -100,9 +100,10 @@ class LimitSettings:
         trial_s: seconds for a trial, start-up apart.
         grace_s: seconds between asking a process to end and killing it.
         consecutive_failures: failed trials in a row that stop the search.
-        loss_tolerance: largest difference of a first loss, relative to the baseline's (or what the
-            loss's type can tell, 0.8% in bfloat16, if that is more), at which a trial still counts
-            as the same computation.
+        loss_tolerance: largest difference of a first loss, relative to the baseline's, at which a
+            trial still counts as the same computation. Where that loss is below 1 it is absolute,
+            but at most 5% of the largest of them; what the loss's type can tell (0.8% in
+            bfloat16) is allowed in any case.
 
     """
 

@@ -73,3 +73,15 @@ def test_what_a_mode_without_a_search_leaves_does_not_block_one(
             assemble.run(settings(**small))
     else:
         assert assemble.run(settings(**small)) == 0
+
+
+@pytest.mark.parametrize(
+    ("runner", "has"),
+    [
+        ({"name": "zero"}, "mode=search and mode=profile and mode=estimate"),
+        ({"name": "replay", "table": str(TABLE)}, "mode=search"),
+    ],
+)
+def test_a_mode_that_a_runner_lacks_is_refused_with_those_that_it_has(runner, has) -> None:
+    with pytest.raises(ConfigError, match=f"has only {has}\\.$"):
+        assemble.build_runner(settings(runner=runner, mode="simulate"))

@@ -57,7 +57,8 @@ class MemoryFacts:
         optimizer_bytes: bytes of state an element, by the parameter's item size.
         cast_bytes: item size that mixed precision computes in; ``None`` without.
         activations: ``precision/spacing`` to bytes that do not and that do grow with the
-            micro-batch (for each sample), at the moment of the largest sum.
+            micro-batch (for each sample), at the moment of the largest sum; for small ones.
+        activations_large: the same for large micro-batches, where that may be another moment.
         activation_error: why ``activations`` is empty.
 
     """
@@ -70,6 +71,7 @@ class MemoryFacts:
     cast_bytes: int | None = None
     activations: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     activation_error: str = ""
+    activations_large: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> MemoryFacts:
@@ -86,6 +88,9 @@ class MemoryFacts:
             cast_bytes=record["cast_bytes"],
             activations={k: (v[0], v[1]) for k, v in record["activations"].items()},
             activation_error=record["activation_error"],
+            activations_large={
+                k: (v[0], v[1]) for k, v in record.get("activations_large", {}).items()
+            },
         )
 
     @cached_property
@@ -98,16 +103,33 @@ class MemoryFacts:
         """Of what has gradients."""
         return sum(p.size for p in self.parameters if p.trainable)
 
-    def activation_bytes(self, precision: str, every: int) -> tuple[float, float] | None:
-        """Bytes that do not and that do grow with each sample; ``None`` where it is not known.
+    def activation_bytes(
+        self, precision: str, every: int, micro_batch: int
+    ) -> tuple[float, float] | None:
+        """Bytes that do not and that do grow with the micro-batch; ``None`` where not known.
 
         Args:
             precision: ``none``, ``autocast`` or ``policy``.
             every: spacing of checkpointed blocks.
+            micro_batch: samples, which the second part is for.
 
         """
-        plain = self.activations.get(f"{precision}/0")
-        whole = self.activations.get(f"{precision}/1", plain)
+        lines = [
+            line
+            for table in (self.activations, self.activations_large)
+            if (line := self._line(table, precision, every)) is not None
+        ]
+        if not lines:
+            return None
+        sizes = [(fixed, slope * micro_batch) for fixed, slope in lines]
+        return max(sizes, key=sum)
+
+    def _line(
+        self, table: Mapping[str, tuple[float, float]], precision: str, every: int
+    ) -> tuple[float, float] | None:
+        """Of a table, between those without and with every block checkpointed."""
+        plain = table.get(f"{precision}/0")
+        whole = table.get(f"{precision}/1", plain)
         if plain is None or whole is None:
             return None
         share = (self.blocks // every) / self.blocks if every and self.blocks else 0.0

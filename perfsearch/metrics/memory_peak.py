@@ -37,10 +37,8 @@ class Peak:
 def peak(facts: MemoryFacts, layout: Layout) -> Peak:
     """The peak of one rank."""
     rest = at_rest(facts, layout)
-    known = facts.activation_bytes(layout.precision, layout.checkpoint_every)
-    fixed = growing = 0.0
-    if known is not None:
-        fixed, growing = known[0], known[1] * layout.micro_batch
+    known = facts.activation_bytes(layout.precision, layout.checkpoint_every, layout.micro_batch)
+    fixed, growing = known or (0.0, 0.0)
     units = _units(facts, layout)
     largest, whole = max(units[1:], default=0.0), sum(units)
     at_once = units[0] + min(_UNITS_AT_ONCE + layout.prefetch, len(units) - 1) * largest
@@ -59,7 +57,7 @@ def peak(facts: MemoryFacts, layout: Layout) -> Peak:
         idle += facts.trainable_bytes
     begin = idle + gathered + kept + fixed + growing
     temporary = 0.0 if layout.fused or layout.offload else _updated(rest)
-    of_unit = max(units) * (1 + _reduce_ratio(facts, layout)) if layout.sharded else 0.0
+    of_unit = _exchanged(facts, layout, units) if layout.sharded else 0.0
     end = rest.total + min(whole, at_once) * layout.sharded + kept + fixed
     end += max(temporary, of_unit)
     return Peak(
@@ -71,11 +69,24 @@ def peak(facts: MemoryFacts, layout: Layout) -> Peak:
     )
 
 
-def _units(facts: MemoryFacts, layout: Layout) -> list[float]:
+def _exchanged(facts: MemoryFacts, layout: Layout, units: list[float]) -> float:
+    """The largest unit's copies beside its parameters, while ranks exchange them.
+
+    That is its gradients and the input of their reduction; or, where little of it is trained, what
+    the gathered parameters arrive in.
+    """
+    trained = _units(facts, layout, trainable_only=True)
+    ratio = 1 + _reduce_ratio(facts, layout)
+    return max(max(size, own * ratio) for size, own in zip(units, trained, strict=True))
+
+
+def _units(facts: MemoryFacts, layout: Layout, trainable_only: bool = False) -> list[float]:
     """Bytes of each unit when it is gathered: what lies outside of blocks, then groups of them."""
     groups = -(-facts.blocks // layout.blocks_per_unit) if layout.blocks_per_unit else 0
     units = [0.0] * (groups + 1)
     for parameter in facts.parameters:
+        if trainable_only and not parameter.trainable:
+            continue
         size = float(parameter.size)
         if layout.precision == "policy" and facts.cast_bytes is not None:
             size = float(parameter.elements * facts.cast_bytes)

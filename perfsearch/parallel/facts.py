@@ -8,11 +8,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from perfsearch.parallel.activations import peak_bytes
 from perfsearch.workloads.base import Job
 
 _PROBE_SHAPE = (8, 8)
+_PAIRS = ((1, 2), (2, 3))
+"""Micro-batches whose difference tells the growth; the second where one sample alone is refused, as
+by batch normalisation without further dimensions."""
+
+_LARGE = 256
+"""A micro-batch in which activations outweigh what a step holds beside them for a while, such as
+the gradient of a large matrix. Growth is told there, too; the most that is held is on the higher of
+both lines."""
+
+_LARGE_BYTES = 2**28
+"""What the samples of one may take on the host, where they are collated."""
+
 _SPACINGS = (0, 1)
 """Checkpointing of no block and of every block; others lie between, by their share of blocks."""
 
@@ -99,13 +112,34 @@ def _activations(job: Job, dtype: torch.dtype | None) -> dict[str, Any]:
     A job that cannot run without real tensors has none of these; then ``activation_error`` says
     why, and only measured steps can tell.
     """
-    table: dict[str, list[float]] = {}
-    precisions = ("none",) if dtype is None else ("autocast", "policy")
-    try:
-        for precision in precisions:
-            for every in _SPACINGS if job.blocks else (0,):
-                one, two = (peak_bytes(job, m, every, precision, dtype) for m in (1, 2))
-                table[f"{precision}/{every}"] = [float(2 * one - two), float(two - one)]
-    except Exception as error:  # whatever user code does on tensors without values
-        return {"activations": {}, "activation_error": f"{type(error).__name__}: {error}"}
-    return {"activations": table, "activation_error": ""}
+    errors = []
+    for pair in _PAIRS:
+        try:
+            small = _growth(job, dtype, pair)
+            most = _largest(job)
+            large = _growth(job, dtype, (most // 2, most)) if most // 2 > pair[1] else small
+        except Exception as error:  # whatever user code does on tensors without values
+            errors.append(f"{type(error).__name__}: {error}")
+            continue
+        return {"activations": small, "activations_large": large, "activation_error": ""}
+    return {"activations": {}, "activations_large": {}, "activation_error": errors[0]}
+
+
+def _largest(job: Job) -> int:
+    """The micro-batch at which large ones are looked at."""
+    sample = [t for t in tree_leaves(job.data[0]) if isinstance(t, torch.Tensor)]
+    held: int = sum(t.numel() * t.element_size() for t in sample)
+    return min(_LARGE, _LARGE_BYTES // max(1, held))
+
+
+def _growth(
+    job: Job, dtype: torch.dtype | None, pair: tuple[int, int]
+) -> dict[str, tuple[float, float]]:
+    """The line through two micro-batches: bytes that do not and that do grow with each sample."""
+    table: dict[str, tuple[float, float]] = {}
+    for precision in ("none",) if dtype is None else ("autocast", "policy"):
+        for every in _SPACINGS if job.blocks else (0,):
+            less, more = (peak_bytes(job, m, every, precision, dtype) for m in pair)
+            slope = (more - less) / (pair[1] - pair[0])
+            table[f"{precision}/{every}"] = less - pair[0] * slope, slope
+    return table

@@ -33,6 +33,7 @@ def write(
     autotuning: Autotuning,
     batch: Batch,
     trials: Sequence[Trial],
+    pinned: Mapping[str, Any],
     directory: Path,
 ) -> list[Path]:
     """Write tuned file, command and summary, both here and in ``autotuning.results_dir``.
@@ -44,13 +45,14 @@ def write(
         autotuning: where results go.
         batch: the arithmetic of batches.
         trials: of the search, for the summary.
+        pinned: knobs that every configuration shares.
         directory: of the search's own result.
 
     """
     results = autotuning.results_dir.absolute()
     tuned = results / TUNED
     words = shlex.join(tuned_command(command, tuned, options)) + "\n"
-    summary = _zero_export.summary(trials, batch)
+    summary = _zero_export.summary(trials, batch, pinned)
     written: list[Path] = []
     for place in (results, directory):
         place.mkdir(parents=True, exist_ok=True)

@@ -65,6 +65,12 @@ class Batch:
             return self.share // int(configuration["micro_batch"] or 1)
         return int(configuration["gradient_accumulation"] or 1)
 
+    def may_train(self, global_batch: int) -> bool:
+        """Whether a configuration may have this global batch."""
+        if self.rule == "fixed":
+            return global_batch == self.global_batch
+        return self.low <= global_batch and (self.high is None or global_batch <= self.high)
+
     def global_batch_of(self, configuration: Configuration) -> int:
         """Samples of a step over all ranks."""
         micro = int(configuration["micro_batch"] or 1)
@@ -77,8 +83,7 @@ class Batch:
             whole = {**pinned, **configuration}
             if self.rule == "fixed":
                 return self.share % int(whole["micro_batch"]) == 0
-            total = self.global_batch_of(whole)
-            return self.low <= total and (self.high is None or total <= self.high)
+            return self.may_train(self.global_batch_of(whole))
 
         if self.rule == "fixed":
             text = f"micro_batch does not divide the {self.share} samples of a rank"
@@ -122,6 +127,13 @@ def checked(
     if high is not None and high < world_size:
         raise ValueError(
             f"runner.max_train_batch_size={high}: {world_size} ranks train at least {world_size}"
+        )
+    if rule == "free" and not low <= global_batch <= (high or global_batch):
+        key = "min_train_batch_size" if global_batch < low else "max_train_batch_size"
+        raise ValueError(
+            f"runner.{key}={low if global_batch < low else high}: the job itself trains the global "
+            f"batch {global_batch}, and a search starts from there. Let the bounds include it, or "
+            "change workload.global_batch"
         )
     return Batch(rule, global_batch, world_size, micro, low, high)
 

@@ -12,6 +12,7 @@ from perfsearch.search.errors import BadInputError
 from perfsearch.search.knob import Value
 from perfsearch.workloads.spec import WorkloadSpec
 
+_CHECKPOINTED = {0: "none", 1: "all"}
 _COLUMNS = 8
 _SMALL_GIB = 0.1
 _STAGES = (
@@ -23,31 +24,46 @@ _STAGES = (
 
 
 def table(
-    memory: Memory, batch: Batch, workload: WorkloadSpec, pinned: Mapping[str, Value]
+    memory: Memory, batch: Batch, workload: WorkloadSpec, offered: Mapping[str, Sequence[Value]]
 ) -> list[str]:
     """Lines to print; one saying why where there is no estimate.
+
+    Args:
+        memory: predictions.
+        batch: the arithmetic of batches.
+        workload: resolved.
+        offered: values that a search would try, of each knob.
 
     Raises:
         BadInputError: the user's factory makes no job that could be trained.
 
     """
     facts = memory.facts.get()
-    if facts is None and "workload.factory=" in memory.facts.error:
-        raise BadInputError(memory.facts.error)
+    _, key, told = memory.facts.error.partition("workload.factory=")
+    if facts is None and key:
+        raise BadInputError(key + told)  # without the name of the exception's class
     if facts is None:
         return [f"no estimate: the job could not be described ({memory.facts.error})"]
-    columns = _micro_batches(memory, batch)
-    accumulation = [_accumulation(batch, m) for m in columns]
+    accumulation_of = _least_accumulations(batch, offered)
+    if not accumulation_of:
+        raise BadInputError(
+            "mode=estimate: no micro_batch with any gradient_accumulation lies within the bounds "
+            "of the global batch. Widen runner.knobs or runner.max_train_batch_size"
+        )
+    columns = _columns(memory, batch, list(accumulation_of))
+    accumulation = [accumulation_of[m] for m in columns]
     estimates = {
         (label, every): _estimates(memory, stage, every, columns, accumulation)
         for stage, label in _STAGES
-        for every in ((0, 1) if facts.blocks else (0,))
+        if stage in offered["zero_stage"]
+        for every in _spacings(offered["activation_checkpointing"], facts.blocks)
     }
     every_cell = [found for row in estimates.values() for found in row]
     unit = _unit([gib for found in every_cell for gib in (found.at_rest_gib, found.peak_gib)])
     elements = sum(p.elements for p in facts.parameters)
+    name = workload.factory or f"{workload.name} {workload.size}"
     lines = [
-        f"{workload.name} {workload.size}: {elements / 1e6:.1f} M parameters "
+        f"{name}: {elements / 1e6:.1f} M parameters "
         f"({_in(unit, facts.parameter_bytes / GIB)} {unit}), {facts.blocks} blocks, "
         f"{batch.world_size} ranks, batch={batch.rule}, global batch {batch.global_batch}",
         _budget_line(memory),
@@ -57,7 +73,7 @@ def table(
     rows = [["ZeRO stage", "checkpointing", "at rest", *(f"{m} x {a}" for m, a in
              zip(columns, accumulation, strict=True))]]  # fmt: skip
     rows += [
-        [label, "all" if every else "none", _in(unit, row[-1].at_rest_gib),
+        [label, _CHECKPOINTED.get(every, f"1 in {every}"), _in(unit, row[-1].at_rest_gib),
          *(f"{_in(unit, found.peak_gib)}{_verdict(memory, found)}" for found in row)]
         for (label, every), row in estimates.items()
     ]  # fmt: skip
@@ -85,25 +101,46 @@ def _in(unit: str, gib: float) -> str:
     return f"{gib * 1024 if unit == 'MiB' else gib:.2f}"
 
 
+def _spacings(offered: Sequence[Value], blocks: int) -> list[int]:
+    """None and all, between which the others lie; a spacing that alone is offered."""
+    if not blocks:
+        return [0]
+    spacings = sorted(int(v or 0) for v in offered)
+    return [v for v in spacings if v in _CHECKPOINTED] or spacings
+
+
 def _budget_line(memory: Memory) -> str:
-    if memory.capacity_gib is None:
+    if memory.capacity_gib is None or memory.limit_gib is None:
         return (
             "no limit is known: set runner.device_memory_gib=80 or runner.card=H100 to see what "
             "fits"
         )
+    unit = _unit([memory.capacity_gib])
+    held, usable = (
+        f"{gib * 1024:.2f}" if unit == "MiB" else f"{gib:.1f}"
+        for gib in (memory.capacity_gib, memory.limit_gib)
+    )
     return (
-        f"{memory.capacity_gib:.1f} GiB a device, of which {memory.limit_gib:.1f} may be used "
+        f"{held} {unit} a device, of which {usable} may be used "
         f"(runner.memory_headroom={memory.headroom:g})"
     )
 
 
-def _micro_batches(memory: Memory, batch: Batch) -> list[int]:
-    """At most ``_COLUMNS`` columns; where the batch is free, doublings up to what fits nowhere."""
+def _least_accumulations(batch: Batch, offered: Mapping[str, Sequence[Value]]) -> dict[int, int]:
+    """Micro-batches that may be trained, in order, with the least accumulation of each."""
+    sizes = sorted(int(v or 1) for v in offered["micro_batch"])
     if batch.rule == "fixed":
-        possible = list(batch.micro_batches())
-        return possible if len(possible) <= _COLUMNS else possible[-_COLUMNS:]
-    most = batch.micro_batches()[-1]
-    doubled = [2**i for i in range(12) if 2**i <= most]
+        return {m: batch.share // m for m in sizes if batch.share % m == 0}
+    every = sorted(int(v or 1) for v in offered["gradient_accumulation"])
+    fitting = {m: [t for t in every if batch.may_train(m * t * batch.world_size)] for m in sizes}
+    return {m: times[0] for m, times in fitting.items() if times}
+
+
+def _columns(memory: Memory, batch: Batch, possible: list[int]) -> list[int]:
+    """At most ``_COLUMNS`` of them; where the batch is free, doublings up to what fits nowhere."""
+    if batch.rule == "fixed":
+        return possible[-_COLUMNS:]
+    doubled = [m for m in possible if m & (m - 1) == 0] or possible
     least = [memory.estimate(_configuration(3, 1, m, 1), ()) for m in doubled]
     capacity = memory.capacity_gib
     too_large = [
@@ -111,11 +148,7 @@ def _micro_batches(memory: Memory, batch: Batch) -> list[int]:
         if capacity is not None and e is not None and e.low_gib > capacity
     ]  # fmt: skip
     kept = [m for m in doubled if not too_large or m <= too_large[0]]
-    return sorted({*kept[-_COLUMNS:], batch.micro_batch})
-
-
-def _accumulation(batch: Batch, micro_batch: int) -> int:
-    return batch.share // micro_batch if batch.rule == "fixed" else 1
+    return sorted({*kept[-_COLUMNS:], *({batch.micro_batch} & set(possible))})
 
 
 def _configuration(stage: int, every: int, micro: int, accumulation: int) -> dict[str, Value]:

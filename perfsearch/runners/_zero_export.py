@@ -58,7 +58,8 @@ def write(
             files[name] = _as_json(form)
         else:
             files[name] = _zero_frameworks.as_yaml(form)
-    files["summary.txt"] = summary(trials, batch)
+            notes += _zero_frameworks.fsdp_notes(whole, job)
+    files["summary.txt"] = summary(trials, batch, configuration)
     if notes:
         files["notes.txt"] = "\n".join([*notes, ""])
     for name, text in files.items():
@@ -70,16 +71,23 @@ def _as_json(form: Mapping[str, Any]) -> str:
     return json.dumps(form, indent=2) + "\n"
 
 
-def summary(trials: Sequence[Trial], batch: Batch) -> str:
-    """A table in the manner of DeepSpeed's autotuner: a row for each tuning space."""
+def summary(trials: Sequence[Trial], batch: Batch, pinned: Mapping[str, Value]) -> str:
+    """A table in the manner of DeepSpeed's autotuner: a row for each tuning space.
+
+    Args:
+        trials: of the search.
+        batch: the arithmetic of batches.
+        pinned: values of the knobs that trials do not name, as they all share them.
+
+    """
     tried = [t for t in trials if t.purpose in (Purpose.BASELINE, Purpose.SEARCH)]
     spaces: dict[str, list[Trial]] = {}
     for trial in tried:
-        spaces.setdefault(_space(trial), []).append(trial)
+        spaces.setdefault(_space(trial, pinned), []).append(trial)
     rows = [["tuning_space", "num_experiments", "best_metric_val", "best_exp_name"]]
     for name, members in sorted(spaces.items()):
-        rows.append([name, str(len(members)), *_best(members)])
-    rows.append(["all", str(len(tried)), *_best(tried)])
+        rows.append([name, str(len(members)), *_best(members, pinned)])
+    rows.append(["all", str(len(tried)), *_best(tried, pinned)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
              for row in rows]  # fmt: skip
@@ -96,18 +104,18 @@ def summary(trials: Sequence[Trial], batch: Batch) -> str:
     return "\n".join([*lines, ""])
 
 
-def _space(trial: Trial) -> str:
-    stage = trial.configuration.get("zero_stage")
-    every = trial.configuration.get("activation_checkpointing")
-    name = "z?" if stage is None else f"z{stage}"
+def _space(trial: Trial, pinned: Mapping[str, Value]) -> str:
+    whole = {**pinned, **trial.configuration}
+    every = whole.get("activation_checkpointing")
+    name = f"z{whole.get('zero_stage') or 0}"
     return f"{name}_ac{every}" if every else name
 
 
-def _best(trials: Sequence[Trial]) -> list[str]:
+def _best(trials: Sequence[Trial], pinned: Mapping[str, Value]) -> list[str]:
     valid = [t for t in trials if t.status is Status.OK and t.cost is not None]
     if not valid:
         return ["none", "none"]
     best = min(valid, key=lambda t: t.cost or 0.0)
-    micro = best.configuration.get("micro_batch")
-    name = _space(best) + ("" if micro is None else f"_tmbspg{micro}")
+    micro = {**pinned, **best.configuration}.get("micro_batch")
+    name = _space(best, pinned) + ("" if micro is None else f"_tmbspg{micro}")
     return [f"{best.objective:.2f}", f"{name} (trial {best.number})"]

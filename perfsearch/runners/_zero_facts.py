@@ -17,6 +17,9 @@ from perfsearch.parallel.torch_features import torch_version
 from perfsearch.workloads.spec import WorkloadSpec
 
 FILE = "model_facts.json"
+_DESCRIPTION = 2
+"""Raised when the same job is described differently, so that older answers are not used."""
+
 _LIMIT_S = 150.0
 
 
@@ -27,7 +30,8 @@ class FactsSource:
         workload: resolved.
         seed: of the search.
         device: type of device that is trained on.
-        directory: where the answer is kept; an existing answer to the same question is used.
+        directory: where the answer is kept; an existing answer to the same question is used, except
+            on a factory of the user's.
 
     Attributes:
         error: why there are no facts, once ``get`` returned ``None``.
@@ -36,9 +40,12 @@ class FactsSource:
 
     def __init__(self, workload: WorkloadSpec, seed: int, device: str, directory: Path) -> None:
         self._request = {"workload": asdict(workload), "seed": seed, "device": device}
-        words = json.dumps([self._request, torch_version()], sort_keys=True, default=str)
+        question = [self._request, torch_version(), _DESCRIPTION]
+        words = json.dumps(question, sort_keys=True, default=str)
         self._key = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
         self._file = directory / FILE
+        # a user's own code may have changed since, which the request does not tell
+        self._reusable = workload.factory is None
         self._process: subprocess.Popen[bytes] | None = None
         self._facts: MemoryFacts | None = None
         self._settled = False
@@ -70,7 +77,7 @@ class FactsSource:
         return self._facts
 
     def _from_file(self) -> bool:
-        if not self._file.exists():
+        if not self._reusable or not self._file.exists():
             return False
         try:
             kept = json.loads(self._file.read_text())

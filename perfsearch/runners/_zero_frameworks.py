@@ -68,10 +68,11 @@ def deepspeed(whole: Mapping[str, Value], job: Job) -> dict[str, Any]:
 
 def deepspeed_notes(whole: Mapping[str, Value]) -> Iterator[str]:
     """What ``ds_config.json`` cannot say."""
-    if _number(whole, "activation_checkpointing"):
+    every = _number(whole, "activation_checkpointing")
+    if every:
         yield (
             "ds_config.json: DeepSpeed checkpoints activations where the model calls it; wrap "
-            f"every {_number(whole, 'activation_checkpointing')}. block as zero.py does"
+            f"{'every block' if every == 1 else f'one block in {every}'} as zero.py does"
         )
     if _number(whole, "zero_stage") == 2:
         yield (
@@ -93,6 +94,8 @@ def trainer(whole: Mapping[str, Value], job: Job) -> Form:
     }
     if job.half:
         form["bf16"] = True
+    if not job.on_gpu:
+        form["use_cpu"] = True
     if every and stage < 2:
         form["gradient_checkpointing"] = True
         form["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
@@ -138,8 +141,26 @@ def accelerate(whole: Mapping[str, Value], job: Job) -> Form:
             "fsdp_activation_checkpointing": bool(_number(whole, "activation_checkpointing")),
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         },
-        "gradient_accumulation_steps": _number(whole, "gradient_accumulation"),
     }, ""
+
+
+def fsdp_notes(whole: Mapping[str, Value], job: Job) -> Iterator[str]:
+    """What Trainer's and Accelerate's forms of a sharded stage cannot say."""
+    micro, times = _number(whole, "micro_batch"), _number(whole, "gradient_accumulation")
+    if times > 1:
+        # accelerate launch refuses a file with a key that it does not know
+        yield (
+            "accelerate_fsdp.yaml has no place for accumulation: build "
+            f"Accelerator(gradient_accumulation_steps={times}) in the script, or set "
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={times}, and load batches of {micro}"
+        )
+    else:
+        yield f"accelerate_fsdp.yaml has no place for the batch: load batches of {micro}"
+    if job.half:
+        yield (
+            "Trainer and Accelerate also reduce gradients in bfloat16 by default; zero.py, as "
+            "measured, in float32"
+        )
 
 
 def _inexpressible(whole: Mapping[str, Value], job: Job) -> str:

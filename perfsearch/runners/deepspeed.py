@@ -281,7 +281,14 @@ class DeepSpeed(Runner):
             self.file, {**self.pinned, **configuration}, self.batch, self.mappings
         )
         return _deepspeed_export.write(
-            self.command, made, options, self.autotuning, self.batch, self._trials, directory
+            self.command,
+            made,
+            options,
+            self.autotuning,
+            self.batch,
+            self._trials,
+            self.pinned,
+            directory,
         )
 
     def follow_up(self, configuration: Configuration) -> int:

@@ -18,7 +18,7 @@ from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.runners.ddp import environment_of
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import Hints, Prediction
-from perfsearch.search.knob import Configuration, Numerics, Scope
+from perfsearch.search.knob import Configuration, Numerics, Scope, Value
 from perfsearch.search.narrow import SEARCH, expanded, narrow
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.suggest import nearest
@@ -276,7 +276,11 @@ class Zero(Runner):
 
     def estimate(self, settings: Settings, view: View) -> int:
         """Print what would fit, stage by micro-batch, without a search (``mode=estimate``)."""
-        lines = _zero_estimate.table(self.memory, self.batch, self.workload, self.pinned)
+        offered: dict[str, tuple[Value, ...]] = {
+            name: (value,) for name, value in self.pinned.items()
+        }
+        offered |= {knob.name: knob.choices() or (knob.default,) for knob in self.space.knobs}
+        lines = _zero_estimate.table(self.memory, self.batch, self.workload, offered)
         for line in lines:
             view.note(line)
         return 0 if self.memory.facts.get() is not None else 1

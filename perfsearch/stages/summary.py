@@ -64,24 +64,29 @@ def break_even_line(session: Session, verdict: Verdict) -> str:
     """After how many steps of training the search has paid for itself; empty without a gain."""
     if verdict.winner is None or BASELINE not in verdict.costs:
         return ""
-    steps = {
-        arm: statistics.median(
-            t.measurement.step_time_s
+    measured = {
+        arm: [
+            t.measurement
             for t in verdict.trials
             if t.measurement is not None and key_of(t.configuration) == key_of(configuration)
-        )
+        ]
         for arm, configuration in (
             (BASELINE, session.runner.baseline),
             (verdict.winner, session.numbered(verdict.winner).configuration),
         )
     }
-    saved_s = steps[BASELINE] - steps[verdict.winner]
+    steps = {arm: statistics.median(m.step_time_s for m in each) for arm, each in measured.items()}
+    samples = {arm: each[0].samples_per_step for arm, each in measured.items()}
+    # with batch=free a step of the one may train more than a step of the other
+    share = samples[BASELINE] / samples[verdict.winner]
+    saved_s = steps[BASELINE] - share * steps[verdict.winner]
     spent_s = sum(t.seconds for t in session.trials)
     if saved_s <= 0:
         return ""
+    which = "steps" if share == 1 else f"steps of {samples[BASELINE]} samples"
     return (
         f"the search took {spent_s:.0f} s of trials and has paid for itself after "
-        f"{math.ceil(spent_s / saved_s)} steps"
+        f"{math.ceil(spent_s / saved_s)} {which}"
     )
 
 

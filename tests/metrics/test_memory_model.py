@@ -139,6 +139,24 @@ def test_uneven_frozen_and_offloaded_tensors():
     assert (plain.parameters, plain.gradients, plain.buckets) == (176, 164, 164)
 
 
+@pytest.mark.parametrize(
+    ("frozen", "blocks", "measured_mib"),
+    [(0, 0, 962), (0, 4, 608), (3, 0, 672), (3, 4, 384)],
+)
+def test_a_sharded_models_peak_is_near_that_of_two_ranks(frozen, blocks, measured_mib):
+    # four matrices of 4096 x 4096 under fully_shard, momentum of SGD: the process's high-water
+    # mark over two gloo ranks, gradients dropped between steps
+    parameters = tuple(
+        Parameter((4096, 4096), 4, place >= frozen, place if blocks else -1) for place in range(4)
+    )
+    facts = MemoryFacts(
+        parameters, blocks=blocks, optimizer_bytes={4: 4.0}, activations={"none/0": (0.0, 0.0)}
+    )
+    for stage in (2, 3):
+        found = peak(facts, Layout(stage, 2, 2, shard_group=2, fused=True)).total / 2**20
+        assert measured_mib <= found <= 1.2 * measured_mib
+
+
 def test_one_huge_tensor_unbalances_stage_one():
     facts = MemoryFacts((Parameter((1000,), 4), Parameter((10,), 4), Parameter((10,), 4)))
     assert sorted(partition(facts, 2)) == [160.0, 8000.0]

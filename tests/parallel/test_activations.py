@@ -1,9 +1,12 @@
 """Activations counted on ``meta`` against those of a real step on the CPU."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
+from perfsearch.metrics.memory_facts import MemoryFacts
 from perfsearch.parallel.activations import _LiveBytes, peak_bytes
 from perfsearch.parallel.checkpointing import CheckpointedBlocks
 from perfsearch.parallel.facts import describe, parameters_on_meta
@@ -66,6 +69,38 @@ def test_facts_are_the_same_without_initial_values():
     assert not next(make("gpt").model.parameters()).is_meta
 
 
+class Vectors(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((32,), float(index))
+
+
+def by_line(job, micro_batch):
+    facts = MemoryFacts.from_json(json.loads(json.dumps(describe(job, "cpu"))))
+    assert facts.activation_error == ""
+    return sum(facts.activation_bytes("none", 0, micro_batch))
+
+
+def test_a_model_that_refuses_one_sample_is_counted_with_more():
+    """Batch normalisation of vectors needs two."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 1))
+    job = Job(model, Vectors(), lambda m, b: m(b).mean(), torch.optim.SGD)
+    for micro_batch in (3, 64):
+        counted = peak_bytes(job, micro_batch, 0, "none", None)
+        assert by_line(job, micro_batch) == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.parametrize("micro_batch", [2, 64, 1024])
+def test_growth_is_known_of_small_and_of_large_micro_batches(micro_batch):
+    """With few samples a gradient of the first matrix is the most, with many activations are."""
+    model = nn.Sequential(nn.Linear(32, 512), nn.Dropout(), nn.ReLU(), nn.Linear(512, 1))
+    job = Job(model, Vectors(), lambda m, b: m(b).square().mean(), torch.optim.SGD)
+    counted = peak_bytes(job, micro_batch, 0, "none", None)
+    assert by_line(job, micro_batch) == pytest.approx(counted, rel=0.05)
+
+
 def test_frozen_tied_and_half_parameters_are_told_apart():
     layers = [nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)]
     layers[1].weight = layers[0].weight
@@ -77,7 +112,7 @@ def test_frozen_tied_and_half_parameters_are_told_apart():
         ([4, 4], 4, True, -1), ([4, 4], 2, False, 0), ([4], 2, False, 0)
     ]  # fmt: skip
     assert facts["optimizer_bytes"] == {"4": 8.0}
-    assert facts["activations"] == {}
+    assert facts["activations"] == facts["activations_large"] == {}
     assert facts["activation_error"]
 
 

@@ -22,6 +22,7 @@ from perfsearch.view import View
 from perfsearch.workers.environment import Environment
 from perfsearch.workloads.spec import WorkloadSpec
 
+STAGES = ("0 ", "1 ", "2 ", "3 ")
 SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation", "activation_checkpointing")
 
 
@@ -68,13 +69,53 @@ def test_an_impossible_micro_batch_is_refused_with_the_nearest_that_are_not(shar
     assert not [n for n in between if share % n == 0 and n not in named]
 
 
-@given(some.integers(1, 16), some.integers(1, 300))
+@given(some.integers(1, 64), some.integers(64, 364))
 @settings(max_examples=60, deadline=None)
-def test_a_free_batch_stays_within_its_bounds(low, span):
-    low, high = low * 4, low * 4 + span
+def test_a_free_batch_stays_within_its_bounds(low, high):
     runner = make("free", global_batch=64, min_train_batch_size=low, max_train_batch_size=high)
     for point in runner.space.listed():
         assert low <= runner.batch.global_batch_of({**runner.pinned, **point}) <= high
+
+
+@pytest.mark.parametrize(
+    ("bounds", "key"),
+    [
+        ({"max_train_batch_size": 60}, "max_train_batch_size=60"),
+        ({"min_train_batch_size": 65}, "min_train_batch_size=65"),
+        ({"min_train_batch_size": 72, "max_train_batch_size": 128}, "min_train_batch_size=72"),
+    ],
+)
+def test_bounds_that_exclude_the_jobs_own_batch_are_refused(bounds, key):
+    with pytest.raises(ValueError, match=rf"runner.{key}: the job itself trains the global.* 64"):
+        make("free", global_batch=64, **bounds)
+    make("free", global_batch=64, min_train_batch_size=64, max_train_batch_size=64)
+
+
+def test_the_estimate_shows_only_what_a_search_may_try(capsys):
+    def table(batch="fixed", **options):
+        make(batch, card="H100", **options).estimate(None, View())
+        lines = capsys.readouterr().out.splitlines()
+        columns = re.findall(r"(\d+) x (\d+)", next(x for x in lines if x.startswith("ZeRO")))
+        return [(int(m), int(t)) for m, t in columns], [x for x in lines if x[:2] in STAGES]
+
+    columns, rows = table("free", min_train_batch_size=33, max_train_batch_size=80)
+    assert (16, 1) in columns
+    assert all(33 <= m * times * 4 <= 80 for m, times in columns)
+    columns, rows = table(knobs={"micro_batch": [4, 8], "zero_stage": [1, 3],
+                                 "activation_checkpointing": 2})  # fmt: skip
+    assert columns == [(4, 4), (8, 2)]
+    assert [(row[0], "1 in 2" in row) for row in rows] == [("1", True), ("3", True)]
+    columns, rows = table("free", knobs={"micro_batch": [4, 8], "gradient_accumulation": 8})
+    assert columns == [(4, 8), (8, 8)]
+    assert {row[0] for row in rows} == {"0"}
+    with pytest.raises(BadInputError, match="no micro_batch with any gradient_accumulation"):
+        table("free", max_train_batch_size=64,
+              knobs={"micro_batch": 16, "gradient_accumulation": [2, 4]})  # fmt: skip
+
+
+def test_a_device_of_mebibytes_is_told_in_them(capsys):
+    make(device_memory_gib=0.008).estimate(None, View())
+    assert "8.19 MiB a device, of which 7.78 may be used" in capsys.readouterr().out
 
 
 def test_accumulation_may_be_asked_for_instead():
@@ -229,7 +270,7 @@ def test_the_estimate_is_a_table_for_a_card_that_is_absent(capsys):
     assert lines[1].startswith("79.2 GiB a device, of which 75.2 may be used")
     head = next(line for line in lines if line.startswith("ZeRO stage"))
     assert head.split()[-2:] == ["x", "1"]
-    rows = [line for line in lines if line[:2] in ("0 ", "1 ", "2 ", "3 ")]
+    rows = [line for line in lines if line[:2] in STAGES]
     assert len(rows) == 8
     at_rest = [float(row.split("none")[1].split()[0]) for row in rows if "none" in row]
     gib = 774_030_080 * 4 / 2**30
@@ -271,7 +312,7 @@ def test_an_estimate_of_what_is_no_job_is_bad_input():
     runner = make(card="H100")
     runner.memory.facts = GivenFacts(None)
     runner.memory.facts.error = "TypeError: workload.factory=m:f: the model has no parameters"
-    with pytest.raises(BadInputError, match="the model has no parameters"):
+    with pytest.raises(BadInputError, match=r"^workload.factory=m:f: the model has no parameters"):
         runner.estimate(None, View())
 
 
@@ -317,7 +358,45 @@ def test_trainer_and_accelerate_get_what_they_can_say(tmp_path):
     assert accelerate["fsdp_config"]["fsdp_version"] == 2
     assert accelerate["fsdp_config"]["fsdp_reshard_after_forward"] is True
     assert accelerate["num_processes"] == 4
-    assert accelerate["gradient_accumulation_steps"] == 4
+    assert "gradient_accumulation_steps=4" in files["notes.txt"]
+    assert "load batches of 4" in files["notes.txt"]
+    assert "wrap every block as zero.py does" in files["notes.txt"]
+
+
+LOADED_BY_ACCELERATE = {
+    "compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes",
+    "use_cpu", "fsdp_config",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerate_knows_every_key_of_its_file(tmp_path, stage):
+    files = exported(tmp_path, zero_stage=stage, micro_batch=4)
+    assert set(yaml.safe_load(files["accelerate_fsdp.yaml"])) == LOADED_BY_ACCELERATE
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    loaded = config_args.load_config_from_file(str(tmp_path / "accelerate_fsdp.yaml"))
+    assert loaded.num_processes == 4
+    assert loaded.fsdp_config["fsdp_reshard_after_forward"] is (stage == 3)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_trainer_takes_arguments_found_on_cpus(tmp_path, stage):
+    files = exported(tmp_path, zero_stage=stage, micro_batch=4)
+    trainer = json.loads(files["hf_trainer_args.json"])
+    assert trainer["use_cpu"] is True  # without it Trainer looks for a GPU, and refuses bf16
+    transformers = pytest.importorskip("transformers")
+    made = transformers.TrainingArguments(str(tmp_path), **trainer)
+    assert made.gradient_accumulation_steps == 4
+
+
+def test_the_summary_names_what_is_pinned(tmp_path):
+    runner = make(knobs={"zero_stage": 3, "micro_batch": 4, "activation_checkpointing": "search"})
+    done = trial(0, {"activation_checkpointing": 0}, 50.0)
+    done.cost, done.objective = 0.05 / 64, 1280.0
+    runner.hints([done])
+    runner.export(runner.baseline, tmp_path)
+    rows = (tmp_path / "summary.txt").read_text().splitlines()
+    assert rows[1].split() == ["z3", "1", "1280.00", "z3_tmbspg4", "(trial", "0)"]
 
 
 def test_the_summary_has_a_row_for_each_space_and_the_total_time(tmp_path):

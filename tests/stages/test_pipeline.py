@@ -1,6 +1,7 @@
 import contextlib
 import json
 import math
+import re
 
 import pytest
 from stages.conftest import Search
@@ -240,6 +241,20 @@ def test_a_finalist_that_fails_when_confirmed_is_out(search: Search) -> None:
 def test_the_search_says_after_how_many_steps_it_has_paid_for_itself(search: Search) -> None:
     search()
     assert "has paid for itself after" in search.view.text
+
+
+def test_it_pays_for_itself_by_samples_where_the_batch_is_free(search: Search) -> None:
+    """Steps that are half as long again, of twice as many samples, save a quarter."""
+
+    def larger(configuration, plan):
+        step, samples = (0.15, 64) if configuration["view"] else (0.1, 32)
+        steps = [step * (1 + 0.001 * (i % 3)) for i in range(8)]
+        return Outcome(Status.OK, Measurement(steps, samples, first_losses=[3.0]))
+
+    search(SyntheticRunner(fail=larger), batch="free")
+    text = search.view.text
+    assert "the global batch is 64, the baseline's is 32" in text
+    assert re.search(r"has paid for itself after \d+ steps of 32 samples", text)
 
 
 def test_it_ends_when_a_trial_costs_more_than_it_can_save(search: Search) -> None:
