@@ -115,13 +115,14 @@ def test_nothing_reads_a_pickle_or_runs_text():
         r"yaml\.(load|unsafe_load|full_load)\(|"
         r"\bexec\(|shelve|marshal|hydra\.utils\.instantiate|allow_pickle"
     )
-    the_users_own_script = "instrument/main.py", "exec(code, main.__dict__)"
+    runs = "exec(code, main.__dict__)"
+    the_users_own_script = {("instrument/main.py", runs), ("runners/_script_start.py", runs)}
     found = [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
         for path in sorted(PACKAGE.rglob("*.py"))
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if unsafe.search(line.partition("#")[0])
-        and (str(path.relative_to(PACKAGE)), line.strip()) != the_users_own_script
+        and (str(path.relative_to(PACKAGE)), line.strip()) not in the_users_own_script
     ]
     assert found == []
 

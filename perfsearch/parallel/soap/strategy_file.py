@@ -117,7 +117,7 @@ def _load(text: str) -> Mapping[str, Any]:
         return int(node.start_mark.line) + 1
 
     try:
-        record = yaml.load(text, Loader)
+        record = Loader(text).get_single_data()
     except yaml.YAMLError as error:
         raise PlanError(f"not a strategy: {' '.join(str(error).split())}") from error
     if not isinstance(record, Mapping):
