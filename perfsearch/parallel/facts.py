@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ _LARGE = 256
 """A micro-batch in which activations outweigh what a step holds beside them for a while, such as
 the gradient of a large matrix. Growth is told there, too; the most that is held is on the higher of
 both lines."""
+
+_NEGLIGIBLE = 0.01
+"""Of the growth with one sample: where no more than this does not grow, large micro-batches need no
+look of their own."""
 
 _LARGE_BYTES = 2**28
 """What the samples of one may take on the host, where they are collated."""
@@ -117,12 +122,25 @@ def _activations(job: Job, dtype: torch.dtype | None) -> dict[str, Any]:
         try:
             small = _growth(job, dtype, pair)
             most = _largest(job)
-            large = _growth(job, dtype, (most // 2, most)) if most // 2 > pair[1] else small
+            bent = {kind: line for kind, line in small.items() if _may_bend(line)}
+            large = small
+            if bent and most // 2 > pair[1]:
+                large = {**small, **_growth(job, dtype, (most // 2, most), bent)}
         except Exception as error:  # whatever user code does on tensors without values
             errors.append(f"{type(error).__name__}: {error}")
             continue
         return {"activations": small, "activations_large": large, "activation_error": ""}
     return {"activations": {}, "activations_large": {}, "activation_error": errors[0]}
+
+
+def _may_bend(line: tuple[float, float]) -> bool:
+    """Whether growth may be steeper for large micro-batches.
+
+    What does not grow is never below 0, so that another moment of the step, smaller for one sample
+    and steeper, is steeper by no more than what does not grow at this one.
+    """
+    fixed, slope = line
+    return fixed > _NEGLIGIBLE * slope
 
 
 def _largest(job: Job) -> int:
@@ -133,13 +151,22 @@ def _largest(job: Job) -> int:
 
 
 def _growth(
-    job: Job, dtype: torch.dtype | None, pair: tuple[int, int]
+    job: Job,
+    dtype: torch.dtype | None,
+    pair: tuple[int, int],
+    kinds: Collection[str] | None = None,
 ) -> dict[str, tuple[float, float]]:
-    """The line through two micro-batches: bytes that do not and that do grow with each sample."""
+    """The line through two micro-batches: bytes that do not and that do grow with each sample.
+
+    Of each kind, ``precision/spacing``; ``kinds`` are those that are wanted, by default all.
+    """
     table: dict[str, tuple[float, float]] = {}
-    for precision in ("none",) if dtype is None else ("autocast", "policy"):
-        for every in _SPACINGS if job.blocks else (0,):
-            less, more = (peak_bytes(job, m, every, precision, dtype) for m in pair)
-            slope = (more - less) / (pair[1] - pair[0])
-            table[f"{precision}/{every}"] = less - pair[0] * slope, slope
+    precisions = ("none",) if dtype is None else ("autocast", "policy")
+    for precision, every in product(precisions, _SPACINGS if job.blocks else (0,)):
+        kind = f"{precision}/{every}"
+        if kinds is not None and kind not in kinds:
+            continue
+        less, more = (peak_bytes(job, m, every, precision, dtype) for m in pair)
+        slope = (more - less) / (pair[1] - pair[0])
+        table[kind] = less - pair[0] * slope, slope
     return table
