@@ -1,88 +1,23 @@
-"""The runner on saved tables: no process is started, trials are simulated."""
+"""The runner on saved tables: what it searches, shows and hands over."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from parallel.soap import synthetic
+from soap_cases import DEVICES, settings, told
 
 from perfsearch.assemble import build_runner, strategy_factory
-from perfsearch.config import Selected, validate
-from perfsearch.parallel.soap import graph_file, strategy_file
-from perfsearch.parallel.soap.axes import Whole
 from perfsearch.parallel.soap.configuration import data_parallel
-from perfsearch.parallel.soap.costs import CostTable, shards_of
-from perfsearch.parallel.soap.graph import Graph
 from perfsearch.parallel.soap.simulator import Simulator
-from perfsearch.runners import _soap_plans, _soap_tables
-from perfsearch.runners._soap_identity import JOB, Identity
-from perfsearch.runners._soap_tables import Inputs
+from perfsearch.runners import _soap_plans
 from perfsearch.runners._soap_walk import walk
 from perfsearch.runners.base import Outcome
 from perfsearch.search.errors import BadInputError
 from perfsearch.search.hints import WalkRequest
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.search.trial import Purpose, Status
 from perfsearch.view import View
-
-DEVICES = 2
-
-
-@pytest.fixture
-def tables(tmp_path):
-    """A small DLRM: two tables, a layer, their concatenation, a layer."""
-    x = synthetic.batch_input("x", (8, 4))
-    ids = synthetic.batch_input("ids", (8, 1), "int64")
-    bottom = synthetic.linear("bottom", x, 8)
-    first, second = (synthetic.table(f"table_{i}", ids, 500, 8) for i in (0, 1))
-    joined = synthetic.cat("joined", [bottom, first, second])
-    top = synthetic.linear("top", joined, 4)
-    operators = (x, ids, bottom, first, second, joined, top)
-    graph = Graph(operators, frozenset({"x", "ids"}), "top", 8)
-    costs = CostTable("a card", "2.13")
-    for shard in shards_of(graph, DEVICES):
-        costs.add(shard, synthetic.cost_of(shard.operator, shard.part, shard.gradients))
-    directory = tmp_path / "tables"
-    job = Identity("dlrm", 8, "tiny", options={})
-    Inputs(graph, synthetic.machine(devices=DEVICES), costs, job).write(directory)
-    return directory
-
-
-def settings(tmp_path, tables, strategy=None, mode="search", **runner):
-    return validate(
-        {
-            "mode": mode,
-            "runner": {"name": "soap", "device": "cpu", "tables": str(tables), **runner},
-            "strategy": strategy or {"name": "mcmc", "proposals": 300},
-            "workload": {"name": "dlrm", "size": "tiny", "global_batch": 8},
-            "nproc": DEVICES,
-            "run_dir": str(tmp_path / "run"),
-        }
-    )
-
-
-@pytest.fixture
-def opened(tmp_path, tables):
-    """A runner after ``open``; its trials take what the simulator says."""
-    made = []
-
-    def make(**runner):
-        built = build_runner(settings(tmp_path, tables, **runner))
-        built.open(tmp_path / "run")
-        made.append(built)
-        return built
-
-    yield make
-    for built in made:
-        built.close()
-
-
-def told(runner, configuration, number, purpose=Purpose.SEARCH):
-    seconds = runner.simulator.estimate(runner.plan(configuration)).seconds
-    measured = Measurement([seconds] * 3, samples_per_step=8, peak_allocated_gib=0.1)
-    return Trial(number, dict(configuration), purpose, Status.OK, measured, seconds / 8)
 
 
 def test_the_baseline_is_data_parallel_and_each_operator_a_knob(opened):
@@ -153,15 +88,6 @@ def test_the_search_is_compiled_before_its_time_begins(opened, monkeypatch):
     assert compiled == [runner.plan(runner.baseline)]
 
 
-def test_an_estimate_says_by_what_it_searched(tmp_path, tables, capsys):
-    for name in ("mcmc", "random"):
-        chosen = settings(tmp_path / name, tables, {"name": name}, mode="estimate")
-        runner = build_runner(chosen)
-        assert runner.estimate(chosen, View()) == 0
-        runner.close()
-        assert ("strategy=random needs trials" in capsys.readouterr().out) == (name == "random")
-
-
 def test_no_time_is_shown_where_nothing_fits_yet(tmp_path, tables, capsys):
     chosen = settings(tmp_path, tables, mode="estimate", device_memory_gib=1e-9)
     runner = build_runner(chosen)
@@ -170,29 +96,6 @@ def test_no_time_is_shown_where_nothing_fits_yet(tmp_path, tables, capsys):
     shown = capsys.readouterr().out
     assert "cur(inf) next(inf) best(inf)" in shown
     assert "e+12" not in shown
-
-
-def test_tables_that_were_broken_off_are_measured_again(tmp_path, tables):
-    """The job's name is written last: without it costs from the cache may be missing."""
-    (tables / "job.json").unlink()
-    kept = tmp_path / "tables_again"
-    kept.mkdir()
-    for path in tables.iterdir():
-        (kept / path.name).write_text(path.read_text())
-    asked = []
-
-    def measure(directory, known, machine):
-        asked.append((directory, machine))
-        for path in tables.iterdir():
-            (directory / path.name).write_text(path.read_text())
-
-    job = Identity("dlrm", 8, "tiny", options={})
-    for _ in range(2):
-        found = _soap_tables.measured(
-            kept, tmp_path / "cache", "a card", "2.13", DEVICES, job, measure
-        )
-    assert asked == [(kept, True)]
-    assert found.job == job
 
 
 def test_the_chain_is_walked_after_the_baseline_and_shown(tmp_path, tables, opened):
@@ -214,24 +117,6 @@ def test_the_chain_is_walked_after_the_baseline_and_shown(tmp_path, tables, open
     saved = json.loads((tmp_path / "run" / "soap" / "machine.json").read_text())
     assert saved["calibrated"]
     assert saved["step_us"] == 2000.0
-
-
-def test_saved_tables_give_the_same_search_without_running_anything(tmp_path, tables, opened):
-    runner = opened()
-    trials = []
-    chosen = settings(tmp_path, tables)
-    strategy = strategy_factory(chosen)(runner.space, runner.hints(trials))
-    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
-    trials[0].measurement.step_seconds = [1.7 * s for s in trials[0].measurement.step_seconds]
-    strategy.tell(trials[0])
-    best = runner.plan(strategy.ask())
-    kept = str(tmp_path / "again.yaml")
-    saved = tmp_path / "run" / "soap"
-    again = settings(tmp_path / "other", saved, mode="estimate", export_to=kept)
-    planner = build_runner(again)
-    assert planner.estimate(again, View()) == 0
-    planner.close()
-    assert strategy_file.parse(Path(kept).read_text(), runner.inputs.graph) == best
 
 
 def test_no_proposals_run_an_imported_plan_as_it_is(tmp_path, tables, opened):
@@ -306,101 +191,6 @@ def test_input_that_cannot_work_is_refused_before_anything_starts(tmp_path, tabl
         build_runner(settings(tmp_path, tmp_path / "nothing"))
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"workload": {"name": "mlp"}}, ["workload=mlp", "dlrm tiny of global batch 8"]),
-        ({"workload": {"name": "dlrm", "size": "small"}}, ["workload.size=small"]),
-        ({"workload": {"name": "dlrm", "rows": 7}}, ["workload.rows=7", "runner.tables="]),
-        ({"workload": {"name": "dlrm", "global_batch": 4}}, ["workload.global_batch=4"]),
-        ({"nproc": 3}, ["nproc=3", "of 2 devices", "machine.json"]),
-        ({"mode": "search", "workload": {"name": "gpt"}}, ["workload=gpt"]),
-    ],
-)
-def test_tables_are_taken_for_no_other_job(tmp_path, tables, changed, words):
-    asked = settings(tmp_path, tables, mode="estimate")
-    options = {"global_batch": 8, **changed.pop("workload", {})}
-    if options.get("name"):
-        asked = replace(asked, workload=Selected(options.pop("name"), options))
-    with pytest.raises(BadInputError) as error:
-        build_runner(replace(asked, **changed))
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_an_edited_machine_is_planned_for_and_named(tmp_path, tables, capsys):
-    (tables / JOB).unlink()  # of an earlier version
-    path = tables / "machine.json"
-    path.write_text(path.read_text().replace('"devices": 2', '"devices": 1'))
-    path.write_text(path.read_text().replace('"devices_per_node": 2', '"devices_per_node": 1'))
-    asked = settings(tmp_path, tables, mode="estimate")
-    asked = replace(asked, nproc="auto", workload=Selected("gpt", {"size": "auto"}))
-    runner = build_runner(asked)
-    assert runner.estimate(asked, View()) == 0
-    line = capsys.readouterr().out.splitlines()[0]
-    assert line == f"planning for 1 device of runner.tables={tables}, model of global batch 8"
-    assert (tmp_path / "run" / "soap" / JOB).exists()
-
-
-@pytest.mark.parametrize(
-    ("sources", "name"),
-    [
-        (["the loss function", "/x/perfsearch/workloads/mlp.py:32"], "mlp"),
-        (["/home/me/train.py:7", "the loss function"], "custom"),
-        (["the loss function"], ""),
-    ],
-)
-def test_tables_that_do_not_say_are_known_by_their_models_file(tmp_path, sources, name):
-    x = synthetic.batch_input("x", (8, 4))
-    layers = [
-        replace(synthetic.linear(f"layer_{i}", x, 8), source=source)
-        for i, source in enumerate(sources)
-    ]
-    graph = Graph((x, *layers), frozenset({"x"}), layers[-1].name, 8)
-    assert Identity.read(tmp_path, graph) == Identity(name, 8)
-
-
-def test_the_name_of_the_job_is_read_again_and_checked(tmp_path, tables):
-    graph = graph_file.parse((tables / "graph.json").read_text())
-    job = Identity("mlp", 8, "tiny", None, {"layers": 3})
-    job.write(tmp_path)
-    assert Identity.read(tmp_path, graph) == job
-    for slip in (replace(job, global_batch=9), replace(job, name=None), replace(job, options=3)):
-        slip.write(tmp_path)
-        with pytest.raises(BadInputError, match=r"job.json"):
-            Identity.read(tmp_path, graph)
-
-
-def test_memory_is_a_hard_limit(opened):
-    roomy = opened()
-    need = roomy.simulator.estimate(roomy.plan(roomy.baseline)).peak_gib
-    tight = opened(device_memory_gib=need * 0.5)
-    assert "GiB on one device" in tight.screen(tight.baseline)
-    assert roomy.screen(roomy.baseline) is None
-
-
-def test_a_model_without_rules_is_refused_with_its_operators_named(tmp_path, opened, tables):
-    x = synthetic.batch_input("x", (8, 4))
-    whole = synthetic.operator(
-        "odd", "whole", [x], (8, 4), [(Whole(8), Whole(4))], roles=(None, None)
-    )
-    graph = Graph((x, whole), frozenset({"x"}), "odd", 8)
-    costs = CostTable("a card", "2.13")
-    job = Identity("", 8)
-    Inputs(graph, synthetic.machine(devices=DEVICES), costs, job).write(tables)
-    with pytest.raises(BadInputError, match="odd"):
-        opened()
-
-
-def test_a_model_without_operators_is_refused(opened, tables):
-    path = tables / "graph.json"
-    found = graph_file.parse(path.read_text())
-    inputs = frozenset(operator.name for operator in found.operators)
-    path.write_text(graph_file.dump(replace(found, inputs=inputs)))
-    with pytest.raises(BadInputError, match="nothing to parallelise"):
-        opened()
-
-
 def test_what_is_measured_is_the_plans_text(opened, monkeypatch):
     runner = opened()
     texts = []
@@ -433,24 +223,6 @@ def test_the_export_can_be_fed_back(tmp_path, opened):
     assert any(line.startswith("[table_0]") for line in runner.closing_lines(configuration, trials))
     again = opened(**runner.settings_of(configuration))
     assert again.plan({}) == runner.plan(configuration)
-
-
-@pytest.mark.parametrize("mode", ["simulate", "estimate"])
-def test_a_plan_is_simulated_and_searched_without_a_trial(tmp_path, tables, mode, capsys):
-    outputs = []
-    for _ in range(2):
-        chosen = settings(tmp_path, tables, mode=mode)
-        runner = build_runner(chosen)
-        assert getattr(runner, mode)(chosen, View()) == 0
-        runner.close()
-        shown = capsys.readouterr().out
-        assert "predicted step" in shown
-        assert "num_dims(2)" in shown
-        memory = re.search(r"device, MiB: ([\d.]+), ([\d.]+) \(of [\d.]+ GiB\)", shown)
-        assert 0 < float(memory[1]) + float(memory[2]) < 1
-        outputs.append([ln for ln in shown.splitlines() if "proposals in" not in ln])
-    assert outputs[0] == outputs[1]
-    assert any("iter(" in ln for ln in outputs[0]) == (mode == "estimate")
 
 
 def test_operators_that_feed_each_other_are_neighbours(opened):

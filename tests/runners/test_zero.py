@@ -1,41 +1,19 @@
-"""The runner without ranks: its space, its arithmetic, what it refuses, prints and writes."""
+"""The runner without ranks: its space, its arithmetic, what it refuses and screens."""
 
-import ast
-import json
-import re
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from zero_facts import GivenFacts, gpt_facts, gpt_large
+from zero_cases import make, trial
+from zero_facts import gpt_facts
 
-from perfsearch.config import validate
 from perfsearch.runners import _zero_batch
-from perfsearch.runners.zero import Zero, ZeroOptions
-from perfsearch.search.errors import BadInputError
+from perfsearch.runners.zero import ZeroOptions
 from perfsearch.search.knob import Numerics
 from perfsearch.search.narrow import KnobError
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
-from perfsearch.view import View
-from perfsearch.workers.environment import Environment
-from perfsearch.workloads.spec import WorkloadSpec
-
-STAGES = ("0 ", "1 ", "2 ", "3 ")
-SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation", "activation_checkpointing")
-
-
-def make(batch="fixed", nproc=4, global_batch=64, facts=None, knobs=None, **options):
-    runner = Zero(
-        ZeroOptions(knobs=knobs or dict.fromkeys(SEARCHED, "search"), **options),
-        WorkloadSpec("gpt", "large", global_batch=global_batch),
-        Environment(Path("/nonexistent/run"), nproc=nproc),
-        batch,
-        planning=options.get("card") is not None,
-    )
-    runner.memory.facts = GivenFacts(facts or gpt_large())
-    return runner
+from perfsearch.search.trial import Measurement, Status
 
 
 @given(some.integers(1, 96), some.integers(1, 8))
@@ -91,33 +69,6 @@ def test_bounds_that_exclude_the_jobs_own_batch_are_refused(bounds, key):
     make("free", global_batch=64, min_train_batch_size=64, max_train_batch_size=64)
 
 
-def test_the_estimate_shows_only_what_a_search_may_try(capsys):
-    def table(batch="fixed", **options):
-        make(batch, card="H100", **options).estimate(None, View())
-        lines = capsys.readouterr().out.splitlines()
-        columns = re.findall(r"(\d+) x (\d+)", next(x for x in lines if x.startswith("ZeRO")))
-        return [(int(m), int(t)) for m, t in columns], [x for x in lines if x[:2] in STAGES]
-
-    columns, rows = table("free", min_train_batch_size=33, max_train_batch_size=80)
-    assert (16, 1) in columns
-    assert all(33 <= m * times * 4 <= 80 for m, times in columns)
-    columns, rows = table(knobs={"micro_batch": [4, 8], "zero_stage": [1, 3],
-                                 "activation_checkpointing": 2})  # fmt: skip
-    assert columns == [(4, 4), (8, 2)]
-    assert [(row[0], "1 in 2" in row) for row in rows] == [("1", True), ("3", True)]
-    columns, rows = table("free", knobs={"micro_batch": [4, 8], "gradient_accumulation": 8})
-    assert columns == [(4, 8), (8, 8)]
-    assert {row[0] for row in rows} == {"0"}
-    with pytest.raises(BadInputError, match="no micro_batch with any gradient_accumulation"):
-        table("free", max_train_batch_size=64,
-              knobs={"micro_batch": 16, "gradient_accumulation": [2, 4]})  # fmt: skip
-
-
-def test_a_device_of_mebibytes_is_told_in_them(capsys):
-    make(device_memory_gib=0.008).estimate(None, View())
-    assert "8.19 MiB a device, of which 7.78 may be used" in capsys.readouterr().out
-
-
 def test_accumulation_may_be_asked_for_instead():
     runner = make(knobs={"micro_batch": "search", "gradient_accumulation": [1, 4]})
     assert sorted(p["micro_batch"] for p in runner.space.listed()) == [4, 16]
@@ -166,14 +117,6 @@ def test_the_batch_alters_the_computation_only_where_it_is_free():
     assert "gradient_accumulation" in free.space.by_name
     assert fixed.left_out["gradient_accumulation"].startswith("with batch=fixed")
     assert fixed.baseline == {"micro_batch": 16, "zero_stage": 0, "activation_checkpointing": 0}
-
-
-def trial(number, configuration, peak=None, status=Status.OK):
-    measured = None
-    if peak is not None:
-        measured = Measurement([0.1], 64, peak_allocated_gib=peak)
-    cost = 0.1 / 64 if status is Status.OK else None
-    return Trial(number, configuration, Purpose.SEARCH, status, measured, cost, objective=640.0)
 
 
 def test_what_surely_does_not_fit_is_screened_and_the_rest_is_not():
@@ -250,165 +193,6 @@ def test_advice_on_memory_is_given_only_where_memory_was_lacking():
     assert runner.advice([failed]) == ""
     failed.status = Status.OOM
     assert runner.advice([failed]).startswith("closest: micro_batch=1, zero_stage=3")
-
-
-def test_the_estimate_is_a_table_for_a_card_that_is_absent(capsys):
-    plain = {
-        "mode": "estimate",
-        "runner": {"name": "zero", "card": "H100"},
-        "strategy": {"name": "fast"},
-        "workload": {"name": "gpt", "size": "large", "global_batch": 128},
-        "nproc": 4,
-        "batch": "free",
-    }
-    configuration = validate(plain)
-    runner = Zero.from_settings(configuration)
-    runner.memory.facts = GivenFacts(gpt_large())
-    assert runner.estimate(configuration, View()) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "774.0 M parameters" in lines[0]
-    assert lines[1].startswith("79.2 GiB a device, of which 75.2 may be used")
-    head = next(line for line in lines if line.startswith("ZeRO stage"))
-    assert head.split()[-2:] == ["x", "1"]
-    rows = [line for line in lines if line[:2] in STAGES]
-    assert len(rows) == 8
-    at_rest = [float(row.split("none")[1].split()[0]) for row in rows if "none" in row]
-    gib = 774_030_080 * 4 / 2**30
-    assert at_rest == pytest.approx([5 * gib, 3.5 * gib, gib, gib], rel=0.03)
-    assert " no" in rows[0]
-    assert " ok" in rows[-1]
-
-
-@pytest.mark.parametrize(
-    ("facts", "unit", "margin"),
-    [
-        (gpt_facts(1, 64, vocabulary=100, length=4,
-                   activations={"autocast/0": (0.0, 100.0), "policy/0": (0.0, 100.0)}),
-         "MiB", r"0\.4\d GiB"),
-        (gpt_large(), "GiB", r"0\.7\d to 8\.\d\d GiB"),
-    ],
-)  # fmt: skip
-def test_the_margin_is_a_size_and_small_tables_are_in_mib(capsys, facts, unit, margin):
-    make(card="H100", facts=facts).estimate(None, View())
-    lines = capsys.readouterr().out.splitlines()
-    assert f"predicted peak in {unit} " in lines[-1]
-    assert re.search(f"margin: 2 standard deviations, {margin} here before any trial", lines[-1])
-    at_rest = [float(line.split()[4]) for line in lines if line.startswith("3 ")]
-    assert min(at_rest) > 0
-
-
-def test_no_facts_means_no_estimate_and_no_crash(capsys):
-    runner = make(card="H100")
-    runner.memory.facts = GivenFacts(None)
-    runner.memory.facts.error = "ValueError: no"
-    assert runner.estimate(None, View()) == 1
-    assert "no estimate: the job could not be described (ValueError: no)" in capsys.readouterr().out
-    assert runner.screen(runner.baseline) is None
-    assert runner.hints([]).predict(runner.baseline).peak_gib is None
-    assert runner.advice([]) == ""
-
-
-def test_an_estimate_of_what_is_no_job_is_bad_input():
-    runner = make(card="H100")
-    runner.memory.facts = GivenFacts(None)
-    runner.memory.facts.error = "TypeError: workload.factory=m:f: the model has no parameters"
-    with pytest.raises(BadInputError, match=r"^workload.factory=m:f: the model has no parameters"):
-        runner.estimate(None, View())
-
-
-def exported(tmp_path, **configuration):
-    runner = make(knobs={"zero_stage": "search", "blocks_per_unit": 1})
-    trials = [trial(0, {"zero_stage": 0}, 50.0), trial(1, {"zero_stage": 2}, 40.0),
-              trial(2, {"zero_stage": 3}, status=Status.OOM)]  # fmt: skip
-    trials[1].cost, trials[1].objective, trials[1].seconds = 0.05 / 64, 1280.0, 2.5
-    runner.hints(trials)
-    whole = {**runner.pinned, "zero_stage": 0, **configuration}
-    files = runner.export(whole, tmp_path)
-    assert all(path.exists() for path in files)
-    return {path.name: path.read_text() for path in files}
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("every", [0, 2])
-def test_the_torch_form_is_python(tmp_path, stage, every):
-    files = exported(
-        tmp_path, zero_stage=stage, activation_checkpointing=every, micro_batch=8,
-        blocks_per_unit=2, forward_prefetch=1, backward_prefetch=1, shard_group_size=2,
-    )  # fmt: skip
-    tree = ast.parse(files["zero.py"])
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    assert names == ["build", "train_step"]
-    deepspeed = json.loads(files["ds_config.json"])
-    assert deepspeed["train_batch_size"] == 64
-    assert deepspeed["train_micro_batch_size_per_gpu"] == 8
-    assert deepspeed["gradient_accumulation_steps"] == 2
-    assert deepspeed["zero_optimization"]["stage"] == stage
-    assert ("hf_trainer_args.json" in files) == (not every and stage == 0)
-    if every:
-        assert "not every second or fourth" in files["notes.txt"]
-
-
-def test_trainer_and_accelerate_get_what_they_can_say(tmp_path):
-    files = exported(tmp_path, zero_stage=3, activation_checkpointing=1, micro_batch=4)
-    trainer = json.loads(files["hf_trainer_args.json"])
-    assert trainer["fsdp"] == "full_shard auto_wrap"
-    assert trainer["gradient_accumulation_steps"] == 4
-    assert trainer["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["Block"]
-    accelerate = yaml.safe_load(files["accelerate_fsdp.yaml"])
-    assert accelerate["fsdp_config"]["fsdp_version"] == 2
-    assert accelerate["fsdp_config"]["fsdp_reshard_after_forward"] is True
-    assert accelerate["num_processes"] == 4
-    assert "gradient_accumulation_steps=4" in files["notes.txt"]
-    assert "load batches of 4" in files["notes.txt"]
-    assert "wrap every block as zero.py does" in files["notes.txt"]
-
-
-LOADED_BY_ACCELERATE = {
-    "compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes",
-    "use_cpu", "fsdp_config",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_accelerate_knows_every_key_of_its_file(tmp_path, stage):
-    files = exported(tmp_path, zero_stage=stage, micro_batch=4)
-    assert set(yaml.safe_load(files["accelerate_fsdp.yaml"])) == LOADED_BY_ACCELERATE
-    config_args = pytest.importorskip("accelerate.commands.config.config_args")
-    loaded = config_args.load_config_from_file(str(tmp_path / "accelerate_fsdp.yaml"))
-    assert loaded.num_processes == 4
-    assert loaded.fsdp_config["fsdp_reshard_after_forward"] is (stage == 3)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_trainer_takes_arguments_found_on_cpus(tmp_path, stage):
-    files = exported(tmp_path, zero_stage=stage, micro_batch=4)
-    trainer = json.loads(files["hf_trainer_args.json"])
-    assert trainer["use_cpu"] is True  # without it Trainer looks for a GPU, and refuses bf16
-    transformers = pytest.importorskip("transformers")
-    made = transformers.TrainingArguments(str(tmp_path), **trainer)
-    assert made.gradient_accumulation_steps == 4
-
-
-def test_the_summary_names_what_is_pinned(tmp_path):
-    runner = make(knobs={"zero_stage": 3, "micro_batch": 4, "activation_checkpointing": "search"})
-    done = trial(0, {"activation_checkpointing": 0}, 50.0)
-    done.cost, done.objective = 0.05 / 64, 1280.0
-    runner.hints([done])
-    runner.export(runner.baseline, tmp_path)
-    rows = (tmp_path / "summary.txt").read_text().splitlines()
-    assert rows[1].split() == ["z3", "1", "1280.00", "z3_tmbspg4", "(trial", "0)"]
-
-
-def test_the_summary_has_a_row_for_each_space_and_the_total_time(tmp_path):
-    text = exported(tmp_path, zero_stage=2)["summary.txt"]
-    rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
-    assert rows["tuning_space"] == [
-        "tuning_space", "num_experiments", "best_metric_val", "best_exp_name"
-    ]  # fmt: skip
-    assert rows["z2"][:3] == ["z2", "1", "1280.00"]
-    assert rows["z3"] == ["z3", "1", "none", "none"]
-    assert rows["all"][1:3] == ["3", "1280.00"]
-    assert "Tuning took 2.5 s in 3 experiments" in text
 
 
 def test_the_option_file_names_every_knob():

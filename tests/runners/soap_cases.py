@@ -1,0 +1,48 @@
+"""A small job of ``runner=soap`` on saved tables: no process is started, trials are simulated."""
+
+from parallel.soap import synthetic
+
+from perfsearch.config import validate
+from perfsearch.parallel.soap.costs import CostTable, shards_of
+from perfsearch.parallel.soap.graph import Graph
+from perfsearch.runners._soap_identity import Identity
+from perfsearch.runners._soap_tables import Inputs
+from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+
+DEVICES = 2
+
+
+def write_tables(directory):
+    """A small DLRM: two tables, a layer, their concatenation, a layer."""
+    x = synthetic.batch_input("x", (8, 4))
+    ids = synthetic.batch_input("ids", (8, 1), "int64")
+    bottom = synthetic.linear("bottom", x, 8)
+    first, second = (synthetic.table(f"table_{i}", ids, 500, 8) for i in (0, 1))
+    joined = synthetic.cat("joined", [bottom, first, second])
+    top = synthetic.linear("top", joined, 4)
+    operators = (x, ids, bottom, first, second, joined, top)
+    graph = Graph(operators, frozenset({"x", "ids"}), "top", 8)
+    costs = CostTable("a card", "2.13")
+    for shard in shards_of(graph, DEVICES):
+        costs.add(shard, synthetic.cost_of(shard.operator, shard.part, shard.gradients))
+    job = Identity("dlrm", 8, "tiny", options={})
+    Inputs(graph, synthetic.machine(devices=DEVICES), costs, job).write(directory)
+
+
+def settings(tmp_path, tables, strategy=None, mode="search", **runner):
+    return validate(
+        {
+            "mode": mode,
+            "runner": {"name": "soap", "device": "cpu", "tables": str(tables), **runner},
+            "strategy": strategy or {"name": "mcmc", "proposals": 300},
+            "workload": {"name": "dlrm", "size": "tiny", "global_batch": 8},
+            "nproc": DEVICES,
+            "run_dir": str(tmp_path / "run"),
+        }
+    )
+
+
+def told(runner, configuration, number, purpose=Purpose.SEARCH):
+    seconds = runner.simulator.estimate(runner.plan(configuration)).seconds
+    measured = Measurement([seconds] * 3, samples_per_step=8, peak_allocated_gib=0.1)
+    return Trial(number, dict(configuration), purpose, Status.OK, measured, seconds / 8)
