@@ -117,9 +117,7 @@ class Director:
         """Measure what is there, then proposals, then the finalists; keep the best."""
         sampler = self._sampler
         earlier = self._earlier
-        configurations = (
-            [t.configuration for t in earlier.trials] + [earlier.kept] if earlier else []
-        )
+        configurations = [] if earlier is None else earlier.configurations
         self._proposer.open({**facts, "earlier": configurations}, self._options.to_plain())
         described = yield from self._await(_OPENING_S)
         if described is None or "refused" in described or not described["searched"]:
