@@ -5,23 +5,26 @@
 
 Cases, each with a baseline that is tuned by hand as an expert would do it from the manuals:
 
-- ``trainer-fsdp``: the HF Trainer with FSDP on a Llama of about 1.4 billion parameters, bf16. The
-  expert: the largest micro-batch that a first try fits with activation checkpointing on, as the
-  Trainer's guide says, its fused AdamW, two loader processes.
-- ``ddp-tcp``: a plain DDP script over NCCL's TCP sockets on one host (P2P and shared memory off),
-  0.1 billion parameters. The expert leaves buckets, optimizer and sockets as they are shipped.
-- ``nothing``: the same script over NVLink with a batch so large that computing is all there is.
-- ``oom``: ``trainer-fsdp`` without checkpointing and with a micro-batch that does not fit.
+- ``trainer-fsdp``: the HF Trainer with FSDP on a Llama of 1.07 billion parameters, bf16. The
+  expert: every layer a unit of FSDP, the largest power of two as micro-batch that fits without
+  checkpointing (16 on 80 GB), the Trainer's fused AdamW, two loader processes.
+- ``ddp-tcp``: a plain DDP script (``_expert_ddp.py``) over NCCL's TCP sockets on one host (P2P and
+  shared memory off), 0.1 billion parameters. The expert: bf16 autocast, fused AdamW, gradients as
+  views of buckets, pinned loader processes; buckets and sockets as they are shipped.
+- ``nothing``: the same script over NVLink, a batch so large that computing is all there is.
+- ``oom``: ``trainer-fsdp`` with a micro-batch of 64, which does not fit.
 
 After the search ``best/apply/run.sh`` and the same command with the baseline's settings are run
 with perfsearch blocked from import, and the throughput that the script itself prints is read.
 Needs torch, transformers and accelerate, numpy, psutil, pynvml, scikit-learn and PyYAML.
+``--small`` tries it out on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -37,10 +40,12 @@ sys.path.insert(0, str(ROOT))
 
 from perfsearch import assemble  # noqa: E402
 from perfsearch.config import validate  # noqa: E402
+from perfsearch.search.trial import Trial  # noqa: E402
 
 SCRIPTS = ROOT / "examples" / "scripts"
 TCP = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-LLAMA = ["--hidden_size", "2048", "--layers", "20", "--heads", "16", "--vocabulary", "32000",
+ENDLESS = "1000000"
+LLAMA = ["--hidden_size", "2048", "--layers", "14", "--heads", "16", "--vocabulary", "32000",
          "--sequence_length", "1024"]  # fmt: skip
 TRAINER = [
     str(SCRIPTS / "hf_trainer.py"), "--output_dir", "out", "--max_steps", "{steps}",
@@ -48,26 +53,33 @@ TRAINER = [
     "--fsdp", "full_shard auto_wrap", "--dataloader_num_workers", "2", "--logging_steps", "1000",
     *LLAMA,
 ]  # fmt: skip
-PLAIN = [str(SCRIPTS / "ddp_train.py"), "--epochs", "{steps}"]
+PLAIN = [str(ROOT / "benchmarks" / "_expert_ddp.py"), "--steps", "{steps}"]
+SMALL = {
+    "trainer": ["--use_cpu", "True", "--ddp_backend", "gloo", "--bf16", "False", "--fsdp", "",
+                "--hidden_size", "64", "--layers", "2", "--heads", "4", "--vocabulary", "512",
+                "--sequence_length", "64"],
+    "plain": ["--width", "64", "--layers", "2", "--length", "32", "--vocabulary", "512",
+              "--batch-size", "8"],
+}  # fmt: skip
+"""What comes last among the arguments counts, with ``--small``."""
 
 CASES: dict[str, dict[str, Any]] = {
     "trainer-fsdp": {
         "runner": "zero",
-        "command": [*TRAINER, "--per_device_train_batch_size", "8", "--gradient_checkpointing",
-                    "True"],
+        "command": [*TRAINER, "--per_device_train_batch_size", "16"],
         "preset": "hf-trainer",
         "rerun_steps": 25,
     },
     "ddp-tcp": {
         "runner": "ddp",
-        "command": [*PLAIN, "--width", "4096", "--batch-size", "256"],
+        "command": [*PLAIN, "--batch-size", "16"],
         "environ": TCP,
-        "rerun_steps": 4,
+        "rerun_steps": 60,
     },
     "nothing": {
         "runner": "ddp",
-        "command": [*PLAIN, "--width", "4096", "--batch-size", "1024"],
-        "rerun_steps": 12,
+        "command": [*PLAIN, "--batch-size", "64"],
+        "rerun_steps": 60,
     },
     "oom": {
         "runner": "zero",
@@ -78,20 +90,28 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def command_of(case: dict[str, Any], small: bool) -> list[str]:
+    """The script and its arguments, with ``{steps}`` where the number of steps stands."""
+    if not small:
+        return list(case["command"])
+    return [*case["command"], *SMALL["trainer" if "preset" in case else "plain"]]
+
+
 def run_case(name: str, directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Search one case, run what it hands over, and return the figures."""
     case, nproc = CASES[name], options.nproc
     os.environ.update(case.get("environ", {}))
     run_dir = directory / name
+    command = command_of(case, options.small)
     workload: dict[str, Any] = {
         "name": "script",
-        "command": [word.format(steps=1_000_000) for word in case["command"]],
+        "command": [word.format(steps=ENDLESS) for word in command],
     }
     if "preset" in case:
         workload["preset"] = case["preset"]
     settings = validate(
         {
-            "runner": {"name": case["runner"]},
+            "runner": {"name": "ddp" if options.small else case["runner"]},
             "strategy": {"name": "bayes"},
             "workload": workload,
             "nproc": nproc,
@@ -102,7 +122,7 @@ def run_case(name: str, directory: Path, options: argparse.Namespace) -> dict[st
         }
     )
     begin = time.time()
-    assemble.run(settings)
+    result = assemble.search(settings)
     spent_s = time.time() - begin
     summary = json.loads((run_dir / "best" / "summary.json").read_text())
     found: dict[str, Any] = {
@@ -111,17 +131,31 @@ def run_case(name: str, directory: Path, options: argparse.Namespace) -> dict[st
         "speed_up": summary.get("speed_up"),
         "repeats": summary.get("repeats"),
         "unit": summary.get("unit"),
+        "spent_s": spent_s,
         "device_minutes": spent_s * nproc / 60,
         "differs": _differences(run_dir),
         "gpu": summary["provenance"]["identity"]["gpu"],
+        "trials": [_of_trial(t) for t in result.trials],
+        "winner": summary["trial"],
     }
-    plain = [word.format(steps=case["rerun_steps"]) for word in case["command"]]
+    plain = [word.format(steps=case["rerun_steps"]) for word in command]
     rates: dict[str, list[float]] = {"baseline": [], "handed over": []}
-    for _ in range(2):  # in turn, so that a drift meets both
+    for _ in range(options.reruns):  # in turn, so that a drift meets both
         rates["handed over"].append(_handed_over(run_dir, case["rerun_steps"]))
         rates["baseline"].append(_rate([*_torchrun(nproc), *plain], run_dir))
     found["without_perfsearch"] = {who: statistics.mean(r) for who, r in rates.items()}
     return found
+
+
+def _of_trial(trial: Trial) -> dict[str, Any]:
+    measured = trial.measurement
+    return {
+        "number": trial.number, "purpose": str(trial.purpose), "status": str(trial.status),
+        "reason": trial.reason, "objective": trial.objective, "knobs": trial.configuration,
+        "seconds": trial.seconds,
+        "first_losses": measured.first_losses if measured else None,
+        "samples_per_step": measured.samples_per_step if measured else None,
+    }  # fmt: skip
 
 
 def _differences(run_dir: Path) -> str:
@@ -138,7 +172,7 @@ def _torchrun(nproc: int) -> list[str]:
 def _handed_over(run_dir: Path, steps: int) -> float:
     """What ``run.sh`` reaches; its endless number of steps is cut, nothing else."""
     script = run_dir / "best" / "apply" / "run.sh"
-    text = script.read_text().replace("1000000", str(steps))
+    text = script.read_text().replace(ENDLESS, str(steps))
     text = text.replace("torchrun ", f"{sys.executable} -m torch.distributed.run ", 1)
     short = script.with_name("run-short.sh")
     short.write_text(text)
@@ -165,23 +199,54 @@ def _rate(command: list[str], run_dir: Path) -> float:
 
 def report(file: Path) -> None:
     """Print the table."""
-    print("| case | speed-up (95% interval) | before | after | without perfsearch, before -> after "
-          "| device-minutes | found |")  # fmt: skip
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    head = [
+        "case",
+        "speed-up (95% interval)",
+        "before",
+        "after",
+        "losses apart, at most",
+        "device-minutes",
+        "break-even, steps",
+        "without perfsearch: before, after",
+        "found",
+    ]
+    print("| " + " | ".join(head) + " |\n|" + " --- |" * len(head))  # fmt: skip
     for line in file.read_text().splitlines():
-        found = json.loads(line)
-        ratio, repeats = found["speed_up"], found["repeats"] or {}
-        shown = found["verdict"]
-        if ratio:
-            shown = f"{ratio['ratio']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
-        best = next((r for who, r in repeats.items() if who != "baseline"), [])
-        sides = [repeats.get("baseline", []), best]
-        rates = [f"{statistics.median(s):.1f} {found['unit']}" if s else "-" for s in sides]
-        alone = found["without_perfsearch"]
-        again = f"{alone['baseline']:.1f} -> {alone['handed over']:.1f} samples/s"
-        cells = [found["case"], shown, *rates, again, f"{found['device_minutes']:.1f}",
-                 found["differs"]]  # fmt: skip
-        print("| " + " | ".join(cells) + " |")
+        print("| " + " | ".join(_row(json.loads(line))) + " |")
+
+
+def _row(found: dict[str, Any]) -> list[str]:
+    ratio, repeats = found["speed_up"], found["repeats"] or {}
+    shown = found["verdict"]
+    if ratio:
+        shown = f"{ratio['ratio']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+    best = next((r for who, r in repeats.items() if who != "baseline"), [])
+    sides = [repeats.get("baseline", []), best]
+    rates = [f"{statistics.median(s):.1f} {found['unit']}" if s else "-" for s in sides]
+    alone = found["without_perfsearch"]
+    again = f"{alone['baseline']:.1f}, {alone['handed over']:.1f} samples/s"
+    return [found["case"], shown, *rates, _losses(found), f"{found['device_minutes']:.1f}",
+            _break_even(found), again, found["differs"]]  # fmt: skip
+
+
+def _losses(found: dict[str, Any]) -> str:
+    """Largest relative difference of the first losses of what is handed over to the baseline's."""
+    by_number = {t["number"]: t["first_losses"] for t in found["trials"]}
+    first, last = by_number.get(0), by_number.get(found["winner"])
+    if not first or not last or found["winner"] == 0:
+        return "-"
+    return f"{max(abs(b / a - 1) for a, b in zip(first, last, strict=False)):.1e}"
+
+
+def _break_even(found: dict[str, Any]) -> str:
+    """Steps of training after which search and confirmation have paid for themselves."""
+    samples = next((t["samples_per_step"] for t in found["trials"] if t["samples_per_step"]), None)
+    repeats = found["repeats"] or {}
+    best = next((r for who, r in repeats.items() if who != "baseline"), [])
+    if found["winner"] == 0 or not best or not repeats.get("baseline") or not samples:
+        return "-"
+    saved_s = samples / statistics.median(repeats["baseline"]) - samples / statistics.median(best)
+    return f"{math.ceil(found['spent_s'] / saved_s)}" if saved_s > 0 else "never"
 
 
 def main() -> int:
@@ -193,6 +258,8 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=240.0, help="of each search")
     parser.add_argument("--confirm-seconds", type=float, default=200.0, help="of each search")
+    parser.add_argument("--reruns", type=int, default=2, help="without perfsearch, of each side")
+    parser.add_argument("--small", action="store_true", help="tiny models, on a CPU")
     options = parser.parse_args()
     if options.cases == ["report"]:
         report(options.out)
