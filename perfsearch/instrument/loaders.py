@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ class Loaders:
 
     Attributes:
         pulls: batches that were taken so far, over all loaders.
+        began: when the first was asked for, by ``time.perf_counter``; ``None``: not yet.
         uses: samples and tokens (padding apart) in those that are trained on.
         counting: whether samples, tokens and random draws are looked at.
         mark: told ``dataloader_next`` whenever a batch has been taken, ``other`` before.
@@ -40,6 +42,7 @@ class Loaders:
     def __init__(self, knobs: Mapping[str, Value]) -> None:
         self.knobs = {n: knobs[n] for n in LOADER_KNOBS if knobs.get(n) is not None}
         self.pulls = 0
+        self.began: float | None = None
         self.uses = Uses()
         self.counting = True
         self.shared_out = False
@@ -88,6 +91,8 @@ class Loaders:
             return original(*args, **kwargs)
         if self.mark is not None:
             self.mark(OTHER)
+        if self.began is None:
+            self.began = time.perf_counter()
         iterator = args[0]
         self.uses.ask(iterator, iterator._num_yielded > 0)
         # the first batch starts samplers and workers, which draw; the second tells

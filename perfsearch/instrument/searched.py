@@ -103,7 +103,8 @@ class Searched:
         else:
             device = self._device
             measure.synchronize(device)
-            self._tell_step(time.perf_counter() - self._since, loss)
+            began = self._script.loaders.began if self.steps == 1 else None
+            self._tell_step(time.perf_counter() - (began or self._since), loss)
         self._obey()
         self._since, self._pulled = time.perf_counter(), self._script.loaders.pulls
 

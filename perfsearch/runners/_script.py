@@ -193,7 +193,8 @@ class Script(Runner):
         )
         fresh = not goes_on
         if fresh:
-            failed = runs.begin(knobs, plan, self._keeps)
+            goes_back = self._keeps and plan.purpose is not Purpose.CONFIRM  # each has a start
+            failed = runs.begin(knobs, plan, goes_back)
             if failed is not None:
                 return replace(failed, fresh_process=True)
             deadline = time.monotonic() + plan.time_limit_s

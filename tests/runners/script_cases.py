@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,8 @@ def main():
     if args.fault == "exits":
         print("the licence server said no", flush=True)
         sys.exit(3)
+    if args.fault == "builds long":
+        time.sleep(6)
     if args.fault == "spawns":
         torch.multiprocessing.spawn(print, nprocs=1)
     if args.fault != "apart":

@@ -96,6 +96,15 @@ def test_configurations_are_tried_inside_one_start_and_across_starts(bench):
     assert again.measurement.in_force["gradient_accumulation"] == 2
     assert again.measurement.first_losses == pytest.approx(first.measurement.first_losses, rel=1e-4)
     assert "Traceback" not in (one.directory / "logs" / "0000" / "rank0.log").read_text()
+    confirmed = one.measure(fresh=True, purpose=Purpose.CONFIRM)
+    assert (confirmed.status, confirmed.fresh_process) == (Status.OK, True)
+    assert not runner._runs.can_go_back  # nothing was kept for that
+
+
+def test_what_a_script_does_before_its_first_batch_is_no_step(bench):
+    first = bench("--fault", "builds long", map=()).measure()
+    assert first.status is Status.OK
+    assert first.measurement.discarded_seconds < 6
 
 
 def test_it_does_not_matter_where_an_epoch_ends(bench):

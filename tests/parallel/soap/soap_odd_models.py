@@ -114,7 +114,7 @@ class Ragged(nn.Module):
 
     def forward(self, x):
         indices = (x.abs() * 10).long() % 9
-        ends = torch.tensor([0, 3, 4, 11, 20, 25, 40])
+        ends = torch.tensor([0, 3, 4, 11, 20, 25, 40], device=x.device)
         bags = self.bags(indices.flatten(), ends)
         return self.leave(torch.cat([bags, self.padded(indices).mean(1)], 1))
 
@@ -161,7 +161,7 @@ def by_hand(model, batch):
 
 
 def weighted(model, batch):
-    weight = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+    weight = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64, device=batch[0].device)
     classes = (batch[1][:, 0].abs() * 10).long() % 3
     return -(functional.cross_entropy(model(batch[0]), classes, weight) * 3.0 / 2).double()
 
