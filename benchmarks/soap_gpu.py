@@ -90,7 +90,7 @@ class Bench:
                 "draws_in_loader": False,
             },
             "nproc": self.ranks,
-            "limits": {"startup_s": 240, "trial_s": 400},
+            "limits": {"startup_s": 240, "trial_s": 60},
         }  # fmt: skip
 
     def command(self, runner: str, factory: str, batch: int, run_dir: Path, *more: str) -> int:
@@ -100,7 +100,7 @@ class Bench:
             f"workload.factory=_soap_jobs:{factory}", f"workload.global_batch={batch}",
             "workload.draws_in_loader=false",
             f"nproc={self.ranks}", f"runner.device={self.device}", f"run_dir={run_dir}",
-            "tracking.enabled=false", "limits.startup_s=240", "limits.trial_s=400", *more,
+            "tracking.enabled=false", "limits.startup_s=240", "limits.trial_s=60", *more,
         ]  # fmt: skip
         print("$", " ".join(line), flush=True)
         path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
@@ -186,7 +186,8 @@ def searches(bench: Bench) -> None:
             continue
         run_dir = bench.directory / f"search-{model}"
         cache = f"runner.cache={bench.directory / 'cache'}"
-        more = ["strategy=mcmc", "budget.trials=6", cache, *bench.confirmed]
+        more = ["strategy=mcmc", "strategy.proposals=1000000", "budget.trials=6", cache]
+        more += bench.confirmed
         code = bench.command("soap", model, batch, run_dir, *more)
         if code == 0:
             summary = json.loads((run_dir / "best" / "summary.json").read_text())
@@ -216,14 +217,16 @@ def by_hand(bench: Bench) -> dict[str, Any]:
     """The program written by hand, in processes of its own."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone",
             f"--nproc_per_node={bench.ranks}", "_soap_hand.py"]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
     if bench.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     made = subprocess.run(
         line, cwd=HERE, env=environment, capture_output=True, text=True, timeout=240
     )
     if made.returncode:
-        return {"status": "crash", "reason": made.stderr.strip().splitlines()[-1:]}
+        told = [line for line in made.stderr.splitlines() if "Error" in line]
+        return {"status": "crash", "reason": (told or [made.stderr[-300:]])[0]}
     times = sorted(json.loads(made.stdout.strip().splitlines()[-1])["step_ms"])
     return {"status": "ok", "step_ms": times[len(times) // 2]}
 

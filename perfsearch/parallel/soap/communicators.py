@@ -45,33 +45,23 @@ class Communicators:
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         dist.all_reduce(torch.zeros(1, device=self._device))
 
-    def peers(self, devices: Devices) -> Devices:
-        """Ranks, in order, of the group in which ``devices`` exchange pieces.
+    def launch(self, devices: Devices, start: Callable[[Any], dist.Work]) -> dist.Work:
+        """Start an operation of a set of devices, in which all of them take part.
 
-        On NCCL pieces go by the default group, where ranks that neither send nor receive need not
-        take part: fewer communicators, and one order of everything.
-        """
-        return self._world if self._streams else devices
-
-    def launch(
-        self, devices: Devices, start: Callable[[Any], dist.Work], exchange: bool = False
-    ) -> dist.Work:
-        """Start an operation of a set of devices.
-
-        On GPUs an operation of one communicator waits for that of another before it: two at a time
-        may be run in different order by different devices, each waiting for the other.
+        Ranks that exchange pieces in a larger group, which the others do not call, were seen to
+        wait for ever on NCCL. On GPUs an operation of one communicator waits for that of another
+        before it: two at a time may be run in different order by different devices, each waiting
+        for the other.
 
         Args:
             devices: a set that was ensured.
             start: starts it asynchronously in the group that it is given.
-            exchange: whether it exchanges pieces.
 
         """
-        members = self.peers(devices) if exchange else devices
-        if self._streams and self._last is not None and self._last[0] != members:
+        if self._streams and self._last is not None and self._last[0] != devices:
             self._last[1].wait()
-        work = start(self._groups[members])
-        self._last = (members, work)
+        work = start(self._groups[devices])
+        self._last = (devices, work)
         return work
 
     def align(self) -> None:

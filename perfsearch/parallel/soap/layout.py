@@ -96,7 +96,7 @@ def lay_out(
     synchronised = buckets(graph, placed)
     groups.ensure(
         [
-            *(groups.peers(g.devices) if g.merged else g.devices for g in (*given, *moving)),
+            *(g.devices for g in (*given, *moving)),
             *(b.devices for b in synchronised),
             *groups_needed(graph, plan),
         ]

@@ -86,34 +86,76 @@ def overlaps(t: Integers, w: Integers, edge: int, source: int, target: int) -> i
 
 @compiled
 def collective(t: Integers, w: Integers, edge: int, source: int, target: int) -> int:
-    """Which collective the forward transfers are; ``EXCHANGE`` where they are none."""
+    """Which collective the forward transfers are, as ``redistribute.pattern`` has it.
+
+    ``EXCHANGE`` where they are none.
+    """
     sending, receiving = t[CONFIG] + C_WIDTH * source, t[CONFIG] + C_WIDTH * target
     senders, receivers = t[sending + C_PARTS], t[receiving + C_PARTS]
-    volume, devices = w[VOLUME], t[DEVICES]
+    dims = t[t[EDGE_CLASS] + E_WIDTH * t[t[EDGE] + 3 * edge + 2] + E_DIMS]
+    need = needs_of(t, edge, t[receiving + C_LAYOUT])
+    first, needing, same = -1, 0, True
     for j in range(receivers):
-        for i in range(senders):
-            if w[volume + j * devices + i] == 0:
-                return EXCHANGE
-    if senders == 1:
-        for j in range(1, receivers):
-            if w[volume + j * devices] != w[volume]:
-                return EXCHANGE
-        return BROADCAST if receivers > 1 else EXCHANGE
-    if senders != receivers:
+        here = need + 2 * j * dims
+        if _is_empty(t, here, dims):
+            continue
+        needing += 1
+        if first < 0:
+            first = here
+        for k in range(2 * dims):
+            same = same and t[here + k] == t[first + k]
+    if senders == 1 and same:
+        return BROADCAST if needing > 1 else EXCHANGE
+    if senders != needing:
         return EXCHANGE
     for i in range(senders):
         found = False
         for j in range(receivers):
+            if _is_empty(t, need + 2 * j * dims, dims):
+                continue
+            if w[w[VOLUME] + j * t[DEVICES] + i] == 0:
+                return EXCHANGE
             found = found or t[t[receiving + C_DEVICES] + j] == t[t[sending + C_DEVICES] + i]
         if not found:
             return EXCHANGE
-    dims = t[t[EDGE_CLASS] + E_WIDTH * t[t[EDGE] + 3 * edge + 2] + E_DIMS]
-    need = needs_of(t, edge, t[receiving + C_LAYOUT])
-    for j in range(1, receivers):
-        for k in range(2 * dims):
-            if t[need + k] != t[need + 2 * j * dims + k]:
-                return ALL_TO_ALL
-    return ALL_GATHER
+    own = t[RECTANGLES] + t[t[OWNED] + t[sending + C_LAYOUT]]
+    return ALL_GATHER if same and _stacks(t, own, sending, first, dims) else ALL_TO_ALL
+
+
+@compiled
+def _is_empty(t: Integers, rectangle: int, dims: int) -> bool:
+    empty = False
+    for k in range(rectangle, rectangle + 2 * dims, 2):
+        empty = empty or t[k] >= t[k + 1]
+    return empty
+
+
+@compiled
+def _stacks(t: Integers, own: int, sending: int, need: int, dims: int) -> bool:
+    """Whether equal parts, in the order of devices, make up what is needed along one dimension."""
+    senders, at = t[sending + C_PARTS], t[sending + C_DEVICES]
+    varying = -1
+    for d in range(dims):
+        for i in range(senders):
+            part = own + 2 * (i * dims + d)
+            if t[part] != t[need + 2 * d] or t[part + 1] != t[need + 2 * d + 1]:
+                if varying not in (-1, d):
+                    return False
+                varying = d
+    if varying < 0:
+        return False
+    low, size = t[need + 2 * varying], t[need + 2 * varying + 1] - t[need + 2 * varying]
+    if size % senders:
+        return False
+    each = size // senders
+    for i in range(senders):
+        before = 0
+        for k in range(senders):
+            before += t[at + k] < t[at + i]
+        part = own + 2 * (i * dims + varying)
+        if t[part] != low + before * each or t[part + 1] != low + (before + 1) * each:
+            return False
+    return True
 
 
 @compiled

@@ -117,7 +117,6 @@ class PieceBatch:
                            [m.own for m in members])  # fmt: skip
         self._back = _Way([m.received for m in members], [m.sent for m in members],
                           [m.need for m in members])  # fmt: skip
-        self._peers = groups.peers(participants)
         for member in members:
             member.batch = self
         self._takes_part = rank in participants
@@ -146,13 +145,12 @@ class PieceBatch:
             torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype, device=self._device)
         )
         self._incoming = torch.empty(shape, dtype=self._dtype, device=self._device)
-        sent, received = way.counts(self._peers)
+        sent, received = way.counts(self._participants)
         self._work = self._groups.launch(
             self._participants,
             lambda group: dist.all_to_all_single(
                 self._incoming, self._outgoing, received, sent, group=group, async_op=True
             ),
-            exchange=True,
         )
 
     def wait(self) -> None:

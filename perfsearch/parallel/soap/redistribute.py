@@ -147,7 +147,7 @@ def pattern(redistribution: Redistribution) -> Pattern:
         return Pattern.LOCAL
     owned, needed = redistribution.owned, redistribution.needed
     same = len(set(needed.values())) == 1
-    if same and len(owned) == 1:
+    if same and len(owned) == 1 and len(needed) > 1:
         return Pattern.BROADCAST
     everyone = set(owned) == set(needed) == set(participants)
     if same and everyone and stacking(redistribution) is not None:

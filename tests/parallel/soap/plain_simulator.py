@@ -3,6 +3,7 @@
 import math
 
 from perfsearch.parallel.soap import machine as machines
+from perfsearch.parallel.soap import redistribute
 from perfsearch.parallel.soap.configuration import part_rectangles
 from perfsearch.parallel.soap.layouts import gradients, item_bytes, layout, owned_keys
 from perfsearch.parallel.soap.rectangles import intersection, volume
@@ -84,8 +85,7 @@ class _Step:
         return found
 
     def is_exchange(self, edge):
-        sent = messages(self.graph, self.plan, *edge)
-        return collective(self.graph, self.plan, edge, sent) in ("exchange", "all_to_all")
+        return collective(self.graph, self.plan, edge) in ("exchange", "all_to_all")
 
     def exchanges(self, name):
         return [e for e in self.moved(1, self.graph.by_name[name]) if self.is_exchange(e)]
@@ -167,7 +167,7 @@ class _Side:
     def __init__(self, step, edge, backward):
         machine = step.machine
         sent = messages(step.graph, step.plan, *edge)
-        self.kind = collective(step.graph, step.plan, edge, sent)
+        self.kind = collective(step.graph, step.plan, edge)
         source, target = step.plan[edge[0]], step.plan[edge[1]]
         if backward:
             back = {"all_gather": "reduce_scatter", "all_to_all": "all_to_all"}
@@ -199,21 +199,24 @@ class _Side:
         return time_ns(curves, members, size), time_ns(curves, members, 0)
 
 
-def collective(graph, plan, edge, sent):
-    """Name of the collective that an edge's messages are, forward."""
+def collective(graph, plan, edge):
+    """What the execution makes of an edge's messages, forward."""
     source, target, index = edge
-    senders, receivers = plan[source].devices, plan[target].devices
-    if len(sent) < len(senders) * len(receivers):
-        return "exchange"
-    if len(senders) == 1:
-        alike = len({size for _, _, size in sent}) == 1
-        return "broadcast" if alike and len(receivers) > 1 else "exchange"
-    if len(senders) != len(receivers) or set(senders) != set(receivers):
-        return "exchange"
-    consumer = graph.by_name[target]
+    producer, consumer = graph.by_name[source], graph.by_name[target]
+    owned = dict(zip(plan[source].devices, part_rectangles(producer, plan[source]), strict=True))
+    needed = {}
     parts = part_rectangles(consumer, plan[target])
-    needs = {input_rectangle(consumer, index, part) for part in parts}
-    return "all_gather" if len(needs) == 1 else "all_to_all"
+    for device, part in zip(plan[target].devices, parts, strict=True):
+        need = input_rectangle(consumer, index, part)
+        if need is not None:
+            needed[device] = need
+    moved = redistribute.messages(owned, needed)
+    found = redistribute.pattern(redistribute.Redistribution(source, owned, needed, moved))
+    return {
+        redistribute.Pattern.ALL_GATHER: "all_gather",
+        redistribute.Pattern.BROADCAST: "broadcast",
+        redistribute.Pattern.ALL_TO_ALL: "all_to_all",
+    }.get(found, "exchange")
 
 
 def messages(graph, plan, source, target, index):

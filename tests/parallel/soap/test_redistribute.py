@@ -80,7 +80,8 @@ def everything(*devices):
         (rows(1, 0), everything(0, 1), Pattern.ALL_TO_ALL),  # another order than that of ranks
         (rows(0, 1, 2), everything(0, 1, 2), Pattern.ALL_TO_ALL),  # uneven
         (everything(1), everything(0, 1, 2), Pattern.BROADCAST),
-        (everything(1), everything(0), Pattern.BROADCAST),
+        (everything(1), everything(0), Pattern.POINT_TO_POINT),
+        (everything(1), rows(0, 1, 2), Pattern.POINT_TO_POINT),
         (rows(0, 1), columns(0, 1), Pattern.ALL_TO_ALL),
         (rows(0, 1), rows(2, 3), Pattern.POINT_TO_POINT),
         (rows(0, 1), everything(0, 2), Pattern.POINT_TO_POINT),
