@@ -9,6 +9,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+from perfsearch.workers import progress
 from perfsearch.workers.bootstrap import AbortWatch
 from perfsearch.workers.channel import Channel, ChannelClosed
 from perfsearch.workers.measure import slowest
@@ -70,6 +71,7 @@ class Loop:
         """Make the first process group, and tell the controller that every rank is there."""
         self._groups.ensure(self._startup.group_values, self._startup.group_env, _FIRST_TIMEOUT_S)
         slowest([0.0], self._groups.device)
+        progress.note("the ranks have met")
         process = {"pid": os.getpid(), "started": started_at(os.getpid())}
         hello = json.dumps({**self._identity, **process})
         self._store.set(f"hello/{self._groups.rank}", hello)

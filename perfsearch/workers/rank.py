@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perfsearch.workers import progress
 from perfsearch.workers.channel import Channel
 from perfsearch.workers.messages import (
     SOCKET_FILE,
@@ -72,6 +73,7 @@ def _nearly_full() -> bool | None:
 
 def main(directory: Path) -> int:
     """Serve trials until told to stop."""
+    progress.begin()
     rank = int(os.environ["RANK"])
     startup = Startup.read(directory)
     switch_log(startup.log_directory, rank)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from perfsearch.parallel.base import BuildContext, TrainStep, load
-from perfsearch.workers import measure, prepared
+from perfsearch.workers import measure, prepared, progress
 from perfsearch.workers.bootstrap import Groups
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.state import GlobalSwitches, Snapshot, seed_everything
@@ -38,9 +38,11 @@ class Trainer:
         self._switches = GlobalSwitches.read()
         job = prepared.take(groups.spec.workload, groups.spec.seed) or self._make_job()
         self._bare = _bare(job)
+        progress.note("the job is built")
         self._snapshot = Snapshot(job.model, leaving=groups.device.type == "cuda")
         self._warm: Job | None = self._placed(job)
         self._untouched = True
+        progress.note("its model is on the device")
         _settle_heap()
 
     def _make_job(self) -> Job:

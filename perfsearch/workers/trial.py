@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from perfsearch.parallel.base import TrainStep
-from perfsearch.workers import measure
+from perfsearch.workers import measure, progress
 from perfsearch.workers.detail import look_closely, most_steps
 from perfsearch.workers.loader import make_loader, to_device
 from perfsearch.workers.messages import LOOKING, TrialRequest
@@ -103,11 +103,13 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
     measure.reset_peaks(groups.device)
     trainer.phase = "connect"
     groups.ensure(request.group_values, request.group_env, request.timeout_s)
+    progress.note("the trial begins")
     step = trainer.build(request)
     try:
         feed = _Feed(trainer, step, request.samples_per_step)
         trainer.phase = "train"
         measure.synchronize(groups.device)
+        progress.note("the step is built")
         rewrap_s = measure.slowest([time.perf_counter() - started], groups.device)[0]
         result = _measured(step, feed, request, rewrap_s)
         if request.detail == "full" and result.status == "ok":
@@ -122,6 +124,7 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
             step.close()
         raise
     step.close()
+    progress.note("the trial has ended")
     return result
 
 
@@ -129,6 +132,7 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     device = feed.device
     losses: list[torch.Tensor] = []
     discarded, host_s = _settle(step, feed, request, losses)
+    progress.note(f"step times have settled after {len(discarded)} steps")
     agreed: dict[str, Any] = {
         "rewrap_seconds": rewrap_s,
         "discarded_steps": len(discarded),
@@ -155,6 +159,7 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
             losses.append(loss)
     measure.synchronize(device)
     peaks = measure.read_peaks(device)
+    progress.note(f"{count} steps are scored")
     seconds, by_step = clock.read_steps()
     phases_ms, timing = phases_of(seconds, by_step)
     timing.update(least_wait(by_step, device))

@@ -79,3 +79,7 @@ def test_a_look_that_fails_costs_no_score_and_the_next_one_works(runner, tmp_pat
     assert [set(r) for r in ranks] == [{"host", "device", "phases_ms", "step_ms"}] * 2
     assert again.measurement.environment["precision"] == "fp32"
     assert again.measurement.flops_per_step > 0
+    told = (tmp_path / "1" / "rank1.log").read_text()
+    places = [told.index(f"s] {what}") for what in ("the trial begins", "the step is built")]
+    places += [told.index(" steps are scored"), told.index("s] the trial has ended")]
+    assert places == sorted(places)
