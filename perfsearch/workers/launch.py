@@ -10,24 +10,20 @@ the environment while they are imported (see ``preload.LATE_PREFIXES``).
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
-import select
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from perfsearch.workers import prepared, processes
-from perfsearch.workers.messages import EXIT_FILE, LAUNCHER_REPORT, TORCH_LOGS, Startup
-from perfsearch.workers.watch import EXIT_ORPHANED, watch_controller
+from perfsearch.workers import prepared
+from perfsearch.workers.forking import serve_forks
+from perfsearch.workers.messages import LAUNCHER_REPORT, TORCH_LOGS, Startup
+from perfsearch.workers.watch import watch_controller
 
 RENDEZVOUS_FILE = "rendezvous"
-_ORPHAN_CHECK_S = 2.0
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def torchrun_arguments(startup: Startup, directory: Path) -> list[str]:
@@ -76,89 +72,16 @@ def run_group(directory: Path) -> int:
     return 1
 
 
-def serve_forks(controller_pid: int, controller_started: float) -> int:
-    """Fork a group for each line on standard input, until it closes or the controller is gone."""
-    _adopt_orphans()
-    directories: dict[int, Path] = {}
-    wake_read, wake_write = os.pipe()
-    os.set_blocking(wake_write, False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    unread = b""
-    while True:
-        ready, _, _ = select.select([0, wake_read], [], [], _ORPHAN_CHECK_S)
-        if wake_read in ready:
-            os.read(wake_read, 4096)
-        _reap(directories)
-        if not processes.is_alive(controller_pid, controller_started):
-            return EXIT_ORPHANED
-        if 0 not in ready:
-            continue
-        chunk = os.read(0, 65_536)
-        if not chunk:
-            return 0
-        *lines, unread = (unread + chunk).split(b"\n")
-        for line in lines:
-            request = json.loads(line)
-            spec = Startup.read(Path(request["directory"])).spec
-            prepared.prepare(spec.workload, spec.seed)
-            pid = os.fork()
-            if pid == 0:
-                os.close(wake_read)
-                os.close(wake_write)
-                _be_group(request)
-            directories[pid] = Path(request["directory"])
-            answer = {"pid": pid, "started": processes.started_at(pid)}
-            os.write(1, json.dumps(answer).encode() + b"\n")
+def _prepare(request: Mapping[str, Any]) -> None:
+    spec = Startup.read(Path(request["directory"])).spec
+    prepared.prepare(spec.workload, spec.seed)
 
 
-def _be_group(request: Mapping[str, Any]) -> NoReturn:
-    """In the fork: a session, environment and log of its own, then the ranks; never returns."""
-    code = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
-        os.environ.update(request["environment"])
-        # torch's launcher asks whether there is a GPU. Asked of NVML, that leaves CUDA untouched;
-        # asked of CUDA, no fork from here could use it.
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        for name in request["unset"]:
-            os.environ.pop(name, None)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for source, target in ((nothing, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
-        code = run_group(Path(request["directory"]))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # taking torch's modules down costs a second and frees nothing
-
-
-def _reap(directories: dict[int, Path]) -> None:
-    """Leave the exit code of each fork that ended where the controller looks for it."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        directory = directories.pop(pid, None)  # none of an orphan that was adopted
-        if directory is not None and directory.exists():
-            unfinished = directory / f"{EXIT_FILE}.tmp"
-            unfinished.write_text(str(os.waitstatus_to_exitcode(status)))
-            unfinished.rename(directory / EXIT_FILE)
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of every descendant that loses its own, so that none gets out of sight.
-
-    One that has also lost its environment could not be found by the group's token.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def _run(request: Mapping[str, Any]) -> int:
+    # torch's launcher asks whether there is a GPU. Asked of NVML, that leaves CUDA untouched;
+    # asked of CUDA, no fork from here could use it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    return run_group(Path(request["directory"]))
 
 
 _NEEDED_BY_RANKS = (
@@ -189,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
         return run_group(Path(arguments[0]))
     _import_what_ranks_need()
     os.write(1, b'{"ready": true}\n')
-    return serve_forks(int(arguments[0]), float(arguments[1]))
+    return serve_forks(int(arguments[0]), float(arguments[1]), _run, _prepare)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from perfsearch.workers import processes, registry
 from perfsearch.workers.messages import EXIT_FILE, TOKEN_VARIABLE
@@ -80,9 +81,16 @@ class Preloaded:
             from here on.
         run_dir: where it is put on record.
         log: file for what it prints while importing.
+        command: module that it runs, and arguments before the controller's.
     """
 
-    def __init__(self, environment: Mapping[str, str], run_dir: Path, log: Path) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        run_dir: Path,
+        log: Path,
+        command: Sequence[str] = ("perfsearch.workers.launch",),
+    ) -> None:
         self.token = uuid.uuid4().hex
         self.early = early_variables(environment)
         self._environment = dict(environment)
@@ -95,7 +103,7 @@ class Preloaded:
                 [
                     sys.executable,
                     "-m",
-                    "perfsearch.workers.launch",
+                    *command,
                     str(me),
                     repr(processes.started_at(me)),
                 ],
@@ -119,7 +127,12 @@ class Preloaded:
         return self._process.poll() is None
 
     def fork(
-        self, directory: Path, environment: Mapping[str, str], log: Path, timeout_s: float
+        self,
+        directory: Path,
+        environment: Mapping[str, str],
+        log: Path,
+        timeout_s: float,
+        **more: Any,
     ) -> ForkedLauncher:
         """Start torch's launcher for the group whose ``Startup`` lies in ``directory``.
 
@@ -129,6 +142,7 @@ class Preloaded:
                 process's.
             log: file for the launcher's output.
             timeout_s: longest wait, importing torch included.
+            more: plain values for the fork.
 
         Raises:
             LauncherGone: the process died.
@@ -143,6 +157,7 @@ class Preloaded:
             "environment": dict(environment),
             "unset": [name for name in self._environment if name not in environment],
             "log": str(log),
+            **more,
         }
         assert self._process.stdin is not None
         try:
