@@ -13,6 +13,7 @@ from perfsearch.instrument.script import Script
 from perfsearch.instrument.searched import Finished, Searched
 from perfsearch.workers.messages import GroupSpec, Startup
 from perfsearch.workers.rank import report_error, switch_log
+from perfsearch.workers.standing import answer
 from perfsearch.workers.watch import watch_controller
 
 
@@ -24,6 +25,7 @@ def run_searched(script: Script, orders: Orders) -> int:
     """Run the script until the controller has seen enough of it; return the exit code."""
     rank = int(os.environ["RANK"])
     switch_log(orders.log_directory, rank)
+    answer(orders.directory, rank)
     watch_controller(_startup(orders), Path(orders.directory))
     searched = Searched(script, orders.directory, rank)
     watch_for_launchers(orders.script, _refuse)

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,8 @@ from typing import Any
 from perfsearch.instrument.launch import torchrun_arguments
 from perfsearch.instrument.orders import ENTRY, Orders
 from perfsearch.instrument.sockets import socket_path
-from perfsearch.workers import devices, processes, registry
-from perfsearch.workers.channel import Channel, ChannelClosed, Listener
+from perfsearch.workers import devices, processes, registry, standing
+from perfsearch.workers.channel import Channel, ChannelClosed, Listener, socket_directory
 from perfsearch.workers.devices import Gpu
 from perfsearch.workers.environment import Environment
 from perfsearch.workers.failures import Evidence, Failure, classify
@@ -27,7 +26,6 @@ from perfsearch.workers.leavings import Leavings, launcher_report, oom_kills
 from perfsearch.workers.messages import TOKEN_VARIABLE, rank_log
 
 _POLL_S = 0.25
-_SHORT_TEMPORARY = 70  # a Unix socket's path holds about 100 characters
 
 Message = dict[str, Any]
 
@@ -85,12 +83,7 @@ class ScriptGroup:
         self._token = uuid.uuid4().hex
         self._channels: list[Channel] = []
         self._process: subprocess.Popen[bytes] | None = None
-        base = tempfile.gettempdir()
-        self._directory = Path(
-            tempfile.mkdtemp(
-                prefix="perfsearch-", dir=base if len(base) < _SHORT_TEMPORARY else "/tmp"
-            )
-        )
+        self._directory = socket_directory()
         self.logs.mkdir(parents=True, exist_ok=True)
         Leavings(self.logs, nproc).clear()
         registry.record(environment.run_dir, self._token, self._directory)
@@ -225,6 +218,9 @@ class ScriptGroup:
         if process is not None and gone.limit_s is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(self._environment.limits.grace_s)
+        places = {}
+        if gone.limit_s is not None:
+            places = standing.ask(self._directory, self.logs, self.nproc)
         left = Leavings(self.logs, self.nproc)
         code = process.poll() if process is not None and gone.limit_s is None else None
         ends, launcher_error = launcher_report(self._directory, code)
@@ -238,6 +234,7 @@ class ScriptGroup:
             oom_kills=max(0, oom_kills() - self._oom_kills_before),
             timed_out=gone.limit_s,
             starting=not self._channels,
+            places=places,
         )
         self.end(kill=True)
         return classify(evidence)

@@ -5,10 +5,20 @@ from __future__ import annotations
 import json
 import selectors
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+_MAX_DIRECTORY = 70  # a Unix socket's path holds about 100 characters
+
+
+def socket_directory() -> Path:
+    """A new directory of this user's own, whose path is short enough for sockets in it."""
+    base = tempfile.gettempdir()
+    base = base if len(base) < _MAX_DIRECTORY else "/tmp"
+    return Path(tempfile.mkdtemp(prefix="perfsearch-", dir=base))
 
 
 class ChannelClosed(ConnectionError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from perfsearch.search.trial import Status
 from perfsearch.workers.messages import AFTER_PEER, LOOKING, RankError
+from perfsearch.workers.standing import in_words
 
 _LOADER_TAIL = 4000  # characters of a log in which a loader process has left its last words
 
@@ -95,6 +96,7 @@ class Evidence:
         starting: whether it was still starting up.
         disk_full: why nothing can be written beside the logs; empty if it can. The cause may then
             be missing, or be another than what is left says.
+        places: lines at which ranks stood when the time was over, by rank.
 
     """
 
@@ -106,6 +108,7 @@ class Evidence:
     timed_out: float | None = None
     starting: bool = False
     disk_full: str = ""
+    places: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ class Failure:
         reason: the cause in one line, with the rank.
         rank: the first rank that failed, if one did.
         while_looking: whether it was no part of the trial, but the close look after it.
+        standing: what the reason says of where the ranks stood.
 
     """
 
@@ -124,6 +128,7 @@ class Failure:
     reason: str
     rank: int | None = None
     while_looking: bool = False
+    standing: str = ""
 
 
 def classify(evidence: Evidence) -> Failure:
@@ -137,7 +142,11 @@ def classify(evidence: Evidence) -> Failure:
     if evidence.timed_out is not None:
         what = "start-up" if evidence.starting else "the trial"
         status = Status.INFRASTRUCTURE if evidence.starting else Status.TIMEOUT
-        return Failure(status, f"{what} took longer than {evidence.timed_out:g} s")
+        reason, standing = f"{what} took longer than {evidence.timed_out:g} s", ""
+        if evidence.places:
+            standing = in_words(evidence.places)
+            reason += f"; {standing}"
+        return Failure(status, reason, standing=standing)
     end = min(evidence.ends, key=lambda e: (e.time, e.exit_code == -signal.SIGTERM), default=None)
     if end is not None:
         return _of_end(end, evidence)

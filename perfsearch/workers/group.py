@@ -7,14 +7,13 @@ import math
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perfsearch.workers import devices, processes
-from perfsearch.workers.channel import Channel, ChannelClosed, Listener
+from perfsearch.workers import devices, processes, standing
+from perfsearch.workers.channel import Channel, ChannelClosed, Listener, socket_directory
 from perfsearch.workers.devices import Gpu
 from perfsearch.workers.environment import Limits
 from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify
@@ -32,7 +31,6 @@ from perfsearch.workers.preload import ForkedLauncher, LauncherGone, Preloaded
 from perfsearch.workers.roster import Roster
 
 _POLL_S = 0.25
-_MAX_SOCKET_DIRECTORY = 70  # a Unix socket's path holds about 100 characters
 
 
 @dataclass
@@ -112,12 +110,7 @@ class WorkerGroup:
         self._log_directory.mkdir(parents=True, exist_ok=True)
         Leavings(self._log_directory, self.spec.world_size).clear()
         self._used_before = devices.used_gib(self._gpus)
-        base = tempfile.gettempdir()
-        self._directory = Path(
-            tempfile.mkdtemp(
-                prefix="perfsearch-", dir=base if len(base) < _MAX_SOCKET_DIRECTORY else "/tmp"
-            )
-        )
+        self._directory = socket_directory()
         listener = Listener(self._directory / SOCKET_FILE)
         try:
             self._spawn(first)
@@ -247,6 +240,9 @@ class WorkerGroup:
         if launcher is not None and timed_out is None and not (gone and self._roster.some_run()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(self._limits.grace_s)
+        places = {}
+        if timed_out is not None:
+            places = standing.ask(self._directory, self._log_directory, self.spec.world_size)
         left = Leavings(self._log_directory, self.spec.world_size)
         code = launcher.poll() if launcher is not None and timed_out is None else None
         ends, launcher_error = launcher_report(self._directory, code)
@@ -262,6 +258,7 @@ class WorkerGroup:
             oom_kills=self._new_kills(),
             timed_out=timed_out,
             starting=starting,
+            places=places,
             disk_full=left.cannot_be_written(),
         )
         self.end(kill=True)

@@ -190,6 +190,11 @@ def rank_error_file(directory: str | Path, rank: int) -> Path:
     return Path(directory) / f"rank{rank}.error.json"
 
 
+def standing_file(directory: str | Path, rank: int) -> Path:
+    """Where rank ``rank`` leaves, in the group's directory, which process says where it stands."""
+    return Path(directory) / f"rank{rank}.standing.json"
+
+
 def trace_file(directory: str | Path, rank: int) -> Path:
     """Where rank ``rank`` leaves its Chrome trace."""
     return Path(directory) / f"rank{rank}.trace.json.gz"

@@ -24,6 +24,7 @@ from perfsearch.workers.messages import (
     rank_error_file,
     rank_log,
 )
+from perfsearch.workers.standing import answer
 from perfsearch.workers.watch import watch_controller
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def main(directory: Path) -> int:
     rank = int(os.environ["RANK"])
     startup = Startup.read(directory)
     switch_log(startup.log_directory, rank)
+    answer(directory, rank)
     watch_controller(startup, directory)
     leads = startup.leads and os.environ["LOCAL_RANK"] == "0"
     channel = Channel.connect(directory / SOCKET_FILE) if leads else None

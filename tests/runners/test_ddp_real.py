@@ -158,7 +158,7 @@ def test_a_start_that_takes_too_long_is_infrastructure(tmp_path):
     bench = Bench(tmp_path, 2, limits=Limits(startup_s=0.5, trial_s=60, grace_s=2))
     outcome = bench.measure()
     assert outcome.status is Status.INFRASTRUCTURE
-    assert outcome.reason == "start-up took longer than 0.5 s"
+    assert outcome.reason.startswith("start-up took longer than 0.5 s")
     assert not (tmp_path / "groups").exists()
     bench.runner.close()
 

@@ -32,14 +32,14 @@ class Bench:
         self.runner = Script("cpu", knobs or {"bucket_cap_mb": "search"}, options, environment)
         self.runner.open(directory)
 
-    def measure(self, fresh=False, purpose=Purpose.SEARCH, **changes):
+    def measure(self, fresh=False, purpose=Purpose.SEARCH, time_limit_s=90.0, **changes):
         plan = Plan(
             number=self.trials,
             purpose=purpose if self.trials else Purpose.BASELINE,
             fresh=fresh,
             log_directory=self.directory / "logs" / str(self.trials),
             scored_seconds=0.05,
-            time_limit_s=90.0,
+            time_limit_s=time_limit_s,
         )
         self.trials += 1
         return self.runner.measure({**self.runner.baseline, **changes}, plan)
@@ -168,6 +168,15 @@ def test_what_stops_trial_0_is_told_with_the_log(bench, arguments, status, says)
     outcome = one.measure()
     assert (outcome.status, says in outcome.reason) == (status, True), outcome.reason
     assert Path(outcome.log_path).exists() and outcome.measurement is None
+
+
+def test_a_hang_says_at_which_line_each_rank_stands(bench):
+    outcome = bench("--fault", "hangs", map=()).measure(time_limit_s=20.0)
+    assert outcome.status is Status.TIMEOUT
+    lines = Path(SCRIPT).read_text().splitlines()
+    number = next(n for n, line in enumerate(lines, 1) if "made == 3:" in line) + 1
+    assert f", rank 1 at script_cases.py:{number} in main" in outcome.reason
+    assert "; rank 0 stands at script_cases.py:" in outcome.reason
 
 
 def test_a_launcher_that_refuses_its_options_says_so_at_once(bench, monkeypatch):

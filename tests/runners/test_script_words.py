@@ -106,6 +106,12 @@ def test_a_script_that_makes_no_step_is_told_what_a_step_is():
     assert found.status is Status.TIMEOUT
     assert "rank 0 made 0 steps, rank 1 made 0 steps" in found.reason
     assert "limits.trial_s" in found.reason
+    stands = "rank 0 stands at train.py:8 in step"
+    told = Failure(Status.TIMEOUT, f"the trial took longer than 5 s; {stands}", standing=stands)
+    found = outcome(Group(told, steps=(3, 3)), ScriptGone(5.0), {}, [])
+    assert found.reason == f"no answer in 5 s: rank 0 made 3 steps, rank 1 made 3 steps; {stands}"
+    found = outcome(Group(told), ScriptGone(5.0), {}, [])
+    assert f"; {stands}. A step is counted when" in found.reason
 
 
 def test_ranks_that_part_are_counted():

@@ -93,3 +93,7 @@ def broken():
     if os.environ["RANK"] == "1":
         raise RuntimeError("CUDA out of memory. Tried to allocate the model")
     return build()
+
+
+def stuck():
+    time.sleep(600)

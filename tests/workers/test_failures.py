@@ -125,6 +125,17 @@ def test_killed_loader_process():
         ),
         (Evidence(timed_out=9.0), Status.TIMEOUT, "the trial took longer than 9 s"),
         (
+            Evidence(timed_out=9.0, places={0: "a.py:1 in wait", 1: "b.py:2 in step"}),
+            Status.TIMEOUT,
+            "the trial took longer than 9 s; rank 0 stands at a.py:1 in wait, rank 1 at "
+            "b.py:2 in step",
+        ),
+        (
+            Evidence(timed_out=9.0, starting=True, places={1: "b.py:2 in build"}),
+            Status.INFRASTRUCTURE,
+            "start-up took longer than 9 s; rank 1 stands at b.py:2 in build",
+        ),
+        (
             Evidence(timed_out=9.0, starting=True),
             Status.INFRASTRUCTURE,
             "start-up took longer than 9 s",
@@ -224,7 +235,10 @@ def test_an_echo_alone_is_a_crash_or_a_failed_connection():
 
 def test_a_failure_that_hung_is_recorded_as_what_it_was():
     evidence = Evidence(errors=[error("CUDA out of memory", rank=1)], timed_out=5.0)
-    assert classify(evidence).status is Status.OOM
+    evidence = replace(evidence, places={0: "a.py:1 in wait"})
+    failure = classify(evidence)
+    assert (failure.status, failure.standing) == (Status.OOM, "")
+    assert failure.reason == "rank 1: RuntimeError: CUDA out of memory"
 
 
 def test_on_a_full_disk_nobody_is_blamed_but_who_could_say_why():

@@ -31,13 +31,13 @@ LIMITS = Limits(startup_s=60, trial_s=60, grace_s=5)
 class Bench:
     """A runner whose workload fails as told."""
 
-    def __init__(self, directory, factory="faults:build"):
+    def __init__(self, directory, factory="faults:build", limits=LIMITS):
         self.fault = directory / "fault.json"
         self.directory = directory
         self.trials = 0
         environment = Environment(
             run_dir=directory,
-            limits=LIMITS,
+            limits=limits,
             numerics=Numerics.ALTERING,
             variables={"PERFSEARCH_TEST_FAULT": str(self.fault), "NCCL_ALGO": "Tree"},
         )
@@ -183,11 +183,33 @@ def test_a_hang_is_cut_with_its_grandchildren(warm):
     began = time.monotonic()
     outcome = warm.measure({"kind": "grandchild", "rank": 0}, time_limit_s=4.0)
     assert outcome.status is Status.TIMEOUT
-    assert outcome.reason == "the trial took longer than 4 s"
+    assert outcome.reason.startswith("the trial took longer than 4 s")
     assert time.monotonic() - began < 4 + LIMITS.grace_s + 5
     grandchild = int(warm.fault.with_suffix(".pid").read_text())
     assert is_gone(grandchild)
     assert warm.left(token) == []
+
+
+def test_a_hang_says_where_each_rank_stands(warm):
+    """Rank 1 sleeps; rank 0, whose sum of the gradients waits for it, is somewhere else."""
+    outcome = warm.measure({"kind": "hang", "rank": 1}, time_limit_s=4.0)
+    assert outcome.status is Status.TIMEOUT
+    lines = (HERE / "faults.py").read_text().splitlines()
+    number = lines.index('    if kind == "hang":') + 2
+    assert outcome.reason.startswith("the trial took longer than 4 s; rank 0 stands at ")
+    assert outcome.reason.endswith(f", rank 1 at faults.py:{number} in strike")
+
+
+def test_a_start_that_hangs_says_where_each_rank_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(HERE)
+    other = Bench(tmp_path, factory="faults:stuck", limits=Limits(startup_s=20, grace_s=5))
+    outcome = other.measure()
+    other.runner.close()
+    assert outcome.status is Status.INFRASTRUCTURE
+    lines = (HERE / "faults.py").read_text().splitlines()
+    number = lines.index("def stuck():") + 2
+    where = f"ranks 0 and 1 stand at faults.py:{number} in stuck"
+    assert outcome.reason == f"start-up took longer than 20 s; {where}"
 
 
 def test_ranks_that_do_not_recover_are_ended_after_the_grace_time(warm):
