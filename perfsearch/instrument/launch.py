@@ -1,11 +1,13 @@
 """torch's launcher for the script of a search, and a word on how its ranks ended.
 
-``python -m perfsearch.instrument.launch DIRECTORY ARGUMENTS``, the latter being torchrun's.
+``python -m perfsearch.instrument.launch --serve CONTROLLER_PID STARTED`` imports it once, and forks
+for each start of the script that it is asked for on standard input. The ranks are new processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfsearch.instrument.orders import ENTRY
+from perfsearch.workers.forking import serve_forks
 from perfsearch.workers.messages import LAUNCHER_REPORT, TORCH_LOGS
 
 
@@ -90,8 +93,20 @@ def launch(directory: Path, arguments: list[str]) -> int:
     return 1
 
 
+def main(controller_pid: int, controller_started: float) -> int:
+    """Fork launchers until the controller is gone, or has no more to start."""
+    for name in ("torch.distributed.launcher.api", "torch.distributed.run"):
+        importlib.import_module(name)
+    os.write(1, b'{"ready": true}\n')
+    return serve_forks(
+        controller_pid,
+        controller_started,
+        lambda request: launch(Path(request["directory"]), request["arguments"]),
+    )
+
+
 if __name__ == "__main__":
-    code = launch(Path(sys.argv[1]), sys.argv[2:])
+    code = main(int(sys.argv[2]), float(sys.argv[3]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # taking torch's modules down costs a second and frees nothing

@@ -291,5 +291,5 @@ class Script(Runner):
 
     def close(self) -> None:
         """End the script, and what an interrupt kept from becoming one."""
-        self._runs.end()
+        self._runs.close()
         registry.reap(self._environment.run_dir, grace_s=0.0)

@@ -6,10 +6,8 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from perfsearch.workers.environment import Environment
 from perfsearch.workers.failures import Evidence, Failure, classify
 from perfsearch.workers.leavings import Leavings, launcher_report, oom_kills
 from perfsearch.workers.messages import TOKEN_VARIABLE, rank_log
+from perfsearch.workers.preload import ForkedLauncher, LauncherGone, Preloaded
 
 _POLL_S = 0.25
 
@@ -54,6 +53,8 @@ class ScriptGroup:
         environment: where it is on record, and time limits.
         gpus: GPUs that it uses.
         logs: where ranks log.
+        launchers: gives the process to fork torch's launcher from, which outlives the start; told
+            where it may log.
 
     Attributes:
         steps: steps that each rank is known to have made.
@@ -70,21 +71,24 @@ class ScriptGroup:
         environment: Environment,
         gpus: tuple[Gpu, ...],
         logs: Path,
+        launchers: Callable[[Path], Preloaded],
     ) -> None:
         self.nproc = nproc
         self.logs = logs.absolute()
+        self.logs.mkdir(parents=True, exist_ok=True)
+        log = self.launcher_log
+        self._log_begins = log.stat().st_size if log.exists() else 0
+        self._launchers = launchers(log)
         self.steps = [0] * nproc
         self.ended: list[int] = []
         self._environment = environment
         self._gpus = gpus
         self._oom_kills_before = oom_kills()
         self._used_before = devices.used_gib(gpus)
-        self._log_begins = 0
-        self._token = uuid.uuid4().hex
+        self._token = self._launchers.token
         self._channels: list[Channel] = []
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedLauncher | None = None
         self._directory = socket_directory()
-        self.logs.mkdir(parents=True, exist_ok=True)
         Leavings(self.logs, nproc).clear()
         registry.record(environment.run_dir, self._token, self._directory)
         self._listeners = [Listener(socket_path(self._directory, r)) for r in range(nproc)]
@@ -96,34 +100,24 @@ class ScriptGroup:
             controller_pid=os.getpid(),
             controller_started=processes.started_at(os.getpid()),
         )
-        try:
-            self._start(whole, arguments, variables)
-        except BaseException:
-            self.end(kill=True)
-            raise
+        self._words = torchrun_arguments(self._directory, self.nproc)
+        self._words += ["-m", ENTRY, orders.script, *arguments]
+        self._environ = {**os.environ, **variables, **whole.to_environment()}
+        self._environ[TOKEN_VARIABLE] = self._token
+        self._environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
-    def _start(
-        self, orders: Orders, arguments: Sequence[str], variables: Mapping[str, str]
-    ) -> None:
-        command = [sys.executable, "-m", "perfsearch.instrument.launch", str(self._directory)]
-        command += torchrun_arguments(self._directory, self.nproc)
-        command += ["-m", ENTRY, orders.script, *arguments]
-        environ = {**os.environ, **variables, **orders.to_environment()}
-        environ[TOKEN_VARIABLE] = self._token
-        environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        with self.launcher_log.open("ab") as log:
-            self._log_begins = log.tell()
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environ,
-                start_new_session=True,
+    def _start(self, limit_s: float) -> None:
+        try:
+            self._process = self._launchers.fork(
+                self._directory, self._environ, self.launcher_log, limit_s, arguments=self._words
             )
+        except LauncherGone as error:
+            raise ScriptGone from error
+        except TimeoutError as error:
+            raise ScriptGone(limit_s) from error
 
     def join(self) -> None:
-        """Wait until every rank is there, about to run the script.
+        """Start the script, and wait until every rank is there, about to run it.
 
         Raises:
             ScriptGone: one is not.
@@ -131,6 +125,7 @@ class ScriptGroup:
         """
         limit_s = self._environment.limits.startup_s
         deadline = time.monotonic() + limit_s
+        self._start(limit_s)
         for listener in self._listeners:
             try:
                 left = max(0.0, deadline - time.monotonic())
@@ -144,7 +139,8 @@ class ScriptGroup:
     @property
     def pids(self) -> frozenset[int]:
         """Processes of the group now."""
-        return frozenset(p.pid for p in processes.members(self._token))
+        found = processes.members(self._token, exclude=[self._launchers.pid])
+        return frozenset(p.pid for p in found)
 
     @property
     def log(self) -> Path:
@@ -263,11 +259,11 @@ class ScriptGroup:
             channel.close()
         for listener in self._listeners:
             listener.close()
-        processes.end_all(self._token, 1.0)
+        processes.end_all(self._token, 1.0, exclude=[self._launchers.pid])
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(grace_s)
             if self._gpus:
                 devices.wait_until_free(self._gpus, self._used_before, grace_s)
-        registry.forget(self._environment.run_dir, self._token)
+        registry.record(self._environment.run_dir, self._token, Path())
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,5 +1,6 @@
 """Failures of scripts in words, exports, and which runner a script calls for."""
 
+import os
 import re
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ from perfsearch.search.errors import BadInputError
 from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.workers.environment import Environment, Hardware, Limits
 from perfsearch.workers.failures import Failure
+from perfsearch.workers.preload import Preloaded
 
 MAPS = [Mapped("micro_batch", "--bs"), Mapped("gradient_accumulation", "--acc", default=1)]
 
@@ -89,9 +91,10 @@ def test_a_launcher_that_ends_without_a_report_leaves_its_last_words(tmp_path):
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "launcher.log").write_text("of an earlier start\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     group = ScriptGroup(
-        Orders("train.py"), [], {"PYTHONPATH": str(tmp_path)}, 1,
-        Environment(tmp_path, limits=Limits(60, 60, 5)), (), logs,
+        Orders("train.py"), [], {}, 1, Environment(tmp_path, limits=Limits(60, 60, 5)), (), logs,
+        lambda log: Preloaded(environ, tmp_path, log, ("perfsearch.instrument.launch", "--serve")),
     )  # fmt: skip
     with pytest.raises(ScriptGone) as gone:
         group.join()
