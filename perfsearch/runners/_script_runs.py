@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.mapping import Mapped, apply
@@ -15,6 +14,7 @@ from perfsearch.instrument.orders import Orders
 from perfsearch.run_knobs import plan as sort_knobs
 from perfsearch.runners import _script_failures
 from perfsearch.runners._script_group import ScriptGone, ScriptGroup
+from perfsearch.runners._script_launchers import Launchers
 from perfsearch.runners._script_window import (
     EndedError,
     Start,
@@ -29,7 +29,6 @@ from perfsearch.search.knob import Value, same_value
 from perfsearch.search.losses import resolution
 from perfsearch.search.trial import Measurement
 from perfsearch.workers.environment import Environment, Hardware
-from perfsearch.workers.preload import Preloaded
 
 _SAME_LOSS = 1e-5
 """Relative difference up to which steps that were trained twice are the same steps, where their
@@ -68,7 +67,9 @@ class Runs:
     knobs: dict[str, Value] = field(default_factory=dict)
     group: ScriptGroup | None = None
     start: Start | None = None
-    _launchers: Preloaded | None = None
+
+    def __post_init__(self) -> None:
+        self._launchers = Launchers(self.variables)
 
     def begin(self, knobs: dict[str, Value], plan: Plan, keeps: bool) -> Outcome | None:
         """Start the script and let it make two steps; return the failure, if it is one.
@@ -124,30 +125,13 @@ class Runs:
             self.environment,
             self.hardware.gpus,
             plan.log_directory,
-            self._forked_from,
+            partial(self._launchers.process, self.environment),
         )
-
-    def _forked_from(self, log: Path) -> Preloaded:
-        """The process that has imported torch's launcher, so that starts need not."""
-        if self._launchers is None or not self._launchers.alive:
-            self._close_launchers()
-            self._launchers = Preloaded(
-                {**os.environ, **self.variables},
-                self.environment.run_dir,
-                log,
-                command=("perfsearch.instrument.launch", "--serve"),
-            )
-        return self._launchers
 
     def close(self) -> None:
         """End the start, if there is one, and what starts are forked from."""
         self.end()
-        self._close_launchers()
-
-    def _close_launchers(self) -> None:
-        launchers, self._launchers = self._launchers, None
-        if launchers is not None:
-            launchers.close(self.environment.limits.grace_s)
+        self._launchers.close(self.environment)
 
     def failure(self, error: ScriptGone | EndedError, knobs: Mapping[str, Value]) -> Outcome:
         """What came of a start that failed; nothing is left of it."""
