@@ -147,7 +147,8 @@ class SoapStep(TrainStep):
 
     def examine(self, next_batch: NextBatch) -> dict[str, Any]:
         """Time each operator, by name; from then on steps are launched."""
-        self._recording, self._records = None, False  # launched steps need its memory
+        self.close()  # launched steps need its memory
+        self._records = False
         times = time_operators(
             self._execution, self.optimizer, lambda: tree_leaves(next_batch()), self._device
         )
@@ -156,6 +157,8 @@ class SoapStep(TrainStep):
 
     def close(self) -> None:
         """Let go of the graphs, which hold memory and communicators."""
+        if self._recording is not None:
+            self._recording.close()
         self._recording = None
 
 

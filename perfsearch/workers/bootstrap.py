@@ -6,6 +6,7 @@ of its dead sockets, so that a second group made through it fails to connect.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -171,6 +172,8 @@ class Groups:
         """End the present generation; peers that wait in a collective of gloo's see it closed."""
         self._subgroups.clear()
         if dist.is_initialized():
+            if self.device.type == "cuda":
+                gc.collect()  # of garbage too, NCCL awaits the graphs that use a communicator
             dist.destroy_process_group()
 
     def abort(self) -> None:

@@ -58,7 +58,7 @@ class Recording:
         able = torch.tensor([0.0 if self.reason else 1.0], device=self._device)
         dist.all_reduce(able, dist.ReduceOp.MIN)
         if not able.item():
-            self._graphs.clear()
+            self.close()
             self.reason = self.reason or "another rank could not record its step"
         return not self.reason
 
@@ -66,6 +66,17 @@ class Recording:
         """Put a batch where replays read it."""
         for place, tensor in zip(self._inputs, batch, strict=True):
             place.copy_(tensor, non_blocking=True)
+
+    def close(self) -> None:
+        """Let go of the graphs now: a communicator waits at its end for those that use it.
+
+        The phases know their recording, so that only the garbage collector would find them.
+        """
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self._phases.clear()
+        self._inputs.clear()
 
     def replay(self, phase: int) -> None:
         """Launch a phase."""

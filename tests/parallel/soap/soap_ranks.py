@@ -1,5 +1,6 @@
 """What each of several gloo ranks runs: plans one after another, each against one process."""
 
+import faulthandler
 import random
 import time
 from contextlib import nullcontext
@@ -27,6 +28,8 @@ from perfsearch.parallel.soap.shard_optimizer import make_capturable
 
 STEPS = 3
 SEED = 11
+HANG_S = 60.0
+"""A model's plans on GPUs take a few seconds."""
 
 
 CPU = torch.device("cpu")
@@ -137,6 +140,7 @@ def run_gpu(rank, directory, world, names, count):
     groups = Communicators(device)
     found = {}
     for name in names:
+        faulthandler.dump_traceback_later(HANG_S, exit=True)  # and the test shows where
         model, loss, _, batches = soap_models.make(name, 2 * STEPS)
         captured = capture(model, loss, batches[0])
         reference = single(name, device, 2 * STEPS)
@@ -147,6 +151,7 @@ def run_gpu(rank, directory, world, names, count):
     if rank == 0:
         torch.save(found, f"{directory}/found.pt")
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
     time.sleep(0.1)  # pytorch#190489: see perfsearch/ending.py
 
 
@@ -169,8 +174,9 @@ def replayed(captured, plan, name, reference, device, groups):
         if step == STEPS and capturable:
             recording, kept = _recorded(execution, stepper, leaves, device)
             replays = recording is not None
-        if last:
+        if last and recording is not None:
             torch.cuda.synchronize(device)
+            recording.close()
             recording = None
         if recording is not None:
             recording.give(leaves)
