@@ -9,10 +9,13 @@ Arms: ``plain`` (DistributedDataParallel alone, twice), ``tuned`` (a model that
 step is timed), ``instrumented`` (as ``perfsearch-run --knobs`` leaves a script) and ``scored`` (as
 ``perfsearch-run --search`` times one: phases, copies and losses of every step). On a GPU the model
 is GPT-2 small; ``--model launched`` is one so small that the host launches its steps one by one, so
-that whatever the host does beside adds to them. Every round trains a block
-of steps in each arm, in an order that is drawn anew; a block is compared with the mean of the two
-plain blocks of its round (the second plain arm with the first), and the interval is that of the
-median ratio, without assumptions on its distribution.
+that whatever the host does beside adds to them.
+
+The plain arms, ``instrumented`` and ``scored`` train one and the same model, as two of the same
+kind differ by a percent, by where their memory lies; on a CPU each rank keeps to a core. Every
+round trains a block of steps in each arm, in an order that is drawn anew; a block is compared with
+the mean of the two plain blocks of its round (the second plain arm with the first), and the
+interval is that of the median ratio, without assumptions on its distribution.
 """
 
 from __future__ import annotations
@@ -93,8 +96,8 @@ class Surroundings:
 class Arm:
     """A model, its optimizer and loader, and what is global while it trains."""
 
-    def __init__(self, net: Any, optimizer: Any, loader: Any) -> None:
-        self.net, self.optimizer, self.loader = net, optimizer, loader
+    def __init__(self, kind: str, net: Any, optimizer: Any, loader: Any) -> None:
+        self.kind, self.net, self.optimizer, self.loader = kind, net, optimizer, loader
         self.surroundings: Surroundings | None = None
         self.script: Any = None
         self.seconds: list[float] = []
@@ -122,6 +125,10 @@ class Bench:
         samples = (options.steps * 4, self.shape.sequence_length + 1)
         self.tokens = torch.randint(self.shape.vocabulary, samples)
         self.untouched = Surroundings()
+        self._shared: Arm | None = None
+        if not self.on_gpu:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[local % len(cores)]})
 
     def model(self) -> Any:
         """A GPT, of the same weights each time."""
@@ -132,35 +139,51 @@ class Bench:
 
     def arm(self, kind: str) -> Arm:
         """Build an arm and let it come to rest."""
+        arm = self._tuned(kind) if kind in ("tuned", "watched") else self._of_script(kind)
+        for _ in range(3):
+            self.block(arm)
+        return arm
+
+    def _made(self, kind: str) -> Arm:
         from torch.nn.parallel import DistributedDataParallel
         from torch.utils.data import DataLoader
 
+        net = DistributedDataParallel(self.model())
+        optimizer = self.torch.optim.AdamW(net.parameters(), lr=1e-4)
+        return Arm(kind, net, optimizer, DataLoader(self.tokens, batch_size=4))
+
+    def _tuned(self, kind: str) -> Arm:
+        """A model that tuning has finished with."""
         import perfsearch
-        from perfsearch.instrument.script import Script
         from perfsearch.online import session
 
         self.untouched.restore()
-        script = Script({}) if kind in ("instrumented", "scored") else None
-        net = DistributedDataParallel(self.model())
-        optimizer = self.torch.optim.AdamW(net.parameters(), lr=1e-4)
-        arm = Arm(net, optimizer, DataLoader(self.tokens, batch_size=4))
-        if script is not None:
-            script.losses.keeping = kind == "scored"
-        if kind == "scored":
-            arm.script = script
-        if kind in ("tuned", "watched"):
-            fixed = {
-                "bucket_cap_mb": 25.0, "first_bucket_mb": 1.0, "gradient_as_bucket_view": False,
-                "optimizer_implementation": "default", "hierarchical_group_size": 0,
-            }  # fmt: skip
-            session._install_hook.cache_clear()  # each arm gets the hook for itself
-            perfsearch.autotune(
-                net, knobs=fixed, retune_on_drift=kind == "watched", drift_tolerance=1e9,
-                warmup_samples=0,
-            )  # fmt: skip
+        arm = self._made(kind)
+        fixed = {
+            "bucket_cap_mb": 25.0, "first_bucket_mb": 1.0, "gradient_as_bucket_view": False,
+            "optimizer_implementation": "default", "hierarchical_group_size": 0,
+        }  # fmt: skip
+        session._install_hook.cache_clear()  # each arm gets the hook for itself
+        perfsearch.autotune(
+            arm.net, knobs=fixed, retune_on_drift=kind == "watched", drift_tolerance=1e9,
+            warmup_samples=0,
+        )  # fmt: skip
         arm.surroundings = Surroundings()
-        for _ in range(3):
-            self.block(arm)
+        return arm
+
+    def _of_script(self, kind: str) -> Arm:
+        """The one model of these arms, with the instruments or without them."""
+        from perfsearch.instrument.script import Script
+
+        if self._shared is None:
+            self.untouched.restore()
+            script = Script({})
+            self._shared = self._made("shared")
+            self._shared.script, self._shared.surroundings = script, Surroundings()
+        shared = self._shared
+        arm = Arm(kind, shared.net, shared.optimizer, shared.loader)
+        arm.script = shared.script if kind in ("instrumented", "scored") else None
+        arm.surroundings = self.untouched if arm.script is None else shared.surroundings
         return arm
 
     def _score(self, script: Any) -> Any:
@@ -184,7 +207,11 @@ class Bench:
         arm.surroundings.restore()
         self.dist.barrier()
         self._synchronize()
-        timing = None if arm.script is None else self._score(arm.script)
+        timing = None
+        if arm.script is not None:
+            arm.script.losses.keeping = arm.script.loaders.counting = arm.kind == "scored"
+            arm.script.optimizers.before_step = arm.script.optimizers.after_step = None
+            timing = self._score(arm.script) if arm.kind == "scored" else None
         begin = time.perf_counter()
         for batch in arm.loader:
             tokens = batch.to(self.device)
