@@ -1,7 +1,7 @@
 """torch's launcher for the script of a search, and a word on how its ranks ended.
 
-``python -m perfsearch.instrument.launch --serve CONTROLLER_PID STARTED`` imports it once, and forks
-for each start of the script that it is asked for on standard input. The ranks are new processes.
+``python -m perfsearch.instrument.launch CONTROLLER_PID STARTED`` imports it once, and forks for
+each start of the script that it is asked for on standard input. The ranks are new processes.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main(controller_pid: int, controller_started: float) -> int:
 
 
 if __name__ == "__main__":
-    code = main(int(sys.argv[2]), float(sys.argv[3]))
+    code = main(int(sys.argv[1]), float(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # taking torch's modules down costs a second and frees nothing

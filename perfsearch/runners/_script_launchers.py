@@ -9,7 +9,7 @@ from pathlib import Path
 from perfsearch.workers.environment import Environment
 from perfsearch.workers.preload import Preloaded
 
-_COMMAND = ("perfsearch.instrument.launch", "--serve")
+_MODULE = "perfsearch.instrument.launch"
 
 
 class Launchers:
@@ -29,7 +29,7 @@ class Launchers:
         if self._process is None or not self._process.alive:
             self.close(environment)
             environ = {**os.environ, **self._variables}
-            self._process = Preloaded(environ, environment.run_dir, log, _COMMAND)
+            self._process = Preloaded(environ, environment.run_dir, log, _MODULE)
         return self._process
 
     def close(self, environment: Environment) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Preloaded:
             from here on.
         run_dir: where it is put on record.
         log: file for what it prints while importing.
-        command: module that it runs, and arguments before the controller's.
+        module: what it runs: imports, and then ``forking.serve_forks``.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Preloaded:
         environment: Mapping[str, str],
         run_dir: Path,
         log: Path,
-        command: Sequence[str] = ("perfsearch.workers.launch",),
+        module: str = "perfsearch.workers.launch",
     ) -> None:
         self.token = uuid.uuid4().hex
         self.early = early_variables(environment)
@@ -103,7 +103,7 @@ class Preloaded:
                 [
                     sys.executable,
                     "-m",
-                    *command,
+                    module,
                     str(me),
                     repr(processes.started_at(me)),
                 ],
@@ -134,15 +134,15 @@ class Preloaded:
         timeout_s: float,
         **more: Any,
     ) -> ForkedLauncher:
-        """Start torch's launcher for the group whose ``Startup`` lies in ``directory``.
+        """Start torch's launcher for a group.
 
         Args:
             directory: the group's own.
             environment: the whole environment of the group; its early variables equal this
-                process's.
+                process's where ranks are forked in their turn.
             log: file for the launcher's output.
             timeout_s: longest wait, importing torch included.
-            more: plain values for the fork.
+            more: plain values that the module wants besides.
 
         Raises:
             LauncherGone: the process died.

@@ -2,6 +2,7 @@
 
 from parallel.soap import synthetic
 
+from perfsearch.assemble import strategy_factory
 from perfsearch.config import validate
 from perfsearch.parallel.soap.costs import CostTable, shards_of
 from perfsearch.parallel.soap.graph import Graph
@@ -46,3 +47,14 @@ def told(runner, configuration, number, purpose=Purpose.SEARCH):
     seconds = runner.simulator.estimate(runner.plan(configuration)).seconds
     measured = Measurement([seconds] * 3, samples_per_step=8, peak_allocated_gib=0.1)
     return Trial(number, dict(configuration), purpose, Status.OK, measured, seconds / 8)
+
+
+def begun(runner, chosen, **measured):
+    """The chosen strategy, told a baseline measured with these values; and its trials."""
+    trials = []
+    strategy = strategy_factory(chosen)(runner.space, runner.hints(trials))
+    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
+    for name, value in measured.items():
+        setattr(trials[0].measurement, name, value)
+    strategy.tell(trials[0])
+    return strategy, trials

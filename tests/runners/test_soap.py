@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from soap_cases import DEVICES, settings, told
+from soap_cases import DEVICES, begun, settings, told
 
-from perfsearch.assemble import build_runner, strategy_factory
+from perfsearch.assemble import build_runner
 from perfsearch.parallel.soap.configuration import data_parallel
 from perfsearch.parallel.soap.simulator import Simulator
 from perfsearch.runners import _soap_plans
@@ -34,12 +34,7 @@ def test_the_baseline_is_data_parallel_and_each_operator_a_knob(opened):
 @pytest.mark.parametrize("name", ["mcmc", "random", "nevergrad", "bayes", "grid"])
 def test_every_strategy_searches_it(tmp_path, tables, opened, name):
     runner = opened()
-    trials = []
-    strategy = strategy_factory(settings(tmp_path, tables, {"name": name}))(
-        runner.space, runner.hints(trials)
-    )
-    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
-    strategy.tell(trials[0])
+    strategy, trials = begun(runner, settings(tmp_path, tables, {"name": name}))
     asked = []
     for number in range(1, 5):
         configuration = strategy.ask()
@@ -100,12 +95,8 @@ def test_no_time_is_shown_where_nothing_fits_yet(tmp_path, tables, capsys):
 
 def test_the_chain_is_walked_after_the_baseline_and_shown(tmp_path, tables, opened):
     runner = opened()
-    trials = []
-    chosen = settings(tmp_path, tables)
-    strategy = strategy_factory(chosen)(runner.space, runner.hints(trials))
-    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
-    trials[0].measurement.phases_ms = {"dataloader_next": 2.0}
-    strategy.tell(trials[0])
+    phases_ms = {"dataloader_next": 2.0}
+    strategy, trials = begun(runner, settings(tmp_path, tables), phases_ms=phases_ms)
     best = strategy.ask()
     (walk,) = strategy.walks
     assert walk.series[-1][0] == 300
@@ -124,11 +115,8 @@ def test_no_proposals_run_an_imported_plan_as_it_is(tmp_path, tables, opened):
     whole = {**first.baseline, "table_0": "1x1@1", "table_1": "1x1@0"}
     first.export(whole, tmp_path / "apply")
     runner = opened(import_from=str(tmp_path / "apply" / "strategy.yaml"))
-    trials = []
     chosen = settings(tmp_path, tables, {"name": "mcmc", "proposals": 0})
-    strategy = strategy_factory(chosen)(runner.space, runner.hints(trials))
-    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
-    strategy.tell(trials[0])
+    strategy, trials = begun(runner, chosen)
     assert strategy.ask() == whole
     trials.append(told(runner, whole, 1))
     strategy.tell(trials[1])
@@ -139,10 +127,7 @@ def test_pinned_operators_stay_and_lists_bound(tmp_path, tables, opened):
     runner = opened(knobs={"table_0": "1x1@1", "top": ["2x1@0,1", "1x2@1,0"]})
     assert runner.pinned == {"table_0": "1x1@1"}
     assert set(runner.space.by_name["top"].values) == {"2x1@0,1", "1x2@1,0"}
-    trials = []
-    strategy = strategy_factory(settings(tmp_path, tables))(runner.space, runner.hints(trials))
-    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
-    strategy.tell(trials[0])
+    strategy, _ = begun(runner, settings(tmp_path, tables))
     for _ in range(5):
         configuration = strategy.ask()
         if configuration is None:

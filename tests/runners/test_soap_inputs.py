@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from parallel.soap import synthetic
-from soap_cases import DEVICES, settings, told
+from soap_cases import DEVICES, begun, settings
 
-from perfsearch.assemble import build_runner, strategy_factory
+from perfsearch.assemble import build_runner
 from perfsearch.config import Selected
 from perfsearch.parallel.soap import graph_file, strategy_file
 from perfsearch.parallel.soap.axes import Whole
@@ -18,7 +18,6 @@ from perfsearch.runners import _soap_tables
 from perfsearch.runners._soap_identity import JOB, Identity
 from perfsearch.runners._soap_tables import Inputs
 from perfsearch.search.errors import BadInputError
-from perfsearch.search.trial import Purpose
 from perfsearch.view import View
 
 
@@ -56,12 +55,8 @@ def test_tables_that_were_broken_off_are_measured_again(tmp_path, tables):
 
 def test_saved_tables_give_the_same_search_without_running_anything(tmp_path, tables, opened):
     runner = opened()
-    trials = []
-    chosen = settings(tmp_path, tables)
-    strategy = strategy_factory(chosen)(runner.space, runner.hints(trials))
-    trials.append(told(runner, runner.baseline, 0, Purpose.BASELINE))
-    trials[0].measurement.step_seconds = [1.7 * s for s in trials[0].measurement.step_seconds]
-    strategy.tell(trials[0])
+    slower = 1.7 * runner.simulator.estimate(runner.plan(runner.baseline)).seconds
+    strategy, _ = begun(runner, settings(tmp_path, tables), step_seconds=[slower] * 3)
     best = runner.plan(strategy.ask())
     kept = str(tmp_path / "again.yaml")
     saved = tmp_path / "run" / "soap"
