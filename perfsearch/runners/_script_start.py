@@ -24,6 +24,7 @@ import os
 import runpy
 import sys
 import types
+from importlib.machinery import SourceFileLoader
 
 
 def give(cls, arguments, without=()):
@@ -87,6 +88,7 @@ path = os.path.join(os.getcwd(), sys.argv[0])
 sys.path[0] = os.path.dirname(os.path.realpath(path))
 main = types.ModuleType("__main__")
 main.__dict__.update(__file__=path, __cached__=None, __builtins__=__builtins__)
+main.__loader__ = SourceFileLoader("__main__", path)
 sys.modules["__main__"] = main
 with open(path, "rb") as file:
     code = compile(file.read(), path, "exec", dont_inherit=True)
