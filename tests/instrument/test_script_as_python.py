@@ -68,6 +68,20 @@ def test_what_a_script_sets_for_torch_before_it_imports_it_is_heeded(tmp_path, m
     assert "perfsearch" in done.stderr  # what it could do is said
 
 
+def test_a_hand_over_leaves_the_import_of_torch_to_the_script_too(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import importlib.util\nassert importlib.util.find_spec('torch')\n"
+        + BEFORE_TORCH
+        + "from torch.utils.data import DataLoader\nprint(DataLoader([1]).num_workers)\n"
+    )
+    (tmp_path / "start.py").write_text(program({"dataloader_workers": 1}, [], module=False))
+    done = subprocess.run(
+        [sys.executable, "start.py", "train.py"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "DETAIL\n1\n"), done.stderr
+
+
 def test_a_script_without_torch_is_told_of_it(tmp_path):
     (tmp_path / "count.py").write_text("import sys\nprint(sum(range(3)))\nsys.exit(4)\n")
     environment = {**os.environ, **Orders("count.py").to_environment()}
