@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from perfsearch.cli_errors import explain
 from perfsearch.cli_job import plain
 from perfsearch.cli_knobs import open_knobs
 from perfsearch.config import GROUPS
-from perfsearch.config_options import ConfigError, join
+from perfsearch.config_options import ConfigError, join, plain_value
 from perfsearch.search.errors import BadInputError
 
 _MISSING = "???"
@@ -40,9 +38,9 @@ def compose(overrides: Sequence[str], values: Mapping[str, Any]) -> dict[str, An
         if key in GROUPS:
             name, rest = _option(key, value)
             words += [f"{key}={name}"] if name else []
-            merged[key] = _plain(rest)
+            merged[key] = plain_value(rest)
         else:
-            merged[key] = _plain(value)
+            merged[key] = plain_value(value)
     with _hydra_as_it_was():
         try:
             composed = _compose(open_knobs(words))
@@ -131,16 +129,6 @@ def _hydra_as_it_was() -> Iterator[None]:
     finally:
         GlobalHydra.instance().hydra = present
         HydraConfig.instance().cfg = config
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

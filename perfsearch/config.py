@@ -12,11 +12,10 @@ import json
 import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from perfsearch.config_options import ConfigError, build_options, join, option, show
+from perfsearch.config_options import ConfigError, build_options, join, option, plain_value, show
 from perfsearch.config_schema import (
     BudgetSettings,
     ConfirmSettings,
@@ -156,7 +155,7 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
 
 def to_plain(settings: Settings) -> dict[str, Any]:
     """Plain values that ``validate`` turns back into the same settings; for ``config.yaml``."""
-    plain = _plain(dataclasses.asdict(settings))
+    plain = plain_value(dataclasses.asdict(settings))
     uri = settings.tracking.uri
     if uri is not None and _has_credentials(uri):
         plain["tracking"]["uri"] = None  # files are handed on; MLflow reads them from variables
@@ -168,16 +167,6 @@ def to_plain(settings: Settings) -> dict[str, Any]:
 
 def _has_credentials(uri: str) -> bool:
     return "@" in urllib.parse.urlsplit(uri).netloc
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value
 
 
 def search_hash(settings: Settings) -> str:

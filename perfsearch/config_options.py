@@ -11,7 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -50,6 +50,17 @@ def option(
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def plain_value(value: Any) -> Any:
+    """The value in dicts, lists and scalars, as YAML and JSON can hold it."""
+    if isinstance(value, Mapping):
+        return {str(k): plain_value(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(v) for v in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
 
 
 def build_options(cls: type[T], mapping: Mapping[str, Any], prefix: str) -> T:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from perfsearch.instrument.orders import ENTRY
+from perfsearch.workers.elastic import run_ranks
 from perfsearch.workers.forking import serve_forks
-from perfsearch.workers.messages import LAUNCHER_REPORT, TORCH_LOGS
+from perfsearch.workers.messages import TORCH_LOGS
 
 
 def torchrun_arguments(directory: Path, nproc: int) -> list[str]:
@@ -68,31 +68,6 @@ def _refuse(message: str) -> NoReturn:
     raise UsageError(message)
 
 
-def launch(directory: Path, arguments: list[str]) -> int:
-    """Run the ranks until they end; 0 when all of them did so on purpose."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    report: dict[str, Any] = {"failures": [], "error": None}
-    try:
-        config, command, given = run.config_from_args(options_of(arguments))
-        elastic_launch(config=config, entrypoint=command)(*given)
-    except ChildFailedError as error:
-        report["failures"] = [
-            {"rank": rank, "exit_code": failure.exitcode, "time": failure.timestamp}
-            for rank, failure in error.failures.items()
-        ]
-    except Exception as error:
-        report["error"] = {"type": type(error).__name__, "message": str(error)}
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    else:
-        return 0
-    if directory.exists():
-        (directory / LAUNCHER_REPORT).write_text(json.dumps(report))
-    return 1
-
-
 def main(controller_pid: int, controller_started: float) -> int:
     """Fork launchers until the controller is gone, or has no more to start."""
     for name in ("torch.distributed.launcher.api", "torch.distributed.run"):
@@ -101,7 +76,9 @@ def main(controller_pid: int, controller_started: float) -> int:
     return serve_forks(
         controller_pid,
         controller_started,
-        lambda request: launch(Path(request["directory"]), request["arguments"]),
+        lambda request: run_ranks(
+            Path(request["directory"]), lambda: options_of(request["arguments"])
+        ),
     )
 
 

@@ -110,18 +110,19 @@ class Losses:
         for root in roots:
             if not isinstance(root, torch.Tensor):
                 continue
-            loss = self._unscaled.get(root, root)
+            loss = self._unscaled.get(root, root) if self._unscaled else root
             if loss.numel() == 1 and len(self._parts) < _MOST_BACKWARDS:
                 self.dtype = str(loss.dtype).removeprefix("torch.")
-                self._parts.append(loss.detach().reshape(()).float())
+                self._parts.append(loss.detach())
 
     def take(self) -> torch.Tensor | None:
         """The loss of the step that has just been made; ``None`` where none was seen."""
         parts, self._parts = self._parts, []
         if not parts:
             return None
-        total: torch.Tensor = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-        return total.clone()
+        if len(parts) == 1:  # copied, as the script may go on to change what it has there
+            return parts[0].to(torch.float32, copy=True).reshape(())
+        return torch.stack([part.reshape(()).float() for part in parts]).sum()
 
     def undo(self) -> None:
         """Take the wrapping away."""

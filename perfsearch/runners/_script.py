@@ -238,16 +238,12 @@ class Script(Runner):
         """Command, ranks, devices and versions: what a result holds for."""
         return {
             "workload": "script " + " ".join(self.options.words),
-            "world_size": str(self.hardware.world_size),
-            "gpu": self.hardware.device_name,
-            "torch": torch_features.torch_version(),
-            "nccl": torch_features.nccl_version() if self.hardware.gpus else "",
-            "driver": devices.driver_version() if self.hardware.gpus else "",
+            **self.hardware.identity(),
         }
 
     def device_set(self) -> str:
         """``cpu``, or the UUIDs of the GPUs used."""
-        return ",".join(sorted(gpu.uuid for gpu in self.hardware.gpus)) or "cpu"
+        return self.hardware.device_set
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """The order of expected effects; the memory of a device."""

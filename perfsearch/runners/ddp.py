@@ -20,7 +20,7 @@ from perfsearch.search.narrow import SEARCH, KnobError, expanded, narrow
 from perfsearch.search.space import Space
 from perfsearch.search.suggest import nearest
 from perfsearch.search.trial import Trial
-from perfsearch.workers import devices, registry
+from perfsearch.workers import registry
 from perfsearch.workers.environment import Environment, Limits, detect
 from perfsearch.workers.messages import GroupSpec, TrialRequest
 from perfsearch.workers.pool import Pool
@@ -145,16 +145,12 @@ class DDP(Runner):
         return {
             "workload": f"{self.workload.name}/{self.workload.size}/{self.workload.factory or ''}",
             "global_batch": str(self.workload.global_batch),
-            "world_size": str(self.hardware.world_size),
-            "gpu": self.hardware.device_name,
-            "torch": torch_features.torch_version(),
-            "nccl": torch_features.nccl_version() if self.hardware.gpus else "",
-            "driver": devices.driver_version() if self.hardware.gpus else "",
+            **self.hardware.identity(),
         }
 
     def device_set(self) -> str:
         """``cpu``, or the UUIDs of the GPUs used."""
-        return ",".join(sorted(gpu.uuid for gpu in self.hardware.gpus)) or "cpu"
+        return self.hardware.device_set
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """The order of expected effects; the memory of a device."""

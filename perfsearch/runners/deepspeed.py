@@ -252,7 +252,7 @@ class DeepSpeed(Runner):
 
     def device_set(self) -> str:
         """``cpu``, or the UUIDs of the GPUs used."""
-        return ",".join(sorted(gpu.uuid for gpu in self.hardware.gpus)) or "cpu"
+        return self.hardware.device_set
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """Larger micro-batches are faster until memory ends; stages in order; predicted peaks."""

@@ -31,7 +31,7 @@ from perfsearch.search.hints import Hints, Prediction, Walk, WalkRequest
 from perfsearch.search.knob import Configuration, Value
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.trial import Trial
-from perfsearch.workers import devices, registry
+from perfsearch.workers import registry
 from perfsearch.workers.environment import Environment, detect
 from perfsearch.workloads.spec import WorkloadSpec
 
@@ -176,16 +176,13 @@ class Soap(Runner):
         return {
             "workload": f"{self.workload.name}/{self.workload.size}/{self.workload.factory or ''}",
             "global_batch": str(self.workload.global_batch),
+            **self.hardware.identity(),
             "world_size": str(self.devices),
-            "gpu": self.hardware.device_name,
-            "torch": torch_features.torch_version(),
-            "nccl": torch_features.nccl_version() if self.hardware.gpus else "",
-            "driver": devices.driver_version() if self.hardware.gpus else "",
         }
 
     def device_set(self) -> str:
         """``cpu``, or the UUIDs of the GPUs used."""
-        return ",".join(sorted(gpu.uuid for gpu in self.hardware.gpus)) or "cpu"
+        return self.hardware.device_set
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """Predicted times and peaks, the memory of a device, and a walk in the simulator."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from perfsearch.config_options import build_options, option
 from perfsearch.metrics.cards import MEMORY_GIB
-from perfsearch.parallel import torch_features
 from perfsearch.runners import _ranks, _zero_estimate, _zero_export, _zero_knobs
 from perfsearch.runners._zero_batch import checked, settle
 from perfsearch.runners._zero_facts import FactsSource
@@ -23,7 +22,7 @@ from perfsearch.search.narrow import SEARCH, expanded, narrow
 from perfsearch.search.space import Space, key_of
 from perfsearch.search.suggest import nearest
 from perfsearch.search.trial import Purpose, Status, Trial
-from perfsearch.workers import devices, registry
+from perfsearch.workers import registry
 from perfsearch.workers.environment import Environment, detect
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
@@ -238,16 +237,12 @@ class Zero(Runner):
         return {
             "workload": f"{self.workload.name}/{self.workload.size}/{self.workload.factory or ''}",
             "global_batch": f"{self.batch.global_batch} {self.batch.rule}",
-            "world_size": str(self.hardware.world_size),
-            "gpu": self.hardware.device_name,
-            "torch": torch_features.torch_version(),
-            "nccl": torch_features.nccl_version() if self.hardware.gpus else "",
-            "driver": devices.driver_version() if self.hardware.gpus else "",
+            **self.hardware.identity(),
         }
 
     def device_set(self) -> str:
         """``cpu``, or the UUIDs of the GPUs used."""
-        return ",".join(sorted(gpu.uuid for gpu in self.hardware.gpus)) or "cpu"
+        return self.hardware.device_set
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """Larger micro-batches are faster until memory ends; stages in order; predicted peaks."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from perfsearch.parallel.torch_features import torch_version
+from perfsearch.parallel.torch_features import nccl_version, torch_version
 from perfsearch.search.knob import Numerics
-from perfsearch.workers.devices import Gpu, visible_gpus
+from perfsearch.workers.devices import Gpu, driver_version, visible_gpus
 
 CPU_RANKS = 2
 
@@ -91,6 +91,21 @@ class Hardware:
     def device_name(self) -> str:
         """Model of the GPUs, or ``cpu``."""
         return ", ".join(sorted({gpu.name for gpu in self.gpus})) or "cpu"
+
+    @property
+    def device_set(self) -> str:
+        """``cpu``, or the UUIDs of the GPUs used."""
+        return ",".join(sorted(gpu.uuid for gpu in self.gpus)) or "cpu"
+
+    def identity(self) -> dict[str, str]:
+        """Ranks, devices and versions: what a result holds for."""
+        return {
+            "world_size": str(self.world_size),
+            "gpu": self.device_name,
+            "torch": torch_version(),
+            "nccl": nccl_version() if self.gpus else "",
+            "driver": driver_version() if self.gpus else "",
+        }
 
 
 def detect(device: str, environment: Environment) -> Hardware:

@@ -11,7 +11,6 @@ the environment while they are imported (see ``preload.LATE_PREFIXES``).
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.workers import prepared
+from perfsearch.workers.elastic import run_ranks
 from perfsearch.workers.forking import serve_forks
-from perfsearch.workers.messages import LAUNCHER_REPORT, TORCH_LOGS, Startup
+from perfsearch.workers.messages import TORCH_LOGS, Startup
 from perfsearch.workers.watch import watch_controller
 
 RENDEZVOUS_FILE = "rendezvous"
@@ -45,31 +45,18 @@ def torchrun_arguments(startup: Startup, directory: Path) -> list[str]:
 def run_group(directory: Path) -> int:
     """Run the group until its ranks end; 0 when all of them did so on purpose."""
     from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
 
     from perfsearch.workers.rank import serve
 
     startup = Startup.read(directory)
     watch_controller(startup, directory)
-    report: dict[str, Any] = {"failures": [], "error": None}
-    try:
-        if startup.spec.nnodes == 1:
-            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # nobody needs that one either
-        config, _, _ = run.config_from_args(run.parse_args(torchrun_arguments(startup, directory)))
-        elastic_launch(config=config, entrypoint=serve)(str(directory))
-    except ChildFailedError as error:
-        report["failures"] = [
-            {"rank": rank, "exit_code": failure.exitcode, "time": failure.timestamp}
-            for rank, failure in error.failures.items()
-        ]
-    except Exception as error:
-        report["error"] = {"type": type(error).__name__, "message": str(error)}
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    else:
-        return 0
-    (directory / LAUNCHER_REPORT).write_text(json.dumps(report))
-    return 1
+    if startup.spec.nnodes == 1:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # nobody needs that one either
+    return run_ranks(
+        directory,
+        lambda: run.parse_args(torchrun_arguments(startup, directory)),
+        (serve, [str(directory)]),
+    )
 
 
 def _prepare(request: Mapping[str, Any]) -> None:

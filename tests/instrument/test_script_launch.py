@@ -4,6 +4,7 @@ import json
 
 from perfsearch.instrument import launch
 from perfsearch.instrument.orders import ENTRY
+from perfsearch.workers.elastic import run_ranks
 from perfsearch.workers.messages import LAUNCHER_REPORT
 
 
@@ -15,7 +16,8 @@ def test_the_scripts_arguments_are_kept_from_torchruns_parser(tmp_path):
 
 
 def test_a_usage_error_of_the_launcher_is_reported(tmp_path, capfd):
-    assert launch.launch(tmp_path, ["--max-restarts=none", "-m", ENTRY, "train.py"]) == 1
+    words = ["--max-restarts=none", "-m", ENTRY, "train.py"]
+    assert run_ranks(tmp_path, lambda: launch.options_of(words)) == 1
     error = json.loads((tmp_path / LAUNCHER_REPORT).read_text())["error"]
     assert error["type"] == "UsageError"
     assert error["message"] == "argument --max-restarts/--max_restarts: invalid int value: 'none'"
