@@ -34,6 +34,7 @@ class Loaders:
         counting: whether samples, tokens and random draws are looked at.
         mark: told ``dataloader_next`` whenever a batch has been taken, ``other`` before.
         tape: keeps the batches, to give the same ones again.
+        made: how many there were so far.
         shared_out: whether one was iterated over that loads from an ``IterableDataset``.
         draws: whether taking a batch drew random numbers in this process; ``None``: not known.
 
@@ -50,8 +51,8 @@ class Loaders:
         self.mark: Callable[[str], None] | None = None
         self.tape: BatchTape | None = None
         self.ignored: dict[str, str] = {}
-        self._made: list[weakref.ref[Any]] = []
-        self._last: weakref.ref[Any] | None = None
+        self.made = 0
+        self._last: dict[str, Value] = {}
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         base = _module._BaseDataLoaderIter
         self._undo = (
@@ -60,11 +61,6 @@ class Loaders:
             wrap(base, "__next__", self._next),
         )
 
-    @property
-    def made(self) -> int:
-        """How many still exist."""
-        return sum(ref() is not None for ref in self._made)
-
     def _construct(
         self, original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -72,7 +68,7 @@ class Loaders:
         given = dict(zip(_POSITIONAL, positional, strict=False))
         given.update(kwargs)
         original(loader, **arguments(given, self.knobs))
-        self._made.append(weakref.ref(loader))
+        self.made += 1
 
     def _start(
         self, original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -82,7 +78,7 @@ class Loaders:
         self._iterators.add(iterator)
         self.uses.start(iterator, loader)
         self.shared_out |= isinstance(loader.dataset, IterableDataset)
-        self._last = weakref.ref(loader)
+        self._last = values_of(loader)  # of the loader itself often nothing is left
 
     def _next(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -111,17 +107,7 @@ class Loaders:
 
     def values(self) -> dict[str, Value]:
         """What is in force in the loader that was iterated last."""
-        loader = self._last() if self._last is not None else None
-        if loader is None:
-            return {}
-        found: dict[str, Value] = {
-            "dataloader_workers": loader.num_workers,
-            "persistent_workers": bool(loader.persistent_workers),
-            "pin_memory": bool(loader.pin_memory),
-        }
-        if loader.num_workers:
-            found["prefetch_factor"] = loader.prefetch_factor
-        return found
+        return dict(self._last)
 
     def close(self) -> None:
         """End the worker processes of every iterator, and their threads."""
@@ -151,6 +137,18 @@ _POSITIONAL = (
     "multiprocessing_context",
     "generator",
 )
+
+
+def values_of(loader: Any) -> dict[str, Value]:
+    """The knobs' values as a loader itself has them."""
+    found: dict[str, Value] = {
+        "dataloader_workers": loader.num_workers,
+        "persistent_workers": bool(loader.persistent_workers),
+        "pin_memory": bool(loader.pin_memory),
+    }
+    if loader.num_workers:
+        found["prefetch_factor"] = loader.prefetch_factor
+    return found
 
 
 def arguments(own: Mapping[str, Any], knobs: Mapping[str, Value]) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+import gc
 import random
 
 import numpy as np
@@ -61,6 +62,17 @@ def test_workers_are_set_and_ended(make):
     process = batches._workers[0]
     loaders.close()
     assert not process.is_alive()
+
+
+def test_a_loader_that_nothing_is_left_of_is_known(make):
+    """As of ``for batch in DataLoader(...)``, whose iterator keeps only what it needs of it."""
+    loaders = make(pin_memory=False)
+    for _ in DataLoader(DATA, 4, pin_memory=True):
+        gc.collect()
+        assert loaders.made == 1
+        assert loaders.values() == {
+            "dataloader_workers": 0, "persistent_workers": False, "pin_memory": False
+        }  # fmt: skip
 
 
 def test_batches_samples_and_tokens_are_counted(make):
