@@ -11,7 +11,7 @@ from perfsearch.config import to_plain
 from perfsearch.search.journal import JOURNAL
 from perfsearch.search.knob import Value
 from perfsearch.search.trial import Status, Trial
-from perfsearch.stages import looks
+from perfsearch.stages import gains, looks
 from perfsearch.stages.confirm import BASELINE, Verdict
 from perfsearch.stages.session import Session
 from perfsearch.stages.summary import batch_line, break_even_line, summarise, trial_cost_lines
@@ -71,6 +71,7 @@ def close_record(session: Session, result: Result) -> None:
         title=f"perfsearch {run_dir.name}",
         system_series=series,
         memory_limit_gib=runner.hints(session.trials).memory_limit_gib,
+        bound=gains.bound(session),
     )
     lines = "".join(json.dumps(sample) + "\n" for sample in series)
     write_text(run_dir / "system.jsonl", lines)

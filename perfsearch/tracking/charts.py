@@ -60,7 +60,7 @@ def progress(trials: Sequence[Trial], objective: Objective, winner: int | None) 
     shown = [t for t in trials if t.purpose is not Purpose.CONFIRM]
     good = [(t, t.objective) for t in shown if t.status is Status.OK and t.objective is not None]
     canvas = Canvas(WIDTH, 320, "objective of every trial, and the best so far")
-    x = Axis.around([float(t.number) for t in shown], _LEFT + 8, WIDTH - _RIGHT, margin=0.02)
+    x = _trial_axis(shown)
     y = Axis.around([v for _, v in good], 320 - 58, 22)
     canvas.frame(x, y, "trial", objective.unit)
     base = next((v for t, v in good if t.purpose is Purpose.BASELINE), None)
@@ -92,6 +92,13 @@ def progress(trials: Sequence[Trial], objective: Objective, winner: int | None) 
         if trial.status.has_failed:
             canvas.cross((x(trial.number), 320 - 46), "failed", describe(trial))
     return canvas.render()
+
+
+def _trial_axis(trials: Sequence[Trial]) -> Axis:
+    numbers = [float(trial.number) for trial in trials]
+    if len(set(numbers)) == 1:
+        return Axis(numbers[0] - 0.5, numbers[0] + 0.5, _LEFT, WIDTH - _RIGHT, whole=True)
+    return Axis.around(numbers, _LEFT + 8, WIDTH - _RIGHT, margin=0.02, whole=True)
 
 
 def speed_ups(intervals: Mapping[int, Ratio], winner: int | None) -> str:
@@ -167,7 +174,9 @@ def effects(found: Sequence[KnobEffect]) -> str:
     rows = sum(len(e.levels) + 1 for e in found)
     height = 48 + 20 * rows
     canvas = Canvas(WIDTH, height, "effect of each knob's values on the speed")
-    values = [1.0, *(v for e in found for level in e.levels for v in (level.low, level.high))]
+    levels = [level for e in found for level in e.levels]
+    values = [1.0, *(level.speed_up for level in levels)]
+    values += [v for level in levels if level.has_interval for v in (level.low, level.high)]
     x = Axis.around(values, 270, WIDTH - 130)
     canvas.frame(x, None, "speed against the mean trial, other knobs equal (95% interval)")
     canvas.line((x(1.0), 6), (x(1.0), height - 34), "baseline-line")
@@ -178,10 +187,11 @@ def effects(found: Sequence[KnobEffect]) -> str:
         for level in effect.levels:
             y += 20
             words = f"{level.speed_up:.3f}x, {level.trials} trials"
-            sure = level.low > 1 or level.high < 1
-            style = "trial" if sure else "sentinel"
+            words = words if level.has_interval else f"{level.speed_up:.3f}x, 1 trial"
+            style = "trial" if level.is_sure else "sentinel"
             canvas.text((258, y), level.label[:34], "tick", "end")
-            canvas.line((x(level.low), y - 4), (x(level.high), y - 4), f"{style}-interval")
+            if level.has_interval:
+                canvas.line((x(level.low), y - 4), (x(level.high), y - 4), f"{style}-interval")
             canvas.dot((x(level.speed_up), y - 4), style, words)
             canvas.text((WIDTH - 122, y), words, "tick")
     return canvas.render()
@@ -196,7 +206,7 @@ def memory(trials: Sequence[Trial], limit_gib: float | None) -> str:
         if t.measurement is not None and t.measurement.peak_allocated_gib is not None
     ]
     canvas = Canvas(WIDTH, 260, "peak memory of every trial")
-    x = Axis.around([float(t.number) for t in shown], _LEFT + 8, WIDTH - _RIGHT, margin=0.02)
+    x = _trial_axis(shown)
     known = [p for _, p in peaks] + ([limit_gib] if limit_gib else [])
     y = Axis.around(known, 260 - 46, 22, zero=True)
     canvas.frame(x, y, "trial", "peak allocated, GiB")
@@ -246,7 +256,7 @@ def system(series: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _over_time(title: str, lines: Mapping[str, list[tuple[float, float]]]) -> str:
     names = list(lines)
-    keyed = names if len(names) > 1 else []
+    keyed = names if any(names) else []  # the host's own need no name
     rows = (len(keyed) + 3) // 4
     width, height = 420.0, 180.0 + 14 * rows
     canvas = Canvas(width, height, title)

@@ -41,6 +41,16 @@ class Level:
     high: float
     trials: int
 
+    @property
+    def has_interval(self) -> bool:
+        """Whether the interval means anything: one trial does not tell how such trials vary."""
+        return self.trials > 1
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the interval excludes that the value does nothing."""
+        return self.has_interval and (self.low > 1 or self.high < 1)
+
 
 @dataclass(frozen=True)
 class KnobEffect:
@@ -126,7 +136,8 @@ def _levels(values: Sequence[Value]) -> tuple[list[str], np.ndarray]:
     labels = []
     for place in range(len(used)):
         inside = given[places == place]
-        labels.append(f"{inside.min():g} to {inside.max():g}")
+        low, high = f"{inside.min():g}", f"{inside.max():g}"
+        labels.append(low if low == high else f"{low} to {high}")
     return labels, places
 
 

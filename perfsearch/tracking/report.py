@@ -51,6 +51,7 @@ def write_report(
     title: str = "perfsearch",
     system_series: Sequence[Mapping[str, Any]] = (),
     memory_limit_gib: float | None = None,
+    bound: float | None = None,
 ) -> None:
     """Write the report of a search.
 
@@ -62,6 +63,7 @@ def write_report(
         title: heading of the page.
         system_series: the sampler's raw samples.
         memory_limit_gib: what fits on a device.
+        bound: the most that all searched knobs could gain, relative; ``None`` where unknown.
 
     Raises:
         OSError: it cannot be written.
@@ -72,7 +74,7 @@ def write_report(
         ("Baseline against the finalists", _speed_ups(verdict), _SPEED_UPS),
         ("Where the time of a step goes", _phases(trials, verdict.winner), _PHASES),
         ("What holds the job back", _diagnosis(trials, verdict.winner), ""),
-        ("What there was to gain, at most", _gains(trials), _GAINS),
+        ("What there was to gain, at most", _gains(trials, bound), _GAINS),
         ("Effect of each knob", _effects(trials), _EFFECTS),
         ("Memory", _memory(trials, memory_limit_gib), _MEMORY),
         ("System", "".join(charts.system(system_series)), ""),
@@ -134,13 +136,19 @@ def _diagnosis(trials: Sequence[Trial], winner: int | None) -> str:
     return "".join(parts)
 
 
-def _gains(trials: Sequence[Trial]) -> str:
-    look = _find(trials, None).get("baseline")
-    rows = "".join(
-        f"<tr><td>{escape(b.part)}</td><td>{percent(b.gain)}</td><td>{escape(b.evidence)}</td></tr>"
-        for b in ([] if look is None else bounds(look))
+def _gains(trials: Sequence[Trial], bound: float | None) -> str:
+    """The bounds that were printed before the search, which decided on it."""
+    baseline = next((t.measurement for t in trials if t.purpose is Purpose.BASELINE), None)
+    found = [] if baseline is None else bounds(baseline)
+    if not found:
+        return ""
+    rows = [(b.part, percent(b.gain), b.evidence) for b in found]
+    if bound is not None:
+        rows.append(("all that is searched", percent(bound), ""))
+    cells = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    return f"<div class=wide><table>{rows}</table></div>" if rows else ""
+    return f"<table class=words>{cells}</table>"
 
 
 def _emphasised(finding: str) -> str:
@@ -196,12 +204,13 @@ _PHASES = (
     "Means over ranks after a close look, else of the slowest; 'rest' is what no phase covers."
 )
 _GAINS = (
-    "From the baseline's steps: what a part takes, or what a step took less without it, and two "
-    "standard errors. It bounds what knobs that touch only this part can give."
+    "From the baseline's steps before the search: what a part takes, or what a step took less "
+    "without it, and two standard errors. It bounds what knobs that touch only this part can give."
 )
 _EFFECTS = (
     "From an additive model of log speed, with intervals from resampling trials; grey where the "
-    "interval covers no effect. A search chooses where it looks: these are associations."
+    "interval covers no effect, or one trial gives none. A search chooses where it looks: these "
+    "are associations."
 )
 _MEMORY = "Crosses are trials that ran out of memory."
 
@@ -228,6 +237,7 @@ svg .tick{font-size:11px}svg .label{font-weight:600}
 .winner-interval{stroke:#009e73;stroke-width:3}
 table{border-collapse:collapse;font-size:.85em}td,th{padding:.15em .6em;text-align:left;
 border-bottom:1px solid #eee;white-space:nowrap}.wide{overflow-x:auto}
+.words td{vertical-align:top}.words td:last-child{white-space:normal}
 """ + "".join(
     f".c{i}{{fill:{c}}}.line.c{i}{{fill:none;stroke:{c}}}" for i, c in enumerate(_COLOURS)
 )

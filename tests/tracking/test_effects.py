@@ -49,6 +49,22 @@ def test_many_numbers_are_shown_in_quarters():
     assert " to " in levels[0].label
 
 
+def test_a_quarter_in_which_all_trials_had_one_value_is_named_by_it():
+    trials = random_trials(24)
+    for one in trials:
+        one.configuration["bucket"] = [1, 2, 3, 4, 5, 6, *[512] * 6][one.number % 12]
+    assert effects(trials)["bucket"].levels[-1].label == "512"
+
+
+def test_a_value_that_was_tried_once_has_no_interval():
+    trials = random_trials(20)
+    for one in trials:
+        one.configuration["workers"] = int(one.number == 0)
+    often, once = effects(trials)["workers"].levels
+    assert (often.trials, often.has_interval) == (19, True)
+    assert (once.trials, once.has_interval, once.is_sure) == (1, False, False)
+
+
 def test_values_are_in_their_order_with_null_first():
     trials = random_trials(20)
     for one in trials:
