@@ -22,6 +22,11 @@ MEGA = 1e6
 _BUSY_RANK_PERCENT = 50.0
 """Of one processor: a rank that uses less, its loader processes included, is not short of them."""
 
+_BUSY_LOADING_PERCENT = 90.0
+"""Of one processor, in the time in which the rank waits for batches: where preprocessing is what it
+waits for, it computes in that time, itself or in a loader process.
+"""
+
 _MOST = 0.5
 """Share of the step above which a part of it is named although no rule speaks of it."""
 
@@ -90,7 +95,8 @@ def _input(facts: Facts) -> Finding | None:
     elif facts.above("cpu_utilization_percentage", limits.cpu_busy_percent):
         used = facts.system("cpu_utilization_percentage")
         own = facts.system("process_cpu_percentage")
-        if own is not None and own < _BUSY_RANK_PERCENT * _ranks_a_node(facts):
+        least = max(_BUSY_RANK_PERCENT, _BUSY_LOADING_PERCENT * share)
+        if own is not None and own < least * _ranks_a_node(facts):
             cause = f"other jobs fill the processors ({used:.0f} % busy), and this one waits"
             advice = "Give the job processors of its own, or more dataloader workers."
         else:

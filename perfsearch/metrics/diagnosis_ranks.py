@@ -30,19 +30,42 @@ def straggler(facts: Facts) -> Finding | None:
         return None
     rank, excesses = max(slower.items(), key=lambda item: sum(item[1].values()))
     worst = sum(excesses.values())
-    share = worst / facts.step_ms
+    waits = _others_wait_ms(facts)
+    costs = worst if waits is None else min(worst, waits)
+    share = costs / facts.step_ms
     if share <= facts.limits.straggler_excess:
         return None
     who = "one rank" if rank is None else _name_of(facts.measurement, int(rank))
     others = "the other" if facts.measurement.world_size == 2 else "the mean of the others"
+    where = " and ".join(excesses)
+    longer = f"{who} takes {worst:.2f} ms a step longer than {others} in {where}"
+    evidence = (
+        f"{longer} ({share:.0%} of the step), and the others wait for it in their collectives"
+        if costs == worst
+        else f"{longer}, and the others wait {costs:.2f} ms for it in their collectives "
+        f"({share:.0%} of the step)"
+    )
+    only_loading = set(excesses) <= {"dataloader_next"}
     return Finding(
         "straggler",
         Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
-        f"{who} takes {worst:.2f} ms a step longer than {others} in {' and '.join(excesses)} "
-        f"({share:.0%} of the step), and the others wait for it in their collectives",
-        "Look at that device's clocks, temperature and neighbours, and at that rank's data.",
+        evidence,
+        "Look at that rank's data, and at what else reads and computes on its node."
+        if only_loading
+        else "Look at that device's clocks, temperature and neighbours, and at that rank's data.",
         share,
     )
+
+
+def _others_wait_ms(facts: Facts) -> float | None:
+    """What each of the others waits where one rank comes last; ``None``: waiting was not seen.
+
+    It bounds what that rank costs: where it makes up for a long phase by a short one, nobody waits.
+    """
+    waits_ms, ranks = facts.measurement.phases_ms.get("rank_wait"), facts.measurement.world_size
+    if waits_ms is None or ranks < 2:
+        return None
+    return waits_ms * ranks / (ranks - 1)
 
 
 def imbalance(facts: Facts) -> Finding | None:

@@ -62,6 +62,32 @@ def test_why_the_loader_is_slow(system, word):
     assert word in found.evidence
 
 
+@pytest.mark.parametrize(("own", "word"), [(104.0, "other jobs fill"), (170.0, "preprocessing")])
+def test_a_loader_that_sleeps_beside_busy_jobs_does_not_preprocess(own, word):
+    """Two ranks that wait 84 % of their time would compute as long, if they preprocessed."""
+    system = {"cpu_utilization_percentage": 100.0, "process_cpu_percentage": own}
+    assert word in first(job({"dataloader_next": 84.0, "forward": 16}, system=system)).evidence
+
+
+def test_a_rank_for_which_nobody_waits_is_no_straggler():
+    """What it takes longer in one phase it takes less in another."""
+    evidence = {**slow(0, backward=30.0), "comm_least_ms": 4.0}
+    phases = {"backward": 50.0, "optimizer": 49.0, "rank_wait": 1.0}
+    assert "straggler" not in names(job(phases, bottleneck_evidence=evidence))
+    found = first(job({**phases, "rank_wait": 5.0}, bottleneck_evidence=evidence))
+    assert (found.name, found.severity) == ("straggler", Severity.MODERATE)
+    assert "rank 0 takes 30.00 ms a step longer than the other in backward" in found.evidence
+    assert (
+        "the others wait 10.00 ms for it in their collectives (10% of the step)" in found.evidence
+    )
+
+
+def test_of_a_rank_that_only_waits_for_batches_its_data_is_looked_at():
+    found = diagnose(job({"forward": 60.0}, bottleneck_evidence=slow(1, dataloader_next=40.0)))[0]
+    assert found.name == "straggler"
+    assert "clocks" not in found.advice
+
+
 def test_a_slow_rank_is_named_and_comes_before_the_communication_that_it_causes():
     evidence = slow(1, forward=30.0)
     devices = [{"index": 4, "uuid": "GPU-a"}, {"index": 5, "uuid": "GPU-b"}]
