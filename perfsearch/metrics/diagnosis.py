@@ -19,13 +19,8 @@ from perfsearch.search.trial import Measurement
 GIB = 1024.0**3
 MEGA = 1e6
 
-_BUSY_RANK_PERCENT = 50.0
-"""Of one processor: a rank that uses less, its loader processes included, is not short of them."""
-
-_BUSY_LOADING_PERCENT = 90.0
-"""Of one processor, in the time in which the rank waits for batches: where preprocessing is what it
-waits for, it computes in that time, itself or in a loader process.
-"""
+_MOST_OF_BUSY_PERCENT = 50.0
+"""Of the processor time that is used: a job that uses less has others to thank for full ones."""
 
 _MOST = 0.5
 """Share of the step above which a part of it is named although no rule speaks of it."""
@@ -94,10 +89,11 @@ def _input(facts: Facts) -> Finding | None:
         advice = "Keep the data on a faster disk or in memory, or read it in larger pieces."
     elif facts.above("cpu_utilization_percentage", limits.cpu_busy_percent):
         used = facts.system("cpu_utilization_percentage")
-        own = facts.system("process_cpu_percentage")
-        least = max(_BUSY_RANK_PERCENT, _BUSY_LOADING_PERCENT * share)
-        if own is not None and own < least * _ranks_a_node(facts):
-            cause = f"other jobs fill the processors ({used:.0f} % busy), and this one waits"
+        own = facts.system("process_cpu_share_percentage")
+        if own is not None and own < _MOST_OF_BUSY_PERCENT:
+            cause = (
+                f"other jobs fill the processors ({used:.0f} % busy, {own:.0f} % of it this job's)"
+            )
             advice = "Give the job processors of its own, or more dataloader workers."
         else:
             cause = f"preprocessing fills the processors ({used:.0f} % busy)"
@@ -117,12 +113,6 @@ def _input(facts: Facts) -> Finding | None:
     severity = Severity.HIGH if share >= limits.input_high else Severity.MODERATE
     evidence = f"waiting for the next batch takes {facts.said('dataloader_next')}; {cause}"
     return Finding("input_bound", severity, evidence, advice, share)
-
-
-def _ranks_a_node(facts: Facts) -> float:
-    """System metrics are means over the nodes."""
-    hosts = {r.get("host") for r in facts.measurement.environment.get("ranks", [])}
-    return facts.measurement.world_size / max(1, len(hosts))
 
 
 def _copy(facts: Facts) -> Finding | None:

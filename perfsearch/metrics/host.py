@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,10 +77,11 @@ class HostReader:
         self._last = None
 
     def _cpu(self) -> dict[str, float]:
-        import psutil
-
-        times = psutil.cpu_times()
-        fields = times._asdict()
+        # Summed over processors by field; the fields differ between systems.
+        fields: dict[str, float] = {}
+        for times in _processor_times():
+            for name, seconds in times._asdict().items():
+                fields[name] = fields.get(name, 0.0) + seconds
         # Guest time is contained in user time, guest_nice in nice. Busy time is summed, not what is
         # left of the total: rounding would let it go backwards while a machine idles.
         waiting = fields.get("iowait", 0.0)
@@ -271,6 +273,23 @@ def _along(root: Path, path: str, limit: str, usage: str, inactive: str) -> list
         cache = next((int(p.split()[1]) for p in pairs if p.startswith(f"{inactive} ")), 0)
         found.append(float(max(0, int(bound) - max(0, used - cache))))
     return found
+
+
+def _processor_times() -> list[Any]:
+    """Times of the node's processors, in one sum, or one by one of those that the job may use.
+
+    A job that was given 8 processors of 128 (a cpuset, ``taskset``) has none left when these are
+    busy.
+    """
+    import psutil
+
+    if hasattr(os, "sched_getaffinity"):
+        allowed = sorted(os.sched_getaffinity(0))
+        if len(allowed) < (os.cpu_count() or 1):
+            every = psutil.cpu_times(percpu=True)
+            if allowed[-1] < len(every):  # else some are offline, and places are not numbers
+                return [every[number] for number in allowed]
+    return [psutil.cpu_times()]
 
 
 def _is_partition(name: str, disks: dict[str, Any]) -> bool:

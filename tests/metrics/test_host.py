@@ -119,6 +119,28 @@ def test_an_idle_machine_has_a_rate_too(monkeypatch):
     assert rates(before, after, 0.05)["cpu_utilization_percentage"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("allowed", "expected"), [({1}, 100.0), ({0, 1}, 50.0), (set(range(4)), 25.0), ({9}, 25.0)]
+)
+def test_processors_that_the_job_may_not_use_are_left_out(monkeypatch, allowed, expected):
+    """One of four is busy; a job that was given that one has nothing left."""
+    fields = namedtuple("fields", ["user", "idle"])
+
+    def times(percpu=False):
+        every = [fields(now if n == 1 else 0.0, 0.0 if n == 1 else now) for n in range(4)]
+        return every if percpu else fields(now, 3 * now)
+
+    monkeypatch.setattr(psutil, "cpu_times", times)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed, raising=False)
+    reader = HostReader(Guard())
+    now = 10.0
+    before = reader.counters()
+    now = 12.0
+    found = rates(before, reader.counters(), 2.0)
+    assert found["cpu_utilization_percentage"] == pytest.approx(expected)
+
+
 def test_a_process_that_was_just_started_is_in_the_next_reading():
     reader = HostReader(Guard(), process_ids=[os.getpid()])
     reader.counters()
