@@ -72,6 +72,7 @@ def close_record(session: Session, result: Result) -> None:
         system_series=series,
         memory_limit_gib=runner.hints(session.trials).memory_limit_gib,
         bound=gains.bound(session),
+        knobs=runner.space.knobs,
     )
     lines = "".join(json.dumps(sample) + "\n" for sample in series)
     write_text(run_dir / "system.jsonl", lines)

@@ -13,6 +13,7 @@ import numpy as np
 from perfsearch.metrics.bounds import bounds, percent
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.looks import closest_look
+from perfsearch.search.knob import Knob
 from perfsearch.search.objective import Objective
 from perfsearch.search.trial import Measurement, Purpose, Trial
 from perfsearch.tracking import charts
@@ -52,6 +53,7 @@ def write_report(
     system_series: Sequence[Mapping[str, Any]] = (),
     memory_limit_gib: float | None = None,
     bound: float | None = None,
+    knobs: Sequence[Knob] = (),
 ) -> None:
     """Write the report of a search.
 
@@ -64,6 +66,7 @@ def write_report(
         system_series: the sampler's raw samples.
         memory_limit_gib: what fits on a device.
         bound: the most that all searched knobs could gain, relative; ``None`` where unknown.
+        knobs: those of the search, which say where each of them matters.
 
     Raises:
         OSError: it cannot be written.
@@ -75,7 +78,7 @@ def write_report(
         ("Where the time of a step goes", _phases(trials, verdict.winner), _PHASES),
         ("What holds the job back", _diagnosis(trials, verdict.winner), ""),
         ("What there was to gain, at most", _gains(trials, bound), _GAINS),
-        ("Effect of each knob", _effects(trials), _EFFECTS),
+        ("Effect of each knob", _effects(trials, knobs), _EFFECTS),
         ("Memory", _memory(trials, memory_limit_gib), _MEMORY),
         ("System", "".join(charts.system(system_series)), ""),
         ("Trials", _table(trials, objective), ""),
@@ -100,7 +103,11 @@ def _counts(trials: Sequence[Trial]) -> str:
         return "<p>No trial has ended yet.</p>"
     counts = Counter(t.status.value for t in trials)
     listed = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    return f"<p>{len(trials)} trials: {escape(listed)}.</p>"
+    return f"<p>{_many(trials)}: {escape(listed)}.</p>"
+
+
+def _many(trials: Sequence[Trial]) -> str:
+    return "1 trial" if len(trials) == 1 else f"{len(trials)} trials"
 
 
 def _find(trials: Sequence[Trial], winner: int | None) -> dict[str, Measurement]:
@@ -156,9 +163,10 @@ def _emphasised(finding: str) -> str:
     return f"<b>{escape(name)}</b>{space}{escape(rest)}"
 
 
-def _effects(trials: Sequence[Trial]) -> str:
-    knobs = list(dict.fromkeys(name for t in trials for name in t.configuration))
-    found = knob_effects(trials, knobs, np.random.default_rng(_SEED))
+def _effects(trials: Sequence[Trial], knobs: Sequence[Knob]) -> str:
+    names = list(dict.fromkeys(name for t in trials for name in t.configuration))
+    when = {knob.name: knob.when for knob in knobs}
+    found = knob_effects(trials, names, np.random.default_rng(_SEED), when)
     return charts.effects(found) if found else ""
 
 
@@ -186,7 +194,7 @@ def _table(trials: Sequence[Trial], objective: Objective) -> str:
     left_out = len(trials) - len(rows)
     more = f"<p>{left_out} more are in trials.csv.</p>" if left_out else ""
     return (
-        f"<details><summary>{len(trials)} trials</summary><div class=wide><table>"
+        f"<details><summary>{_many(trials)}</summary><div class=wide><table>"
         f"<tr>{head}</tr>{''.join(rows)}</table></div>{more}</details>"
     )
 
@@ -208,9 +216,9 @@ _GAINS = (
     "without it, and two standard errors. It bounds what knobs that touch only this part can give."
 )
 _EFFECTS = (
-    "From an additive model of log speed, with intervals from resampling trials; grey where the "
-    "interval covers no effect, or one trial gives none. A search chooses where it looks: these "
-    "are associations."
+    "From an additive model of log speed over the trials in which a knob matters, with intervals "
+    "from resampling trials; grey where the interval covers no effect, or one trial gives none. A "
+    "search chooses where it looks: these are associations."
 )
 _MEMORY = "Crosses are trials that ran out of memory."
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from search_runs import measurement, trial
 
+from perfsearch.search.knob import Kind, Knob
 from perfsearch.search.objective import Metric, Objective
 from perfsearch.search.statistics import Interval
 from perfsearch.search.trial import Purpose, Status
@@ -74,6 +75,16 @@ def test_a_single_trial_is_the_only_one_on_its_axis(tmp_path):
     assert ">0</text>" in picture
     assert ">-1</text>" not in picture
     assert ">1</text>" not in picture
+
+
+def test_where_knobs_matter_is_asked_of_the_knobs(tmp_path):
+    trials = [
+        trial(n, configuration={"workers": n % 2, "prefetch": 2 + 2 * (n % 4 == 3)})
+        for n in range(12)
+    ]
+    knob = Knob("prefetch", Kind.ORDINAL, 2, (2, 4), when={"workers": (1,)})
+    assert "9 trials" in page(tmp_path, trials)
+    assert "9 trials" not in page(tmp_path, trials, knobs=[knob])
 
 
 def test_a_value_tried_once_has_a_dot_and_no_interval(tmp_path):
