@@ -22,6 +22,11 @@ MEGA = 1e6
 _MOST_OF_BUSY_PERCENT = 50.0
 """Of the processor time that is used: a job that uses less has others to thank for full ones."""
 
+_READS_MEGABYTES_PER_S = 0.1
+"""From here on a busy disk is one that is read; a slow one reads little more at random places."""
+
+_FASTER_DISK = "Keep the data on a faster disk or in memory, or read it in larger pieces."
+
 _MOST = 0.5
 """Share of the step above which a part of it is named although no rule speaks of it."""
 
@@ -86,7 +91,15 @@ def _input(facts: Facts) -> Finding | None:
     workers = facts.measurement.in_force.get("dataloader_workers")
     if facts.above("cpu_iowait_percentage", limits.iowait_percent):
         cause = f"disks keep it waiting (iowait {facts.system('cpu_iowait_percentage'):.0f} %)"
-        advice = "Keep the data on a faster disk or in memory, or read it in larger pieces."
+        advice = _FASTER_DISK
+    elif facts.above("disk_busy_percentage", limits.disk_busy_percent) and facts.above(
+        "disk_read_megabytes_per_s", _READS_MEGABYTES_PER_S
+    ):
+        cause = (
+            f"a disk keeps it waiting (it works {facts.system('disk_busy_percentage'):.0f} % of "
+            f"the time, and {facts.system('disk_read_megabytes_per_s'):.1f} MB/s are read)"
+        )
+        advice = _FASTER_DISK
     elif facts.above("cpu_utilization_percentage", limits.cpu_busy_percent):
         used = facts.system("cpu_utilization_percentage")
         own = facts.system("process_cpu_share_percentage")

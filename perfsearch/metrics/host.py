@@ -12,6 +12,9 @@ from perfsearch.metrics.guard import Guard
 
 MEGA = 1e6
 
+DISK_BUSY_S = "_disk_busy_s/"
+"""Before a disk's name: a total of the disk alone, of which the busiest one's rate is shown."""
+
 _NOT_A_DISK = re.compile(r"^(dm-|md\d|loop|ram|zram|sr\d|fd\d|nbd|drbd|bcache)")
 _BEHIND_ANOTHER = re.compile(
     r"^(bond|team|br-|docker|virbr|veth|vlan|ifb|tun|tap|cni|flannel|cali)"
@@ -107,7 +110,14 @@ class HostReader:
             whole = {n: c for n, c in whole.items() if not _is_partition(n, whole)}
         if not whole:
             raise OSError(f"no whole disk among {', '.join(sorted(disks))}")
+        # How long each disk worked, which not every system tells.
+        busy = {
+            f"{DISK_BUSY_S}{n}": c.busy_time / 1e3
+            for n, c in whole.items()
+            if hasattr(c, "busy_time")
+        }
         return {
+            **busy,
             "disk_iops": float(sum(c.read_count + c.write_count for c in whole.values())),
             "disk_read_megabytes_per_s": sum(c.read_bytes for c in whole.values()) / MEGA,
             "disk_write_megabytes_per_s": sum(c.write_bytes for c in whole.values()) / MEGA,

@@ -10,7 +10,7 @@ from typing import Any
 
 from perfsearch.metrics.gpu import GpuReader
 from perfsearch.metrics.guard import Guard
-from perfsearch.metrics.host import HostReader
+from perfsearch.metrics.host import DISK_BUSY_S, HostReader
 from perfsearch.metrics.nvlink import NvlinkReader
 
 KEPT_SAMPLES = 4096
@@ -208,6 +208,9 @@ def rates(
         ):
             if part in deltas:
                 found[name] = min(100.0, 100.0 * deltas[part] / total)
+    busy = [d for name, d in deltas.items() if name.startswith(DISK_BUSY_S)]
+    if busy:
+        found["disk_busy_percentage"] = min(100.0, 100.0 * max(busy) / seconds)
     if "_process_cpu_s" in deltas:
         found["process_cpu_percentage"] = 100.0 * deltas["_process_cpu_s"] / seconds
         busy_s = deltas.get("_cpu_busy_s", 0.0)

@@ -49,6 +49,23 @@ def test_a_loader_that_waits_is_found_with_its_milliseconds():
     [
         ({"cpu_utilization_percentage": 97.0}, "preprocessing"),
         ({"cpu_iowait_percentage": 45.0, "cpu_utilization_percentage": 97.0}, "iowait 45"),
+        (
+            {
+                "cpu_iowait_percentage": 12.0,  # eight loaders wait on 64 processors
+                "cpu_utilization_percentage": 20.0,
+                "disk_busy_percentage": 99.0,
+                "disk_read_megabytes_per_s": 41.0,
+            },
+            "it works 99 % of the time, and 41.0 MB/s are read",
+        ),
+        (
+            {
+                "cpu_utilization_percentage": 20.0,
+                "disk_busy_percentage": 99.0,
+                "disk_read_megabytes_per_s": 0.0,  # somebody writes
+            },
+            "not its limit",
+        ),
         ({"network_receive_megabytes_per_s": 300.0}, "300 MB/s"),
         (
             {"cpu_utilization_percentage": 97.0, "process_cpu_share_percentage": 95.0},

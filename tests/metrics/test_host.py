@@ -43,6 +43,22 @@ def test_disks_are_counted_once_though_raid_and_partitions_repeat_them(tmp_path,
     assert values["disk_write_megabytes_per_s"] == 4.0
 
 
+def test_the_busiest_disk_is_told(monkeypatch):
+    """Of two disks one works nearly all the time; where no disk tells, nothing is said."""
+
+    def read(**busy_ms):
+        disks = {n: SimpleNamespace(**vars(disk(1, 0)), busy_time=ms) for n, ms in busy_ms.items()}
+        monkeypatch.setattr(psutil, "disk_io_counters", lambda perdisk: disks)
+        return HostReader(Guard(), sys_root=Path("/nowhere")).counters()
+
+    before = read(sda=1000, sdb=500)
+    found = rates(before, read(sda=2900, sdb=510), 2.0)
+    assert found["disk_busy_percentage"] == pytest.approx(95.0)
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda perdisk: {"sda": disk(1, 0)})
+    silent = HostReader(Guard(), sys_root=Path("/nowhere")).counters()
+    assert "disk_busy_percentage" not in rates(silent, silent, 2.0)
+
+
 def test_without_sysfs_partitions_are_left_out_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(
         psutil, "disk_io_counters", lambda perdisk: {n: disk(1, 0) for n in ("sda", "sda1", "sdb")}
