@@ -192,6 +192,14 @@ def test_the_live_block_shows_trial_best_and_what_is_left(console, monkeypatch):
     assert max(map(len, shown.splitlines())) <= 90
 
 
+@pytest.mark.parametrize("stage", ["baseline", "confirm"])
+def test_a_stage_that_proposes_nothing_has_no_budget_and_chooses_nothing(stage, console):
+    view = LiveView(trials=25, console=console)
+    view.stage(stage, "as it is today")
+    assert "choosing" not in block(view)
+    assert "25 trials" not in block(view)
+
+
 def test_a_live_view_leaves_the_same_facts_behind(console):
     with LiveView(trials=25, console=console) as view:
         play(view)
