@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,8 @@ from perfsearch.stages import gains, looks
 from perfsearch.stages.confirm import BASELINE, Verdict
 from perfsearch.stages.session import Session
 from perfsearch.stages.summary import batch_line, break_even_line, summarise, trial_cost_lines
+from perfsearch.stages.system_series import SYSTEM_SERIES, keep_series
 from perfsearch.tracking import export, report
-from perfsearch.tracking.files import write_text
 from perfsearch.tracking.provenance import provenance
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _ARTIFACTS = (
     JOURNAL,
     "trials.csv",
     "report.html",
-    "system.jsonl",
+    SYSTEM_SERIES,
     "best",
     "trace",
     "logs",
@@ -62,7 +61,7 @@ def close_record(session: Session, result: Result) -> None:
     searched = session.settings.mode == "search"
     files = _best_files(session, result) if searched and result.exit_code != 1 else []
     summary = summarise(session, result.verdict)
-    series = [] if session.sampler is None else session.sampler.series()
+    series = _keep_series(session)
     report.write_report(
         run_dir / "report.html",
         session.trials,
@@ -74,8 +73,6 @@ def close_record(session: Session, result: Result) -> None:
         bound=gains.bound(session),
         knobs=runner.space.knobs,
     )
-    lines = "".join(json.dumps(sample) + "\n" for sample in series)
-    write_text(run_dir / "system.jsonl", lines)
     traces = looks.keep_traces(session, result.verdict)
     session.tracker.summary(summary, tags=_tags(session, result), note=_note(session, result))
     session.tracker.artifacts([run_dir / name for name in _ARTIFACTS if (run_dir / name).exists()])
@@ -104,6 +101,7 @@ def interrupted(session: Session) -> None:
     with contextlib.suppress(OSError):
         knobs, pinned = session.runner.space.knobs, session.runner.pinned
         export.write_trials(session.run_dir, session.trials, knobs, pinned)
+        _keep_series(session)
     done = [t for t in session.trials if t.status is not Status.INTERRUPTED]
     session.view.result(
         _rows(session, Verdict()),
@@ -111,6 +109,11 @@ def interrupted(session: Session) -> None:
         [],
     )
     session.tracker.close("KILLED")
+
+
+def _keep_series(session: Session) -> list[dict[str, Any]]:
+    samples = [] if session.sampler is None else session.sampler.series()
+    return keep_series(session.run_dir, samples, session.settings.metrics.interval_s)
 
 
 def _best_files(session: Session, result: Result) -> list[str]:
