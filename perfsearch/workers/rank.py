@@ -91,6 +91,17 @@ def main(directory: Path) -> int:
     return loop.serve()
 
 
+def own_thread_pool() -> None:
+    """Make torch's thread pool anew, as a fork leaves it without threads.
+
+    Otherwise the threads of the first backward pass do so, one for each GPU and all at once, and
+    the process is aborted when two of them meet: ``Invalid thread pool!`` (pytorch#178535).
+    """
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
+
+
 def _make_loop(directory: Path, startup: Startup, rank: int, channel: Channel | None) -> Loop:
     import torch
 
@@ -98,6 +109,7 @@ def _make_loop(directory: Path, startup: Startup, rank: int, channel: Channel | 
     from perfsearch.workers.loop import Loop
     from perfsearch.workers.trainer import Trainer
 
+    own_thread_pool()
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     groups = Groups(startup.spec, directory, rank, local_rank, world_size)

@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from perfsearch.metrics.memory_facts import GIB, Layout, MemoryFacts, Parameter
 from perfsearch.metrics.memory_model import MemoryModel, Observation, Terms
 from perfsearch.metrics.memory_peak import peak
 
-SURFACE = Path(__file__).parents[1] / "data" / "zero_gpt2large_4xh100.csv"
+DATA = Path(__file__).parents[1] / "data"
+SURFACE = DATA / "zero_gpt2large_4xh100.csv"
+SECOND = DATA / "zero_llama_2xh200.csv"
 CAPACITY_GIB = 79.1  # of an H100, as the CUDA runtime tells it
 
 
@@ -20,10 +23,10 @@ def layout_of(row):
     stage = int(row["zero_stage"])
     return Layout(
         stage,
-        4,
+        int(row["world_size"]),
         int(row["micro_batch"]),
         int(row["gradient_accumulation"]),
-        shard_group=4,
+        shard_group=int(row["world_size"]),
         checkpoint_every=int(row["activation_checkpointing"] == "true"),
         precision="policy" if stage >= 2 else "autocast",
         bucket_view=True,
@@ -43,6 +46,15 @@ def surface():
 @pytest.fixture(scope="module")
 def terms():
     return Terms(gpt_large())
+
+
+@pytest.fixture(scope="module")
+def second():
+    """Rows of another model (gated feed-forwards, RMS norms, nothing tied), and its terms."""
+    with SECOND.open() as file:
+        rows = list(csv.DictReader(file))
+    facts = MemoryFacts.from_json(json.loads((DATA / "zero_llama_facts.json").read_text()))
+    return rows, Terms(facts)
 
 
 def test_no_fitting_row_is_rejected_whichever_pair_of_rows_is_given(surface, terms):
@@ -75,6 +87,29 @@ def test_two_small_steps_predict_the_rest_within_a_tenth(surface, terms):
     errors = [model.predict(o.layout).peak_gib / o.peak_gib - 1 for o in large]
     within = sum(abs(e) <= 0.10 for e in errors)
     assert within >= 0.9 * len(errors), sorted(errors)
+
+
+def test_the_second_model_is_predicted_at_rest_and_at_its_peak(second):
+    rows, terms = second
+    small = [Observation(layout_of(r), float(r["peak_allocated_gib"])) for r in rows
+             if r["zero_stage"] == "0" and r["micro_batch"] in ("2", "4")]  # fmt: skip
+    assert len(small) == 2
+    model = MemoryModel(terms, small, 139.8)
+    for row in rows:
+        expected = model.predict(layout_of(row))
+        at_rest, most = float(row["at_rest_allocated_gib"]), float(row["peak_allocated_gib"])
+        assert expected.at_rest_gib == pytest.approx(at_rest, rel=0.03), row
+        assert expected.peak_gib == pytest.approx(most, rel=0.10), row
+        assert expected.low_gib <= most <= expected.high_gib, row
+
+
+def test_no_row_of_the_second_model_is_rejected_whichever_pair_is_given(second):
+    rows, terms = second
+    ran = [Observation(layout_of(r), float(r["peak_allocated_gib"])) for r in rows]
+    capacity_gib = 1.02 * max(o.peak_gib for o in ran)
+    for pair in itertools.combinations(ran, 2):
+        model = MemoryModel(terms, pair, capacity_gib)
+        assert [o for o in ran if model.surely_too_large(o.layout)] == [], pair
 
 
 def test_margins_hold_what_was_measured(surface, terms):

@@ -75,6 +75,12 @@ def test_step_scope_is_warm(bench):
     assert outcome.measurement.first_losses == pytest.approx(losses, rel=1e-3)
 
 
+def test_new_processes_survive_their_first_backward_pass(bench):
+    for _ in range(3):  # ranks begin with weights that their launcher drew: see own_thread_pool
+        outcome = bench.measure(fresh=True)
+        assert outcome.status is Status.OK, outcome.reason
+
+
 @pytest.mark.parametrize("algo", ["Ring", "Tree"])
 def test_group_scope_reaches_nccl(bench, algo):
     outcome = bench.measure(nccl_algo=algo)
