@@ -45,15 +45,26 @@ def straggler(facts: Facts) -> Finding | None:
         else f"{longer}, and the others wait {costs:.2f} ms for it in their collectives "
         f"({share:.0%} of the step)"
     )
-    only_loading = set(excesses) <= {"dataloader_next"}
     return Finding(
         "straggler",
         Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
         evidence,
-        "Look at that rank's data, and at what else reads and computes on its node."
-        if only_loading
-        else "Look at that device's clocks, temperature and neighbours, and at that rank's data.",
+        _look_at(facts, set(excesses)),
         share,
+    )
+
+
+def _look_at(facts: Facts, phases: set[str]) -> str:
+    """Where a slow rank's cause is to be looked for."""
+    if phases != {"dataloader_next"}:
+        return "Look at that device's clocks, temperature and neighbours, and at that rank's data."
+    data = "Look at that rank's data, and at what else reads and computes on its node"
+    if not facts.measurement.in_force.get("dataloader_workers"):
+        return f"{data}."
+    # They load ahead while their rank waits in a collective, so that only the last one shows.
+    return (
+        f"{data}. Or the loader processes of all ranks are as slow, and its own began last: then "
+        "more of them help."
     )
 
 
