@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, Protocol
 
 from perfsearch.search.objective import Objective
@@ -132,7 +132,7 @@ def phase_parts(measurement: Measurement) -> dict[str, float]:
         phases.pop("train_batch", None)
     ranks = measurement.environment.get("ranks", [])
     steps_ms = [float(r["step_ms"]) for r in ranks if r.get("step_ms")]
-    step_ms = statistics.fmean(steps_ms or [s * 1e3 for s in measurement.step_seconds])
+    step_ms = fmean(steps_ms or [s * 1e3 for s in measurement.step_seconds])
     rest = step_ms - sum(phases.values())
     if rest > 0:
         phases["rest"] = rest
@@ -255,6 +255,7 @@ def system(series: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _over_time(title: str, lines: Mapping[str, list[tuple[float, float]]]) -> str:
+    lines = {name: _thinned(points) for name, points in lines.items()}
     names = list(lines)
     keyed = names if any(names) else []  # the host's own need no name
     rows = (len(keyed) + 3) // 4
@@ -269,9 +270,15 @@ def _over_time(title: str, lines: Mapping[str, list[tuple[float, float]]]) -> st
         canvas.box((left, top - 8), (8, 8), _colour(names, name))
         canvas.text((left + 12, top), name, "tick")
     for name, points in lines.items():
-        thinned = points[:: max(1, len(points) // _POINTS)]
-        canvas.path([(x(t), y(v)) for t, v in thinned], f"line {_colour(names, name)}")
+        canvas.path([(x(t), y(v)) for t, v in points], f"line {_colour(names, name)}")
     return canvas.render()
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Means of neighbours, so that a long search makes no large file and no burst is left out."""
+    size = max(1, -(-len(points) // _POINTS))
+    parts = [points[place : place + size] for place in range(0, len(points), size)]
+    return [(fmean(t for t, _ in part), fmean(v for _, v in part)) for part in parts]
 
 
 def _colour(names: Sequence[str], name: str) -> str:

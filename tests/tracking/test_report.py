@@ -70,6 +70,19 @@ def test_lines_of_processors_and_of_gpus_are_named(tmp_path):
     assert text.count(">cpu</text>") == 1
 
 
+def test_no_burst_is_left_out_of_a_long_search(tmp_path):
+    """One sample in 1,001 is above zero: it shows, wherever it lies, and the line stays short."""
+    for burst in (500, 501, 503):
+        series = [
+            {"time_s": float(i), "disk_read_megabytes_per_s": 900.0 * (i == burst)}
+            for i in range(1001)
+        ]
+        text = page(tmp_path, searched(), system_series=series)
+        line = re.findall('class="line c0" points="([^"]*)"', text)[-1].split()
+        assert len(line) <= 240
+        assert len({point.split(",")[1] for point in line}) == 2
+
+
 def test_a_single_trial_is_the_only_one_on_its_axis(tmp_path):
     picture = re.findall("<svg.*?</svg>", page(tmp_path, [trial(0)], NOTHING), re.S)[0]
     assert ">0</text>" in picture
