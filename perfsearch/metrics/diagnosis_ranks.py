@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from perfsearch.metrics.findings import Facts, Finding, Severity, saved_ms
 from perfsearch.search.trial import Measurement
 
 _CLEAR_ERRORS = 4.0
 """By how many standard errors a rank must be slower before it is called slow."""
+
+_NAMED_FROM = 0.05
+"""Part of what a slow rank takes longer from which a phase is named."""
 
 RANK_PHASES = ("dataloader_next", "to_device", "forward", "optimizer")
 """Phases in which a rank works for itself. A slow rank's backward pass looks long on the others,
@@ -37,7 +42,8 @@ def straggler(facts: Facts) -> Finding | None:
         return None
     who = "one rank" if rank is None else _name_of(facts.measurement, int(rank))
     others = "the other" if facts.measurement.world_size == 2 else "the mean of the others"
-    where = " and ".join(excesses)
+    phases = [name for name, ms in excesses.items() if ms >= _NAMED_FROM * worst]
+    where = " and ".join(phases)
     longer = f"{who} takes {worst:.2f} ms a step longer than {others} in {where}"
     evidence = (
         f"{longer} ({share:.0%} of the step), and the others wait for it in their collectives"
@@ -49,14 +55,14 @@ def straggler(facts: Facts) -> Finding | None:
         "straggler",
         Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
         evidence,
-        _look_at(facts, set(excesses)),
+        _look_at(facts, phases),
         share,
     )
 
 
-def _look_at(facts: Facts, phases: set[str]) -> str:
+def _look_at(facts: Facts, phases: Sequence[str]) -> str:
     """Where a slow rank's cause is to be looked for."""
-    if phases != {"dataloader_next"}:
+    if phases != ["dataloader_next"]:
         return "Look at that device's clocks, temperature and neighbours, and at that rank's data."
     data = "Look at that rank's data, and at what else reads and computes on its node"
     if not facts.measurement.in_force.get("dataloader_workers"):

@@ -101,9 +101,11 @@ def test_a_rank_for_which_nobody_waits_is_no_straggler():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_of_a_rank_that_only_waits_for_batches_its_data_is_looked_at(workers):
     """Loader processes that are all as slow show on the rank whose own began last."""
-    evidence, in_force = slow(1, dataloader_next=40.0), {"dataloader_workers": workers}
+    evidence = slow(1, 0.05, dataloader_next=40.0, forward=0.4)
+    in_force = {"dataloader_workers": workers}
     found = first(job({"forward": 60.0}, bottleneck_evidence=evidence, in_force=in_force))
     assert found.name == "straggler"
+    assert "takes 40.40 ms a step longer than the other in dataloader_next (40%" in found.evidence
     assert "clocks" not in found.advice
     assert ("all ranks are as slow" in found.advice) == bool(workers)
 
