@@ -123,6 +123,10 @@ class _Imitation(TorchFunctionMode):  # type: ignore[misc]
         self._dtype = dtype
         self._weights: dict[int, torch.Tensor] = {}
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._weights.clear()
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -213,8 +217,10 @@ def peak_bytes(
         return nullcontext(), imitation
 
     CheckpointedBlocks(dummy.blocks, checkpoint_every, False, contexts)
-    with imitation, counter:
-        dummy.loss(dummy.model, batch).backward()
+    with counter:
+        with imitation:
+            loss = dummy.loss(dummy.model, batch)
+        loss.backward()
     return counter.peak
 
 
