@@ -43,7 +43,8 @@ def explain(error: BaseException, known: Callable[[], Mapping[str, Any]]) -> str
     if kind == "OverrideParseException":
         return _unreadable(getattr(error, "override", "").removeprefix(FORCE), text)
     if match := _NO_SUCH_KEY.search(text):
-        return no_such_key(next(g for g in match.groups() if g), known())
+        inside = getattr(error.__cause__, "full_key", None)  # of a mapping that was given
+        return no_such_key(inside or next(g for g in match.groups() if g), known())
     if match := _EXISTS.search(text):
         key = match.group(1)
         return f"+{key}: the key exists. Write {key}=VALUE, without the plus sign."

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 _CHOICE = re.compile(r"^(runner|workload)=(\w+)$")
-_KNOB = re.compile(r"^runner\.knobs\.[^=]+=")
+_KNOB = re.compile(r"^runner\.knobs(\.[^=]+=|=\s*\{)")
 
 FORCE = "++"
 """What Hydra wants before a key that it is to set whether or not the files have it."""

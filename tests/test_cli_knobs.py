@@ -14,6 +14,8 @@ from perfsearch.search.errors import BadInputError
         (["runner.knobs.x=1", "workload=script"], "++runner.knobs.x"),
         (["runner=ddp", "runner=soap", "runner.knobs.x=1"], "++runner.knobs.x"),
         (["runner=soap", "runner=ddp", "runner.knobs.x=1"], "runner.knobs.x"),
+        (["workload=script", "runner.knobs={x: 1}"], "++runner.knobs"),
+        (["workload=script", "runner.knobs=auto"], "runner.knobs"),
         (["runner=soap", "+runner.knobs.x=1"], "+runner.knobs.x"),
         (["workload=mlp", "runner.knobs.x=1"], "runner.knobs.x"),
     ],
@@ -32,6 +34,18 @@ def test_a_scripts_own_knob_stands_beside_those_of_the_file():
     words = ["workload=script", "workload.command=[t.py]", "runner.knobs.persistent_workers=false"]
     knobs = compose(words, {})["runner"]["knobs"]
     assert knobs["persistent_workers"] is False and knobs["bucket_cap_mb"] == "search"
+
+
+def test_a_mapping_of_knobs_is_taken_as_they_are_one_by_one():
+    words = [
+        "workload=script",
+        "workload.command=[t.py]",
+        "runner.knobs={persistent_workers: [true]}",
+    ]
+    knobs = compose(words, {})["runner"]["knobs"]
+    assert knobs["persistent_workers"] == [True] and knobs["bucket_cap_mb"] == "search"
+    with pytest.raises(BadInputError, match=r"^runner\.knobs\.persistent_workers: no such key"):
+        compose(words[2:], {})
 
 
 def test_a_comma_in_an_operators_devices_is_no_sweep():

@@ -13,25 +13,12 @@ from typing import Any
 from torch.optim import lr_scheduler as _module
 from torch.optim.lr_scheduler import LRScheduler
 
+from perfsearch.instrument.frameworks import CALLS
 from perfsearch.instrument.imports import after_import
 from perfsearch.instrument.patches import wrap
 from perfsearch.instrument.phases import Phases
 
 SCHEDULERS = "step_lr_schedulers"
-CALLBACKS = "callbacks"
-METRICS = "reduce_metrics"
-
-_RESULTS = "trainer.connectors.logger_connector.result"
-_OF_FRAMEWORKS = (
-    ("transformers.trainer_callback", "CallbackHandler.call_event", CALLBACKS),
-    ("lightning.pytorch.trainer.call", "_call_callback_hooks", CALLBACKS),
-    ("pytorch_lightning.trainer.call", "_call_callback_hooks", CALLBACKS),
-    ("transformers.trainer_pt_utils", "nested_gather", METRICS),
-    ("accelerate.accelerator", "Accelerator.gather_for_metrics", METRICS),
-    (f"lightning.pytorch.{_RESULTS}", "_ResultCollection.metrics", METRICS),
-    (f"pytorch_lightning.{_RESULTS}", "_ResultCollection.metrics", METRICS),
-)
-"""Module, function in it, and the phase that its calls are; each module is named once."""
 
 
 class Calls:
@@ -49,7 +36,7 @@ class Calls:
         for found in list(vars(_module).values()):
             if isinstance(found, type) and issubclass(found, LRScheduler):
                 self._wrap_step(found)
-        for module, path, phase in _OF_FRAMEWORKS:
+        for module, path, phase in CALLS:
             after_import(module, lambda m, p=path, n=phase: self._meet(m, p, n))  # type: ignore[misc]
 
     def _meet(self, module: ModuleType, path: str, phase: str) -> None:

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from perfsearch.instrument.frameworks import ENGINE
 from perfsearch.instrument.imports import after_import
 from perfsearch.instrument.optimizers import Optimizers
 from perfsearch.instrument.patches import wrap
 from perfsearch.search.knob import Value
-
-_ENGINE = "deepspeed.runtime.engine"
 
 _READ = {
     "zero_stage": "zero_optimization_stage",
@@ -40,7 +39,7 @@ class Engines:
         self.seen = False
         self._engine: weakref.ref[Any] | None = None
         self._optimizers = optimizers
-        after_import(_ENGINE, self._meet)
+        after_import(ENGINE, self._meet)
 
     def _meet(self, module: ModuleType) -> None:
         wrap(module.DeepSpeedEngine, "_take_model_step", self._step)

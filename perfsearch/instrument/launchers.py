@@ -6,10 +6,10 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
-import torch.multiprocessing
-
+from perfsearch.instrument.imports import after_import
 from perfsearch.instrument.patches import wrap
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "horovodrun", "mpirun", "srun")
@@ -47,8 +47,11 @@ def watch_for_launchers(script: str, refuse: Callable[[str], None]) -> None:
         refuse(explain("torch.multiprocessing.spawn", script))
         return original(*args, **kwargs)
 
-    wrap(torch.multiprocessing, "spawn", spawn)
-    wrap(torch.multiprocessing, "start_processes", spawn)
+    def meet(module: ModuleType) -> None:
+        wrap(module, "spawn", spawn)
+        wrap(module, "start_processes", spawn)
+
+    after_import("torch.multiprocessing", meet)
     owner = os.getpid()
 
     def audit(event: str, args: tuple[Any, ...]) -> None:

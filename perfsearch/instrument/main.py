@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import builtins
+import importlib
 import os
 import runpy
 import sys
 import types
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perfsearch.ending import pause_at_end
+from perfsearch.instrument.frameworks import MODULES
+from perfsearch.instrument.imports import after_import, expect
 from perfsearch.instrument.launchers import watch_for_launchers
 from perfsearch.instrument.orders import VARIABLE, Orders
 from perfsearch.instrument.patches import once
 from perfsearch.instrument.report import lines
-from perfsearch.instrument.script import Script
+
+if TYPE_CHECKING:
+    from perfsearch.instrument.script import Script
 
 
 def say(text: str) -> None:
@@ -32,7 +40,8 @@ def run_script(orders: Orders, arguments: list[str]) -> None:
     path = os.path.join(os.getcwd(), orders.script)  # not tidied up, as Python does not
     sys.path[0] = os.path.dirname(os.path.realpath(path))
     main = types.ModuleType("__main__")  # kept, so that workers and pickles find its classes
-    main.__dict__.update(__file__=path, __cached__=None, __builtins__=__builtins__)
+    main.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins)
+    main.__loader__ = SourceFileLoader("__main__", path)
     sys.modules["__main__"] = main
     code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     exec(code, main.__dict__)
@@ -82,27 +91,49 @@ def main() -> int:
     pause_at_end()
     orders = Orders.from_environment(os.environ)
     os.environ.pop(VARIABLE)  # not for what the script starts in its turn
-    script = Script(orders.knobs)
     if orders.directory:
         from perfsearch.instrument.trial import run_searched
 
-        return run_searched(script, orders)
-    _reporting(script, orders)
+        return run_searched(orders)
+    attach_at_import(lambda: _attach(orders))
     watch_for_launchers(orders.script, _once_said())
-    if orders.autotune is not None:
-        from perfsearch import online
-        from perfsearch.online.options import AutotuneOptions
-
-        online.enable(AutotuneOptions.from_mapping(orders.autotune))
     try:
         run_script(orders, sys.argv[2:])
     except SystemExit:
+        importlib.import_module("torch")  # the instruments come with it, and say what there is
         raise
     except BaseException as error:
         error.__traceback__ = without_our_frames(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
+    importlib.import_module("torch")
     return 0
+
+
+def attach_at_import(attach: Callable[[], object]) -> None:
+    """Have the instruments made once the script has imported torch, and no earlier.
+
+    torch reads some variables of the environment when it is imported, which the script may set.
+    """
+    owner = os.getpid()
+
+    def meet(torch: types.ModuleType) -> None:
+        if os.getpid() == owner:  # and not in what it has forked
+            attach()
+
+    expect(*MODULES)
+    after_import("torch", meet)
+
+
+def _attach(orders: Orders) -> None:
+    from perfsearch.instrument.script import Script
+
+    _reporting(Script(orders.knobs), orders)
+    if orders.autotune is not None:
+        from perfsearch import online
+        from perfsearch.online.options import AutotuneOptions
+
+        online.enable(AutotuneOptions.from_mapping(orders.autotune))
 
 
 def _once_said() -> Callable[[str], None]:

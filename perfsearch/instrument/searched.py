@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from perfsearch.instrument.batches import BatchTape
+from perfsearch.instrument.facts import Facts
+from perfsearch.instrument.finished import Finished
 from perfsearch.instrument.orders import FIRST_LOSSES
 from perfsearch.instrument.phases import Phases
 from perfsearch.instrument.rewind import Rewinder
 from perfsearch.instrument.script import Script
-from perfsearch.instrument.sockets import socket_path
 from perfsearch.instrument.timing import Timing
 from perfsearch.instrument.tracing import Trace
 from perfsearch.workers import measure
@@ -33,16 +34,12 @@ def _name_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if on_gpu else str(device)
 
 
-class Finished(SystemExit):
-    """The window is full: the script has done what it was started for."""
-
-
 class Searched:
     """Speaks with the controller at step boundaries; inside the scored window it is silent.
 
     Args:
         script: the instruments.
-        directory: of the group, with the sockets.
+        channel: to the controller, which has been greeted.
         rank: which rank this is.
 
     Attributes:
@@ -50,7 +47,7 @@ class Searched:
 
     """
 
-    def __init__(self, script: Script, directory: str, rank: int) -> None:
+    def __init__(self, script: Script, channel: Channel, rank: int) -> None:
         self.steps = 0
         self._rank = rank
         self._script = script
@@ -64,8 +61,7 @@ class Searched:
         script.loaders.tape = BatchTape()
         script.optimizers.before_step = self._before_step
         script.optimizers.after_step = self._after_step
-        self._channel = Channel.connect(socket_path(directory, rank))
-        self._channel.send({"event": "hello", "pid": os.getpid()})
+        self._channel = channel
         self._since, self._pulled = time.perf_counter(), 0
 
     @property
@@ -217,8 +213,12 @@ class Searched:
         if not self._ending:
             self._channel.send({"event": "ended", "step": self.steps})
 
-    @staticmethod
-    def leave_process_group() -> None:
-        """Take the script's process group down, where it has left one."""
+    def facts(self) -> Facts:
+        """What the script has built so far."""
+        return self._script.facts()
+
+    def close(self) -> None:
+        """End the loaders' workers; take the process group down, where the script has left one."""
+        self._script.loaders.close()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -11,9 +11,16 @@ import torch
 
 @dataclass(eq=False)
 class _Source:
-    """A loader, and whether what it gives was seen to be trained on."""
+    """A loader, and whether what it gives was seen to be trained on.
+
+    Attributes:
+        trained: it was.
+        may_be: an iterator of it goes on from step to step, and only where no gradients are kept.
+
+    """
 
     trained: bool = False
+    may_be: bool = False
 
 
 @dataclass
@@ -38,7 +45,8 @@ class Uses:
     A batch says nothing of what it is for; what happens after it does. Trained on is a loader where
     a backward pass comes right after one of its batches, or where an iterator of it goes on from
     one step to the next: a round of validation begins and ends between two steps. A batch that was
-    taken where no gradients are kept speaks only by the latter.
+    taken where no gradients are kept speaks only by the latter, and only where no loader is known
+    to be trained on: else it is one of an endless iterator for validation.
     """
 
     def __init__(self) -> None:
@@ -63,7 +71,11 @@ class Uses:
 
         """
         if underway and self._given_in.get(iterator) == self._step - 1:
-            self._source_of(iterator).trained = True
+            source = self._source_of(iterator)
+            if torch.is_grad_enabled():
+                source.trained = True
+            else:
+                source.may_be = True
 
     def take(self, iterator: Any, samples: int, tokens: int) -> None:
         """Note that a batch was given."""
@@ -93,10 +105,12 @@ class Uses:
 
     def read(self) -> Used:
         """What was taken since the window began; all is trained on where nothing is known."""
-        known = any(source.trained for _, source in self._taken)
+        sources = {source for _, source in self._taken}
+        trained = {source for source in sources if source.trained}
+        trained = trained or {source for source in sources if source.may_be} or sources
         used = Used()
         for (step, source), (samples, tokens) in self._taken.items():
-            if source.trained or not known:
+            if source in trained:
                 used.samples += samples
                 used.tokens += tokens
             elif step - self._begin not in used.aside:

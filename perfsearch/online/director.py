@@ -130,9 +130,10 @@ class Director:
         if not baseline.costs:
             self._keep(sampler.arm_of(sampler.current), "the fixed values could not be applied")
             return
+        tried = 0
         if earlier is not None:
-            yield from self._tell_earlier(earlier, described["earlier"], baseline)
-        reason = yield from self._search()
+            tried = yield from self._tell_earlier(earlier, described["earlier"], baseline)
+        reason = yield from self._search(self._options.max_samples - tried)
         best = yield from self._settle(baseline)
         failure = yield from sampler.apply(best.configuration)
         if failure:
@@ -150,8 +151,8 @@ class Director:
         for name, why in described["left_out"].items():
             self._recorder.say(f"does not tune {name}: {why}")
 
-    def _search(self) -> Generator[Instruction, list[Report], str]:
-        for _ in range(self._options.max_samples):
+    def _search(self, left: int) -> Generator[Instruction, list[Report], str]:
+        for _ in range(left):
             self._proposer.ask()
             answer = yield from self._await(self._options.time_limit_s)
             if answer is None:
@@ -209,7 +210,7 @@ class Director:
             yield from self._sampler.train(1)
 
     def _tell_earlier(self, earlier: Log, fits: Sequence[bool], baseline: Arm) -> Steps:
-        """Pass on an earlier run's trials, at the speed of today, and measure its best here.
+        """Pass on an earlier run's trials, at the speed of today; samples taken of its best here.
 
         Those that ``fits``, the best one's being the last, does not allow today are left out.
         """
@@ -223,8 +224,10 @@ class Director:
             self._proposer.tell(trial)
             told += 1
         self._recorder.say(f"{told} samples of the earlier log are known")
-        if fits[-1] and key_of(earlier.kept) != key_of(baseline.configuration):
+        again = fits[-1] and key_of(earlier.kept) != key_of(baseline.configuration)
+        if again:
             yield from self._sample(earlier.kept, Purpose.SEARCH)
+        return int(again)
 
     def _watch(self) -> Steps:
         """Return once the time of a step has changed for good."""

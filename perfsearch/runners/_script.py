@@ -277,8 +277,8 @@ class Script(Runner):
         )
 
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
-        """What the baseline's window had besides training."""
-        return validation_lines(trials)
+        """What the baseline's window had besides training; what the best asks of the script."""
+        return validation_lines(trials) + _script_export.promises(self._changed(configuration))
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """Only what is not as the script has it: the rest stays the script's own."""

@@ -67,9 +67,28 @@ def write(
     return sorted(path for path in directory.iterdir() if path.is_file())
 
 
+def promises(objects: Mapping[str, Value]) -> list[str]:
+    """What the script has to keep to in every step, of which a trial has seen the first ones only.
+
+    Args:
+        objects: knobs that are not as the script has them.
+
+    """
+    of_steps = {
+        ("static_graph", True): "every step uses the same parameters",
+        ("find_unused_parameters", False): "every step uses all parameters",
+    }
+    return [
+        f"{name}={str(value).lower()} promises that {what}, as the steps that were measured did; a "
+        f"later one that does not ends training ('~runner.knobs.{name}' searches without it)"
+        for (name, value), what in of_steps.items()
+        if objects.get(name) is value
+    ]
+
+
 def code_lines(objects: Mapping[str, Value]) -> list[str]:
     """What to change where the script builds its objects."""
-    lines = _sharding_lines(objects)
+    lines = [f"# {line}" for line in promises(objects)] + _sharding_lines(objects)
     wrapper = wrapper_arguments(objects)
     if wrapper:
         given = ", ".join(f"{name}={value!r}" for name, value in wrapper.items())

@@ -81,7 +81,7 @@ def _status_and_reason(
             return Status.INVALID, None, reason
     if failure.status is Status.TIMEOUT:
         made = ", ".join(f"rank {rank} made {n} steps" for rank, n in enumerate(steps))
-        reason = f"no answer in {error.limit_s:g} s: {made}"
+        reason = f"no answer in {round(error.limit_s or 0.0, 1):g} s: {made}"
         if failure.standing:
             reason += f"; {failure.standing}"
         if not any(steps):

@@ -176,6 +176,8 @@ class Runs:
         group, start = self.group, self.start
         assert group is not None and start is not None
         try:
+            if start.seconds:
+                self._run_on(group, start, plan, deadline)
             if self.sound is None:
                 before = list(start.losses or [])
                 if not self._rewind(group, start, self.knobs, plan, deadline):
@@ -193,6 +195,17 @@ class Runs:
             self.end(kill=True)  # a new start will tell what is wrong, if anything is
             return False
         return False
+
+    @staticmethod
+    def _run_on(group: ScriptGroup, start: Start, plan: Plan, deadline: float) -> None:
+        """Let a start that nothing was measured in go on as if it were measured.
+
+        A search that is taken up again begins with one. Only batches that a script was given can be
+        given to it again, and only losses that it had can be compared.
+        """
+        settle(group, plan, start, deadline)
+        score_window(group, plan, start, deadline, lambda facts: {})
+        start.seconds = []
 
     def _rewind(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
 from perfsearch.parallel.wrapper import wrapper_arguments
@@ -24,6 +25,7 @@ import os
 import runpy
 import sys
 import types
+from importlib.machinery import SourceFileLoader
 
 
 def give(cls, arguments, without=()):
@@ -46,21 +48,21 @@ def give(cls, arguments, without=()):
 
 _DDP = """
 
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel
 
 give(DistributedDataParallel, {arguments!r}, {without!r})
 """
 
 _LOADER = """
 
-from torch.utils.data import DataLoader  # noqa: E402
+from torch.utils.data import DataLoader
 
 give(DataLoader, {arguments!r}, {without!r})
 """
 
 _OPTIMIZER = '''
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 seen = set()
 
@@ -80,6 +82,32 @@ def implementation(optimizer, args, kwargs):
 register_optimizer_step_pre_hook(implementation)
 '''
 
+_SAYS = '    """Give what was found to whatever the script builds from now on."""\n'
+
+_AFTER_TORCH = '''
+
+class AfterTorch:
+    """Sees the script import torch, which then reads what the script may have set for it."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next(spec for spec in specs if spec is not None)
+        load = spec.loader.exec_module
+
+        def execute(module):
+            load(module)
+            put_into_force()
+
+        spec.loader.exec_module = execute
+        return spec
+
+
+sys.meta_path.insert(0, AfterTorch())
+'''
+
 _SCRIPT = """
 
 sys.argv = sys.argv[1:]
@@ -87,6 +115,7 @@ path = os.path.join(os.getcwd(), sys.argv[0])
 sys.path[0] = os.path.dirname(os.path.realpath(path))
 main = types.ModuleType("__main__")
 main.__dict__.update(__file__=path, __cached__=None, __builtins__=__builtins__)
+main.__loader__ = SourceFileLoader("__main__", path)
 sys.modules["__main__"] = main
 with open(path, "rb") as file:
     code = compile(file.read(), path, "exec", dont_inherit=True)
@@ -117,15 +146,15 @@ def program(objects: Mapping[str, Value], wrappers: list[str], module: bool) -> 
         module: whether the script is started as a module.
 
     """
-    parts = [_HEAD]
-    parts += _ddp(objects) + _loader(objects) + _optimizer(objects)
+    parts = _ddp(objects) + _loader(objects) + _optimizer(objects)
     parts += _script_start_sharding.parts(objects, wrappers)
     if objects.get("cudnn_benchmark") is not None:
         value = bool(objects["cudnn_benchmark"])
-        parts.append(
-            f"\n\nimport torch  # noqa: E402\n\ntorch.backends.cudnn.benchmark = {value}\n"
-        )
-    return "".join([*parts, _MODULE if module else _SCRIPT])
+        parts.append(f"\n\nimport torch\n\ntorch.backends.cudnn.benchmark = {value}\n")
+    if parts:
+        body = textwrap.indent("".join(parts).replace("\n\n\n", "\n\n").lstrip("\n"), "    ")
+        parts = [f"\n\ndef put_into_force():\n{_SAYS}{body}", _AFTER_TORCH]
+    return "".join([_HEAD, *parts, _MODULE if module else _SCRIPT])
 
 
 def _ddp(objects: Mapping[str, Value]) -> list[str]:

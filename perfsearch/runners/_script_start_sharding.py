@@ -8,7 +8,7 @@ from perfsearch.search.knob import Value
 
 _FULLY_SHARD = '''
 
-import torch.distributed.fsdp as fsdp  # noqa: E402
+import torch.distributed.fsdp as fsdp
 
 shard, units = fsdp.fully_shard, []
 
@@ -39,8 +39,8 @@ _KEEP_ON_DEVICE = '    arguments["offload_policy"] = fsdp.OffloadPolicy()\n'
 
 _BOTH_MEMORIES = '''
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
 init_process_group = dist.init_process_group
 
@@ -57,7 +57,7 @@ dist.init_process_group = for_both_memories
 
 _AHEAD = '''
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 def gather_ahead(optimizer, args, kwargs):
@@ -77,7 +77,7 @@ _BACKWARD = "            unit.set_modules_to_backward_prefetch(inside[:place][::
 
 _FSDP1 = """
 
-import torch.distributed.fsdp as fsdp  # noqa: E402
+import torch.distributed.fsdp as fsdp
 
 give(fsdp.FullyShardedDataParallel, {{{arguments}}})
 """

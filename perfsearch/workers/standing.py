@@ -32,6 +32,8 @@ _POLL_S = 0.03
 _MOST_BYTES = 65_536
 _MOST_PLACES = 4
 
+_STOPPED = "no line (its process is stopped)"
+
 _HEADER = "(most recent call first):"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 _PASSED_OVER = re.compile(
@@ -88,8 +90,18 @@ def catches(pid: int) -> bool:
     return bool((caught & ~blocked) >> (ASKING - 1) & 1)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether the process was stopped by a signal, so that it answers to none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] in ("T", "t")
+
+
 @dataclass(frozen=True)
 class _Asked:
+    pid: int
     log: Path
     begin: int
 
@@ -109,7 +121,7 @@ def ask(directory: Path, log_directory: Path, world_size: int) -> dict[int, str]
         world_size: number of ranks.
 
     Returns:
-        The places by rank, of those that told.
+        The places by rank, of those that told or are stopped.
 
     """
     asked = {}
@@ -117,7 +129,7 @@ def ask(directory: Path, log_directory: Path, world_size: int) -> dict[int, str]
         pid, log = _process(directory, rank), rank_log(log_directory, rank)
         if pid is None or not log.exists():
             continue
-        asked[rank] = _Asked(log, log.stat().st_size)
+        asked[rank] = _Asked(pid, log, log.stat().st_size)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, ASKING)
     said: dict[int, str] = {}
@@ -128,7 +140,8 @@ def ask(directory: Path, log_directory: Path, world_size: int) -> dict[int, str]
         if said == before and all(_HEADER in text for text in said.values()):
             break
     places = {rank: place(text) for rank, text in said.items()}
-    return {rank: found for rank, found in places.items() if found}
+    stopped = {rank: _STOPPED for rank, one in asked.items() if is_stopped(one.pid)}
+    return {rank: found for rank, found in {**places, **stopped}.items() if found}
 
 
 def _process(directory: Path, rank: int) -> int | None:

@@ -1,8 +1,9 @@
+import importlib.util
 import sys
 
 import pytest
 
-from perfsearch.instrument.imports import after_import
+from perfsearch.instrument.imports import after_import, expect
 
 
 @pytest.fixture
@@ -30,3 +31,27 @@ def test_what_has_been_imported_is_changed_at_once(package):
 
     after_import("late_package.inner", lambda module: setattr(module, "value", 3))
     assert late_package.inner.value == 3
+
+
+def test_a_module_that_is_looked_up_before_it_is_imported_is_changed_too(package):
+    after_import(package, lambda module: setattr(module, "value", 4))
+    assert importlib.util.find_spec(package).loader.get_filename() is not None
+    assert package not in sys.modules
+    import late_package
+
+    assert late_package.value == 4
+
+
+def test_one_that_imports_what_asks_for_it_is_changed_when_it_is_whole(package):
+    """As a framework's module does that imports torch, with which the instruments come."""
+    expect("late_package")
+    when = []
+
+    def asks(inner):
+        after_import("late_package", lambda module: when.append(module.value))
+        assert not when and "late_package" in sys.modules
+
+    after_import("late_package.inner", asks)
+    import late_package
+
+    assert when == [late_package.value] == [1]

@@ -1,6 +1,7 @@
 """A script that is run by perfsearch, or by a hand-over, sees what it sees under Python alone."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from perfsearch.instrument.main import run_script
-from perfsearch.instrument.orders import Orders
+from perfsearch.instrument.orders import ENTRY, Orders
 from perfsearch.runners._script_start import program
 
 TEXT = """import json, os, sys
 os.chdir("/")
 names = ("__name__", "__file__", "__package__", "__spec__", "__cached__", "__doc__")
 seen = {name: globals()[name] for name in names}
+seen.update(builtins=type(__builtins__).__name__, loader=type(__loader__).__name__)
 seen.update(argv=sys.argv, path=sys.path[0], main=sys.modules["__main__"].__file__)
 seen.update(code=(lambda: 0).__code__.co_filename)
 json.dump(seen, open(sys.argv[1], "w"))
@@ -44,3 +46,48 @@ def test_paths_are_those_of_python_itself(tmp_path, monkeypatch, script, way):
     assert {k: v for k, v in ours.items() if k != "argv"} == {
         k: v for k, v in python.items() if k != "argv"
     }
+
+
+BEFORE_TORCH = """import os, sys
+os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"  # read once, at the import
+assert not [name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy")]
+import torch.distributed as dist
+print(dist.get_debug_level().name)
+"""
+
+
+@pytest.mark.parametrize("more", [{}, {"autotune": {}}, {"knobs": {"dataloader_workers": 1}}])
+def test_what_a_script_sets_for_torch_before_it_imports_it_is_heeded(tmp_path, more):
+    (tmp_path / "train.py").write_text(BEFORE_TORCH)
+    environment = {**os.environ, **Orders("train.py", **more).to_environment()}
+    done = subprocess.run(
+        [sys.executable, "-m", ENTRY, "train.py"], cwd=tmp_path, env=environment,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "DETAIL\n"), done.stderr
+    assert "perfsearch" in done.stderr  # what it could do is said
+
+
+def test_a_hand_over_leaves_the_import_of_torch_to_the_script_too(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import importlib.util\nassert importlib.util.find_spec('torch')\n"
+        + BEFORE_TORCH
+        + "from torch.utils.data import DataLoader\nprint(DataLoader([1]).num_workers)\n"
+    )
+    (tmp_path / "start.py").write_text(program({"dataloader_workers": 1}, [], module=False))
+    done = subprocess.run(
+        [sys.executable, "start.py", "train.py"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "DETAIL\n1\n"), done.stderr
+
+
+def test_a_script_without_torch_is_told_of_it(tmp_path):
+    (tmp_path / "count.py").write_text("import sys\nprint(sum(range(3)))\nsys.exit(4)\n")
+    environment = {**os.environ, **Orders("count.py").to_environment()}
+    done = subprocess.run(
+        [sys.executable, "-m", ENTRY, "count.py"], cwd=tmp_path, env=environment,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (4, "3\n")
+    assert "perfsearch: " in done.stderr

@@ -89,6 +89,29 @@ def test_a_loader_that_is_kept_for_all_rounds_stays_one_of_validation(loaders):
     loaders.close()
 
 
+def test_an_endless_iterator_for_validation_is_not_trained_on(loaders):
+    batches, held = endless(DataLoader(TRAINING, 4)), endless(DataLoader(VALIDATION, 32))
+
+    def one_batch():
+        with torch.no_grad():
+            next(held)
+
+    used = run(loaders, 6, lambda: train(next(batches)), one_batch, every=1)
+    assert (used.samples, used.aside) == (24, [0, 1, 2, 3, 4, 5])
+
+
+def test_where_every_batch_is_taken_without_gradients_the_one_that_goes_on_is_trained_on(loaders):
+    batches = endless(DataLoader(TRAINING, 4))
+
+    def step():
+        with torch.no_grad():
+            taken = next(batches)
+        train(taken)
+
+    used = run(loaders, 6, step, without_gradients)
+    assert (used.samples, used.aside) == (24, [0, 3])
+
+
 def test_batches_that_are_taken_in_advance_are_trained_on(loaders):
     batches = one_ahead(endless(DataLoader(TRAINING, 4)))
     used = run(loaders, 6, lambda: train(next(batches)), without_gradients)

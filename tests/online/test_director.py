@@ -234,6 +234,7 @@ def test_an_earlier_log_is_known_at_the_speed_of_today():
     _, recorder, proposer = tune(job, earlier=Log("job", trials, kept, True), max_samples=1)
     assert proposer.told[2].cost == pytest.approx(1.01 * valley(kept), rel=1e-6)
     assert recorder.rows[1].configuration == kept
+    assert [row.purpose for row in recorder.rows].count(Purpose.SEARCH) == 1  # max_samples
     assert recorder.rows[-1].configuration == kept
 
 

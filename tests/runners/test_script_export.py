@@ -36,6 +36,17 @@ def test_the_hand_over_is_a_command_and_the_lines_to_change(tmp_path):
         compile((tmp_path / name).read_text(), name, "exec")
 
 
+def test_what_only_the_first_steps_have_shown_is_said(tmp_path):
+    changed = {"static_graph": True, "find_unused_parameters": False, "bucket_cap_mb": 8.0}
+    graph, unused = _script_export.promises(changed)
+    assert graph.startswith("static_graph=true promises that every step uses the same parameters")
+    assert unused.startswith("find_unused_parameters=false promises") and "'~runner" in unused
+    hardware = Hardware("cpu", 2, 1, (), 8)
+    _script_export.write(changed, [], hardware, 1, ["train.py"], False, ["ddp"], tmp_path)
+    assert f"# {graph}\n# {unused}\n" in (tmp_path / "changes.py").read_text()
+    assert not _script_export.promises({"static_graph": False, "find_unused_parameters": True})
+
+
 def test_without_anything_to_build_differently_the_command_is_the_hand_over(tmp_path):
     hardware = Hardware("cpu", 2, 1, (), 8)
     changed = {"micro_batch": 2}

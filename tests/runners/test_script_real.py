@@ -117,6 +117,17 @@ def test_it_does_not_matter_where_an_epoch_ends(bench):
         assert again.measurement.first_losses == pytest.approx(first.measurement.first_losses)
 
 
+def test_a_search_that_is_taken_up_again_sees_the_batches_of_the_first(bench):
+    """Its first trial finds a start in which nothing but two steps has been made."""
+    one = bench("--bs", "8", "--accumulate", "2")
+    one.trials = 1
+    taken_up = one.measure(bucket_cap_mb=1.0)
+    assert (taken_up.status, taken_up.fresh_process) == (Status.OK, False)
+    as_it_is = one.measure(fresh=True)
+    assert len(as_it_is.measurement.first_losses) == 5
+    assert taken_up.measurement.first_losses == pytest.approx(as_it_is.measurement.first_losses)
+
+
 def test_a_script_that_runs_out_of_steps_is_started_again(bench):
     one = bench("--steps", "100", map=())
     for number in range(9):  # of at least twelve steps each

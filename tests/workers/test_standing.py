@@ -164,6 +164,17 @@ def test_a_rank_that_keeps_the_signal_back_is_not_asked(start, tmp_path):
     assert standing.ask(tmp_path, tmp_path, 1) == {}
 
 
+def test_a_rank_that_is_stopped_is_named(start, tmp_path):
+    process = start("pass")
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    try:
+        words = standing.in_words(standing.ask(tmp_path, tmp_path, 1))
+        assert words == "rank 0 stands at no line (its process is stopped)"
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
 def test_a_process_that_would_end_by_it_is_not_asked(tmp_path):
     """As one is that took the rank's place, or its number."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
