@@ -22,6 +22,7 @@ from perfsearch.parallel.soap.layouts import (
 )
 from perfsearch.parallel.soap.machine import MOST, is_number
 from perfsearch.parallel.soap.rules import signature
+from perfsearch.parallel.soap.shared_sums import shares_statistics
 from perfsearch.search.errors import BadInputError
 
 SCHEMA = 1
@@ -60,7 +61,8 @@ class Shard:
     @property
     def key(self) -> str:
         """The same for parts that take the same time, in every process."""
-        words = _words((signature(self.operator, self.part), self.gradients))
+        shared = ("shared",) if shares_statistics(self.operator, self.part) else ()
+        words = _words((signature(self.operator, self.part), self.gradients, *shared))
         return hashlib.blake2b(words.encode(), digest_size=12).hexdigest()
 
     @property
