@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 class Soap(Runner):
     """Searches how each operator is split and placed; data parallelism is the baseline.
 
-    What the model is made of is known once the job was described, so ``space`` and ``baseline``
-    are there after ``open``.
+    Its knobs are the operators of the model, which are known once the job was described; so
+    ``space`` and ``baseline`` are there after ``open``. ``docs/soap.md`` says how to pin one.
 
     Args:
         options: the ``runner.*`` keys.
