@@ -211,8 +211,8 @@ class Soap(Runner):
         if found.fits:
             return None
         return (
-            f"it needs {found.peak_gib:.2f} GiB on one device, of "
-            f"{self.inputs.machine.memory_gib:.2f} GiB"
+            f"it needs {_soap_report.size(found.peak_gib)} on one device, of "
+            f"{_soap_report.size(self.inputs.machine.memory_gib)}"
         )
 
     def _walk(self, request: WalkRequest) -> Walk:
@@ -221,6 +221,8 @@ class Soap(Runner):
         points = [self.job.searched_of(plan) for _, plan in found.plans] or [dict(request.start)]
         line = _soap_report.walk_line(found, self.inputs.machine.host_us * self.job.replays)
         lines = [self.job.coverage.line(), line]
+        if not found.plans:
+            lines.append(_soap_report.nothing_fits(self.simulator, self.plan(request.start)))
         return Walk(points, found.series, "\n".join(lines))
 
     def simulate(self, settings: Settings, view: View) -> int:
