@@ -48,6 +48,8 @@ _INFRASTRUCTURE = (
     r"No space left on device|\[Errno 28\]",
     r"Read-only file system|\[Errno 30\]",
 )
+_ARGUMENTS_REFUSED = re.compile(r"^.*\berror: .*$", re.MULTILINE)
+
 _PEER_LOST = (
     r"Connection closed by peer|Connection reset by peer|Connection refused",
     r"NCCL communicator was aborted|remote process exited|ncclRemoteError",
@@ -258,6 +260,11 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def refusal(tail: str) -> str:
+    """The line of a log with which a script refused its arguments, as argparse does; or empty."""
+    return one_line((_ARGUMENTS_REFUSED.findall(tail) or [""])[-1])
 
 
 def one_line(text: str, limit: int = 300) -> str:
