@@ -58,8 +58,13 @@ _PEER_LOST = (
 _REFUSAL_TYPES = frozenset(
     {"ValueError", "TypeError", "NotImplementedError", "AssertionError", "KeyError"}
 )
+_UNUSED = "Expected to have finished reduction"
+_UNUSED_REASON = (
+    "DistributedDataParallel waits for gradients of parameters that the loss does not use. Freeze "
+    "them (requires_grad_(False)), or take them out of the model"
+)
 _REFUSAL_TEXT = (
-    r"Expected to have finished reduction",
+    _UNUSED,
     r"Expected to mark a variable ready only once",
     r"static[_ ]graph",
     r"is not supported|not implemented|unsupported|does not support|doesn't support",
@@ -205,6 +210,8 @@ def _of_error(error: RankError, evidence: Evidence) -> Failure:
         (error.phase == "build" and error.type in _REFUSAL_TYPES)
         or (error.type in ("RuntimeError", *_REFUSAL_TYPES) and _refused(error))
     ):
+        if _UNUSED in error.message:
+            reason = f"rank {error.rank}: {_UNUSED_REASON}"
         return Failure(Status.INVALID, reason, error.rank)
     return Failure(Status.CRASH, reason, error.rank)
 
