@@ -17,7 +17,7 @@ from perfsearch.parallel.torch_features import torch_version
 from perfsearch.workloads.spec import WorkloadSpec
 
 FILE = "model_facts.json"
-_DESCRIPTION = 2
+_DESCRIPTION = 4
 """Raised when the same job is described differently, so that older answers are not used."""
 
 _LIMIT_S = 150.0

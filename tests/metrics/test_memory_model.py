@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from perfsearch.metrics.memory_facts import GIB, Layout, MemoryFacts, Parameter
 from perfsearch.metrics.memory_model import MemoryModel, Observation, Terms
 from perfsearch.metrics.memory_peak import peak
 
-SURFACE = Path(__file__).parents[1] / "data" / "zero_gpt2large_4xh100.csv"
+DATA = Path(__file__).parents[1] / "data"
+SURFACE = DATA / "zero_gpt2large_4xh100.csv"
+SECOND = DATA / "zero_llama_2xh200.csv"
 CAPACITY_GIB = 79.1  # of an H100, as the CUDA runtime tells it
 
 
@@ -20,10 +23,10 @@ def layout_of(row):
     stage = int(row["zero_stage"])
     return Layout(
         stage,
-        4,
+        int(row["world_size"]),
         int(row["micro_batch"]),
         int(row["gradient_accumulation"]),
-        shard_group=4,
+        shard_group=int(row["world_size"]),
         checkpoint_every=int(row["activation_checkpointing"] == "true"),
         precision="policy" if stage >= 2 else "autocast",
         bucket_view=True,
@@ -42,7 +45,16 @@ def surface():
 
 @pytest.fixture(scope="module")
 def terms():
-    return Terms(gpt_large())
+    return Terms(gpt_large(logits_kept=True))
+
+
+@pytest.fixture(scope="module")
+def second():
+    """Rows of another model (gated feed-forwards, RMS norms, nothing tied), and its terms."""
+    with SECOND.open() as file:
+        rows = list(csv.DictReader(file))
+    facts = MemoryFacts.from_json(json.loads((DATA / "zero_llama_facts.json").read_text()))
+    return rows, Terms(facts)
 
 
 def test_no_fitting_row_is_rejected_whichever_pair_of_rows_is_given(surface, terms):
@@ -66,15 +78,48 @@ def test_no_fitting_row_is_rejected_where_activations_are_not_known(surface):
         assert [o for o in ran if model.surely_too_large(o.layout)] == []
 
 
-def test_two_small_steps_predict_the_rest_within_a_tenth(surface, terms):
+def errors_of(model, rows):
+    return [model.predict(o.layout).peak_gib / o.peak_gib - 1 for o in rows]
+
+
+@pytest.mark.parametrize("seen", [(), (4, 8)], ids=["nothing", "two small steps"])
+def test_most_rows_are_predicted_within_a_fortieth_and_nine_of_ten_within_a_tenth(
+    surface, terms, seen
+):
+    """Not all: in some visits of stages 0 and 1, NCCL had let go of the first step's buckets."""
     ran, _ = surface
     small = [o for o in ran if o.layout.stage == 0 and not o.layout.checkpoint_every
-             and o.layout.micro_batch in (4, 8) and o.layout.accumulation == 1]  # fmt: skip
-    model = MemoryModel(terms, small, CAPACITY_GIB)
-    large = [o for o in ran if o.layout.micro_batch >= 8]
-    errors = [model.predict(o.layout).peak_gib / o.peak_gib - 1 for o in large]
-    within = sum(abs(e) <= 0.10 for e in errors)
-    assert within >= 0.9 * len(errors), sorted(errors)
+             and o.layout.micro_batch in seen and o.layout.accumulation == 1]  # fmt: skip
+    assert len(small) == len(seen)
+    errors = sorted(map(abs, errors_of(MemoryModel(terms, small, CAPACITY_GIB), ran)))
+    assert errors[len(errors) // 2] < 0.025
+    assert errors[int(0.9 * len(errors))] < 0.1
+
+
+def test_the_second_model_is_predicted_at_rest_and_at_its_peak(second):
+    rows, terms = second
+    small = [Observation(layout_of(r), float(r["peak_allocated_gib"])) for r in rows
+             if r["zero_stage"] == "0" and r["micro_batch"] in ("2", "4")]  # fmt: skip
+    assert len(small) == 2
+    model = MemoryModel(terms, small, 139.8)
+    freed_in_time = next(r for r in rows if (r["zero_stage"], r["micro_batch"]) == ("0", "8"))
+    for row in rows:
+        expected = model.predict(layout_of(row))
+        at_rest, most = float(row["at_rest_allocated_gib"]), float(row["peak_allocated_gib"])
+        assert expected.at_rest_gib == pytest.approx(at_rest, rel=0.03), row
+        assert expected.peak_gib == pytest.approx(most, rel=0.10), row
+        if row is not freed_in_time:
+            assert expected.peak_gib == pytest.approx(most, rel=0.025), row
+        assert expected.low_gib <= most <= expected.high_gib, row
+
+
+def test_no_row_of_the_second_model_is_rejected_whichever_pair_is_given(second):
+    rows, terms = second
+    ran = [Observation(layout_of(r), float(r["peak_allocated_gib"])) for r in rows]
+    capacity_gib = 1.02 * max(o.peak_gib for o in ran)
+    for pair in itertools.combinations(ran, 2):
+        model = MemoryModel(terms, pair, capacity_gib)
+        assert [o for o in ran if model.surely_too_large(o.layout)] == [], pair
 
 
 def test_margins_hold_what_was_measured(surface, terms):
@@ -84,11 +129,12 @@ def test_margins_hold_what_was_measured(surface, terms):
     assert inside >= 0.95 * len(ran)
 
 
-def test_every_trial_sharpens(surface, terms):
+def test_every_trial_sharpens(surface):
     ran, _ = surface
+    blind = Terms(gpt_facts(36, 1280))
     widths, errors = [], []
     for count in (0, 2, 8, len(ran)):
-        model = MemoryModel(terms, ran[:count], CAPACITY_GIB)
+        model = MemoryModel(blind, ran[:count], CAPACITY_GIB)
         found = [model.predict(o.layout) for o in ran]
         widths.append(sum(e.high_gib - e.low_gib for e in found))
         errors.append(sum(abs(e.peak_gib - o.peak_gib) for e, o in zip(found, ran, strict=True)))

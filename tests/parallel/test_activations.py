@@ -61,6 +61,27 @@ def test_attention_needs_no_matrix_of_scores():
     assert long == pytest.approx(2 * short, rel=0.1)
 
 
+NORMS = 5
+
+
+@pytest.mark.parametrize(
+    ("cast", "saved"),
+    [(False, NORMS), (True, 3 * NORMS)],
+    ids=["its kernel", "other dtypes, composed"],
+)
+def test_a_root_mean_square_norm_saves_its_input_alone_where_gpus_have_a_kernel(cast, saved):
+    """Of weights in another precision torch makes a composition, which saves what it makes."""
+    if not hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
+        pytest.skip("this torch has no such kernel")
+    model = nn.Sequential(*(nn.RMSNorm(32) for _ in range(NORMS)))
+    if cast:
+        model.double()
+    job = Job(model, Vectors(), lambda m, b: m(b).mean(), torch.optim.SGD)
+    tensor = 64 * 32 * 4
+    counted = peak_bytes(job, 64, 0, "none", None) / tensor
+    assert counted > saved if cast else saved < counted < saved + 2
+
+
 def test_facts_are_the_same_without_initial_values():
     with parameters_on_meta():
         bare = gpt.build(WorkloadSpec("gpt", "tiny"), 0)

@@ -122,6 +122,9 @@ class Ragged(nn.Module):
 class Rare(nn.Module):
     """Tables with gradients of a form of their own, a made weight, a part without gradient."""
 
+    in_place = True
+    """Whether its dropout is; on a GPU torch draws other numbers for one that is not."""
+
     def __init__(self):
         super().__init__()
         self.weighted = nn.EmbeddingBag(9, 4, mode="sum")
@@ -139,7 +142,7 @@ class Rare(nn.Module):
             self.most(indices),
             self.sparse(indices).mean(1),
             self.scaled(indices).mean(1),
-            functional.dropout(functional.hardswish(self.made(x)), 0.1, inplace=True),
+            functional.dropout(functional.hardswish(self.made(x)), 0.1, inplace=self.in_place),
         ]
         with torch.no_grad():
             known = torch.tanh(parts[0])
@@ -193,6 +196,6 @@ def make_odd(name, steps):
         return torch.randn(BATCH, width, generator=generator, dtype=torch.float64)
 
     def optimizer(parameters):
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
     return model, loss, optimizer, [(normal(WIDTH), normal(3)) for _ in range(steps)]

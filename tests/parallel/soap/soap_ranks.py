@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from parallel.soap import soap_models
+from parallel.soap import soap_models, soap_odd_models
 from torch.utils._pytree import tree_flatten, tree_map
 
 from perfsearch.parallel.soap import synchronise
@@ -136,6 +136,7 @@ def run_gpu(rank, directory, world, names, count):
     """On NCCL: some steps launched, then as many replayed; the error of the weights at the end."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    soap_odd_models.Rare.in_place = False
     dist.init_process_group(
         "nccl", init_method=f"file://{directory}/store", rank=rank, world_size=world
     )

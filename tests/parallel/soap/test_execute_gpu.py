@@ -13,7 +13,9 @@ MODELS = ("mlp", "dlrm", "tables", "conv", "transformer")
 
 @pytest.mark.gpu
 @pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("names", [MODELS, *((name,) for name in sorted(set(ODD) - {"recurrent"}))])
+@pytest.mark.parametrize(
+    "names", [MODELS, *((name,) for name in sorted(set(ODD) - {"recurrent"}))], ids="-".join
+)
 def test_plans_on_gpus_give_what_one_gpu_gives(tmp_path, names):
     found = launch_gpu(tmp_path, min(COUNT, 4), names, count=6)
     for name, results in found.items():
