@@ -158,7 +158,7 @@ class Soap(Runner):
         self.space = Space(self._job.searched)
         self.baseline, self.pinned = self._job.baseline, self._job.pinned
 
-    def _profile(self, directory: Path, known: list[str], machine: bool) -> None:
+    def _profile(self, directory: Path, known: list[str], machine: Path | None) -> None:
         """Have the ranks capture the job and measure what is not known."""
         self._ranks.describe(directory, known, machine, self.devices, self.options)
 
