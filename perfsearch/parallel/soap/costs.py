@@ -61,8 +61,9 @@ class Shard:
     @property
     def key(self) -> str:
         """The same for parts that take the same time, in every process."""
-        shared = ("shared",) if shares_statistics(self.operator, self.part) else ()
-        words = _words((signature(self.operator, self.part), self.gradients, *shared))
+        more = ["shared"] if shares_statistics(self.operator, self.part) else []
+        more += [f"frozen {p.name}" for p in self.operator.parameters if not p.trained]
+        words = _words((signature(self.operator, self.part), self.gradients, *more))
         return hashlib.blake2b(words.encode(), digest_size=12).hexdigest()
 
     @property

@@ -21,7 +21,7 @@ from parallel.soap.synthetic import (
 
 from perfsearch.parallel.soap.axes import Same, Whole
 from perfsearch.parallel.soap.configuration import data_parallel, part_rectangles
-from perfsearch.parallel.soap.costs import Shard
+from perfsearch.parallel.soap.costs import Shard, shards_of
 from perfsearch.parallel.soap.engine import ChainOptions
 from perfsearch.parallel.soap.graph import Graph, Operator, Role, Stage
 from perfsearch.parallel.soap.layouts import layout, owned_keys
@@ -169,6 +169,17 @@ def test_a_batch_norm_that_shares_its_statistics_is_timed_apart():
     assert not shares_statistics(unshared.operator, unshared.part)
     whole_of_a_smaller_one = norm("normal", linear("first", batch_input("x", (4, 16)), 32))
     assert shared.key != Shard(whole_of_a_smaller_one, ((0, 4), (0, 32)), (True,)).key
+
+
+def test_a_layer_whose_weights_are_frozen_is_timed_apart():
+    """Its backward pass has no gradient of theirs to compute."""
+    weight, bias = SECOND.parameters
+    frozen = replace(SECOND, parameters=(replace(weight, trained=False), bias))
+    shards = [Shard(operator, operator.whole, (True,)) for operator in (SECOND, frozen)]
+    assert shards[0].key != shards[1].key
+    graph = Graph((X, FIRST, SECOND, replace(frozen, name="third")), frozenset({"x"}), "third", 8)
+    keys = {shard.key for shard in shards_of(graph, 1)}
+    assert {shard.key for shard in shards} < keys
 
 
 def test_tasks_of_one_timeline_never_overlap():
