@@ -144,6 +144,10 @@ def test_the_closing_table_of_a_search_without_confirmation():
     rows = [ROWS[0], {**ROWS[1], "label": "best so far", "interval": None, "confirmed": False}]
     cells = result_cells(rows)
     assert cells[2][4] == "1.250x (one reading, not confirmed)"
+    slower = {**rows[1], "objective": 288.0, "confirmed": True}  # of a single pair
+    assert result_cells([ROWS[0], slower])[2][4] == "0.900x (one reading each, not confirmed)"
+    latency = [{**row, "unit": "ms/step"} for row in (ROWS[0], slower)]
+    assert result_cells(latency)[2][4] == "1.111x (one reading each, not confirmed)"
     failed = trial(0, status=Status.CRASH, purpose=Purpose.BASELINE)
     cells = result_cells([{**ROWS[0], "trial": failed, "objective": None}])
     assert cells[1][:4] == ["baseline", "0", "", ""]

@@ -176,22 +176,29 @@ def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
         elif interval:
             label = "finalist"
         else:
-            label = "best so far" if _is_faster(trial, baseline) else "fastest other"
+            label = "best so far" if _is_faster(trial, baseline, verdict) else "fastest other"
         rows.append(_row(session, label, trial, verdict.costs.get(trial.number), interval))
     return rows
 
 
-def _is_faster(trial: Trial, baseline: Trial | None) -> bool:
-    """Whether a trial's single reading is better than the baseline's, where that has one."""
-    if baseline is None or baseline.cost is None or trial.cost is None:
-        return True
-    return trial.cost < baseline.cost
+def _is_faster(trial: Trial, baseline: Trial | None, verdict: Verdict) -> bool:
+    """Whether a trial's reading is better than the baseline's, where that has one.
+
+    Readings of a confirmation that came to no interval count before those of the search.
+    """
+    own = _cost(trial, verdict.costs.get(trial.number))
+    before = None if baseline is None else _cost(baseline, verdict.costs.get(BASELINE))
+    return own is None or before is None or own < before
+
+
+def _cost(trial: Trial, costs: list[float] | None) -> float | None:
+    return statistics.median(costs) if costs else trial.cost
 
 
 def _row(
     session: Session, label: str, trial: Trial, costs: list[float] | None, interval: Any
 ) -> dict[str, Any]:
-    cost = statistics.median(costs) if costs else trial.cost
+    cost = _cost(trial, costs)
     return {
         "label": label,
         "trial": trial,
