@@ -54,7 +54,11 @@ def _make(file: Path) -> None:
     new = file.with_name(f".{file.name}.{uuid4().hex}.new")
     client = MlflowClient(tracking_uri=f"sqlite:///{new}")
     client.search_experiments(max_results=1)
-    client._tracking_client.store.engine.dispose()
+    # closed before the file is moved; no public function of MLflow's does it
+    store = getattr(getattr(client, "_tracking_client", None), "store", None)
+    engine = getattr(store, "engine", None)
+    if engine is not None:
+        engine.dispose()
     if file.exists():  # made by another program in between
         new.unlink()
     else:
