@@ -71,8 +71,9 @@ def runners_page() -> str:
         runner = runners.load(name)
         parts.append(f"## `runner={name}`\n\n{plain(paragraphs(runner))}\n")
         module = importlib.import_module(runner.__module__)
+        homes = {module.__name__, f"perfsearch.runners._{name}_options"}
         for item in vars(module).values():
-            if _is_options(item) and item.__module__ == module.__name__:
+            if _is_options(item) and item.__module__ in homes:
                 parts.append(options_table(item, "runner"))
         knobs = declared_knobs(name)
         if knobs:

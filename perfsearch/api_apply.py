@@ -53,10 +53,23 @@ def _from_file(path: Path) -> dict[str, Any]:
         ) from error
     if name != "ddp":
         raise BadInputError(
-            f"{file}: runner={name} does not wrap by DistributedDataParallel alone. Its lines for "
-            f"a script are in {file.parent / 'apply'}."
+            f"{file}: runner={name} does not wrap by DistributedDataParallel alone. "
+            f"{_instead(name, file.parent)}"
         )
     return dict(knobs)
+
+
+def _instead(runner: str, best: Path) -> str:
+    """What to do with a result that this cannot put into force."""
+    if runner != "soap":
+        return f"Its lines for a script are in {best / 'apply'}."
+    plan = best / "apply" / "dtensor_plan.py"
+    if plan.is_file():
+        return f"Its plan for torch's DTensor is {plan}."
+    return (
+        "Torch has no form for a plan that is not one mesh with regular shards; perfsearch trains "
+        f"it: perfsearch --config-path {best}"
+    )
 
 
 def apply(knobs: Mapping[str, Value], model: Any, optimizer: Any) -> Any:

@@ -26,6 +26,7 @@ class ThresholdSettings(Thresholds):
     input_high: float = _share(Thresholds.input_high)
     cpu_busy_percent: float = _percent(Thresholds.cpu_busy_percent)
     iowait_percent: float = _percent(Thresholds.iowait_percent)
+    disk_busy_percent: float = _percent(Thresholds.disk_busy_percent)
     network_megabytes_per_s: float = option(Thresholds.network_megabytes_per_s, above=0)
     to_device: float = _share(Thresholds.to_device)
     straggler_excess: float = _share(Thresholds.straggler_excess)

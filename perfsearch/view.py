@@ -188,10 +188,8 @@ def result_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             speed_up = interval.short
         elif trial is baseline:
             speed_up = "1"
-        elif trial.cost and baseline.cost:
-            speed_up = f"{baseline.cost / trial.cost:.3f}x (one reading, not confirmed)"
         else:
-            speed_up = ""
+            speed_up = _unconfirmed(row, rows[0])
         step = _step_ms(trial, row["objective"], str(row["unit"]))
         cells.append(
             [
@@ -204,6 +202,16 @@ def result_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             ]
         )
     return cells
+
+
+def _unconfirmed(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
+    """How the objectives shown compare, where there is no interval; empty where one lacks."""
+    here, before = row["objective"], baseline["objective"]
+    if not here or not before:
+        return ""
+    ratio = before / here if row["unit"] == "ms/step" else here / before
+    readings = "one reading each" if row["confirmed"] else "one reading"
+    return f"{ratio:.3f}x ({readings}, not confirmed)"
 
 
 def _step_ms(trial: Trial, objective: float | None, unit: str) -> float | None:

@@ -21,6 +21,9 @@ from perfsearch.view import View, result_cells, show_objective, show_seconds, sh
 
 _REFRESHES_PER_S = 4
 
+_PROPOSING = "search"
+"""The stage that has a budget, and asks for what to try."""
+
 
 class LiveView(View):
     """Shows the trial that runs, the best so far against the baseline, and what is left.
@@ -128,11 +131,13 @@ class LiveView(View):
             return
         yield self._running_line()
         yield self._best_line()
-        yield self._left_line()
+        if self.stage_name == _PROPOSING:
+            yield self._left_line()
 
     def _running_line(self) -> Text:
         if self.running is None:
-            return Text(f"  {self.stage_name}: choosing what to try next", overflow="ellipsis")
+            doing = ": choosing what to try next" if self.stage_name == _PROPOSING else ""
+            return Text(f"  {self.stage_name}{doing}", overflow="ellipsis")
         number, purpose, configuration = self.running
         elapsed = show_seconds(time.monotonic() - self.began)
         before = self.baseline.configuration if self.baseline else {}
@@ -163,7 +168,7 @@ class LiveView(View):
         parts = []
         if self.trials is not None:
             parts.append(f"{max(0, self.trials - self.searched)} of {self.trials} trials")
-        if self.seconds_left is not None and self.stage_name == "search":
+        if self.seconds_left is not None:
             left, since = self.seconds_left
             parts.append(show_seconds(max(0.0, left - (time.monotonic() - since))))
         text = Text(no_wrap=True, overflow="ellipsis").append("  left     ", "cyan")

@@ -80,3 +80,10 @@ def test_files_that_are_none_are_refused(tmp_path):
     write(tmp_path, runner="zero")
     with pytest.raises(BadInputError, match="runner=zero"):
         read_knobs(tmp_path)
+    write(tmp_path, runner="soap")
+    with pytest.raises(BadInputError, match="perfsearch --config-path"):
+        read_knobs(tmp_path)
+    (tmp_path / "apply").mkdir()
+    (tmp_path / "apply" / "dtensor_plan.py").touch()
+    with pytest.raises(BadInputError, match=r"DTensor is .*dtensor_plan\.py"):
+        read_knobs(tmp_path)

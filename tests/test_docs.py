@@ -28,6 +28,12 @@ def test_generated_pages_are_up_to_date(generate, capsys):
     assert generate.main(["--check"]) == 0, capsys.readouterr().err
 
 
+def test_every_runner_has_its_keys_in_the_page(generate):
+    _, *sections = generate.runners_page().split("\n## ")
+    without = [text.partition("`\n")[0] for text in sections if "| key | allowed |" not in text]
+    assert without == []
+
+
 def test_a_stale_page_is_named_and_left_alone(generate, monkeypatch, tmp_path, capsys):
     page = tmp_path / "keys.md"
     page.write_text("old")

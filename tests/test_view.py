@@ -144,6 +144,10 @@ def test_the_closing_table_of_a_search_without_confirmation():
     rows = [ROWS[0], {**ROWS[1], "label": "best so far", "interval": None, "confirmed": False}]
     cells = result_cells(rows)
     assert cells[2][4] == "1.250x (one reading, not confirmed)"
+    slower = {**rows[1], "objective": 288.0, "confirmed": True}  # of a single pair
+    assert result_cells([ROWS[0], slower])[2][4] == "0.900x (one reading each, not confirmed)"
+    latency = [{**row, "unit": "ms/step"} for row in (ROWS[0], slower)]
+    assert result_cells(latency)[2][4] == "1.111x (one reading each, not confirmed)"
     failed = trial(0, status=Status.CRASH, purpose=Purpose.BASELINE)
     cells = result_cells([{**ROWS[0], "trial": failed, "objective": None}])
     assert cells[1][:4] == ["baseline", "0", "", ""]
@@ -190,6 +194,14 @@ def test_the_live_block_shows_trial_best_and_what_is_left(console, monkeypatch):
     assert "400 samples/s  +25.0%  trial 3, one reading; baseline 320 samples/s" in shown
     assert "24 of 25 trials, 1:23" in shown
     assert max(map(len, shown.splitlines())) <= 90
+
+
+@pytest.mark.parametrize("stage", ["baseline", "confirm"])
+def test_a_stage_that_proposes_nothing_has_no_budget_and_chooses_nothing(stage, console):
+    view = LiveView(trials=25, console=console)
+    view.stage(stage, "as it is today")
+    assert "choosing" not in block(view)
+    assert "25 trials" not in block(view)
 
 
 def test_a_live_view_leaves_the_same_facts_behind(console):

@@ -32,7 +32,8 @@ class Loaders:
         began: when the first was asked for, by ``time.perf_counter``; ``None``: not yet.
         uses: samples and tokens (padding apart) in those that are trained on.
         counting: whether samples, tokens and random draws are looked at.
-        mark: told ``dataloader_next`` whenever a batch has been taken, ``other`` before.
+        mark: told ``dataloader_next`` whenever a batch has been taken, an iterator made (which
+            starts worker processes) or one come to its end; ``other`` before.
         tape: keeps the batches, to give the same ones again.
         made: how many there were so far.
         shared_out: whether one was iterated over that loads from an ``IterableDataset``.
@@ -57,6 +58,7 @@ class Loaders:
         base = _module._BaseDataLoaderIter
         self._undo = (
             wrap(DataLoader, "__init__", self._construct),
+            wrap(DataLoader, "__iter__", self._begin),
             wrap(base, "__init__", self._start),
             wrap(base, "__next__", self._next),
         )
@@ -69,6 +71,16 @@ class Loaders:
         given.update(kwargs)
         original(loader, **arguments(given, self.knobs))
         self.made += 1
+
+    def _begin(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self.counting or self.mark is None:
+            return original(*args, **kwargs)
+        self.mark(OTHER)
+        iterator = original(*args, **kwargs)
+        self.mark("dataloader_next")
+        return iterator
 
     def _start(
         self, original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -94,7 +106,12 @@ class Loaders:
         # the first batch starts samplers and workers, which draw; the second tells
         looks = self.draws is None and iterator._num_workers == 0 and iterator._num_yielded == 1
         before = RandomState.now() if looks else None
-        batch = original(*args, **kwargs)
+        try:
+            batch = original(*args, **kwargs)
+        except StopIteration:
+            if self.mark is not None:  # worker processes were ended
+                self.mark("dataloader_next")
+            raise
         if before is not None:
             self.draws = not RandomState.now().is_same(before)
         if self.tape is not None:

@@ -198,6 +198,9 @@ def _communication(measurement: Measurement) -> Bound:
     saved = _saved(measurement, COMMUNICATION)
     exposed_ms = measurement.phases_ms.get("comm_exposed")
     if saved is None and exposed_ms is None:
+        if measurement.world_size == 1 and "zero_stage" not in measurement.in_force:
+            # Sharding copies even where nobody is there to share with.
+            return Bound(COMMUNICATION, 0.0, "one rank alone has nobody to exchange anything with")
         return Bound(COMMUNICATION, 1.0, "its waiting cannot be told from computing here")
     _, error_ms = _phase(measurement, "comm_exposed")
     ms = exposed_ms or 0.0

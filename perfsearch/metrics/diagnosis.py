@@ -19,8 +19,13 @@ from perfsearch.search.trial import Measurement
 GIB = 1024.0**3
 MEGA = 1e6
 
-_BUSY_RANK_PERCENT = 50.0
-"""Of one processor: a rank that uses less, its loader processes included, is not short of them."""
+_MOST_OF_BUSY_PERCENT = 50.0
+"""Of the processor time that is used: a job that uses less has others to thank for full ones."""
+
+_READS_MEGABYTES_PER_S = 0.1
+"""From here on a busy disk is one that is read; a slow one reads little more at random places."""
+
+_FASTER_DISK = "Keep the data on a faster disk or in memory, or read it in larger pieces."
 
 _MOST = 0.5
 """Share of the step above which a part of it is named although no rule speaks of it."""
@@ -86,12 +91,22 @@ def _input(facts: Facts) -> Finding | None:
     workers = facts.measurement.in_force.get("dataloader_workers")
     if facts.above("cpu_iowait_percentage", limits.iowait_percent):
         cause = f"disks keep it waiting (iowait {facts.system('cpu_iowait_percentage'):.0f} %)"
-        advice = "Keep the data on a faster disk or in memory, or read it in larger pieces."
+        advice = _FASTER_DISK
+    elif facts.above("disk_busy_percentage", limits.disk_busy_percent) and facts.above(
+        "disk_read_megabytes_per_s", _READS_MEGABYTES_PER_S
+    ):
+        cause = (
+            f"a disk keeps it waiting (it works {facts.system('disk_busy_percentage'):.0f} % of "
+            f"the time, and {facts.system('disk_read_megabytes_per_s'):.1f} MB/s are read)"
+        )
+        advice = _FASTER_DISK
     elif facts.above("cpu_utilization_percentage", limits.cpu_busy_percent):
         used = facts.system("cpu_utilization_percentage")
-        own = facts.system("process_cpu_percentage")
-        if own is not None and own < _BUSY_RANK_PERCENT * _ranks_a_node(facts):
-            cause = f"other jobs fill the processors ({used:.0f} % busy), and this one waits"
+        own = facts.system("process_cpu_share_percentage")
+        if own is not None and own < _MOST_OF_BUSY_PERCENT:
+            cause = (
+                f"other jobs fill the processors ({used:.0f} % busy, {own:.0f} % of it this job's)"
+            )
             advice = "Give the job processors of its own, or more dataloader workers."
         else:
             cause = f"preprocessing fills the processors ({used:.0f} % busy)"
@@ -111,12 +126,6 @@ def _input(facts: Facts) -> Finding | None:
     severity = Severity.HIGH if share >= limits.input_high else Severity.MODERATE
     evidence = f"waiting for the next batch takes {facts.said('dataloader_next')}; {cause}"
     return Finding("input_bound", severity, evidence, advice, share)
-
-
-def _ranks_a_node(facts: Facts) -> float:
-    """System metrics are means over the nodes."""
-    hosts = {r.get("host") for r in facts.measurement.environment.get("ranks", [])}
-    return facts.measurement.world_size / max(1, len(hosts))
 
 
 def _copy(facts: Facts) -> Finding | None:

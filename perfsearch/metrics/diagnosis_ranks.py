@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from perfsearch.metrics.findings import Facts, Finding, Severity, saved_ms
 from perfsearch.search.trial import Measurement
 
 _CLEAR_ERRORS = 4.0
 """By how many standard errors a rank must be slower before it is called slow."""
+
+_NAMED_FROM = 0.05
+"""Part of what a slow rank takes longer from which a phase is named."""
 
 RANK_PHASES = ("dataloader_next", "to_device", "forward", "optimizer")
 """Phases in which a rank works for itself. A slow rank's backward pass looks long on the others,
@@ -30,19 +35,54 @@ def straggler(facts: Facts) -> Finding | None:
         return None
     rank, excesses = max(slower.items(), key=lambda item: sum(item[1].values()))
     worst = sum(excesses.values())
-    share = worst / facts.step_ms
+    waits = _others_wait_ms(facts)
+    costs = worst if waits is None else min(worst, waits)
+    share = costs / facts.step_ms
     if share <= facts.limits.straggler_excess:
         return None
     who = "one rank" if rank is None else _name_of(facts.measurement, int(rank))
     others = "the other" if facts.measurement.world_size == 2 else "the mean of the others"
+    phases = [name for name, ms in excesses.items() if ms >= _NAMED_FROM * worst]
+    where = " and ".join(phases)
+    longer = f"{who} takes {worst:.2f} ms a step longer than {others} in {where}"
+    evidence = (
+        f"{longer} ({share:.0%} of the step), and the others wait for it in their collectives"
+        if costs == worst
+        else f"{longer}, and the others wait {costs:.2f} ms for it in their collectives "
+        f"({share:.0%} of the step)"
+    )
     return Finding(
         "straggler",
         Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
-        f"{who} takes {worst:.2f} ms a step longer than {others} in {' and '.join(excesses)} "
-        f"({share:.0%} of the step), and the others wait for it in their collectives",
-        "Look at that device's clocks, temperature and neighbours, and at that rank's data.",
+        evidence,
+        _look_at(facts, phases),
         share,
     )
+
+
+def _look_at(facts: Facts, phases: Sequence[str]) -> str:
+    """Where a slow rank's cause is to be looked for."""
+    if phases != ["dataloader_next"]:
+        return "Look at that device's clocks, temperature and neighbours, and at that rank's data."
+    data = "Look at that rank's data, and at what else reads and computes on its node"
+    if not facts.measurement.in_force.get("dataloader_workers"):
+        return f"{data}."
+    # They load ahead while their rank waits in a collective, so that only the last one shows.
+    return (
+        f"{data}. Or the loader processes of all ranks are as slow, and its own began last: then "
+        "more of them help."
+    )
+
+
+def _others_wait_ms(facts: Facts) -> float | None:
+    """What each of the others waits where one rank comes last; ``None``: waiting was not seen.
+
+    It bounds what that rank costs: where it makes up for a long phase by a short one, nobody waits.
+    """
+    waits_ms, ranks = facts.measurement.phases_ms.get("rank_wait"), facts.measurement.world_size
+    if waits_ms is None or ranks < 2:
+        return None
+    return waits_ms * ranks / (ranks - 1)
 
 
 def imbalance(facts: Facts) -> Finding | None:

@@ -30,7 +30,9 @@ class Thresholds:
         input_moderate: waiting for the next batch.
         input_high: the same, when it is called high.
         cpu_busy_percent: processor use above which preprocessing is what the loader waits for.
-        iowait_percent: time waiting for disks above which they are.
+        iowait_percent: time waiting for disks, over all processors, above which they are.
+        disk_busy_percent: share of the time in which the busiest disk works above which it is,
+            while anything is read.
         network_megabytes_per_s: received a second above which remote storage may be.
         to_device: copying the batch to the device.
         straggler_excess: what the slowest rank takes longer than the mean of the others.
@@ -51,6 +53,7 @@ class Thresholds:
     input_high: float = 0.20
     cpu_busy_percent: float = 90.0
     iowait_percent: float = 30.0
+    disk_busy_percent: float = 90.0
     network_megabytes_per_s: float = 50.0
     to_device: float = 0.05
     straggler_excess: float = 0.05

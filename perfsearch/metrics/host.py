@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 from perfsearch.metrics.guard import Guard
 
 MEGA = 1e6
+
+DISK_BUSY_S = "_disk_busy_s/"
+"""Before a disk's name: a total of the disk alone, of which the busiest one's rate is shown."""
 
 _NOT_A_DISK = re.compile(r"^(dm-|md\d|loop|ram|zram|sr\d|fd\d|nbd|drbd|bcache)")
 _BEHIND_ANOTHER = re.compile(
@@ -76,10 +80,11 @@ class HostReader:
         self._last = None
 
     def _cpu(self) -> dict[str, float]:
-        import psutil
-
-        times = psutil.cpu_times()
-        fields = times._asdict()
+        # Summed over processors by field; the fields differ between systems.
+        fields: dict[str, float] = {}
+        for times in _processor_times():
+            for name, seconds in times._asdict().items():
+                fields[name] = fields.get(name, 0.0) + seconds
         # Guest time is contained in user time, guest_nice in nice. Busy time is summed, not what is
         # left of the total: rounding would let it go backwards while a machine idles.
         waiting = fields.get("iowait", 0.0)
@@ -105,7 +110,14 @@ class HostReader:
             whole = {n: c for n, c in whole.items() if not _is_partition(n, whole)}
         if not whole:
             raise OSError(f"no whole disk among {', '.join(sorted(disks))}")
+        # How long each disk worked, which not every system tells.
+        busy = {
+            f"{DISK_BUSY_S}{n}": c.busy_time / 1e3
+            for n, c in whole.items()
+            if hasattr(c, "busy_time")
+        }
         return {
+            **busy,
             "disk_iops": float(sum(c.read_count + c.write_count for c in whole.values())),
             "disk_read_megabytes_per_s": sum(c.read_bytes for c in whole.values()) / MEGA,
             "disk_write_megabytes_per_s": sum(c.write_bytes for c in whole.values()) / MEGA,
@@ -271,6 +283,23 @@ def _along(root: Path, path: str, limit: str, usage: str, inactive: str) -> list
         cache = next((int(p.split()[1]) for p in pairs if p.startswith(f"{inactive} ")), 0)
         found.append(float(max(0, int(bound) - max(0, used - cache))))
     return found
+
+
+def _processor_times() -> list[Any]:
+    """Times of the node's processors, in one sum, or one by one of those that the job may use.
+
+    A job that was given 8 processors of 128 (a cpuset, ``taskset``) has none left when these are
+    busy.
+    """
+    import psutil
+
+    if hasattr(os, "sched_getaffinity"):
+        allowed = sorted(os.sched_getaffinity(0))
+        if len(allowed) < (os.cpu_count() or 1):
+            every = psutil.cpu_times(percpu=True)
+            if allowed[-1] < len(every):  # else some are offline, and places are not numbers
+                return [every[number] for number in allowed]
+    return [psutil.cpu_times()]
 
 
 def _is_partition(name: str, disks: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from perfsearch.metrics.gpu import GpuReader
 from perfsearch.metrics.guard import Guard
-from perfsearch.metrics.host import HostReader
+from perfsearch.metrics.host import DISK_BUSY_S, HostReader
 from perfsearch.metrics.nvlink import NvlinkReader
 
 KEPT_SAMPLES = 4096
@@ -196,7 +196,7 @@ def rates(
 
     A total that is missing in one of them, or that went backwards (a counter was reset), gives no
     rate. Processor seconds become percentages: of all cores for the node, of one core for the
-    job's processes.
+    job's processes, and what these are of all that is used.
     """
     deltas = {k: after[k] - before[k] for k in after if k in before and after[k] >= before[k]}
     found = {k: d / seconds for k, d in deltas.items() if not k.startswith("_")}
@@ -208,8 +208,15 @@ def rates(
         ):
             if part in deltas:
                 found[name] = min(100.0, 100.0 * deltas[part] / total)
+    busy = [d for name, d in deltas.items() if name.startswith(DISK_BUSY_S)]
+    if busy:
+        found["disk_busy_percentage"] = min(100.0, 100.0 * max(busy) / seconds)
     if "_process_cpu_s" in deltas:
         found["process_cpu_percentage"] = 100.0 * deltas["_process_cpu_s"] / seconds
+        busy_s = deltas.get("_cpu_busy_s", 0.0)
+        if busy_s > 0:
+            share = 100.0 * deltas["_process_cpu_s"] / busy_s
+            found["process_cpu_share_percentage"] = min(100.0, share)
     return found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from perfsearch.search.trial import Measurement
 
 PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "H200 NVL": {"bf16": 835e12, "fp16": 835e12, "tf32": 417e12, "fp32": 60e12},
     "H200": {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12},
     "H100 NVL": {"bf16": 835e12, "fp16": 835e12, "tf32": 417e12, "fp32": 60e12},
     "H100 PCIe": {"bf16": 756e12, "fp16": 756e12, "tf32": 378e12, "fp32": 51e12},
@@ -17,6 +18,7 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "A100": {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
     "L40S": {"bf16": 362e12, "fp16": 362e12, "tf32": 183e12, "fp32": 91.6e12},
     "L4": {"bf16": 121e12, "fp16": 121e12, "tf32": 60e12, "fp32": 30.3e12},
+    "V100 PCIe": {"fp16": 112e12, "fp32": 14e12},
     "V100": {"fp16": 125e12, "fp32": 15.7e12},
     "T4": {"fp16": 65e12, "fp32": 8.1e12},
     "MI300X": {"bf16": 1307e12, "fp16": 1307e12, "tf32": 653e12, "fp32": 163e12},
@@ -29,12 +31,16 @@ H100 stands for the SXM board, V100 for its SXM2 board.
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of a device; ``None`` for a device or precision that is not in the table.
 
+    So it is for a MIG instance, which bears the name of the card and is only a part of it.
+
     Args:
         device_name: as the driver gives it, such as ``NVIDIA H100 80GB HBM3``.
         precision: ``bf16``, ``fp16``, ``tf32`` or ``fp32``.
 
     """
     words = device_name.replace("-", " ").lower().split()
+    if "mig" in words:
+        return None
     for name, by_precision in PEAK_FLOPS.items():
         if all(word in words for word in name.lower().split()):
             return by_precision.get(precision)

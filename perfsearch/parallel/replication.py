@@ -34,21 +34,10 @@ class ReplicatedModel:
             device_ids=[device.index] if device.type == "cuda" else None,
             **wrapper_arguments(configuration),
         )
-        implementation = configuration.get("optimizer_implementation")
-
-        def make(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
-            mine = [p for group in groups for p in group["params"]]
-            if not mine:  # more ranks than parameters; torch's optimizers refuse an empty list
-                return torch.optim.SGD([{"params": []}], lr=0.0)
-            made = job.optimizer(mine)
-            apply_implementation(made, implementation)
-            return made
-
-        trainable = [p for p in job.model.parameters() if p.requires_grad]
+        self.optimizer = job.optimizer([p for p in job.model.parameters() if p.requires_grad])
+        apply_implementation(self.optimizer, configuration.get("optimizer_implementation"))
         if configuration["zero_stage"] == 1:
-            self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(trainable, make)
-        else:
-            self.optimizer = make([{"params": trainable}])
+            self.optimizer = _dealt_out(self.optimizer)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch: gradients are reduced after the last."""
@@ -70,3 +59,26 @@ class ReplicatedModel:
     def close(self) -> None:
         """Take the wrapper's hooks off, so that the model can be wrapped again."""
         self.net._remove_autograd_hooks()
+
+
+def _dealt_out(whole: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Deal parameters out over ranks, each in the group that the user has put it in.
+
+    Args:
+        whole: the user's, over all parameters, by whose number and order it may group them; it
+            becomes the one of this rank's.
+
+    """
+
+    def mine(parts: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
+        kept = {p for part in parts for p in part["params"]}
+        if not kept:  # more ranks than parameters; not every optimizer steps over nothing
+            return torch.optim.SGD([{"params": []} for _ in parts], lr=0.0)
+        for group, part in zip(whole.param_groups, parts, strict=True):
+            group["params"] = part["params"]
+        for parameter in [p for p in whole.state if p not in kept]:
+            del whole.state[parameter]
+        return whole
+
+    groups = [{"params": list(group["params"])} for group in whole.param_groups]
+    return ZeroRedundancyOptimizer(groups, mine)

@@ -7,6 +7,7 @@ files in the directory of its options while it is built, and its step does nothi
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from perfsearch.parallel.base import BuildContext, LoaderOptions, Mark, NextBatc
 from perfsearch.parallel.soap import costs, graph_file, measure_costs, measure_machine
 from perfsearch.parallel.soap.costs import CostTable
 from perfsearch.parallel.soap.graph import Graph, Role
+from perfsearch.parallel.soap.machine import Machine
 from perfsearch.parallel.soap_step import captured_of
 from perfsearch.parallel.torch_features import torch_version
 from perfsearch.search.knob import Value
@@ -56,16 +58,25 @@ def build(context: BuildContext) -> ProfileStep:
     if first:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / GRAPH).write_text(graph_file.dump(graph))
-    if options["machine"]:
-        machine = measure_machine.measure(
-            device, options["device_name"], options["memory_gib"], job.optimizer
-        )
-        if first:
-            machine.write(directory / MACHINE)
+    _machine(options, device, job, first)
     table = _costs(graph, options, device)
     if first:
         table.write(directory / COSTS)
     return ProfileStep(job, context.local_batch, device)
+
+
+def _machine(options: Mapping[str, Any], device: torch.device, job: Job, first: bool) -> None:
+    """Leave the machine, whose transfers may be known, with the job's own optimizer."""
+    path = Path(options["directory"]) / MACHINE
+    if options["machine"] is None:
+        machine = measure_machine.measure(
+            device, options["device_name"], options["memory_gib"], job.optimizer
+        )
+        if first:
+            machine.write(path)
+    elif first:
+        known = Machine.read(Path(options["machine"]))
+        measure_machine.with_optimizer(known, device, job.optimizer).write(path)
 
 
 def _costs(graph: Graph, options: Any, device: torch.device) -> CostTable:

@@ -27,7 +27,7 @@ from perfsearch.search.trial import Measurement, Status
 from perfsearch.workers import devices, processes, registry
 from perfsearch.workers.devices import Gpu
 from perfsearch.workers.environment import Limits
-from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify
+from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify, refusal
 from perfsearch.workers.leavings import Leavings, oom_kills
 from perfsearch.workers.messages import TOKEN_VARIABLE, TORCH_LOGS, rank_log
 from perfsearch.workers.results import combine
@@ -257,6 +257,9 @@ def _failure(
             timed_out=timed_out,
         )
     )
+    refused = refusal(tails.get(failure.rank or 0, "")) if "exit code" in failure.reason else ""
+    if refused:
+        return replace(failure, reason=f"{failure.reason}: {refused}")
     if tails:
         return failure
     return Failure(Status.CRASH, f"the command ended with exit code {code} before any rank began")

@@ -14,10 +14,8 @@ from perfsearch.runners._script_window import EndedError, disagreement
 from perfsearch.runners.base import Outcome
 from perfsearch.search.knob import Value
 from perfsearch.search.trial import Measurement, Status
-from perfsearch.workers.failures import Failure, one_line
+from perfsearch.workers.failures import Failure, refusal
 from perfsearch.workers.messages import rank_log
-
-_REFUSED = re.compile(r"^.*\berror: .*$", re.MULTILINE)
 
 UNCOUNTED = (
     "no batch of a DataLoader was seen, so that samples cannot be counted. Give "
@@ -72,10 +70,10 @@ def _status_and_reason(
 ) -> tuple[Status, None, str]:
     reason = failure.reason
     if "exit code" in reason:
-        refusals = _REFUSED.findall(tail)
-        if refusals:
-            blamed = [m for m in maps if m.argument and m.argument in refusals[-1]]
-            reason += f": {one_line(refusals[-1])}"
+        refused = refusal(tail)
+        if refused:
+            blamed = [m for m in maps if m.argument and m.argument in refused]
+            reason += f": {refused}"
             if blamed:
                 reason += f" (from --map {blamed[0].name}={blamed[0].argument})"
             return Status.INVALID, None, reason

@@ -47,14 +47,19 @@ class Ranks:
         return outcome
 
     def describe(
-        self, directory: Path, known: list[str], machine: bool, devices: int, options: SoapOptions
+        self,
+        directory: Path,
+        known: list[str],
+        machine: Path | None,
+        devices: int,
+        options: SoapOptions,
     ) -> None:
         """Have the job captured and measured, and the files left in a directory.
 
         Args:
             directory: of the files.
             known: keys of costs that need not be measured.
-            machine: whether transfers are to be measured.
+            machine: file of one whose transfers are known.
             devices: to plan for.
             options: of the runner.
 
@@ -73,7 +78,7 @@ class Ranks:
             "device_name": self._hardware.device_name,
             "memory_gib": memory_gib,
             "known": known,
-            "machine": machine,
+            "machine": None if machine is None else str(machine.absolute()),
             "roles": list(options.split),
         }
         plan = Plan(

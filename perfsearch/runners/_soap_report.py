@@ -63,7 +63,7 @@ def simulation(simulator: Simulator, plan: Plan) -> list[str]:
         *strategy_file.table(simulator.problem.graph, plan),
         f"predicted step {1e3 * found.seconds:.4g} ms",
         f"predicted memory by device, {'MiB' if small else 'GiB'}: {memory} "
-        f"(of {simulator.problem.machine.memory_gib:.2f} GiB){fits}",
+        f"(of {size(simulator.problem.machine.memory_gib)}){fits}",
         *busy_lines(simulator.timeline(plan), devices),
     ]
 
@@ -76,12 +76,26 @@ def found_lines(simulator: Simulator, found: Found, start: Plan) -> list[str]:
     ]
     lines.append(walk_line(found))
     if not found.plans:
-        return [*lines, "no plan fits the devices' memory"]
+        return [*lines, nothing_fits(simulator, start)]
     before = simulator.estimate(start).seconds
     plan = found.plans[0][1]
     seconds = simulator.estimate(plan).seconds  # the search may have gone by the devices alone
     lines += simulation(simulator, plan)
     return [*lines, f"predicted gain over the start: {before / seconds:.3f}x, not measured"]
+
+
+def size(gib: float) -> str:
+    """Memory in MiB where GiB would round it away."""
+    return f"{gib:.2f} GiB" if gib >= _SMALL_GIB else f"{1024 * gib:.4g} MiB"
+
+
+def nothing_fits(simulator: Simulator, start: Plan) -> str:
+    """By how much a search in the simulator lacked memory."""
+    held, needed = simulator.problem.machine.memory_gib, simulator.estimate(start).peak_gib
+    return (
+        f"no plan that was tried fits the {size(held)} of a device; the one to start from needs "
+        f"{size(needed)} on one. More devices or a smaller workload.global_batch need less"
+    )
 
 
 def write_timeline(simulator: Simulator, plan: Plan, path: Path) -> None:

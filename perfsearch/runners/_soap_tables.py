@@ -17,9 +17,9 @@ from perfsearch.search.errors import BadInputError
 
 GRAPH, MACHINE, COSTS = "graph.json", "machine.json", "costs.json"
 
-Measure = Callable[[Path, list[str], bool], None]
-"""Leaves the three files in a directory, costs less those of the given keys, and the machine if it
-is wanted."""
+Measure = Callable[[Path, list[str], Path | None], None]
+"""Leaves the three files in a directory, costs less those of the given keys; of the machine of a
+file, where one is given, only what the job's optimizer adds is measured."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,8 @@ def measured(
     name = re.sub(r"[^A-Za-z0-9.+-]+", "-", f"machine-{device}-x{devices}-torch-{torch}.json")
     known = CostTable.read(known_costs) if known_costs.exists() else CostTable(device, torch)
     known_machine = cache / name
-    measure(directory, list(known.entries), not known_machine.exists())
-    if known_machine.exists():
-        Machine.read(known_machine).write(directory / MACHINE)
-    else:
+    measure(directory, list(known.entries), known_machine if known_machine.exists() else None)
+    if not known_machine.exists():
         Machine.read(directory / MACHINE).write(known_machine)
     known.merge(CostTable.read(directory / COSTS))
     known.write(known_costs)

@@ -65,7 +65,8 @@ def table(
     lines = [
         f"{name}: {elements / 1e6:.1f} M parameters "
         f"({_in(unit, facts.parameter_bytes / GIB)} {unit}), {facts.blocks} blocks, "
-        f"{batch.world_size} ranks, batch={batch.rule}, global batch {batch.global_batch}",
+        f"{batch.world_size} rank{'s' * (batch.world_size != 1)}, batch={batch.rule}, "
+        f"global batch {batch.global_batch}",
         _budget_line(memory),
     ]
     if facts.activation_error:

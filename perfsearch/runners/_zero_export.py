@@ -95,7 +95,8 @@ def summary(trials: Sequence[Trial], batch: Batch, pinned: Mapping[str, Value]) 
     failed = sum(t.status.is_failure for t in tried)
     lines += [
         "",
-        f"Tuning took {seconds:.1f} s in {len(trials)} experiments, confirmation included; "
+        f"Tuning took {seconds:.1f} s in {len(trials)} experiment{'s' * (len(trials) != 1)}, "
+        "confirmation included; "
         f"{failed} of the {len(tried)} above failed ("
         f"{sum(t.status is Status.OOM for t in tried)} out of memory).",
         f"batch={batch.rule}, global batch of the baseline {batch.global_batch}; metric: the "

@@ -87,10 +87,16 @@ def _replicated(whole: Mapping[str, Value], job: Job) -> list[str]:
         return [*lines, "return net, make_optimizer(model.parameters())"]
     return [
         *lines,
-        "def mine(groups, **_):  # this rank's parameters",
-        "    return make_optimizer([p for group in groups for p in group['params']])",
-        "trainable = [p for p in model.parameters() if p.requires_grad]",
-        "return net, ZeroRedundancyOptimizer(trainable, mine)",
+        "whole = make_optimizer([p for p in model.parameters() if p.requires_grad])",
+        "groups = [{'params': list(group['params'])} for group in whole.param_groups]",
+        "def mine(parts, **_):  # this rank's parameters, in the groups that they were in",
+        "    for group, part in zip(whole.param_groups, parts, strict=True):",
+        "        group['params'] = part['params']",
+        "    kept = {p for part in parts for p in part['params']}",
+        "    for parameter in [p for p in whole.state if p not in kept]:",
+        "        del whole.state[parameter]",
+        "    return whole",
+        "return net, ZeroRedundancyOptimizer(groups, mine)",
     ]
 
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 class Soap(Runner):
     """Searches how each operator is split and placed; data parallelism is the baseline.
 
-    What the model is made of is known once the job was described, so ``space`` and ``baseline``
-    are there after ``open``.
+    Its knobs are the operators of the model, which are known once the job was described; so
+    ``space`` and ``baseline`` are there after ``open``. ``docs/soap.md`` says how to pin one.
 
     Args:
         options: the ``runner.*`` keys.
@@ -158,7 +158,7 @@ class Soap(Runner):
         self.space = Space(self._job.searched)
         self.baseline, self.pinned = self._job.baseline, self._job.pinned
 
-    def _profile(self, directory: Path, known: list[str], machine: bool) -> None:
+    def _profile(self, directory: Path, known: list[str], machine: Path | None) -> None:
         """Have the ranks capture the job and measure what is not known."""
         self._ranks.describe(directory, known, machine, self.devices, self.options)
 
@@ -211,8 +211,8 @@ class Soap(Runner):
         if found.fits:
             return None
         return (
-            f"it needs {found.peak_gib:.2f} GiB on one device, of "
-            f"{self.inputs.machine.memory_gib:.2f} GiB"
+            f"it needs {_soap_report.size(found.peak_gib)} on one device, of "
+            f"{_soap_report.size(self.inputs.machine.memory_gib)}"
         )
 
     def _walk(self, request: WalkRequest) -> Walk:
@@ -221,6 +221,8 @@ class Soap(Runner):
         points = [self.job.searched_of(plan) for _, plan in found.plans] or [dict(request.start)]
         line = _soap_report.walk_line(found, self.inputs.machine.host_us * self.job.replays)
         lines = [self.job.coverage.line(), line]
+        if not found.plans:
+            lines.append(_soap_report.nothing_fits(self.simulator, self.plan(request.start)))
         return Walk(points, found.series, "\n".join(lines))
 
     def simulate(self, settings: Settings, view: View) -> int:

@@ -36,9 +36,10 @@ def show(session: Session) -> None:
 
 
 def _why_none(session: Session, one: Bound) -> str:
-    workload = session.settings.workload
-    if one.part != LOADING or workload.name != "custom":
-        return ""
+    settings = session.settings
+    workload = settings.workload
+    if one.part != LOADING or workload.name != "custom" or settings.runner.name != "ddp":
+        return ""  # other runners have no knob of the loader
     if workload.options.get("draws_in_loader") is False:
         return ""
     return " (workload.draws_in_loader=false allows it, where loading draws no random numbers)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,12 @@ from perfsearch.config import to_plain
 from perfsearch.search.journal import JOURNAL
 from perfsearch.search.knob import Value
 from perfsearch.search.trial import Status, Trial
-from perfsearch.stages import looks
+from perfsearch.stages import gains, looks
 from perfsearch.stages.confirm import BASELINE, Verdict
 from perfsearch.stages.session import Session
 from perfsearch.stages.summary import batch_line, break_even_line, summarise, trial_cost_lines
+from perfsearch.stages.system_series import SYSTEM_SERIES, keep_series
 from perfsearch.tracking import export, report
-from perfsearch.tracking.files import write_text
 from perfsearch.tracking.provenance import provenance
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _ARTIFACTS = (
     JOURNAL,
     "trials.csv",
     "report.html",
-    "system.jsonl",
+    SYSTEM_SERIES,
     "best",
     "trace",
     "logs",
@@ -62,7 +61,7 @@ def close_record(session: Session, result: Result) -> None:
     searched = session.settings.mode == "search"
     files = _best_files(session, result) if searched and result.exit_code != 1 else []
     summary = summarise(session, result.verdict)
-    series = [] if session.sampler is None else session.sampler.series()
+    series = _keep_series(session)
     report.write_report(
         run_dir / "report.html",
         session.trials,
@@ -71,9 +70,9 @@ def close_record(session: Session, result: Result) -> None:
         title=f"perfsearch {run_dir.name}",
         system_series=series,
         memory_limit_gib=runner.hints(session.trials).memory_limit_gib,
+        bound=gains.bound(session),
+        knobs=runner.space.knobs,
     )
-    lines = "".join(json.dumps(sample) + "\n" for sample in series)
-    write_text(run_dir / "system.jsonl", lines)
     traces = looks.keep_traces(session, result.verdict)
     session.tracker.summary(summary, tags=_tags(session, result), note=_note(session, result))
     session.tracker.artifacts([run_dir / name for name in _ARTIFACTS if (run_dir / name).exists()])
@@ -102,6 +101,7 @@ def interrupted(session: Session) -> None:
     with contextlib.suppress(OSError):
         knobs, pinned = session.runner.space.knobs, session.runner.pinned
         export.write_trials(session.run_dir, session.trials, knobs, pinned)
+        _keep_series(session)
     done = [t for t in session.trials if t.status is not Status.INTERRUPTED]
     session.view.result(
         _rows(session, Verdict()),
@@ -109,6 +109,11 @@ def interrupted(session: Session) -> None:
         [],
     )
     session.tracker.close("KILLED")
+
+
+def _keep_series(session: Session) -> list[dict[str, Any]]:
+    samples = [] if session.sampler is None else session.sampler.series()
+    return keep_series(session.run_dir, samples, session.settings.metrics.interval_s)
 
 
 def _best_files(session: Session, result: Result) -> list[str]:
@@ -171,22 +176,29 @@ def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
         elif interval:
             label = "finalist"
         else:
-            label = "best so far" if _is_faster(trial, baseline) else "fastest other"
+            label = "best so far" if _is_faster(trial, baseline, verdict) else "fastest other"
         rows.append(_row(session, label, trial, verdict.costs.get(trial.number), interval))
     return rows
 
 
-def _is_faster(trial: Trial, baseline: Trial | None) -> bool:
-    """Whether a trial's single reading is better than the baseline's, where that has one."""
-    if baseline is None or baseline.cost is None or trial.cost is None:
-        return True
-    return trial.cost < baseline.cost
+def _is_faster(trial: Trial, baseline: Trial | None, verdict: Verdict) -> bool:
+    """Whether a trial's reading is better than the baseline's, where that has one.
+
+    Readings of a confirmation that came to no interval count before those of the search.
+    """
+    own = _cost(trial, verdict.costs.get(trial.number))
+    before = None if baseline is None else _cost(baseline, verdict.costs.get(BASELINE))
+    return own is None or before is None or own < before
+
+
+def _cost(trial: Trial, costs: list[float] | None) -> float | None:
+    return statistics.median(costs) if costs else trial.cost
 
 
 def _row(
     session: Session, label: str, trial: Trial, costs: list[float] | None, interval: Any
 ) -> dict[str, Any]:
-    cost = statistics.median(costs) if costs else trial.cost
+    cost = _cost(trial, costs)
     return {
         "label": label,
         "trial": trial,

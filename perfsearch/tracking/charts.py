@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, Protocol
 
 from perfsearch.search.objective import Objective
@@ -60,7 +60,7 @@ def progress(trials: Sequence[Trial], objective: Objective, winner: int | None) 
     shown = [t for t in trials if t.purpose is not Purpose.CONFIRM]
     good = [(t, t.objective) for t in shown if t.status is Status.OK and t.objective is not None]
     canvas = Canvas(WIDTH, 320, "objective of every trial, and the best so far")
-    x = Axis.around([float(t.number) for t in shown], _LEFT + 8, WIDTH - _RIGHT, margin=0.02)
+    x = _trial_axis(shown)
     y = Axis.around([v for _, v in good], 320 - 58, 22)
     canvas.frame(x, y, "trial", objective.unit)
     base = next((v for t, v in good if t.purpose is Purpose.BASELINE), None)
@@ -94,6 +94,13 @@ def progress(trials: Sequence[Trial], objective: Objective, winner: int | None) 
     return canvas.render()
 
 
+def _trial_axis(trials: Sequence[Trial]) -> Axis:
+    numbers = [float(trial.number) for trial in trials]
+    if len(set(numbers)) == 1:
+        return Axis(numbers[0] - 0.5, numbers[0] + 0.5, _LEFT, WIDTH - _RIGHT, whole=True)
+    return Axis.around(numbers, _LEFT + 8, WIDTH - _RIGHT, margin=0.02, whole=True)
+
+
 def speed_ups(intervals: Mapping[int, Ratio], winner: int | None) -> str:
     """Each finalist's speed-up over the baseline with its interval."""
     height = 62 + 28 * len(intervals)
@@ -125,7 +132,7 @@ def phase_parts(measurement: Measurement) -> dict[str, float]:
         phases.pop("train_batch", None)
     ranks = measurement.environment.get("ranks", [])
     steps_ms = [float(r["step_ms"]) for r in ranks if r.get("step_ms")]
-    step_ms = statistics.fmean(steps_ms or [s * 1e3 for s in measurement.step_seconds])
+    step_ms = fmean(steps_ms or [s * 1e3 for s in measurement.step_seconds])
     rest = step_ms - sum(phases.values())
     if rest > 0:
         phases["rest"] = rest
@@ -167,7 +174,9 @@ def effects(found: Sequence[KnobEffect]) -> str:
     rows = sum(len(e.levels) + 1 for e in found)
     height = 48 + 20 * rows
     canvas = Canvas(WIDTH, height, "effect of each knob's values on the speed")
-    values = [1.0, *(v for e in found for level in e.levels for v in (level.low, level.high))]
+    levels = [level for e in found for level in e.levels]
+    values = [1.0, *(level.speed_up for level in levels)]
+    values += [v for level in levels if level.has_interval for v in (level.low, level.high)]
     x = Axis.around(values, 270, WIDTH - 130)
     canvas.frame(x, None, "speed against the mean trial, other knobs equal (95% interval)")
     canvas.line((x(1.0), 6), (x(1.0), height - 34), "baseline-line")
@@ -178,10 +187,11 @@ def effects(found: Sequence[KnobEffect]) -> str:
         for level in effect.levels:
             y += 20
             words = f"{level.speed_up:.3f}x, {level.trials} trials"
-            sure = level.low > 1 or level.high < 1
-            style = "trial" if sure else "sentinel"
+            words = words if level.has_interval else f"{level.speed_up:.3f}x, 1 trial"
+            style = "trial" if level.is_sure else "sentinel"
             canvas.text((258, y), level.label[:34], "tick", "end")
-            canvas.line((x(level.low), y - 4), (x(level.high), y - 4), f"{style}-interval")
+            if level.has_interval:
+                canvas.line((x(level.low), y - 4), (x(level.high), y - 4), f"{style}-interval")
             canvas.dot((x(level.speed_up), y - 4), style, words)
             canvas.text((WIDTH - 122, y), words, "tick")
     return canvas.render()
@@ -196,7 +206,7 @@ def memory(trials: Sequence[Trial], limit_gib: float | None) -> str:
         if t.measurement is not None and t.measurement.peak_allocated_gib is not None
     ]
     canvas = Canvas(WIDTH, 260, "peak memory of every trial")
-    x = Axis.around([float(t.number) for t in shown], _LEFT + 8, WIDTH - _RIGHT, margin=0.02)
+    x = _trial_axis(shown)
     known = [p for _, p in peaks] + ([limit_gib] if limit_gib else [])
     y = Axis.around(known, 260 - 46, 22, zero=True)
     canvas.frame(x, y, "trial", "peak allocated, GiB")
@@ -245,8 +255,9 @@ def system(series: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _over_time(title: str, lines: Mapping[str, list[tuple[float, float]]]) -> str:
+    lines = {name: _thinned(points) for name, points in lines.items()}
     names = list(lines)
-    keyed = names if len(names) > 1 else []
+    keyed = names if any(names) else []  # the host's own need no name
     rows = (len(keyed) + 3) // 4
     width, height = 420.0, 180.0 + 14 * rows
     canvas = Canvas(width, height, title)
@@ -259,9 +270,15 @@ def _over_time(title: str, lines: Mapping[str, list[tuple[float, float]]]) -> st
         canvas.box((left, top - 8), (8, 8), _colour(names, name))
         canvas.text((left + 12, top), name, "tick")
     for name, points in lines.items():
-        thinned = points[:: max(1, len(points) // _POINTS)]
-        canvas.path([(x(t), y(v)) for t, v in thinned], f"line {_colour(names, name)}")
+        canvas.path([(x(t), y(v)) for t, v in points], f"line {_colour(names, name)}")
     return canvas.render()
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Means of neighbours, so that a long search makes no large file and no burst is left out."""
+    size = max(1, -(-len(points) // _POINTS))
+    parts = [points[place : place + size] for place in range(0, len(points), size)]
+    return [(fmean(t for t, _ in part), fmean(v for _, v in part)) for part in parts]
 
 
 def _colour(names: Sequence[str], name: str) -> str:

@@ -8,8 +8,10 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from perfsearch.tracking.uri import StoreLocation
 
@@ -30,24 +32,55 @@ def connect(location: StoreLocation) -> Client:
         # Their news (tables created, migrations run) would tear the terminal's live view.
         logger = logging.getLogger(name)
         logger.setLevel(max(logging.WARNING, logger.level))
-    with _initialising(location):
+    with _initialising(location) as file:
+        if file is not None and not file.exists():
+            _make(file)
         client = MlflowClient(tracking_uri=location.uri)
         client.search_experiments(max_results=1)
     return Client(client)
 
 
+def _make(file: Path) -> None:
+    """Make a database file at one stroke: MLflow cannot go on with one that is half made.
+
+    Its tables take seconds, and a process that is killed meanwhile would leave a store that nobody
+    can open again.
+    """
+    from mlflow.tracking import MlflowClient
+
+    for left in file.parent.glob(f".{escape(file.name)}.*.new*"):
+        left.unlink()  # of one that was killed
+    # MLflow keeps a connection to each path that it ever opened, so no path is used twice.
+    new = file.with_name(f".{file.name}.{uuid4().hex}.new")
+    client = MlflowClient(tracking_uri=f"sqlite:///{new}")
+    client.search_experiments(max_results=1)
+    # closed before the file is moved; no public function of MLflow's does it
+    store = getattr(getattr(client, "_tracking_client", None), "store", None)
+    engine = getattr(store, "engine", None)
+    if engine is not None:
+        engine.dispose()
+    if file.exists():  # made by another program in between
+        new.unlink()
+    else:
+        new.rename(file)
+
+
 @contextmanager
-def _initialising(location: StoreLocation) -> Iterator[None]:
-    """Let one process at a time create the tables of a database file: migrations race."""
-    if not location.uri.startswith("sqlite:///"):
-        yield
+def _initialising(location: StoreLocation) -> Iterator[Path | None]:
+    """Let one process at a time create the tables of a database file: migrations race.
+
+    Yields the file, ``None`` for a store that is none.
+    """
+    path = location.uri.removeprefix("sqlite:///")
+    if path == location.uri:
+        yield None
         return
-    directory = Path(location.uri.removeprefix("sqlite:///")).parent
+    directory = Path(path).parent
     directory.mkdir(parents=True, exist_ok=True)
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        yield Path(path) if "?" not in path else None
     finally:
         os.close(handle)
 

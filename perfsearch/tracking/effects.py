@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, nan
 
 import numpy as np
 
-from perfsearch.search.knob import Value
+from perfsearch.search.knob import Configuration, Value
 from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.tracking.names import plain
 
@@ -28,7 +28,8 @@ class Level:
 
     Attributes:
         label: the value.
-        speed_up: against the mean over the trials, all other knobs equal; 1 is no effect.
+        speed_up: against the mean over the trials in which the knob matters, all other knobs equal;
+            1 is no effect.
         low: lower end of a 95% bootstrap interval.
         high: upper end.
         trials: number of trials with it.
@@ -40,6 +41,16 @@ class Level:
     low: float
     high: float
     trials: int
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the interval means anything: one trial does not tell how such trials vary."""
+        return self.trials > 1
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the interval excludes that the value does nothing."""
+        return self.has_interval and (self.low > 1 or self.high < 1)
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,10 @@ class KnobEffect:
 
 
 def knob_effects(
-    trials: Sequence[Trial], knobs: Sequence[str], generator: np.random.Generator
+    trials: Sequence[Trial],
+    knobs: Sequence[str],
+    generator: np.random.Generator,
+    when: Mapping[str, Mapping[str, tuple[Value, ...]]] | None = None,
 ) -> list[KnobEffect]:
     """Main effects of the knobs, the largest spread first.
 
@@ -68,6 +82,8 @@ def knob_effects(
         trials: of which those that ended well count.
         knobs: names of the searched knobs.
         generator: draws the resamples.
+        when: for knobs that matter under other knobs' values only, which these are. Elsewhere such
+            a knob stands at its default, and what the others do there is not its effect.
 
     Returns:
         Effects of the knobs that took several values; none of fewer than ``FEWEST_TRIALS``.
@@ -79,21 +95,25 @@ def knob_effects(
         return []
     columns: list[tuple[str, list[str], np.ndarray]] = []
     for knob in knobs:
-        labels, places = _levels([t.configuration.get(knob) for t in good])
+        conditions = (when or {}).get(knob, {})
+        matters = np.array([_matters(t.configuration, conditions) for t in good])
+        labels, places = _levels(
+            [t.configuration.get(knob) for t, here in zip(good, matters, strict=True) if here]
+        )
         if len(labels) > 1:
-            columns.append((knob, labels, places))
+            columns.append((knob, labels, _indicators(labels, places, matters)))
     if not columns:
         return []
-    design = np.hstack([np.eye(len(labels))[places] for _, labels, places in columns])
+    design = np.hstack([indicators for _, _, indicators in columns])
     speed = -np.log([t.cost or nan for t in good])
     estimate = _fit(design, speed)
     draws = generator.integers(len(good), size=(RESAMPLES, len(good)))
     resampled = np.array([_fit(design[rows], speed[rows]) for rows in draws])
     effects, begin = [], 0
-    for knob, labels, places in columns:
+    for knob, labels, indicators in columns:
         part = slice(begin, begin + len(labels))
         begin += len(labels)
-        counts = np.bincount(places, minlength=len(labels))
+        counts = (indicators > 0).sum(axis=0)
         share = counts / counts.sum()
         middle = estimate[part] - estimate[part] @ share
         around = resampled[:, part] - (resampled[:, part] @ share)[:, None]
@@ -106,6 +126,24 @@ def knob_effects(
     return sorted(effects, key=lambda effect: effect.spread, reverse=True)
 
 
+def _matters(configuration: Configuration, when: Mapping[str, tuple[Value, ...]]) -> bool:
+    return all(configuration.get(n, allowed[0]) in allowed for n, allowed in when.items())
+
+
+def _indicators(labels: Sequence[str], places: np.ndarray, matters: np.ndarray) -> np.ndarray:
+    """A column for each level: 1 in its trials; nothing where the knob does not matter.
+
+    Where there are such trials, a column's mean over the others is taken off: what all levels have
+    in common against these trials is the effect of the knobs on which it hangs.
+    """
+    within: np.ndarray = np.eye(len(labels))[places]
+    if matters.all():
+        return within
+    columns = np.zeros((len(matters), len(labels)))
+    columns[matters] = within - within.mean(axis=0)
+    return columns
+
+
 def _fit(design: np.ndarray, target: np.ndarray) -> np.ndarray:
     centred = target - target.mean()
     normal = design.T @ design + _RIDGE * np.eye(design.shape[1])
@@ -114,6 +152,8 @@ def _fit(design: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 def _levels(values: Sequence[Value]) -> tuple[list[str], np.ndarray]:
     """Labels of a knob's levels in order, and each trial's level."""
+    if not values:
+        return [], np.array([], dtype=int)
     distinct = sorted({plain(v): v for v in values}.values(), key=_order)
     numbers = [v for v in distinct if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(distinct) <= MOST_LEVELS or len(numbers) != len(distinct):
@@ -126,7 +166,8 @@ def _levels(values: Sequence[Value]) -> tuple[list[str], np.ndarray]:
     labels = []
     for place in range(len(used)):
         inside = given[places == place]
-        labels.append(f"{inside.min():g} to {inside.max():g}")
+        low, high = f"{inside.min():g}", f"{inside.max():g}"
+        labels.append(low if low == high else f"{low} to {high}")
     return labels, places
 
 

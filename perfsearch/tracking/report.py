@@ -13,6 +13,7 @@ import numpy as np
 from perfsearch.metrics.bounds import bounds, percent
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.looks import closest_look
+from perfsearch.search.knob import Knob
 from perfsearch.search.objective import Objective
 from perfsearch.search.trial import Measurement, Purpose, Trial
 from perfsearch.tracking import charts
@@ -51,6 +52,8 @@ def write_report(
     title: str = "perfsearch",
     system_series: Sequence[Mapping[str, Any]] = (),
     memory_limit_gib: float | None = None,
+    bound: float | None = None,
+    knobs: Sequence[Knob] = (),
 ) -> None:
     """Write the report of a search.
 
@@ -62,6 +65,8 @@ def write_report(
         title: heading of the page.
         system_series: the sampler's raw samples.
         memory_limit_gib: what fits on a device.
+        bound: the most that all searched knobs could gain, relative; ``None`` where unknown.
+        knobs: those of the search, which say where each of them matters.
 
     Raises:
         OSError: it cannot be written.
@@ -72,8 +77,8 @@ def write_report(
         ("Baseline against the finalists", _speed_ups(verdict), _SPEED_UPS),
         ("Where the time of a step goes", _phases(trials, verdict.winner), _PHASES),
         ("What holds the job back", _diagnosis(trials, verdict.winner), ""),
-        ("What there was to gain, at most", _gains(trials), _GAINS),
-        ("Effect of each knob", _effects(trials), _EFFECTS),
+        ("What there was to gain, at most", _gains(trials, bound), _GAINS),
+        ("Effect of each knob", _effects(trials, knobs), _EFFECTS),
         ("Memory", _memory(trials, memory_limit_gib), _MEMORY),
         ("System", "".join(charts.system(system_series)), ""),
         ("Trials", _table(trials, objective), ""),
@@ -98,7 +103,11 @@ def _counts(trials: Sequence[Trial]) -> str:
         return "<p>No trial has ended yet.</p>"
     counts = Counter(t.status.value for t in trials)
     listed = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    return f"<p>{len(trials)} trials: {escape(listed)}.</p>"
+    return f"<p>{_many(trials)}: {escape(listed)}.</p>"
+
+
+def _many(trials: Sequence[Trial]) -> str:
+    return "1 trial" if len(trials) == 1 else f"{len(trials)} trials"
 
 
 def _find(trials: Sequence[Trial], winner: int | None) -> dict[str, Measurement]:
@@ -134,13 +143,19 @@ def _diagnosis(trials: Sequence[Trial], winner: int | None) -> str:
     return "".join(parts)
 
 
-def _gains(trials: Sequence[Trial]) -> str:
-    look = _find(trials, None).get("baseline")
-    rows = "".join(
-        f"<tr><td>{escape(b.part)}</td><td>{percent(b.gain)}</td><td>{escape(b.evidence)}</td></tr>"
-        for b in ([] if look is None else bounds(look))
+def _gains(trials: Sequence[Trial], bound: float | None) -> str:
+    """The bounds that were printed before the search, which decided on it."""
+    baseline = next((t.measurement for t in trials if t.purpose is Purpose.BASELINE), None)
+    found = [] if baseline is None else bounds(baseline)
+    if not found:
+        return ""
+    rows = [(b.part, percent(b.gain), b.evidence) for b in found]
+    if bound is not None:
+        rows.append(("all that is searched", percent(bound), ""))
+    cells = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    return f"<div class=wide><table>{rows}</table></div>" if rows else ""
+    return f"<table class=words>{cells}</table>"
 
 
 def _emphasised(finding: str) -> str:
@@ -148,9 +163,10 @@ def _emphasised(finding: str) -> str:
     return f"<b>{escape(name)}</b>{space}{escape(rest)}"
 
 
-def _effects(trials: Sequence[Trial]) -> str:
-    knobs = list(dict.fromkeys(name for t in trials for name in t.configuration))
-    found = knob_effects(trials, knobs, np.random.default_rng(_SEED))
+def _effects(trials: Sequence[Trial], knobs: Sequence[Knob]) -> str:
+    names = list(dict.fromkeys(name for t in trials for name in t.configuration))
+    when = {knob.name: knob.when for knob in knobs}
+    found = knob_effects(trials, names, np.random.default_rng(_SEED), when)
     return charts.effects(found) if found else ""
 
 
@@ -178,7 +194,7 @@ def _table(trials: Sequence[Trial], objective: Objective) -> str:
     left_out = len(trials) - len(rows)
     more = f"<p>{left_out} more are in trials.csv.</p>" if left_out else ""
     return (
-        f"<details><summary>{len(trials)} trials</summary><div class=wide><table>"
+        f"<details><summary>{_many(trials)}</summary><div class=wide><table>"
         f"<tr>{head}</tr>{''.join(rows)}</table></div>{more}</details>"
     )
 
@@ -196,12 +212,13 @@ _PHASES = (
     "Means over ranks after a close look, else of the slowest; 'rest' is what no phase covers."
 )
 _GAINS = (
-    "From the baseline's steps: what a part takes, or what a step took less without it, and two "
-    "standard errors. It bounds what knobs that touch only this part can give."
+    "From the baseline's steps before the search: what a part takes, or what a step took less "
+    "without it, and two standard errors. It bounds what knobs that touch only this part can give."
 )
 _EFFECTS = (
-    "From an additive model of log speed, with intervals from resampling trials; grey where the "
-    "interval covers no effect. A search chooses where it looks: these are associations."
+    "From an additive model of log speed over the trials in which a knob matters, with intervals "
+    "from resampling trials; grey where the interval covers no effect, or one trial gives none. A "
+    "search chooses where it looks: these are associations."
 )
 _MEMORY = "Crosses are trials that ran out of memory."
 
@@ -228,6 +245,7 @@ svg .tick{font-size:11px}svg .label{font-weight:600}
 .winner-interval{stroke:#009e73;stroke-width:3}
 table{border-collapse:collapse;font-size:.85em}td,th{padding:.15em .6em;text-align:left;
 border-bottom:1px solid #eee;white-space:nowrap}.wide{overflow-x:auto}
+.words td{vertical-align:top}.words td:last-child{white-space:normal}
 """ + "".join(
     f".c{i}{{fill:{c}}}.line.c{i}{{fill:none;stroke:{c}}}" for i, c in enumerate(_COLOURS)
 )

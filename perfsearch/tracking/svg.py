@@ -19,6 +19,7 @@ class Axis:
         high: value at ``end``; above ``low``.
         start: pixel of ``low``.
         end: pixel of ``high``.
+        whole: whether only whole numbers mean something.
 
     """
 
@@ -26,6 +27,7 @@ class Axis:
     high: float
     start: float
     end: float
+    whole: bool = False
 
     @classmethod
     def around(
@@ -36,6 +38,7 @@ class Axis:
         *,
         zero: bool = False,
         margin: float = 0.06,
+        whole: bool = False,
     ) -> Axis:
         """A scale that shows all values, with zero if asked for, and never has no extent."""
         finite = [v for v in values if math.isfinite(v)] or [0.0]
@@ -43,7 +46,7 @@ class Axis:
         if zero:
             low, high = min(0.0, low), max(0.0, high)
         room = (high - low) * margin or abs(high) * margin or 1.0
-        return cls(low if zero and low == 0 else low - room, high + room, start, end)
+        return cls(low if zero and low == 0 else low - room, high + room, start, end, whole)
 
     def __call__(self, value: float) -> float:
         """Pixel of a value."""
@@ -55,6 +58,7 @@ class Axis:
         raw = (self.high - self.low) / max(1, count)
         size = 10.0 ** math.floor(math.log10(raw))
         step = next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= raw * 0.999)
+        step = math.ceil(step) if self.whole else step
         first = math.ceil(self.low / step)
         values = [(first + i) * step for i in range(int((self.high - self.low) / step) + 2)]
         return [v for v in values if v <= self.high + 1e-9 * step]

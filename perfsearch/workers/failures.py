@@ -48,6 +48,8 @@ _INFRASTRUCTURE = (
     r"No space left on device|\[Errno 28\]",
     r"Read-only file system|\[Errno 30\]",
 )
+_ARGUMENTS_REFUSED = re.compile(r"^.*\berror: .*$", re.MULTILINE)
+
 _PEER_LOST = (
     r"Connection closed by peer|Connection reset by peer|Connection refused",
     r"NCCL communicator was aborted|remote process exited|ncclRemoteError",
@@ -56,8 +58,13 @@ _PEER_LOST = (
 _REFUSAL_TYPES = frozenset(
     {"ValueError", "TypeError", "NotImplementedError", "AssertionError", "KeyError"}
 )
+_UNUSED = "Expected to have finished reduction"
+_UNUSED_REASON = (
+    "DistributedDataParallel waits for gradients of parameters that the loss does not use. Freeze "
+    "them (requires_grad_(False)), or take them out of the model"
+)
 _REFUSAL_TEXT = (
-    r"Expected to have finished reduction",
+    _UNUSED,
     r"Expected to mark a variable ready only once",
     r"static[_ ]graph",
     r"is not supported|not implemented|unsupported|does not support|doesn't support",
@@ -203,6 +210,8 @@ def _of_error(error: RankError, evidence: Evidence) -> Failure:
         (error.phase == "build" and error.type in _REFUSAL_TYPES)
         or (error.type in ("RuntimeError", *_REFUSAL_TYPES) and _refused(error))
     ):
+        if _UNUSED in error.message:
+            reason = f"rank {error.rank}: {_UNUSED_REASON}"
         return Failure(Status.INVALID, reason, error.rank)
     return Failure(Status.CRASH, reason, error.rank)
 
@@ -258,6 +267,11 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def refusal(tail: str) -> str:
+    """The line of a log with which a script refused its arguments, as argparse does; or empty."""
+    return one_line((_ARGUMENTS_REFUSED.findall(tail) or [""])[-1])
 
 
 def one_line(text: str, limit: int = 300) -> str:

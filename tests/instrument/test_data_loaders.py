@@ -85,6 +85,23 @@ def test_batches_samples_and_tokens_are_counted(make):
     assert marks[:2] == ["other", "dataloader_next"]
 
 
+def test_making_an_iterator_and_its_end_are_loading(make):
+    """Worker processes are started by the one and ended by the other, in each epoch."""
+    loaders = make()
+    marks = []
+    loaders.mark = marks.append
+    iterator = iter(DataLoader(DATA, 12))
+    assert marks == ["other", "dataloader_next"]
+    next(iterator)
+    del marks[:]
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert marks == ["other", "dataloader_next"]
+    loaders.counting = False
+    iter(DataLoader(DATA, 12))
+    assert len(marks) == 2
+
+
 class Drawing(Dataset):
     def __init__(self, draw):
         self.draw = draw

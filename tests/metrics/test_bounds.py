@@ -56,8 +56,15 @@ def test_a_phase_counts_where_leaving_it_out_saves_less():
 
 
 def test_communication_that_cannot_be_seen_is_not_bounded():
-    assert share(job(), "communication") == 1.0
-    assert math.isinf(bound_of(bounds(job()), [BUCKET]))
+    two = job(world_size=2)
+    assert share(two, "communication") == 1.0
+    assert math.isinf(bound_of(bounds(two), [BUCKET]))
+
+
+def test_one_rank_alone_does_not_communicate():
+    assert share(job(), "communication") == 0.0
+    assert share(job({"comm_exposed": 5.0}), "communication") == pytest.approx(0.05)  # buckets
+    assert share(job(in_force={"zero_stage": 3}), "communication") == 1.0
 
 
 def test_computing_is_bounded_by_the_peak():

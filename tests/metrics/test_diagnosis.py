@@ -49,9 +49,32 @@ def test_a_loader_that_waits_is_found_with_its_milliseconds():
     [
         ({"cpu_utilization_percentage": 97.0}, "preprocessing"),
         ({"cpu_iowait_percentage": 45.0, "cpu_utilization_percentage": 97.0}, "iowait 45"),
+        (
+            {
+                "cpu_iowait_percentage": 12.0,  # eight loaders wait on 64 processors
+                "cpu_utilization_percentage": 20.0,
+                "disk_busy_percentage": 99.0,
+                "disk_read_megabytes_per_s": 41.0,
+            },
+            "it works 99 % of the time, and 41.0 MB/s are read",
+        ),
+        (
+            {
+                "cpu_utilization_percentage": 20.0,
+                "disk_busy_percentage": 99.0,
+                "disk_read_megabytes_per_s": 0.0,  # somebody writes
+            },
+            "not its limit",
+        ),
         ({"network_receive_megabytes_per_s": 300.0}, "300 MB/s"),
-        ({"cpu_utilization_percentage": 97.0, "process_cpu_percentage": 190.0}, "preprocessing"),
-        ({"cpu_utilization_percentage": 97.0, "process_cpu_percentage": 9.0}, "other jobs fill"),
+        (
+            {"cpu_utilization_percentage": 97.0, "process_cpu_share_percentage": 95.0},
+            "preprocessing",
+        ),
+        (
+            {"cpu_utilization_percentage": 97.0, "process_cpu_share_percentage": 26.0},
+            "other jobs fill the processors (97 % busy, 26 % of it this job's)",
+        ),
         ({"cpu_utilization_percentage": 20.0}, "not its limit"),
         ({}, "cause was not seen"),
     ],
@@ -60,6 +83,31 @@ def test_why_the_loader_is_slow(system, word):
     found = first(job({"dataloader_next": 10.0}, system=system))
     assert (found.name, found.severity) == ("input_bound", Severity.MODERATE)
     assert word in found.evidence
+
+
+def test_a_rank_for_which_nobody_waits_is_no_straggler():
+    """What it takes longer in one phase it takes less in another."""
+    evidence = {**slow(0, backward=30.0), "comm_least_ms": 4.0}
+    phases = {"backward": 50.0, "optimizer": 49.0, "rank_wait": 1.0}
+    assert "straggler" not in names(job(phases, bottleneck_evidence=evidence))
+    found = first(job({**phases, "rank_wait": 5.0}, bottleneck_evidence=evidence))
+    assert (found.name, found.severity) == ("straggler", Severity.MODERATE)
+    assert "rank 0 takes 30.00 ms a step longer than the other in backward" in found.evidence
+    assert (
+        "the others wait 10.00 ms for it in their collectives (10% of the step)" in found.evidence
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_of_a_rank_that_only_waits_for_batches_its_data_is_looked_at(workers):
+    """Loader processes that are all as slow show on the rank whose own began last."""
+    evidence = slow(1, 0.05, dataloader_next=40.0, forward=0.4)
+    in_force = {"dataloader_workers": workers}
+    found = first(job({"forward": 60.0}, bottleneck_evidence=evidence, in_force=in_force))
+    assert found.name == "straggler"
+    assert "takes 40.40 ms a step longer than the other in dataloader_next (40%" in found.evidence
+    assert "clocks" not in found.advice
+    assert ("all ranks are as slow" in found.advice) == bool(workers)
 
 
 def test_a_slow_rank_is_named_and_comes_before_the_communication_that_it_causes():

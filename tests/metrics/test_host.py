@@ -43,6 +43,22 @@ def test_disks_are_counted_once_though_raid_and_partitions_repeat_them(tmp_path,
     assert values["disk_write_megabytes_per_s"] == 4.0
 
 
+def test_the_busiest_disk_is_told(monkeypatch):
+    """Of two disks one works nearly all the time; where no disk tells, nothing is said."""
+
+    def read(**busy_ms):
+        disks = {n: SimpleNamespace(**vars(disk(1, 0)), busy_time=ms) for n, ms in busy_ms.items()}
+        monkeypatch.setattr(psutil, "disk_io_counters", lambda perdisk: disks)
+        return HostReader(Guard(), sys_root=Path("/nowhere")).counters()
+
+    before = read(sda=1000, sdb=500)
+    found = rates(before, read(sda=2900, sdb=510), 2.0)
+    assert found["disk_busy_percentage"] == pytest.approx(95.0)
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda perdisk: {"sda": disk(1, 0)})
+    silent = HostReader(Guard(), sys_root=Path("/nowhere")).counters()
+    assert "disk_busy_percentage" not in rates(silent, silent, 2.0)
+
+
 def test_without_sysfs_partitions_are_left_out_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(
         psutil, "disk_io_counters", lambda perdisk: {n: disk(1, 0) for n in ("sda", "sda1", "sdb")}
@@ -117,6 +133,28 @@ def test_an_idle_machine_has_a_rate_too(monkeypatch):
     reader = HostReader(Guard())
     before, after = reader.counters(), reader.counters()
     assert rates(before, after, 0.05)["cpu_utilization_percentage"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"), [({1}, 100.0), ({0, 1}, 50.0), (set(range(4)), 25.0), ({9}, 25.0)]
+)
+def test_processors_that_the_job_may_not_use_are_left_out(monkeypatch, allowed, expected):
+    """One of four is busy; a job that was given that one has nothing left."""
+    fields = namedtuple("fields", ["user", "idle"])
+
+    def times(percpu=False):
+        every = [fields(now if n == 1 else 0.0, 0.0 if n == 1 else now) for n in range(4)]
+        return every if percpu else fields(now, 3 * now)
+
+    monkeypatch.setattr(psutil, "cpu_times", times)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed, raising=False)
+    reader = HostReader(Guard())
+    now = 10.0
+    before = reader.counters()
+    now = 12.0
+    found = rates(before, reader.counters(), 2.0)
+    assert found["cpu_utilization_percentage"] == pytest.approx(expected)
 
 
 def test_a_process_that_was_just_started_is_in_the_next_reading():

@@ -130,11 +130,12 @@ def test_a_counter_that_was_reset_gives_no_rate():
 
 def test_processor_seconds_become_percentages():
     before = {"_cpu_total_s": 10.0, "_cpu_busy_s": 5.0, "_cpu_iowait_s": 0.0, "_process_cpu_s": 1}
-    after = {"_cpu_total_s": 14.0, "_cpu_busy_s": 8.0, "_cpu_iowait_s": 1.0, "_process_cpu_s": 4}
+    after = {"_cpu_total_s": 14.0, "_cpu_busy_s": 8.0, "_cpu_iowait_s": 1.0, "_process_cpu_s": 2.5}
     assert rates(before, after, 2.0) == {
         "cpu_utilization_percentage": 75.0,
         "cpu_iowait_percentage": 25.0,
-        "process_cpu_percentage": 150.0,
+        "process_cpu_percentage": 75.0,
+        "process_cpu_share_percentage": 50.0,
     }
 
 

@@ -15,15 +15,43 @@ from perfsearch.workers.bootstrap import Groups
 from perfsearch.workers.messages import GroupSpec, TrialRequest
 from perfsearch.workers.trainer import Trainer
 from perfsearch.workers.trial import _Feed
+from perfsearch.workloads import gpt
 from perfsearch.workloads.spec import WorkloadSpec
 
 STEPS = 4
 SAMPLES_PER_RANK = 4
 
 
+def grouped():
+    """The small GPT, its optimizer's groups made by the number, order and shape of parameters."""
+
+    def optimizer(parameters):
+        first, *rest = parameters
+        matrices = [p for p in rest if p.ndim > 1]
+        others = [p for p in rest if p.ndim < 2]
+        return torch.optim.SGD(
+            [
+                {"params": [first], "lr": 0.3},
+                {"params": matrices, "weight_decay": 0.1},
+                {"params": others, "momentum": 0.5},
+            ],
+            lr=0.1,
+        )
+
+    job = gpt.build(WorkloadSpec("gpt", "tiny"), 0)
+    return replace(job, optimizer=optimizer)
+
+
+def spec_of(workload, world_size):
+    """A workload by its name; ``grouped`` is the one above."""
+    factory = f"{__name__}:grouped" if workload == "grouped" else None
+    spec = WorkloadSpec("custom" if factory else workload, factory=factory)
+    return spec.resolve("cpu", None, world_size)
+
+
 def run(rank, directory, world_size, workload, half, configurations):
     torch.set_num_threads(1)
-    spec = WorkloadSpec(workload).resolve("cpu", None, world_size)
+    spec = spec_of(workload, world_size)
     group = GroupSpec(workload=asdict(spec), device="cpu", nproc=world_size)
     groups = Groups(group, Path(directory), rank, rank, world_size, torch.device("cpu"))
     trainer = Trainer(groups)
@@ -56,10 +84,10 @@ def one(trainer, request):
         step.close()
 
 
-def run_form(rank, directory, world_size, forms):
+def run_form(rank, directory, world_size, forms, workload):
     """Train with the exported lines alone, on the same data from the same start."""
     torch.set_num_threads(1)
-    spec = WorkloadSpec("gpt").resolve("cpu", None, world_size)
+    spec = spec_of(workload, world_size)
     group = GroupSpec(workload=asdict(spec), device="cpu", nproc=world_size)
     groups = Groups(group, Path(directory), rank, rank, world_size, torch.device("cpu"))
     trainer = Trainer(groups)
@@ -83,10 +111,11 @@ def run_form(rank, directory, world_size, forms):
     time.sleep(0.1)  # pytorch#190489: see perfsearch/ending.py
 
 
-def launch_forms(directory, world_size, forms):
+def launch_forms(directory, world_size, forms, workload="gpt"):
     """The weights that each exported form ends with."""
     directory = tempfile.mkdtemp(dir=directory)
-    torch.multiprocessing.spawn(run_form, (directory, world_size, forms), nprocs=world_size)
+    arguments = (directory, world_size, forms, workload)
+    torch.multiprocessing.spawn(run_form, arguments, nprocs=world_size)
     return torch.load(Path(directory) / "rank0.pt")
 
 

@@ -54,6 +54,7 @@ def test_a_script_is_profiled_and_nothing_is_searched(place, phase, tmp_path):
     assert "warning: metrics.end_step=9 has no effect on this script" in told
     traces = sorted((tmp_path / "run" / "trace" / "baseline").glob("rank*.trace.json.gz"))
     assert [trace.name[:5] for trace in traces] == ["rank0", "rank1"]
+    assert measurement["detail_seconds"] > 0  # system metrics are of the time before
     seen = json.loads(gzip.decompress(traces[1].read_bytes()))["traceEvents"]
     steps = [e for e in seen if str(e.get("name", "")).startswith("Optimizer.step#AdamW")]
     assert len(steps) in (2, 3)  # it begins in the midst of one

@@ -91,6 +91,19 @@ def test_no_time_is_shown_where_nothing_fits_yet(tmp_path, tables, capsys):
     shown = capsys.readouterr().out
     assert "cur(inf) next(inf) best(inf)" in shown
     assert "e+12" not in shown
+    assert "fits the 1.024e-06 MiB of a device; the one to start from needs" in shown
+
+
+def test_a_search_in_which_nothing_fits_says_by_how_much(tmp_path, tables, opened):
+    limit = {"device_memory_gib": 1e-9}
+    runner = opened(**limit)
+    strategy, _ = begun(runner, settings(tmp_path, tables, **limit))
+    strategy.ask()
+    needed = 1024 * runner.predict(runner.baseline, ()).peak_gib
+    assert f"the one to start from needs {needed:.4g} MiB on one" in strategy.walks[0].note
+    assert f"it needs {needed:.4g} MiB on one device, of 1.024e-06" in runner.screen(
+        runner.baseline
+    )
 
 
 def test_the_chain_is_walked_after_the_baseline_and_shown(tmp_path, tables, opened):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from parallel.soap import synthetic
 from soap_cases import DEVICES, begun, settings
 
@@ -14,6 +15,8 @@ from perfsearch.parallel.soap import graph_file, strategy_file
 from perfsearch.parallel.soap.axes import Whole
 from perfsearch.parallel.soap.costs import CostTable
 from perfsearch.parallel.soap.graph import Graph
+from perfsearch.parallel.soap.machine import Machine
+from perfsearch.parallel.soap.measure_machine import with_optimizer
 from perfsearch.runners import _soap_tables
 from perfsearch.runners._soap_identity import JOB, Identity
 from perfsearch.runners._soap_tables import Inputs
@@ -49,8 +52,37 @@ def test_tables_that_were_broken_off_are_measured_again(tmp_path, tables):
         found = _soap_tables.measured(
             kept, tmp_path / "cache", "a card", "2.13", DEVICES, job, measure
         )
-    assert asked == [(kept, True)]
+    assert asked == [(kept, None)]
     assert found.job == job
+
+
+def test_a_machine_that_another_job_measured_has_this_jobs_optimizer(tmp_path, tables):
+    """What the cache keeps is of the devices; state and row updates are of the optimizer."""
+    rooms, asked = [], []
+
+    def measure(directory, known, machine):
+        asked.append(machine)
+        directory.mkdir()
+        for path in tables.iterdir():
+            (directory / path.name).write_text(path.read_text())
+        before = Machine.read(machine or directory / "machine.json")
+        optimizers = {0: torch.optim.AdamW, 1: torch.optim.SGD}
+        with_optimizer(before, torch.device("cpu"), optimizers[len(rooms)]).write(
+            directory / "machine.json"
+        )
+
+    for name in ("first", "second"):
+        job = Identity(name, 8, "tiny", options={})
+        rooms.append(
+            _soap_tables.measured(
+                tmp_path / name, tmp_path / "cache", "a card", "2.13", DEVICES, job, measure
+            )
+        )
+    adam, sgd = (room.machine for room in rooms)
+    assert adam.state_per_weight == pytest.approx(2, abs=1e-3) and not adam.updates_rows
+    assert sgd.state_per_weight == 0 and sgd.updates_rows
+    assert asked[0] is None and asked[1].parent == tmp_path / "cache"
+    assert adam.within == sgd.within
 
 
 def test_saved_tables_give_the_same_search_without_running_anything(tmp_path, tables, opened):
@@ -136,7 +168,7 @@ def test_memory_is_a_hard_limit(opened):
     roomy = opened()
     need = roomy.simulator.estimate(roomy.plan(roomy.baseline)).peak_gib
     tight = opened(device_memory_gib=need * 0.5)
-    assert "GiB on one device" in tight.screen(tight.baseline)
+    assert "MiB on one device" in tight.screen(tight.baseline)
     assert roomy.screen(roomy.baseline) is None
 
 

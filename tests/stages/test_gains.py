@@ -133,3 +133,23 @@ def test_auto_searches_the_groups_in_the_order_of_their_bounds(tmp_path):
     _, events = read(tmp_path / "run" / "journal.jsonl")
     opened = next(e for e in events if e.name == "opened")
     assert opened.data["definition"]["knobs_by_bound"] is True
+
+
+@pytest.mark.parametrize(("runner", "hinted"), [("ddp", True), ("zero", False), ("soap", False)])
+def test_loading_is_said_to_be_searchable_where_the_runner_has_a_knob_of_it(
+    tmp_path, runner, hinted
+):
+    watched = Watched(loading_ms=20.0)
+    del watched.baseline["dataloader_workers"]
+    watched.space = Space([k for k in watched.space.knobs if k.name == "bucket_cap_mb"])
+    settings = make_settings(
+        run_dir=str(tmp_path),
+        runner={"name": runner},
+        workload={"name": "custom", "factory": "jobs:build"},
+        budget={"trials": 0},
+        confirm={"max_repeats": 0},
+    )
+    view = KeptView()
+    run_search(settings, watched, strategy_factory(settings), view, lambda *_: KeptTracker())
+    (line,) = [ln for ln in view.text.splitlines() if ln.startswith("- loading")]
+    assert ("workload.draws_in_loader=false allows it" in line) is hinted

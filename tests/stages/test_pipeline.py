@@ -11,6 +11,7 @@ from perfsearch.runners.base import Outcome
 from perfsearch.search.journal import read
 from perfsearch.search.trial import Measurement, Purpose, Status
 from perfsearch.stages.same_computation import disagreement
+from perfsearch.view import result_cells
 
 
 def oom_where(condition):
@@ -339,3 +340,14 @@ def test_the_closing_table_calls_nothing_best_that_is_slower_than_the_baseline(
     with contextlib.suppress(KeyboardInterrupt):
         search(SyntheticRunner(gain=gain, fail=ends), confirm={"max_repeats": 0})
     assert [row["label"] for row in search.view.rows] == ["baseline", label]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_single_pair_is_what_the_closing_table_goes_by(search: Search, seed: int) -> None:
+    """The search's own reading is not set beside another one's objective."""
+    search(SyntheticRunner(spread=0.4, gain=0.1, seed=seed), confirm={"max_repeats": 1})
+    baseline, other = search.view.rows
+    assert baseline["confirmed"] and other["confirmed"]
+    ratio = other["objective"] / baseline["objective"]
+    assert other["label"] == ("best so far" if ratio > 1 else "fastest other")
+    assert result_cells([baseline, other])[2][4].startswith(f"{ratio:.3f}x (one reading each")

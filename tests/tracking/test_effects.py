@@ -49,6 +49,48 @@ def test_many_numbers_are_shown_in_quarters():
     assert " to " in levels[0].label
 
 
+def test_a_quarter_in_which_all_trials_had_one_value_is_named_by_it():
+    trials = random_trials(24)
+    for one in trials:
+        one.configuration["bucket"] = [1, 2, 3, 4, 5, 6, *[512] * 6][one.number % 12]
+    assert effects(trials)["bucket"].levels[-1].label == "512"
+
+
+def test_a_value_that_was_tried_once_has_no_interval():
+    trials = random_trials(20)
+    for one in trials:
+        one.configuration["workers"] = int(one.number == 0)
+    often, once = effects(trials)["workers"].levels
+    assert (often.trials, often.has_interval) == (19, True)
+    assert (once.trials, once.has_interval, once.is_sure) == (1, False, False)
+
+
+def test_a_knob_that_matters_under_another_takes_nothing_of_its_effect():
+    """Prefetching stands at 2 where there are no workers, which take half of the time."""
+    generator = np.random.default_rng(3)
+    trials = []
+    for number in range(24):
+        workers = number % 2
+        prefetch = [2, 4, 8][number // 2 % 3] if workers else 2
+        cost = (1.0 if workers else 2.0) * float(np.exp(generator.normal(0, 0.02)))
+        configuration = {"workers": workers, "prefetch": prefetch}
+        trials.append(trial(number, configuration=configuration, cost=cost))
+    when = {"prefetch": {"workers": (1, 2)}}
+    found = knob_effects(trials, ["workers", "prefetch"], np.random.default_rng(0), when)
+    workers, prefetch = found
+    assert workers.spread == pytest.approx(2.0, rel=0.03)
+    assert prefetch.spread == pytest.approx(1.0, abs=0.05)
+    assert [level.trials for level in prefetch.levels] == [4, 4, 4]
+    assert not any(level.is_sure for level in prefetch.levels)
+
+
+def test_a_knob_that_never_mattered_has_no_effect():
+    trials = random_trials(20)
+    when = {"bucket": {"algorithm": ("None",)}}
+    found = knob_effects(trials, ["algorithm", "bucket"], np.random.default_rng(0), when)
+    assert [e.knob for e in found] == ["algorithm"]
+
+
 def test_values_are_in_their_order_with_null_first():
     trials = random_trials(20)
     for one in trials:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from search_runs import measurement, trial
 
+from perfsearch.search.knob import Kind, Knob
 from perfsearch.search.objective import Metric, Objective
 from perfsearch.search.statistics import Interval
 from perfsearch.search.trial import Purpose, Status
@@ -60,6 +61,56 @@ def test_it_shows_every_part_and_loads_nothing(tmp_path):
     assert "11 trials: 10 ok, 1 oom." in text
 
 
+def test_lines_of_processors_and_of_gpus_are_named(tmp_path):
+    series = [
+        {"time_s": 5.0 + i, "cpu_utilization_percentage": i, "disk_read_megabytes_per_s": 1.0}
+        for i in range(9)
+    ]
+    text = page(tmp_path, searched(), system_series=series)
+    assert text.count(">cpu</text>") == 1
+
+
+def test_no_burst_is_left_out_of_a_long_search(tmp_path):
+    """One sample in 1,001 is above zero: it shows, wherever it lies, and the line stays short."""
+    for burst in (500, 501, 503):
+        series = [
+            {"time_s": float(i), "disk_read_megabytes_per_s": 900.0 * (i == burst)}
+            for i in range(1001)
+        ]
+        text = page(tmp_path, searched(), system_series=series)
+        line = re.findall('class="line c0" points="([^"]*)"', text)[-1].split()
+        assert len(line) <= 240
+        assert len({point.split(",")[1] for point in line}) == 2
+
+
+def test_a_single_trial_is_the_only_one_on_its_axis(tmp_path):
+    picture = re.findall("<svg.*?</svg>", page(tmp_path, [trial(0)], NOTHING), re.S)[0]
+    assert ">0</text>" in picture
+    assert ">-1</text>" not in picture
+    assert ">1</text>" not in picture
+
+
+def test_where_knobs_matter_is_asked_of_the_knobs(tmp_path):
+    trials = [
+        trial(n, configuration={"workers": n % 2, "prefetch": 2 + 2 * (n % 4 == 3)})
+        for n in range(12)
+    ]
+    knob = Knob("prefetch", Kind.ORDINAL, 2, (2, 4), when={"workers": (1,)})
+    assert "9 trials" in page(tmp_path, trials)
+    assert "9 trials" not in page(tmp_path, trials, knobs=[knob])
+
+
+def test_a_value_tried_once_has_a_dot_and_no_interval(tmp_path):
+    trials = [
+        trial(n, configuration={"bucket_cap_mb": 25, "algorithm": "Tree" if n == 3 else "Ring"})
+        for n in range(9)
+    ]
+    text = page(tmp_path, trials)
+    assert re.search(r"\d\.\d{3}x, 8 trials", text)
+    assert re.search(r"\d\.\d{3}x, 1 trial<", text)
+    assert len(re.findall('class="(?:trial|sentinel)-interval"', text)) == 1
+
+
 def test_every_picture_is_well_formed(tmp_path):
     pictures = re.findall("<svg.*?</svg>", page(tmp_path, searched()), re.S)
     assert len(pictures) == 5
@@ -110,8 +161,14 @@ def test_what_there_was_to_gain_stands_beside_what_was_found(tmp_path):
     measured = trials[0].measurement
     measured.phases_ms = {"forward": 30.0, "comm_exposed": 25.0, "backward": 45.0}
     measured.bottleneck_evidence = {"with_everything_ms": 100.0, "detailed_step_ms": 100.0}
-    text = page(tmp_path, trials)
+    # The baseline measured again beside the finalists is not what the search was decided by.
+    again = trial(11, purpose=Purpose.CONFIRM, configuration=trials[0].configuration, objective=1.0)
+    again.measurement.phases_ms = {"forward": 90.0, "comm_exposed": 5.0, "backward": 5.0}
+    again.measurement.bottleneck_evidence = dict(measured.bottleneck_evidence)
+    text = page(tmp_path, [*trials, again], bound=0.5)
     assert "<td>communication</td><td>+33.3%</td><td>25.00 ms of a 100.00 ms step wait" in text
+    assert "<td>all that is searched</td><td>+50.0%</td>" in text
+    assert "What there was to gain" not in page(tmp_path, searched())
 
 
 def test_an_interval_that_says_nothing_is_not_drawn(tmp_path):

@@ -14,6 +14,12 @@ def test_ticks_are_round_and_inside():
     assert 3 <= len(ticks) <= 7
 
 
+def test_ticks_of_what_is_counted_are_whole():
+    assert Axis(-0.06, 3.06, 0, 100, whole=True).ticks() == [0, 1, 2, 3]
+    assert Axis(-0.5, 0.5, 0, 100, whole=True).ticks() == [0]
+    assert Axis.around([0, 9], 0, 100, whole=True).ticks() == [0, 3, 6, 9]
+
+
 @pytest.mark.parametrize("values", [[], [5.0], [0.0], [3.0, 3.0], [float("nan")]])
 def test_a_scale_always_has_an_extent(values):
     axis = Axis.around(values, 0, 100)

@@ -258,3 +258,10 @@ def test_one_line():
     assert one_line("cause:\n  the thing") == "cause: the thing"
     assert len(one_line("x" * 1000)) == 300
     assert not is_oom("out of patience")
+
+
+def test_unused_parameters_come_with_what_to_do():
+    text = "Expected to have finished reduction in the prior iteration before starting a new one."
+    failure = classify(Evidence(errors=[error(text, rank=1)]))
+    assert failure.status is Status.INVALID
+    assert failure.reason.startswith("rank 1: ") and "requires_grad_(False)" in failure.reason

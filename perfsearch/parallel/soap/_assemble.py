@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,9 @@ from perfsearch.parallel.soap.layouts import item_bytes
 from perfsearch.parallel.soap.tables import Integers
 
 if TYPE_CHECKING:
+    from perfsearch.parallel.soap.costs import ShardCost
+    from perfsearch.parallel.soap.layouts import Layout
+    from perfsearch.parallel.soap.machine import Machine
     from perfsearch.parallel.soap.tasks import Class, CostOf, Problem
 
 
@@ -94,19 +97,8 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
     layouts = 0
     for kind in problem.classes:
         for layout, lists in zip(kind.layouts, kind.device_lists, strict=True):
-            rows = len(parts.values)
-            for place, part in enumerate(layout.parts):
-                cost = cost_of(kind.example, part, kind.gradients)
-                weights_mib = layout.weight_bytes[place] / 2**20
-                microseconds = (
-                    cost.forward_us + machine.task_us,
-                    (cost.rows_us if layout.by_rows else cost.backward_us) + machine.task_us,
-                    cost.forward_host_us,
-                    cost.backward_host_us,
-                )
-                parts.add(_nanoseconds(us) for us in microseconds)
-                parts.add([layout.resident_bytes[place]])
-                parts.add([_nanoseconds(machine.optimizer_us_per_mib * weights_mib)])
+            costs = [cost_of(kind.example, part, kind.gradients) for part in layout.parts]
+            rows_of: dict[tuple[tuple[float, float], ...], int] = {}
             at = len(groups.values)
             for group, size in layout.syncs:
                 packing = _nanoseconds(tasks.pack_us(machine, size))
@@ -118,6 +110,10 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
                     )
                     for group, size in layout.syncs
                 ]
+                waits = tuple(tasks.sums_us(machine, kind, layout.parts, chosen))
+                if waits not in rows_of:  # else as on other devices
+                    rows_of[waits] = parts.add(_part_rows(machine, layout, costs, waits))
+                rows = rows_of[waits]
                 record = [layouts, len(chosen), devices.add(chosen), rows, len(sums), at]
                 configs.append([*record, times.add(sums), 0])
             layouts += 1
@@ -133,6 +129,27 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
         table.SYNC_GROUPS: groups.array(),
         table.SYNC_TIMES: times.array(),
     }
+
+
+def _part_rows(
+    machine: Machine,
+    layout: Layout,
+    costs: Sequence[ShardCost],
+    waits: Sequence[tuple[float, float]],
+) -> Iterator[int]:
+    """What ``PARTS`` has of a layout on some devices, by ``tasks.sums_us`` of these."""
+    for place, cost in enumerate(costs):
+        forward, backward = waits[place] if waits else (0.0, 0.0)
+        own_backward = cost.rows_us if layout.by_rows else cost.backward_us
+        microseconds = (
+            cost.forward_us + forward + machine.task_us,
+            own_backward + backward + machine.task_us,
+            cost.forward_host_us + (machine.sync_host_us if forward else 0.0),
+            cost.backward_host_us + (machine.sync_host_us if backward else 0.0),
+        )
+        yield from map(_nanoseconds, microseconds)
+        yield layout.resident_bytes[place]
+        yield _nanoseconds(machine.optimizer_us_per_mib * layout.weight_bytes[place] / 2**20)
 
 
 def _edges(problem: Problem) -> dict[int, Integers]:

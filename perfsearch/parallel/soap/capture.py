@@ -34,6 +34,7 @@ from perfsearch.parallel.soap.refusals import (
     require_same_dtype,
     require_tensors,
     schema_name,
+    shape_of,
     unsplit,
 )
 from perfsearch.parallel.soap.rules_dense import embedding_bag
@@ -166,7 +167,6 @@ class _Capture:
                 require_tensors(node, name, self.values, self.writes.skipped)
             arguments = self._arguments(node)
         value = node.meta.get("val")
-        tensor = isinstance(value, torch.Tensor)
         if node in self.writes.in_place:
             name = name.removesuffix("_")
             require_same_dtype(node)
@@ -174,8 +174,8 @@ class _Capture:
             name=name,
             target=out_of_place(node.target) if node in self.writes.in_place else node.target,
             arguments=arguments,
-            shape=tuple(int(size) for size in value.shape) if tensor else (),
-            dtype=dtype_name(value) if tensor else "",
+            shape=shape_of(node),
+            dtype=dtype_name(value) if isinstance(value, torch.Tensor) else "",
             is_output=node is self.output,
             sources=self.sources,
         )

@@ -22,6 +22,7 @@ from perfsearch.parallel.soap.layouts import (
 )
 from perfsearch.parallel.soap.machine import MOST, is_number
 from perfsearch.parallel.soap.rules import signature
+from perfsearch.parallel.soap.shared_sums import shares_statistics
 from perfsearch.search.errors import BadInputError
 
 SCHEMA = 1
@@ -60,7 +61,9 @@ class Shard:
     @property
     def key(self) -> str:
         """The same for parts that take the same time, in every process."""
-        words = _words((signature(self.operator, self.part), self.gradients))
+        more = ["shared"] if shares_statistics(self.operator, self.part) else []
+        more += [f"frozen {p.name}" for p in self.operator.parameters if not p.trained]
+        words = _words((signature(self.operator, self.part), self.gradients, *more))
         return hashlib.blake2b(words.encode(), digest_size=12).hexdigest()
 
     @property

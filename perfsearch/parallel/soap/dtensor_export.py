@@ -130,13 +130,15 @@ _TEMPLATE = '''"""The strategy for torch's DTensor: parallelize(model), then giv
     inputs = DTensor.from_local(share_of_this_rank, mesh, [Shard(0)])
     loss = loss_function(model(inputs), targets_of_the_whole_batch)
 
-Modules without an entry follow their inputs. The model's output is gathered and is a plain tensor:
+Modules without an entry follow their inputs. The model's outputs are gathered and plain tensors:
 DTensor's gradient of a mean over shards is too large by the number of devices (torch 2.13).
+Dropout draws other masks than one device would.
 """
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 DEVICES = @DEVICES@
 
@@ -164,6 +166,14 @@ def parallelize(model, device_type):
             raise ValueError("a tensor of another mesh: DTensor would not move it")
         return value.redistribute(mesh, [placement])
 
+    def gather(value):
+        if any(placement.is_partial() for placement in value.placements):
+            raise ValueError(
+                "the model reduces over shards, as to a loss, and the gradient of that would be "
+                "too large; let it return what the loss is computed from"
+            )
+        return value.full_tensor()
+
     for name, (before, after, parameters) in PLAN.items():
         module = model.get_submodule(name)
         for key, placement in parameters.items():
@@ -175,9 +185,7 @@ def parallelize(model, device_type):
             lambda module, inputs, output, after=after: move(output, after)
         )
     model.register_forward_hook(
-        lambda module, inputs, output: output.full_tensor()
-        if isinstance(output, DTensor)
-        else output
+        lambda module, inputs, output: tree_map_only(DTensor, gather, output)
     )
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False)):

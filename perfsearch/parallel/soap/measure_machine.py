@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ _SLEEP_CYCLES = 20_000_000
 def measure(
     device: torch.device, name: str, memory_gib: float, optimizer: Callable[[Any], Any]
 ) -> Machine:
-    """Measure the default group's machine; called on all ranks, the same comes on each.
+    """Measure the default group's machine; called on all ranks, the first one's counts.
 
     Args:
         device: of this rank.
@@ -53,11 +54,9 @@ def measure(
                 hosts.append(host_us)
         if inside:
             dist.destroy_process_group(group)
-    fixed_us, us_per_mib, state, rows = _optimizer(optimizer, device)
-    fixed_us, us_per_mib = _from_first((fixed_us, us_per_mib), device)
     host_us, _ = _from_first((statistics.median(hosts) if hosts else 0.0, 0.0), device)
     copy_us, copy_us_per_mib = _from_first(_copies(device), device)
-    return Machine(
+    machine = Machine(
         name=name,
         devices=world,
         devices_per_node=world,
@@ -65,14 +64,32 @@ def measure(
         within=within,
         copy_us=copy_us,
         copy_us_per_mib=copy_us_per_mib,
-        updates_rows=rows,
         can_replay=device.type == "cuda",
         sync_on_link=device.type == "cuda",  # NCCL is given one order over its communicators
         transfer_host_us=host_us,
         sync_host_us=host_us,
+    )
+    return with_optimizer(machine, device, optimizer)
+
+
+def with_optimizer(
+    machine: Machine, device: torch.device, optimizer: Callable[[Any], Any]
+) -> Machine:
+    """The machine with the job's own optimizer, as this rank measures it.
+
+    Args:
+        machine: as measured, perhaps with another job.
+        device: of this rank.
+        optimizer: of the job.
+
+    """
+    fixed_us, us_per_mib, state, rows = _optimizer(optimizer, device)
+    return replace(
+        machine,
         optimizer_us=fixed_us,
         optimizer_us_per_mib=us_per_mib,
         state_per_weight=state,
+        updates_rows=rows,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+import torch
 from torch import fx
 
 from perfsearch.parallel.soap.traced import dtype_name, dtype_out_of_place, place_of
@@ -35,6 +36,25 @@ def require_tensors(
                 f"{name} takes a number from {source.name}, which would be another in each "
                 f"step; keep it a tensor; {place_of(node)}"
             )
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Shape of what a function gives, empty where that is no tensor.
+
+    Raises:
+        CaptureError: the shape depends on values.
+
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ()
+    if any(isinstance(size, torch.SymInt) and size.node.hint is None for size in value.shape):
+        raise CaptureError(
+            f"{node.target} gives a tensor whose shape depends on values, so that it would be "
+            "another in each step; choose without changing the shape, as by torch.where or by "
+            f"multiplying by a mask; {place_of(node)}"
+        )
+    return tuple(int(size) for size in value.shape)
 
 
 def require_same_dtype(node: fx.Node) -> None:

@@ -11,29 +11,18 @@ from perfsearch.parallel.soap.communicators import Communicators, Devices
 from perfsearch.parallel.soap.configuration import Plan, part_rectangles
 from perfsearch.parallel.soap.graph import Graph, Operator
 from perfsearch.parallel.soap.kernels import Surroundings
-from perfsearch.parallel.soap.rules import stage_rectangles
+from perfsearch.parallel.soap.shared_sums import partners
 
 
 def sharing(operator: Operator, plan: Plan) -> dict[int, Devices]:
-    """By device, the devices whose sums its part needs, itself included.
-
-    Batch norm sums over parts with the same channels, a loss over all of its parts.
-    """
+    """By device, the devices whose sums its part needs, itself included; see ``partners``."""
     configuration = plan[operator.name]
-    parts = {
-        device: stage_rectangles(operator, part)[0]
-        for device, part in zip(
-            configuration.devices, part_rectangles(operator, configuration), strict=True
-        )
+    devices = configuration.devices
+    places = partners(operator, part_rectangles(operator, configuration))
+    return {
+        device: tuple(sorted(devices[place] for place in mine))
+        for device, mine in zip(devices, places, strict=False)
     }
-    if operator.kind == "class_loss":
-        return dict.fromkeys(parts, tuple(sorted(parts)))
-    if operator.kind == "batch_norm":
-        return {
-            device: tuple(sorted(d for d, other in parts.items() if other[1] == part[1]))
-            for device, part in parts.items()
-        }
-    return {}
 
 
 def groups_needed(graph: Graph, plan: Plan) -> list[Devices]:

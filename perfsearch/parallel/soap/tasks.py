@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +27,7 @@ from perfsearch.parallel.soap.layouts import (
 from perfsearch.parallel.soap.machine import KINDS, Machine
 from perfsearch.parallel.soap.placement import parameters
 from perfsearch.parallel.soap.rules import input_rectangle
+from perfsearch.parallel.soap.shared_sums import partners, summed_bytes
 from perfsearch.parallel.soap.tables import Integers, Reals
 
 CURVE_BYTES = [256 * 4**p for p in range(12)]
@@ -217,6 +218,11 @@ def bucket_bytes(graph: Graph, machine: Machine) -> int:
     return min(limit, sum(size for size in sizes if size < limit))
 
 
+def _curves(machine: Machine, devices: Sequence[int]) -> Mapping[str, machines.Curve]:
+    nodes = {device // machine.devices_per_node for device in devices}
+    return machine.across if len(nodes) > 1 else machine.within
+
+
 def sync_us(machine: Machine, devices: tuple[int, ...], size: int, bucket: int) -> float:
     """Time of summing a gradient over devices beside computing; small ones share a latency.
 
@@ -227,12 +233,37 @@ def sync_us(machine: Machine, devices: tuple[int, ...], size: int, bucket: int) 
         bucket: by ``bucket_bytes``.
 
     """
-    nodes = {device // machine.devices_per_node for device in devices}
-    curves = machine.across if len(nodes) > 1 else machine.within
-    curve = machines.at_members(curves["all_reduce"], len(devices))
+    curve = machines.at_members(_curves(machine, devices)["all_reduce"], len(devices))
     if size >= bucket:
         return machine.sync_slowdown * machines.at_size(curve, size)
     return machine.sync_slowdown * machines.at_size(curve, bucket) * size / bucket
+
+
+def sums_us(
+    machine: Machine, kind: Class, parts: Sequence[Rectangle], devices: Sequence[int]
+) -> list[tuple[float, float]]:
+    """By part, how long it exchanges sums with others within its forward and backward task.
+
+    Empty where the operator has none. That parts wait for one another there is left out.
+
+    Args:
+        machine: has the times of collectives.
+        kind: of the operator.
+        parts: of it.
+        devices: that have them.
+
+    """
+    found = []
+    for part, mine in zip(parts, partners(kind.example, parts), strict=False):
+        members = [devices[place] for place in mine]
+        sizes = summed_bytes(kind.example, part, kind.gradients[0])
+        curve = machines.at_members(_curves(machine, members)["all_reduce"], len(members))
+        alone = len(members) < 2
+        forward, backward = (
+            0.0 if alone or not size else machines.at_size(curve, size) for size in sizes
+        )
+        found.append((forward, backward))
+    return found
 
 
 def pack_us(machine: Machine, size: int) -> float:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import operator as operators
+import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,10 +117,7 @@ def _watched(module: _Whole, leaves: list[torch.Tensor]) -> tuple[Program, dict[
                 try:
                     program = _traced(module, leaves)
                 except Exception as second:
-                    raise CaptureError(
-                        "the model cannot be captured as a graph. torch.export: "
-                        f"{_first_line(error)}; fx: {_first_line(second)}"
-                    ) from second
+                    raise CaptureError(_why_neither(error, second)) from second
     except CaptureError:
         if not unseen.found:
             raise
@@ -128,6 +128,32 @@ def _watched(module: _Whole, leaves: list[torch.Tensor]) -> tuple[Program, dict[
             "a tensor that the step computes would be a constant, as by .data; use detach()"
         )
     return program, unseen.moved
+
+
+def _why_neither(export: Exception, fx_error: Exception) -> str:
+    """What the two tracers failed at, and where."""
+    where = _line_of(fx_error)
+    if "DataDependent" in type(fx_error).__name__:
+        return (
+            "the model cannot be captured as a graph: its course depends on a number that is read "
+            f"from a tensor (float(), .item(), if, a shape){where}; {_first_line(fx_error)}"
+        )
+    return (
+        f"the model cannot be captured as a graph{where}. torch.export: {_first_line(export)}; "
+        f"fx: {_first_line(fx_error)}"
+    )
+
+
+def _line_of(error: Exception) -> str:
+    """The innermost line on the way to an error that is the user's, or of one of torch's layers."""
+    torch_room, layers = str(Path(torch.__file__).parent), str(Path(nn.__file__).parent / "modules")
+    own = (str(Path(layers) / "module.py"), __file__)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        theirs = frame.filename.startswith(f"{torch_room}{os.sep}")
+        layer = frame.filename.startswith(f"{layers}{os.sep}")
+        if frame.filename not in own and (layer or not theirs) and os.path.isabs(frame.filename):
+            return f", at {frame.filename}:{frame.lineno}"
+    return ""
 
 
 def _first_line(error: Exception) -> str:

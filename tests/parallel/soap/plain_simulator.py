@@ -99,12 +99,28 @@ class _Step:
     def compute(self, operator, side):
         chosen, lines = self.plan[operator.name], self.lines
         parts = part_rectangles(operator, chosen)
-        for device, part in zip(chosen.devices, parts, strict=True):
+        for place, (device, part) in enumerate(zip(chosen.devices, parts, strict=True)):
             cost = self.cost_of(operator, part, gradients(self.graph, operator))
-            lines["host"][device] += round(1e3 * getattr(cost, f"{side}_host_us"))
+            summed = self.summing_us(operator, parts, place, side)
+            host = getattr(cost, f"{side}_host_us") + (self.machine.sync_host_us if summed else 0)
+            lines["host"][device] += round(1e3 * host)
             begin = max(lines["device"][device], lines["host"][device])
-            own = getattr(cost, f"{side}_us") + self.machine.task_us
+            own = getattr(cost, f"{side}_us") + summed + self.machine.task_us
             lines["device"][device] = begin + round(1e3 * own)
+
+    def summing_us(self, operator, parts, place, side):
+        """Of a batch norm, whose parts of the same channels sum two numbers of each."""
+        if operator.kind != "batch_norm":
+            return 0.0
+        chosen, mine = self.plan[operator.name].devices, parts[place][1]
+        members = [d for d, part in zip(chosen, parts, strict=True) if part[1] == mine]
+        if len(members) == 1 or (side == "backward" and not gradients(self.graph, operator)[0]):
+            return 0.0
+        size = 2 * (mine[1] - mine[0]) * (8 if side == "forward" else 4)
+        nodes = {device // self.machine.devices_per_node for device in members}
+        curves = self.machine.across if len(nodes) > 1 else self.machine.within
+        curve = machines.at_members(curves["all_reduce"], len(members))
+        return machines.at_size(curve, size)
 
     def synchronise(self, members, size):
         lines, machine = self.lines, self.machine

@@ -12,6 +12,18 @@ from torch.nn import functional
 SAMPLES = 8
 
 
+class Wrapped(nn.Module):
+    """Returns its output among others, or its loss."""
+
+    def __init__(self, model, reduces):
+        super().__init__()
+        self.model, self.reduces = model, reduces
+
+    def forward(self, x):
+        value = self.model(x)
+        return {"out": [value.square().mean() if self.reduces else value], "none": None}
+
+
 def make():
     torch.manual_seed(1)
     model = nn.Sequential(
@@ -31,6 +43,17 @@ def launch(directory, world, text):
     return torch.load(f"{directory}/found.pt")
 
 
+def wrapped(exported, reduces):
+    """The same model inside another."""
+    model = Wrapped(make()[0], reduces)
+    inner = {f"model.{name}": layout for name, layout in exported["PLAN"].items()}
+    usual = exported["PLAN"]
+    exported["PLAN"] = inner
+    exported["parallelize"](model, "cpu")
+    exported["PLAN"] = usual
+    return model
+
+
 def run(rank, directory, world, text):
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -48,10 +71,16 @@ def run(rank, directory, world, text):
     value = loss(model, (mine, batch[1]))
     value.backward()
     errors = [abs(value - expected).item()]
+    (again,) = wrapped(exported, False)(mine)["out"]
+    errors.append(abs(functional.mse_loss(again, batch[1]) - expected).item())
+    try:
+        refused = str(wrapped(exported, True)(mine))
+    except ValueError as error:
+        refused = str(error)
     for name, parameter in model.named_parameters():
         errors.append((parameter.grad.full_tensor() - gradients[name]).abs().max().item())
     if rank == 0:
         placements = {n: str(p.placements[0]) for n, p in model.named_parameters()}
-        torch.save((errors, placements), f"{directory}/found.pt")
+        torch.save((errors, placements, refused), f"{directory}/found.pt")
     dist.barrier()
     os._exit(0)  # threads of functional collectives over gloo abort a process that takes them down

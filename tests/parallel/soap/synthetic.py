@@ -53,6 +53,12 @@ def add(name, left, right):
     return operator(name, "add", [left, right], left.shape, [(Same(0), Same(1))] * 2)
 
 
+def norm(name, before):
+    weight = Parameter("weight", before.shape[1:], "float32", f"{name}.weight", (Same(1),))
+    reads = [(Same(0), Same(1))]
+    return operator(name, "batch_norm", [before], before.shape, reads, [weight])
+
+
 def cat(name, parts):
     reads, offset = [], 0
     for part in parts:
@@ -67,7 +73,7 @@ def random_graph(rng, count=6):
     x, ids = batch_input("x", (batch, 5)), batch_input("ids", (batch, 2), "int64")
     made = []
     for number in range(count):
-        kind = rng.choice(["linear", "linear", "table", "add", "cat"])
+        kind = rng.choice(["linear", "linear", "table", "add", "cat", "norm"])
         name = f"{kind}_{number}"
         before = rng.choice(made[-3:]) if made else x
         alike = [m for m in made if m.shape == before.shape]
@@ -75,6 +81,8 @@ def random_graph(rng, count=6):
             made.append(table(name, ids, 7, rng.choice([4, 6])))
         elif kind == "add" and alike:
             made.append(add(name, rng.choice(alike), before))
+        elif kind == "norm" and made:
+            made.append(norm(name, before))
         elif kind == "cat" and len(made) > 1:
             made.append(cat(name, [before, rng.choice(made)]))
         else:

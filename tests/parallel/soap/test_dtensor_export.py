@@ -42,6 +42,7 @@ def test_what_dtensor_would_get_wrong_is_refused(graph, configuration):
 
 @pytest.mark.slow
 def test_the_exported_module_trains_the_same(graph, tmp_path):
-    errors, placements = launch(tmp_path, 2, render(graph, mixed(graph), 2))
+    errors, placements, refused = launch(tmp_path, 2, render(graph, mixed(graph), 2))
     assert max(errors) < 1e-10
+    assert "the model reduces over shards" in refused
     assert placements["2.weight"] == "S(0)" and placements["7.weight"] == "R"

@@ -10,17 +10,23 @@ from parallel.soap.synthetic import (
     batch_input,
     cat,
     cost_of,
+    free_host_cost_of,
     linear,
     machine,
+    norm,
     on,
     random_graph,
     table,
 )
 
-from perfsearch.parallel.soap.configuration import data_parallel
+from perfsearch.parallel.soap.axes import Same, Whole
+from perfsearch.parallel.soap.configuration import data_parallel, part_rectangles
+from perfsearch.parallel.soap.costs import Shard, shards_of
 from perfsearch.parallel.soap.engine import ChainOptions
-from perfsearch.parallel.soap.graph import Graph, Role
+from perfsearch.parallel.soap.graph import Graph, Operator, Role, Stage
 from perfsearch.parallel.soap.layouts import layout, owned_keys
+from perfsearch.parallel.soap.machine import at_size
+from perfsearch.parallel.soap.shared_sums import shares_statistics
 from perfsearch.parallel.soap.simulator import Simulator
 from perfsearch.parallel.soap.tasks import bucket_bytes, sync_us
 from perfsearch.parallel.soap.timeline import busy_lines, chrome_trace
@@ -124,6 +130,56 @@ def test_gradients_that_fill_no_bucket_pay_one_latency_together():
         sync_us(hardware, (0, 1), size, bucket=whole) for size in (whole // 4, 3 * whole // 4)
     ]
     assert sum(shares) == pytest.approx(sync_us(hardware, (0, 1), whole, bucket=1))
+
+
+def test_sums_within_an_operator_take_their_time():
+    """Those of a batch norm, both ways, and the number of a loss's targets."""
+    normal = norm("normal", FIRST)
+    stage = Stage("class_loss", (8,), ((Same(0), Whole(32)),), {"mean": True})
+    loss = Operator(
+        "loss", "class_loss", ("normal",), ((8, 32),), (8,), "float32", (Role.SAMPLE,), (), (stage,)
+    )
+    graph = Graph((X, FIRST, normal, loss), frozenset({"x"}), "loss", 8)
+    hardware = machine(2)
+    curve = hardware.within["all_reduce"][2]
+
+    def times(operator, degrees, devices):
+        plan = data_parallel(graph, range(2)) | {operator: on(degrees, *devices)}
+        found = Simulator(graph, hardware, free_host_cost_of).by_operator(plan)[operator]
+        parts = part_rectangles(graph.by_name[operator], plan[operator])
+        cost = free_host_cost_of(graph.by_name[operator], parts[0], (True,))
+        own = (found.forward_ms - cost.forward_us / 1e3, found.backward_ms - cost.backward_us / 1e3)
+        return [pytest.approx(1e3 * ms, abs=2e-2) for ms in own]
+
+    assert times("normal", (2, 1), (0, 1)) == [
+        at_size(curve, 2 * 32 * 8),
+        at_size(curve, 2 * 32 * 4),
+    ]
+    assert times("normal", (1, 2), (0, 1)) == [0, 0]
+    assert times("normal", (1, 1), (1,)) == [0, 0]
+    assert times("loss", (2,), (0, 1)) == [at_size(curve, 4), 0]
+    assert times("loss", (1,), (0,)) == [0, 0]
+
+
+def test_a_batch_norm_that_shares_its_statistics_is_timed_apart():
+    normal = norm("normal", FIRST)
+    shared = Shard(normal, ((0, 4), (0, 32)), (True,))
+    unshared = Shard(normal, ((0, 8), (0, 16)), (True,))
+    assert shares_statistics(shared.operator, shared.part)
+    assert not shares_statistics(unshared.operator, unshared.part)
+    whole_of_a_smaller_one = norm("normal", linear("first", batch_input("x", (4, 16)), 32))
+    assert shared.key != Shard(whole_of_a_smaller_one, ((0, 4), (0, 32)), (True,)).key
+
+
+def test_a_layer_whose_weights_are_frozen_is_timed_apart():
+    """Its backward pass has no gradient of theirs to compute."""
+    weight, bias = SECOND.parameters
+    frozen = replace(SECOND, parameters=(replace(weight, trained=False), bias))
+    shards = [Shard(operator, operator.whole, (True,)) for operator in (SECOND, frozen)]
+    assert shards[0].key != shards[1].key
+    graph = Graph((X, FIRST, SECOND, replace(frozen, name="third")), frozenset({"x"}), "third", 8)
+    keys = {shard.key for shard in shards_of(graph, 1)}
+    assert {shard.key for shard in shards} < keys
 
 
 def test_tasks_of_one_timeline_never_overlap():

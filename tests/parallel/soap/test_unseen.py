@@ -86,6 +86,14 @@ def written_out(model, x):
     return x * made
 
 
+def chosen(model, x):
+    return x[x > 0].mean() * x
+
+
+def branching(model, x):
+    return x if bool(x.sum() > 0) else torch.tanh(x)
+
+
 def widened(model, x):
     y = x.half()
     y += torch.ones(4)
@@ -111,6 +119,8 @@ def cast_inside(model, x):
         (drawn_by_numpy, r"numpy\.random", False),
         (written_out, "writes into its out", True),
         (widened, "writes into a tensor of float16", True),
+        (chosen, "whose shape depends on values", True),
+        (branching, "depends on a number that is read from a tensor", True),
         (cast_inside, "wrap_with_autocast", False),
         (lambda m, x: x / x.abs().max().item(), "takes a number from item", True),
         (lambda m, x: x * m.enter.weight.data.sum(), "use detach", False),
@@ -177,3 +187,16 @@ def test_parameters_without_a_way_to_the_loss_have_no_gradient(middle):
         "leave.weight": True,
         "leave.bias": True,
     }
+
+
+def test_a_layer_that_reads_a_number_is_named_by_its_line():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enter, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)
+
+        def forward(self, x):
+            return self.norm(self.enter(x))
+
+    with pytest.raises(CaptureError, match=r"read from a tensor .*batchnorm\.py:\d+"):
+        capture(Model(), lambda model, x: model(x).square().mean(), torch.zeros(4, 4))
