@@ -82,6 +82,7 @@ def test_a_search_that_cannot_gain_enough_is_not_begun(place, says, tmp_path):
     """The optimizer is all that is searched, and takes next to nothing."""
     start = ["-m", "perfsearch.run", "--search", "--nproc-per-node=1"]
     fixed = ("bucket_cap_mb=25", "omp_num_threads=1", "first_bucket_mb=1", "static_graph=false")
+    fixed += ("dataloader_workers=0",)
     keys = (
         *("runner.device=cpu", "run_dir=run", "tracking.enabled=false", "budget.trials=0"),
         *("objective.min_gain=0.9", "runner.knobs.gradient_as_bucket_view=false"),
