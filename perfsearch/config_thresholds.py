@@ -36,6 +36,7 @@ class ThresholdSettings(Thresholds):
     sync_wait: float = _share(Thresholds.sync_wait)
     optimizer: float = _share(Thresholds.optimizer)
     other: float = _share(Thresholds.other)
+    uneven: float = _share(Thresholds.uneven)
     compute: float = _share(Thresholds.compute)
 
     def __post_init__(self) -> None:

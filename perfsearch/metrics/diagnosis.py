@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from perfsearch.metrics.diagnosis_device import launching, other_work, sync_points
 from perfsearch.metrics.diagnosis_ranks import communication, imbalance, straggler
+from perfsearch.metrics.diagnosis_steps import uneven_steps
 from perfsearch.metrics.findings import PASSES, Facts, Finding, Severity, Thresholds
 from perfsearch.metrics.throughput import mfu_of
 from perfsearch.search.trial import Measurement
@@ -54,10 +55,11 @@ def diagnose(measurement: Measurement, limits: Thresholds | None = None) -> list
     step_ms = step_ms or statistics.fmean(measurement.step_seconds) * 1e3
     facts = Facts(measurement, limits or Thresholds(), step_ms, dict(evidence))
     found = [finding for rule in _RULES if (finding := rule(facts)) is not None]
-    if found:
-        order = list(Severity)
-        return sorted(found, key=lambda f: order.index(f.severity))
-    return [_compute(facts) or _nothing_stands_out(facts)]
+    order = list(Severity)
+    found.sort(key=lambda f: order.index(f.severity))
+    found = found or [_compute(facts) or _nothing_stands_out(facts)]
+    beside = uneven_steps(facts)
+    return found if beside is None else [*found, beside]
 
 
 def report(findings: list[Finding]) -> str:

@@ -43,6 +43,7 @@ class Thresholds:
         sync_wait: waiting for values to come back from the device.
         optimizer: the optimizer's step.
         other: what is neither loading, a pass nor the optimizer; high from twice as much on.
+        uneven: what long steps add to the mean step, of the mean.
         compute: share in which the devices compute; where that was not seen their utilisation, and
             without a GPU the share of forward and backward.
 
@@ -63,6 +64,7 @@ class Thresholds:
     sync_wait: float = 0.05
     optimizer: float = 0.15
     other: float = 0.10
+    uneven: float = 0.20
     compute: float = 0.90
 
 
