@@ -237,6 +237,13 @@ def _measured(results: Sequence[dict[str, Any]], logs: Path) -> Outcome:
     return Outcome(Status(combined["status"]), measurement, combined["reason"], log, True)
 
 
+_FATAL = tuple(
+    getattr(signal, f"SIG{name}") for name in ("ILL", "ABRT", "BUS", "FPE", "KILL", "SEGV", "TERM")
+)
+_OF_REFUSALS = (2, -signal.SIGTERM)
+"""argparse's exit code, and that of a rank which its launcher ended when another had refused."""
+
+
 def _failure(
     start: Start, process: subprocess.Popen[bytes], timed_out: float | None, kills: int
 ) -> Failure:
@@ -257,16 +264,22 @@ def _failure(
             timed_out=timed_out,
         )
     )
-    refused = refusal(tails.get(failure.rank or 0, "")) if "exit code" in failure.reason else ""
-    if refused:
-        return replace(failure, reason=f"{failure.reason}: {refused}")
+    refused = refusal(tails.get(failure.rank or 0, ""))
+    if refused and ends and ends[0].exit_code in _OF_REFUSALS:
+        reason = f"rank {ends[0].rank} refused its arguments: {refused}"
+        return Failure(Status.CRASH, reason, ends[0].rank)
     if tails:
         return failure
     return Failure(Status.CRASH, f"the command ended with exit code {code} before any rank began")
 
 
 def _own(code: int) -> int:
-    """The exit code of a rank that its launcher passed on; shells add 128 to a signal's number."""
+    """The exit code of a rank that its launcher passed on; negative for a signal.
+
+    Shells add 128 to a signal's number; DeepSpeed's launcher ends itself with -15, which gives 241.
+    """
+    if 256 - code in _FATAL:
+        return code - 256
     return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
 
 

@@ -15,7 +15,7 @@ from perfsearch.metrics.memory_peak import peak
 
 DATA = Path(__file__).parents[1] / "data"
 SURFACE = DATA / "zero_gpt2large_4xh100.csv"
-SECOND = DATA / "zero_llama_2xh200.csv"
+SECOND = DATA / "memory" / "llama_2xh200.csv"
 CAPACITY_GIB = 79.1  # of an H100, as the CUDA runtime tells it
 
 
@@ -53,7 +53,7 @@ def second():
     """Rows of another model (gated feed-forwards, RMS norms, nothing tied), and its terms."""
     with SECOND.open() as file:
         rows = list(csv.DictReader(file))
-    facts = MemoryFacts.from_json(json.loads((DATA / "zero_llama_facts.json").read_text()))
+    facts = MemoryFacts.from_json(json.loads((DATA / "memory" / "llama_facts.json").read_text()))
     return rows, Terms(facts)
 
 

@@ -158,7 +158,11 @@ def test_a_configuration_that_the_script_names_is_replaced(measure, stand_in):
         ("--fail hang", Status.TIMEOUT, "took longer"),
         ("--fail 'no engine'", Status.INVALID, "without calling deepspeed.initialize"),
         ("--steps 3", Status.INVALID, "ended after 3 steps"),
-        ("--odd 1", Status.CRASH, "exit code 2: train.py: error: unrecognized arguments: --odd 1"),
+        (
+            "--odd 1",
+            Status.CRASH,
+            "refused its arguments: train.py: error: unrecognized arguments: --odd 1",
+        ),
     ],
 )
 def test_failures_have_their_kind_and_cause(measure, stand_in, tail, status, words):
