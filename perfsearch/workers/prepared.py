@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from perfsearch.metrics.host import available_bytes
+from perfsearch.metrics.host_memory import available_bytes
 from perfsearch.workers.state import seed_everything
 from perfsearch.workloads.base import Job
 from perfsearch.workloads.spec import TRAITS, WorkloadSpec

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from perfsearch.metrics.guard import Guard
-from perfsearch.metrics.host import HostReader, cgroup_headroom_bytes
+from perfsearch.metrics.host import HostReader
+from perfsearch.metrics.host_memory import cgroup_headroom_bytes
 from perfsearch.metrics.system import rates
 
 MIB = 1024**2

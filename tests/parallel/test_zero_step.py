@@ -128,24 +128,25 @@ SCALE_MATTERS = [
 ]
 
 
+def assert_all_as_the_first(found):
+    """Each configuration has the losses and the weights of the first one."""
+    start, *others = found
+    for other in others:
+        assert other["losses"] == pytest.approx(start["losses"], rel=LOSS_TOLERANCE)
+        for name, tensor in start["weights"].items():
+            assert torch.allclose(other["weights"][name], tensor, rtol=1e-4, atol=1e-6), name
+
+
 def test_accumulated_gradients_have_the_size_of_the_whole_batch(tmp_path):
     """With plain SGD, unlike Adam, a gradient of twice the size moves a weight twice as far."""
     ranks = launch(tmp_path, 2, SCALE_MATTERS, workload="dlrm")
-    start, *others = ranks[0]
-    for found in others:
-        assert found["losses"] == pytest.approx(start["losses"], rel=LOSS_TOLERANCE)
-        for name, tensor in start["weights"].items():
-            assert torch.allclose(found["weights"][name], tensor, rtol=1e-4, atol=1e-6), name
+    assert_all_as_the_first(ranks[0])
 
 
 def test_parameters_stay_in_the_groups_that_the_users_optimizer_has(tmp_path):
     """Grouped by number, order and shape, which a rank's share alone would not show."""
     ranks = launch(tmp_path, 2, PLAIN, workload="grouped")
-    start, *others = ranks[0]
-    for found in others:
-        assert found["losses"] == pytest.approx(start["losses"], rel=LOSS_TOLERANCE)
-        for name, tensor in start["weights"].items():
-            assert torch.allclose(found["weights"][name], tensor, rtol=1e-4, atol=1e-6), name
+    assert_all_as_the_first(ranks[0])
     job = Job(world_size=2, nodes=1, on_gpu=False, half=False, block_class="Block")
     form = code({**PLAIN[1], "gradient_accumulation": 1}, job)
     (weights,) = launch_forms(tmp_path, 2, [(form, 4, 1)], "grouped")
