@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -22,12 +21,12 @@ from typing import Any
 import perfsearch
 from perfsearch.deepspeed_hook import request as asked
 from perfsearch.deepspeed_hook.request import Request
+from perfsearch.runners._deepspeed_ends import failure_of
 from perfsearch.runners.base import Outcome
 from perfsearch.search.trial import Measurement, Status
 from perfsearch.workers import devices, processes, registry
 from perfsearch.workers.devices import Gpu
 from perfsearch.workers.environment import Limits
-from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify, refusal
 from perfsearch.workers.leavings import Leavings, oom_kills
 from perfsearch.workers.messages import TOKEN_VARIABLE, TORCH_LOGS, rank_log
 from perfsearch.workers.results import combine
@@ -36,11 +35,6 @@ _POLL_S = 0.1
 _LAUNCHER_LOG = "launcher.log"
 _OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HOOK = Path(perfsearch.__file__).parent / "deepspeed_hook" / "path"
-_TOO_SHORT = (
-    "the script ended after {steps} steps, before enough of them were scored. Let it run for "
-    "longer, or set autotuning.start_profile_step and end_profile_step to less"
-)
-
 _BUILDING = (
     "an operator was still being compiled. Start the job once by hand, so that it is kept, or set "
     "limits.startup_s to more"
@@ -124,7 +118,13 @@ def run(start: Start, time_limit_s: float) -> Outcome:
     if results is not None:
         return _measured(results, logs)
     was_building = _break_build_locks(begin)
-    failure = _failure(start, process, limit_s if timed_out else None, oom_kills() - kills)
+    failure = failure_of(
+        Path(start.request.log_directory),
+        start.ranks,
+        process.returncode,
+        limit_s if timed_out else None,
+        oom_kills() - kills,
+    )
     if timed_out and was_building:
         failure = replace(failure, reason=f"{failure.reason}; {_BUILDING}")
     rank_file = rank_log(logs, failure.rank or 0)
@@ -235,67 +235,3 @@ def _measured(results: Sequence[dict[str, Any]], logs: Path) -> Outcome:
     measurement = Measurement(**combined["measurement"])
     log = str(rank_log(logs, 0))
     return Outcome(Status(combined["status"]), measurement, combined["reason"], log, True)
-
-
-_FATAL = tuple(
-    getattr(signal, f"SIG{name}") for name in ("ILL", "ABRT", "BUS", "FPE", "KILL", "SEGV", "TERM")
-)
-_OF_REFUSALS = (2, -signal.SIGTERM)
-"""argparse's exit code, and that of a rank which its launcher ended when another had refused."""
-
-
-def _failure(
-    start: Start, process: subprocess.Popen[bytes], timed_out: float | None, kills: int
-) -> Failure:
-    logs = Path(start.request.log_directory)
-    left = Leavings(logs, start.ranks)
-    tails, code = left.tails(), process.returncode
-    errors = left.errors()
-    if not errors and timed_out is None and code == 0:
-        return _ended_early(logs, start.ranks)
-    known = errors or timed_out is not None or not tails
-    ends = [] if known or code is None else [ProcessEnd(_guilty(tails), _own(code), time.time())]
-    failure = classify(
-        Evidence(
-            errors=errors,
-            ends=ends,
-            log_tails=tails,
-            oom_kills=max(0, kills),
-            timed_out=timed_out,
-        )
-    )
-    refused = refusal(tails.get(failure.rank or 0, ""))
-    if refused and ends and ends[0].exit_code in _OF_REFUSALS:
-        reason = f"rank {ends[0].rank} refused its arguments: {refused}"
-        return Failure(Status.CRASH, reason, ends[0].rank)
-    if tails:
-        return failure
-    return Failure(Status.CRASH, f"the command ended with exit code {code} before any rank began")
-
-
-def _own(code: int) -> int:
-    """The exit code of a rank that its launcher passed on; negative for a signal.
-
-    Shells add 128 to a signal's number; DeepSpeed's launcher ends itself with -15, which gives 241.
-    """
-    if 256 - code in _FATAL:
-        return code - 256
-    return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
-
-
-def _guilty(tails: Mapping[int, str]) -> int:
-    """The rank whose log speaks of an error, or the first."""
-    return next((r for r, text in sorted(tails.items()) if "Error" in text), min(tails, default=0))
-
-
-def _ended_early(logs: Path, ranks: int) -> Failure:
-    for rank in range(ranks):
-        file = asked.ended_file(logs, rank)
-        if not file.exists():
-            continue
-        record = json.loads(file.read_text())
-        if record["phase"] != "train":
-            reason = "the script ended without calling deepspeed.initialize"
-            return Failure(Status.INVALID, reason, rank)
-        return Failure(Status.INVALID, _TOO_SHORT.format(steps=record["steps"]), rank)
-    return Failure(Status.CRASH, "the command ended well, but no rank of it was ever seen")

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from perfsearch.runners._deepspeed_trial import _own
+from perfsearch.runners._deepspeed_ends import own_code
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from perfsearch.runners._deepspeed_trial import _own
     ],
 )
 def test_a_signal_is_told_from_an_exit_code(passed_on, own):
-    assert _own(passed_on) == own
+    assert own_code(passed_on) == own
