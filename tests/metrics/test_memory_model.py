@@ -86,7 +86,7 @@ def errors_of(model, rows):
 def test_most_rows_are_predicted_within_a_fortieth_and_nine_of_ten_within_a_tenth(
     surface, terms, seen
 ):
-    """Not all: in some visits of stages 0 and 1, NCCL had let go of the first step's buckets."""
+    """Not all: some visits of stages 0 and 1 held no second set of gradients."""
     ran, _ = surface
     small = [o for o in ran if o.layout.stage == 0 and not o.layout.checkpoint_every
              and o.layout.micro_batch in seen and o.layout.accumulation == 1]  # fmt: skip

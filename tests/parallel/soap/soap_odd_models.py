@@ -123,7 +123,7 @@ class Rare(nn.Module):
     """Tables with gradients of a form of their own, a made weight, a part without gradient."""
 
     in_place = True
-    """Whether its dropout is; on a GPU torch draws other numbers for one that is not."""
+    """Whether its dropout is; not on GPUs, where another kernel may draw other numbers for that."""
 
     def __init__(self):
         super().__init__()
