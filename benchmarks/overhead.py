@@ -33,6 +33,9 @@ from typing import Any
 
 ARGUMENTS_VARIABLE = "OVERHEAD_ARGUMENTS"
 ARMS = ("tuned", "watched", "instrumented", "scored")
+BLOCKS = 50  # of an epoch, which ends and begins between two blocks
+STRETCHES = 100  # of rounds, for the bootstrap
+AFTER_FIRST_STEPS = 100  # that a script has made when it is timed
 
 
 def options_of() -> argparse.Namespace:
@@ -40,14 +43,16 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--model", choices=("small", "launched"), default="small", help="on a GPU")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a block")
+    parser.add_argument("--steps", type=int, help="of a block; 20 on a GPU, else 1")
     parser.add_argument("--rounds", type=int, default=100_000, help="most rounds")
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, default=ARMS, help="beside the plain ones"
     )
     passed = os.environ.get(ARGUMENTS_VARIABLE)
-    return parser.parse_args(None if passed is None else json.loads(passed))
+    options = parser.parse_args(None if passed is None else json.loads(passed))
+    options.steps = options.steps or (20 if options.device == "cuda" else 1)
+    return options
 
 
 def launch() -> int:
@@ -101,6 +106,14 @@ class Arm:
         self.surroundings: Surroundings | None = None
         self.script: Any = None
         self.seconds: list[float] = []
+        self._left, self._batches = 0, iter(())
+
+    def batches(self) -> Any:
+        """An iterator with at least a block's batches left."""
+        if not self._left:
+            self._left, self._batches = BLOCKS, iter(self.loader)
+        self._left -= 1
+        return self._batches
 
 
 class Bench:
@@ -122,10 +135,11 @@ class Bench:
         launched = Shape(8, 512, 8, vocabulary=8192, sequence_length=512)
         on_gpu = {"small": SIZES["small"], "launched": launched}
         self.shape = on_gpu[options.model] if self.on_gpu else SIZES["tiny"]
-        samples = (options.steps * 4, self.shape.sequence_length + 1)
+        samples = (options.steps * BLOCKS * 4, self.shape.sequence_length + 1)
         self.tokens = torch.randint(self.shape.vocabulary, samples)
         self.untouched = Surroundings()
         self._shared: Arm | None = None
+        self._searched: Any = None
         if not self.on_gpu:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[local % len(cores)]})
@@ -187,34 +201,35 @@ class Bench:
         return arm
 
     def _score(self, script: Any) -> Any:
-        """Have the script's phases and losses kept, as inside the window of a trial."""
-        from perfsearch.instrument.timing import Timing
+        """Have the script timed as in a trial that goes on from kept batches, in mid-window."""
+        from perfsearch.instrument.searched import Searched
 
-        timing = Timing(script)
-
-        def after_step() -> None:
-            script.losses.take()
-            timing.after_step()
-
-        script.optimizers.before_step, script.optimizers.after_step = timing.before_step, after_step
-        timing.begin(self.device)
-        return timing
+        if self._searched is None:
+            self._searched = Searched(script, None, self.dist.get_rank())  # silent in a window
+            self._searched.steps = AFTER_FIRST_STEPS
+        optimizers, searched = script.optimizers, self._searched
+        optimizers.before_step, optimizers.after_step = searched.before_step, searched.after_step
+        script.loaders.tape.keeps_random = False
+        if script.loaders.tape.kept >= self.options.steps:
+            script.loaders.tape.rewind(0)
+        searched.score(self.options.steps + 1)
+        return searched
 
     def block(self, arm: Arm) -> float:
         """Seconds of a step, on the slowest rank."""
         functional = self.torch.nn.functional
         assert arm.surroundings is not None
         arm.surroundings.restore()
-        self.dist.barrier()
-        self._synchronize()
-        timing = None
+        batches, searched = arm.batches(), None
         if arm.script is not None:
             arm.script.losses.keeping = arm.script.loaders.counting = arm.kind == "scored"
             arm.script.optimizers.before_step = arm.script.optimizers.after_step = None
-            timing = self._score(arm.script) if arm.kind == "scored" else None
+            searched = self._score(arm.script) if arm.kind == "scored" else None
+        self.dist.barrier()
+        self._synchronize()
         begin = time.perf_counter()
-        for batch in arm.loader:
-            tokens = batch.to(self.device)
+        for _ in range(self.options.steps):
+            tokens = next(batches).to(self.device)
             logits = arm.net(tokens[:, :-1])
             loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
@@ -222,8 +237,8 @@ class Bench:
             arm.optimizer.zero_grad()
         self._synchronize()
         seconds_passed = time.perf_counter() - begin
-        if timing is not None:
-            timing.end()
+        if searched is not None:
+            searched.timing.end()
         steps = self.options.steps
         seconds = self.torch.tensor(seconds_passed / steps, device=self.device)
         self.dist.all_reduce(seconds, op=self.dist.ReduceOp.MAX)
@@ -234,7 +249,7 @@ class Bench:
             self.torch.cuda.synchronize()
 
 
-def interval(logs: list[float]) -> tuple[float, float, float]:
+def median_interval(logs: list[float]) -> tuple[float, float, float]:
     """Median ratio less one, with a distribution-free 95% interval of the median."""
     ranked = sorted(logs)
     count = len(ranked)
@@ -244,6 +259,20 @@ def interval(logs: list[float]) -> tuple[float, float, float]:
     return tuple(math.expm1(v) for v in (statistics.median(ranked), low, high))  # type: ignore[return-value]
 
 
+def mean_interval(seconds: list[float], base: list[float]) -> tuple[float, float, float]:
+    """Ratio of the means less one, with a 95% interval by bootstrap over stretches of rounds."""
+    length = max(1, len(seconds) // STRETCHES)
+    ends = range(0, len(seconds) - length + 1, length)
+    sums = [(sum(seconds[at : at + length]), sum(base[at : at + length])) for at in ends]
+    generator = random.Random(0)
+    drawn = []
+    for _ in range(4000):
+        some = generator.choices(sums, k=len(sums))
+        drawn.append(sum(a for a, _ in some) / sum(b for _, b in some) - 1)
+    drawn.sort()
+    return sum(seconds) / sum(base) - 1, drawn[100], drawn[-101]
+
+
 def run_rank() -> int:
     options = options_of()
     bench = Bench(options)
@@ -251,7 +280,7 @@ def run_rank() -> int:
     arms = {kind: bench.arm(kind) for kind in kinds}
     generator = random.Random(0)
     begin = time.monotonic()
-    rounds = 0
+    rounds, said = 0, max(1, 400 // options.steps)
     stop = bench.torch.zeros(1, device=bench.device)
     while rounds < options.rounds and not float(stop):
         order = list(arms)
@@ -261,19 +290,23 @@ def run_rank() -> int:
         rounds += 1
         stop += time.monotonic() - begin > options.seconds
         bench.dist.all_reduce(stop, op=bench.dist.ReduceOp.MAX)
-        if bench.dist.get_rank() == 0 and rounds % 20 == 0:
+        if bench.dist.get_rank() == 0 and rounds % said == 0:
             print(f"{rounds} rounds, {time.monotonic() - begin:.0f} s", flush=True)
     if bench.dist.get_rank() == 0:
         base = arms["plain"].seconds
         print(f"\n{rounds} rounds of {options.steps} steps; {1e3 * statistics.median(base):.3f} ms")
-        print("| arm | over plain, median of paired blocks | 95% interval | upper end below 1% |")
-        print("|---|---|---|---|")
+        print("| arm | median of paired blocks | 95% interval | means | 95% interval | both < 1% |")
+        print("|---|---|---|---|---|---|")
         both = [(a + b) / 2 for a, b in zip(base, arms["plain again"].seconds, strict=True)]
         for kind in kinds[1:]:
-            pairs = zip(arms[kind].seconds, base if kind == "plain again" else both, strict=True)
-            middle, low, high = interval([math.log(a / b) for a, b in pairs])
-            verdict = "yes" if high < 0.01 else "NO"
-            print(f"| {kind} | {middle:+.2%} | {low:+.2%} to {high:+.2%} | {verdict} |")
+            reference = base if kind == "plain again" else both
+            pairs = zip(arms[kind].seconds, reference, strict=True)
+            middle, low, high = median_interval([math.log(a / b) for a, b in pairs])
+            mean, least, most = mean_interval(arms[kind].seconds, reference)
+            print(
+                f"| {kind} | {middle:+.2%} | {low:+.2%} to {high:+.2%} | {mean:+.2%}"
+                f" | {least:+.2%} to {most:+.2%} | {'yes' if max(high, most) < 0.01 else 'NO'} |"
+            )
     bench.dist.barrier()
     sys.stdout.flush()
     os._exit(0)

@@ -21,22 +21,23 @@ def count(batch: Any) -> tuple[int, int]:
     Tokens are those that an attention mask counts, where there is one; else all of them.
     """
     first = _first_tensor(batch)
-    samples = 0 if first is None else (int(first.shape[0]) if first.dim() else 1)
-    return samples, _tokens(batch)
+    if first is None:
+        return 0, 0
+    samples = first.shape[0] if first.dim() else 1
+    if not isinstance(batch, torch.Tensor) and isinstance(batch, Mapping):
+        return samples, _tokens(batch)
+    return samples, first.numel() if _is_text(first) else 0
 
 
-def _tokens(batch: Any) -> int:
-    if isinstance(batch, Mapping):
-        for name in _LENGTH_MASKS:
-            mask = batch.get(name)
-            if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_floating_point():
-                return int(mask.count_nonzero())
-        for name in _TOKENS:
-            if _is_text(batch.get(name)):
-                return int(batch[name].numel())
-        return 0
-    first = _first_tensor(batch)
-    return int(first.numel()) if first is not None and _is_text(first) else 0
+def _tokens(batch: Mapping[Any, Any]) -> int:
+    for name in _LENGTH_MASKS:
+        mask = batch.get(name)
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_floating_point():
+            return int(mask.count_nonzero())
+    for name in _TOKENS:
+        if _is_text(batch.get(name)):
+            return int(batch[name].numel())
+    return 0
 
 
 def _is_text(value: Any) -> bool:
@@ -60,16 +61,22 @@ def _first_tensor(batch: Any) -> torch.Tensor | None:
     return None
 
 
-def copy_structure(batch: Any) -> Any:
-    """New containers around the same tensors; those in memory shared with a worker are copied."""
+def copy_structure(batch: Any, keeping: bool = False) -> Any:
+    """New containers around the same tensors.
+
+    Args:
+        batch: of a loader.
+        keeping: whether tensors in memory shared with a worker are copied.
+
+    """
     if isinstance(batch, torch.Tensor):
-        return batch.clone() if batch.is_shared() and not batch.is_cuda else batch
+        return batch.clone() if keeping and batch.is_shared() and not batch.is_cuda else batch
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(copy_structure(part) for part in batch))
+        return type(batch)(*(copy_structure(part, keeping) for part in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(copy_structure(part) for part in batch)
+        return type(batch)(copy_structure(part, keeping) for part in batch)
     if isinstance(batch, dict):
-        return type(batch)({key: copy_structure(part) for key, part in batch.items()})
+        return type(batch)({key: copy_structure(part, keeping) for key, part in batch.items()})
     return batch
 
 
@@ -189,5 +196,11 @@ class BatchTape:
             still_there = None
         random = RandomState.now() if self.keeps_random else None
         self._kept.append(
-            _Record(copy_structure(batch), id(dataset), _kind(dataset), still_there, random)
+            _Record(
+                copy_structure(batch, keeping=True),
+                id(dataset),
+                _kind(dataset),
+                still_there,
+                random,
+            )
         )

@@ -77,7 +77,10 @@ class Wrappers:
     def note_backward(self) -> None:
         """See whether the backward pass that begins is one without reduction."""
         if not self.accumulates:
-            self.accumulates = any(not w.require_backward_grad_sync for w in self.live)
+            for ref in self._made:
+                wrapper = ref()
+                if wrapper is not None and not wrapper.require_backward_grad_sync:
+                    self.accumulates = True
 
     def wrap_again(self, knobs: Mapping[str, Value]) -> None:
         """Give every wrapper other settings, between two steps; each stays the object that it is.

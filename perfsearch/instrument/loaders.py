@@ -102,7 +102,7 @@ class Loaders:
         if self.began is None:
             self.began = time.perf_counter()
         iterator = args[0]
-        self.uses.ask(iterator, iterator._num_yielded > 0)
+        iteration = self.uses.ask(iterator, iterator._num_yielded > 0)
         # the first batch starts samplers and workers, which draw; the second tells
         looks = self.draws is None and iterator._num_workers == 0 and iterator._num_yielded == 1
         before = RandomState.now() if looks else None
@@ -117,7 +117,7 @@ class Loaders:
         if self.tape is not None:
             batch = self.tape.pass_on(batch, iterator._dataset)
         self.pulls += 1
-        self.uses.take(iterator, *count(batch))
+        self.uses.take(iteration, *count(batch))
         if self.mark is not None:
             self.mark("dataloader_next")
         return batch

@@ -12,6 +12,8 @@ from perfsearch.instrument.patches import wrap
 
 _MOST_BACKWARDS = 4096  # of a step; more is no training step, and must not fill the memory
 
+_SINGLE = (torch.Tensor, torch.autograd.graph.GradientEdge)
+
 
 class Losses:
     """Sums the losses of the backward passes since the last step, without waiting for a device.
@@ -27,7 +29,6 @@ class Losses:
         mark: told ``forward`` when a backward pass begins, ``backward`` when everything is
             computed, and, where it ``waits``, ``comm_exposed`` when it has ended.
         keeping: whether losses are kept at all.
-        dtype: of the last one kept, which says how finely it can be told; empty before.
 
     """
 
@@ -38,14 +39,20 @@ class Losses:
         self._begun = begun
         self.mark: Callable[[str], None] | None = None
         self.keeping = True
-        self.dtype = ""
         self._inside = False
-        self._parts: list[torch.Tensor] = []
+        self._awaits_gradient = self._computed = False
+        self._dtype: torch.dtype | None = None
+        self._parts: list[float | torch.Tensor] = []
         self._unscaled: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._undo = (
             wrap(torch.autograd, "backward", self._backward),
             wrap(torch.amp.GradScaler, "scale", self._scale),
         )
+
+    @property
+    def dtype(self) -> str:
+        """Of the last loss kept, which says how finely it can be told; empty before."""
+        return str(self._dtype or "").removeprefix("torch.")
 
     def _backward(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -53,49 +60,45 @@ class Losses:
         if self._inside:  # a pass inside a pass, as reentrant checkpointing makes it
             return original(*args, **kwargs)
         given = args[0] if args else kwargs.pop("tensors", None)
-        single = isinstance(given, torch.Tensor | torch.autograd.graph.GradientEdge)
-        roots = (given,) if single else tuple(given or ())
+        roots = (given,) if isinstance(given, _SINGLE) else tuple(given or ())
         rest, mark = args[1:], self.mark
         if mark is not None:
             mark("forward")
         if self.keeping:
             self._begun()
             self._keep(roots)
-        marked: list[bool] = []
-        if mark is not None and self._waits():
-            self._mark_computed(roots, mark, marked)
+        self._computed = False
+        self._awaits_gradient = mark is not None and self._waits()
+        if self._awaits_gradient:
+            self._hook_first_gradient(roots)
         self._inside = True
         try:
             result = original(roots, *rest, **kwargs)
         finally:
-            self._inside = False
+            self._inside = self._awaits_gradient = False
         if mark is not None:
-            mark("comm_exposed" if marked else "backward")
+            mark("comm_exposed" if self._computed else "backward")
         return result
 
-    @staticmethod
-    def _mark_computed(
-        roots: tuple[Any, ...], mark: Callable[[str], None], marked: list[bool]
-    ) -> None:
-        """Have ``backward`` marked when the pass has computed everything, and noted in ``marked``.
+    def _hook_first_gradient(self, roots: tuple[Any, ...]) -> None:
+        """Have ``backward`` marked when the pass has computed everything.
 
         The wrapper waits in a callback that it registers with the last gradient. One that is
         registered with the first gradient runs before it.
         """
         first = roots[0] if roots else None
-        if not isinstance(first, torch.Tensor) or first.grad_fn is None:
-            return
-        engine = torch.autograd.Variable._execution_engine
+        if isinstance(first, torch.Tensor) and first.grad_fn is not None:
+            first.register_hook(self._at_first_gradient)
 
-        def computed() -> None:
-            mark("backward")
-            marked.append(True)
+    def _at_first_gradient(self, gradient: torch.Tensor) -> None:
+        if self._awaits_gradient:  # once in a pass: the same loss may be differentiated again
+            self._awaits_gradient = False
+            torch.autograd.Variable._execution_engine.queue_callback(self._mark_computed)
 
-        def at_first_gradient(gradient: torch.Tensor) -> None:
-            handle.remove()  # the same loss may be differentiated again
-            engine.queue_callback(computed)
-
-        handle = first.register_hook(at_first_gradient)
+    def _mark_computed(self) -> None:
+        if self.mark is not None:
+            self.mark("backward")
+            self._computed = True
 
     def _scale(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -112,17 +115,25 @@ class Losses:
                 continue
             loss = self._unscaled.get(root, root) if self._unscaled else root
             if loss.numel() == 1 and len(self._parts) < _MOST_BACKWARDS:
-                self.dtype = str(loss.dtype).removeprefix("torch.")
-                self._parts.append(loss.detach())
+                self._dtype = loss.dtype
+                # what is no plain tensor may have to ask other ranks for its value
+                on_host = type(loss) is torch.Tensor and loss.is_cpu and loss.is_floating_point()
+                self._parts.append(loss.item() if on_host else loss.detach())
 
-    def take(self) -> torch.Tensor | None:
-        """The loss of the step that has just been made; ``None`` where none was seen."""
+    def take(self) -> float | torch.Tensor | None:
+        """The loss of the step that has just been made; ``None`` where none was seen.
+
+        It is a number where it lies on the host, and else a tensor of one element.
+        """
         parts, self._parts = self._parts, []
         if not parts:
             return None
-        if len(parts) == 1:  # copied, as the script may go on to change what it has there
-            return parts[0].to(torch.float32, copy=True).reshape(())
-        return torch.stack([part.reshape(()).float() for part in parts]).sum()
+        total, *rest = parts
+        if isinstance(total, torch.Tensor):  # copied, as the script may go on to change it
+            total = total.to(torch.float32, copy=True).reshape(())
+        for part in rest:
+            total = total + (part.reshape(()).float() if isinstance(part, torch.Tensor) else part)
+        return total
 
     def undo(self) -> None:
         """Take the wrapping away."""

@@ -44,6 +44,7 @@ class Searched:
 
     Attributes:
         steps: steps made so far.
+        timing: of the scored window.
 
     """
 
@@ -52,15 +53,15 @@ class Searched:
         self._rank = rank
         self._script = script
         self._rewinder = Rewinder(script, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._timing = Timing(script)
+        self.timing = Timing(script)
         self._trace: Trace | None = None
         self._left = 0
-        self._losses: list[torch.Tensor | None] = []
+        self._losses: list[float | torch.Tensor | None] = []
         self._swallowed = 0
         self._ending = False
         script.loaders.tape = BatchTape()
-        script.optimizers.before_step = self._before_step
-        script.optimizers.after_step = self._after_step
+        script.optimizers.before_step = self.before_step
+        script.optimizers.after_step = self.after_step
         self._channel = channel
         self._since, self._pulled = time.perf_counter(), 0
 
@@ -69,12 +70,14 @@ class Searched:
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
-    def _before_step(self) -> None:
+    def before_step(self) -> None:
+        """Called when the script's leading optimizer begins a step."""
         if self.steps == 0:
             self._script.put_into_force()
-        self._timing.before_step()
+        self.timing.before_step()
 
-    def _after_step(self) -> None:
+    def after_step(self) -> None:
+        """Called when it has made one; inside the scored window nothing is said."""
         if self._ending:
             self._end()
         self.steps += 1
@@ -82,8 +85,8 @@ class Searched:
         if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
             self._script.loaders.tape.keeps_random = False
         loss = self._script.losses.take()
-        phases = self._timing.phases
-        self._timing.after_step()
+        phases = self.timing.phases
+        self.timing.after_step()
         if phases is not None:
             self._losses.append(loss)
             self._left -= 1
@@ -104,7 +107,7 @@ class Searched:
         self._obey()
         self._since, self._pulled = time.perf_counter(), self._script.loaders.pulls
 
-    def _tell_step(self, seconds: float, loss: torch.Tensor | None) -> None:
+    def _tell_step(self, seconds: float, loss: float | torch.Tensor | None) -> None:
         message: dict[str, Any] = {
             "event": "step",
             "step": self.steps,
@@ -124,8 +127,8 @@ class Searched:
     def _tell_window(self, phases: Phases) -> None:
         device = self._device
         measure.synchronize(device)
-        transfers = self._timing.transfers
-        self._timing.end()
+        transfers = self.timing.transfers
+        self.timing.end()
         seconds, by_step = phases.read()
         timing: dict[str, float] = {}
         used = self._script.loaders.uses.read()
@@ -167,7 +170,7 @@ class Searched:
                 case "go":
                     return
                 case "score":
-                    self._score(int(order["count"]))
+                    self.score(int(order["count"]))
                     return
                 case "trace":
                     file = trace_file(order["directory"], self._rank)
@@ -187,11 +190,12 @@ class Searched:
                 case unknown:
                     raise ValueError(f"the controller said {unknown!r}, which means nothing here")
 
-    def _score(self, count: int) -> None:
+    def score(self, count: int) -> None:
+        """Begin the scored window: so many steps are timed, and told of after the last."""
         device = self._device
         self._script.loaders.uses.begin()
         self._left, self._losses = count, []
-        self._timing.begin(device)
+        self.timing.begin(device)
 
     def _change(self, knobs: dict[str, Any]) -> None:
         begin = time.perf_counter()

@@ -23,6 +23,14 @@ class _Source:
     may_be: bool = False
 
 
+@dataclass(eq=False)
+class Iteration:
+    """What an iterator goes over, and the step in which it gave its last batch."""
+
+    source: _Source
+    given_in: int | None = None
+
+
 @dataclass
 class Used:
     """What was taken in a window.
@@ -53,41 +61,44 @@ class Uses:
         self._step = 0
         self._begin = 0
         self._sources: WeakKeyDictionary[Any, _Source] = WeakKeyDictionary()
-        self._of: WeakKeyDictionary[Any, _Source] = WeakKeyDictionary()
-        self._given_in: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[Any, Iteration] = WeakKeyDictionary()
         self._last: _Source | None = None
         self._taken: dict[tuple[int, _Source], list[int]] = {}
 
     def start(self, iterator: Any, loader: Any) -> None:
         """Note that a loader is iterated over."""
-        self._of[iterator] = self._sources.setdefault(loader, _Source())
+        self._of[iterator] = Iteration(self._sources.setdefault(loader, _Source()))
 
-    def ask(self, iterator: Any, underway: bool) -> None:
-        """Note that a batch is asked for, which there need not be.
+    def ask(self, iterator: Any, underway: bool) -> Iteration:
+        """Note that a batch is asked for, which there need not be; for ``take`` if there is.
 
         Args:
             iterator: over a loader.
             underway: whether it has given a batch since it began, or began again.
 
         """
-        if underway and self._given_in.get(iterator) == self._step - 1:
-            source = self._source_of(iterator)
+        iteration = self._of_iterator(iterator)
+        if underway and iteration.given_in == self._step - 1:
             if torch.is_grad_enabled():
-                source.trained = True
+                iteration.source.trained = True
             else:
-                source.may_be = True
+                iteration.source.may_be = True
+        return iteration
 
-    def take(self, iterator: Any, samples: int, tokens: int) -> None:
+    def take(self, iteration: Iteration, samples: int, tokens: int) -> None:
         """Note that a batch was given."""
-        source = self._source_of(iterator)
-        self._given_in[iterator] = self._step
+        source = iteration.source
+        iteration.given_in = self._step
         self._last = source if torch.is_grad_enabled() else None
         counts = self._taken.setdefault((self._step, source), [0, 0])
         counts[0] += samples
         counts[1] += tokens
 
-    def _source_of(self, iterator: Any) -> _Source:
-        return self._of.setdefault(iterator, _Source())
+    def _of_iterator(self, iterator: Any) -> Iteration:
+        found = self._of.get(iterator)
+        if found is None:  # begun before anybody looked
+            found = self._of[iterator] = Iteration(_Source())
+        return found
 
     def backward(self) -> None:
         """Note that a backward pass begins."""
