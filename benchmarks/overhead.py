@@ -7,34 +7,40 @@
 Arms: ``plain`` (DistributedDataParallel alone, twice), ``tuned`` (a model that
 ``perfsearch.autotune`` has finished with), ``watched`` (the same with ``retune_on_drift``: every
 step is timed), ``instrumented`` (as ``perfsearch-run --knobs`` leaves a script) and ``scored`` (as
-``perfsearch-run --search`` times one: phases, copies and losses of every step). On a GPU the model
-is GPT-2 small; ``--model launched`` is one so small that the host launches its steps one by one, so
-that whatever the host does beside adds to them.
+``perfsearch-run --search`` times one: losses and batches of every step, phases and copies of as
+many as a search would take of steps so long). On a GPU the model is GPT-2 small; ``--model
+launched`` is one so small that the host launches its steps one by one, so that whatever the host
+does beside adds to them.
 
 The plain arms, ``instrumented`` and ``scored`` train one and the same model, as two of the same
 kind differ by a percent, by where their memory lies; on a CPU each rank keeps to a core. Every
 round trains a block of steps in each arm, in an order that is drawn anew; a block is compared with
-the mean of the two plain blocks of its round (the second plain arm with the first), and the
-interval is that of the median ratio, without assumptions on its distribution.
+each of the two plain blocks of its round (the second plain arm with the first). On a CPU a block is
+five steps: there speed wanders within a tenth of a second by more than is to be told apart, which
+neighbouring blocks share where they are short.
+
+Two estimates are given: the median ratio of the pairs, and the ratio of the arms' mean times, which
+also sees what falls into few steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+from _paired import compare
 
 ARGUMENTS_VARIABLE = "OVERHEAD_ARGUMENTS"
 ARMS = ("tuned", "watched", "instrumented", "scored")
 BLOCKS = 50  # of an epoch, which ends and begins between two blocks
-STRETCHES = 100  # of rounds, for the bootstrap
 AFTER_FIRST_STEPS = 100  # that a script has made when it is timed
 
 
@@ -43,15 +49,16 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--model", choices=("small", "launched"), default="small", help="on a GPU")
-    parser.add_argument("--steps", type=int, help="of a block; 20 on a GPU, else 1")
+    parser.add_argument("--steps", type=int, help="of a block; 20 on a GPU, else 5")
     parser.add_argument("--rounds", type=int, default=100_000, help="most rounds")
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, default=ARMS, help="beside the plain ones"
     )
+    parser.add_argument("--out", type=Path, help="file for every block's seconds")
     passed = os.environ.get(ARGUMENTS_VARIABLE)
     options = parser.parse_args(None if passed is None else json.loads(passed))
-    options.steps = options.steps or (20 if options.device == "cuda" else 1)
+    options.steps = options.steps or (20 if options.device == "cuda" else 5)
     return options
 
 
@@ -140,6 +147,7 @@ class Bench:
         self.untouched = Surroundings()
         self._shared: Arm | None = None
         self._searched: Any = None
+        self._step_s = 0.0  # of the arm that was built first, which is plain
         if not self.on_gpu:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[local % len(cores)]})
@@ -155,7 +163,8 @@ class Bench:
         """Build an arm and let it come to rest."""
         arm = self._tuned(kind) if kind in ("tuned", "watched") else self._of_script(kind)
         for _ in range(3):
-            self.block(arm)
+            step_s = self.block(arm)
+        self._step_s = self._step_s or step_s
         return arm
 
     def _made(self, kind: str) -> Arm:
@@ -212,8 +221,17 @@ class Bench:
         script.loaders.tape.keeps_random = False
         if script.loaders.tape.kept >= self.options.steps:
             script.loaders.tape.rewind(0)
-        searched.score(self.options.steps + 1)
+        searched.score(self.options.steps + 1, self._each())
         return searched
+
+    def _each(self) -> int:
+        """Of how many steps a search would have the phases of one timed."""
+        from perfsearch.runners.base import Plan
+        from perfsearch.workers.settling import detailed_each, steps_to_fill
+
+        plan = Plan(1)
+        count = steps_to_fill(plan.scored_seconds, self._step_s, plan.scored_steps)
+        return min(self.options.steps, detailed_each(self._step_s, count))
 
     def block(self, arm: Arm) -> float:
         """Seconds of a step, on the slowest rank."""
@@ -249,30 +267,6 @@ class Bench:
             self.torch.cuda.synchronize()
 
 
-def median_interval(logs: list[float]) -> tuple[float, float, float]:
-    """Median ratio less one, with a distribution-free 95% interval of the median."""
-    ranked = sorted(logs)
-    count = len(ranked)
-    half = 0.98 * math.sqrt(count)  # of the binomial's quantiles
-    low = ranked[max(0, math.floor(count / 2 - half))]
-    high = ranked[min(count - 1, math.ceil(count / 2 + half))]
-    return tuple(math.expm1(v) for v in (statistics.median(ranked), low, high))  # type: ignore[return-value]
-
-
-def mean_interval(seconds: list[float], base: list[float]) -> tuple[float, float, float]:
-    """Ratio of the means less one, with a 95% interval by bootstrap over stretches of rounds."""
-    length = max(1, len(seconds) // STRETCHES)
-    ends = range(0, len(seconds) - length + 1, length)
-    sums = [(sum(seconds[at : at + length]), sum(base[at : at + length])) for at in ends]
-    generator = random.Random(0)
-    drawn = []
-    for _ in range(4000):
-        some = generator.choices(sums, k=len(sums))
-        drawn.append(sum(a for a, _ in some) / sum(b for _, b in some) - 1)
-    drawn.sort()
-    return sum(seconds) / sum(base) - 1, drawn[100], drawn[-101]
-
-
 def run_rank() -> int:
     options = options_of()
     bench = Bench(options)
@@ -295,18 +289,15 @@ def run_rank() -> int:
     if bench.dist.get_rank() == 0:
         base = arms["plain"].seconds
         print(f"\n{rounds} rounds of {options.steps} steps; {1e3 * statistics.median(base):.3f} ms")
-        print("| arm | median of paired blocks | 95% interval | means | 95% interval | both < 1% |")
+        print("| arm | median of pairs | 95% interval | means | 95% interval | both < 1% |")
         print("|---|---|---|---|---|---|")
-        both = [(a + b) / 2 for a, b in zip(base, arms["plain again"].seconds, strict=True)]
         for kind in kinds[1:]:
-            reference = base if kind == "plain again" else both
-            pairs = zip(arms[kind].seconds, reference, strict=True)
-            middle, low, high = median_interval([math.log(a / b) for a, b in pairs])
-            mean, least, most = mean_interval(arms[kind].seconds, reference)
-            print(
-                f"| {kind} | {middle:+.2%} | {low:+.2%} to {high:+.2%} | {mean:+.2%}"
-                f" | {least:+.2%} to {most:+.2%} | {'yes' if max(high, most) < 0.01 else 'NO'} |"
-            )
+            references = [base] if kind == "plain again" else [base, arms["plain again"].seconds]
+            middle, mean = compare(arms[kind].seconds, references, generator)
+            verdict = "yes" if max(middle.high, mean.high) < 0.01 else "NO"
+            print(f"| {kind} | {middle} | {mean} | {verdict} |")
+        if options.out:
+            options.out.write_text(json.dumps({kind: arms[kind].seconds for kind in kinds}))
     bench.dist.barrier()
     sys.stdout.flush()
     os._exit(0)

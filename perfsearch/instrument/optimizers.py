@@ -36,7 +36,8 @@ class Optimizers:
         knobs: the value of ``optimizer_implementation``, if any.
 
     Attributes:
-        before_step: called when the leading optimizer begins a step.
+        before_step: called when the leading optimizer begins a step; before any has made one, when
+            whichever begins.
         after_step: called when it has made one.
         phases: of a scored window, told of the steps that the others make; ``None`` outside.
         ignored: why an implementation that was asked for is not in force.
@@ -103,7 +104,7 @@ class Optimizers:
             self._put_into_force(optimizer)
         if not self._counting:
             return
-        if optimizer is self.leader:
+        if optimizer is self.leader or self._leader is None:
             if self.before_step is not None:
                 self.before_step()
         elif self.phases is not None and self.phases.enter(OPTIMIZER):

@@ -135,10 +135,11 @@ class Searched:
         facts = self._script.facts()
         sites: dict[str, float] = {}
         if transfers is not None:
-            timing["sync_calls_per_step"] = sum(transfers.calls.values()) / len(seconds)
-            timing["sync_wait_ms"] = 1e3 * transfers.seconds / len(seconds)
+            watched = sum(bool(phases) for phases in by_step)
+            timing["sync_calls_per_step"] = sum(transfers.calls.values()) / watched
+            timing["sync_wait_ms"] = 1e3 * transfers.seconds / watched
             found = transfers.calls.most_common(_SITES)
-            sites = {site: calls / len(seconds) for site, calls in found}
+            sites = {site: calls / watched for site, calls in found}
         bounds = device.type == "cpu" and not phases.in_threads and not facts.why_unbounded()
         self._channel.send(
             {
@@ -170,7 +171,7 @@ class Searched:
                 case "go":
                     return
                 case "score":
-                    self.score(int(order["count"]))
+                    self.score(int(order["count"]), int(order["each"]))
                     return
                 case "trace":
                     file = trace_file(order["directory"], self._rank)
@@ -190,12 +191,18 @@ class Searched:
                 case unknown:
                     raise ValueError(f"the controller said {unknown!r}, which means nothing here")
 
-    def score(self, count: int) -> None:
-        """Begin the scored window: so many steps are timed, and told of after the last."""
+    def score(self, count: int, each: int) -> None:
+        """Begin the scored window.
+
+        Args:
+            count: steps that are timed, and told of after the last.
+            each: of how many of them one has its phases timed.
+
+        """
         device = self._device
         self._script.loaders.uses.begin()
         self._left, self._losses = count, []
-        self.timing.begin(device)
+        self.timing.begin(device, each)
 
     def _change(self, knobs: dict[str, Any]) -> None:
         begin = time.perf_counter()

@@ -30,25 +30,28 @@ class Transfers:
 
     Args:
         phases: of the window.
-        is_remote: whether a device is another than the host.
+        is_remote: whether a device is another than the host; by default by its type.
         clock: seconds on the host.
 
     Attributes:
         calls: that waited for the device, by the line that made them.
         seconds: that the host spent in them.
+        watching: whether anything is timed; it is where the methods have been wrapped.
 
     """
 
     def __init__(
         self,
         phases: Phases,
-        is_remote: Callable[[torch.device], bool] = lambda device: device.type != "cpu",
+        is_remote: Callable[[torch.device], bool] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.calls: Counter[str] = Counter()
         self.seconds = 0.0
+        self.watching = True
         self._phases = phases
-        self._is_remote = is_remote
+        self._is_remote = is_remote or (lambda device: device.type != "cpu")
+        self._values_stand = _ValueStand if is_remote is None else _Stand
         self._clock = clock
         self._inside = False
         self._stream = _stream()
@@ -57,21 +60,22 @@ class Transfers:
     def watch(self) -> None:
         """Wrap the methods; ``undo`` takes the wrapping away."""
         for name in _VALUES:
-            self._wrap(name, self._fetches)
-        self._wrap("to", self._moves)
-        self._wrap("cuda", self._uploads)
+            self._wrap(name, self._fetches, self._values_stand)
+        self._wrap("to", self._moves, _Stand)
+        self._wrap("cuda", self._uploads, _Stand)
 
     def undo(self) -> None:
         """Take the wrapping away."""
         while self._undo:
             self._undo.pop()()
 
-    def _wrap(self, name: str, phase_of: Callable[..., str | None]) -> None:
+    def _wrap(self, name: str, phase_of: Callable[..., str | None], stand: type[_Stand]) -> None:
         inherited = name not in vars(torch.Tensor)
         original = getattr(torch.Tensor, name)
 
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            phase = None if self._inside else phase_of(tensor, args, kwargs)
+            watching = self.watching and not self._inside
+            phase = phase_of(tensor, args, kwargs) if watching else None
             if phase is None or _stream() != self._stream or not self._phases.enter(phase):
                 return original(tensor, *args, **kwargs)
             self._inside = True  # what it calls in its turn is a part of it
@@ -91,7 +95,7 @@ class Transfers:
             else:
                 setattr(torch.Tensor, name, original)
 
-        setattr(torch.Tensor, name, _Stand(call, original))
+        setattr(torch.Tensor, name, stand(call, original))
         self._undo.append(undo)
 
     def _fetches(self, tensor: torch.Tensor, args: Any, kwargs: Any) -> str | None:
@@ -137,6 +141,17 @@ class _Stand:
 
     def __hash__(self) -> int:
         return hash(self._original)
+
+
+class _ValueStand(_Stand):
+    """Lets go by what lies on the host: optimizers read hundreds of step counts there in a step."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        if instance.is_cpu:
+            return self._original.__get__(instance)
+        return MethodType(self._call, instance)
 
 
 def _stream() -> Any:

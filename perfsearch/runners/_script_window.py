@@ -17,7 +17,7 @@ from perfsearch.search.knob import Value
 from perfsearch.search.trial import Measurement, Status, Trial
 from perfsearch.workers.phases import phases_of
 from perfsearch.workers.results import combine
-from perfsearch.workers.settling import is_steady, steps_to_fill
+from perfsearch.workers.settling import detailed_each, is_detailed, is_steady, steps_to_fill
 
 MIN_DISCARDED = 3
 
@@ -195,12 +195,12 @@ def validation_lines(trials: Sequence[Trial]) -> list[str]:
 
 
 def _of_rank(
-    message: Message, kept: Sequence[int], in_force: Mapping[str, Value]
+    message: Message, detailed: Sequence[int], in_force: Mapping[str, Value]
 ) -> dict[str, Any]:
-    """What a rank says of the steps that are kept."""
+    """What a rank says of the steps whose phases were timed."""
     phases_ms, timing = phases_of(
-        [message["step_seconds"][place] for place in kept],
-        [message["phase_seconds"][place] for place in kept],
+        [message["step_seconds"][place] for place in detailed],
+        [message["phase_seconds"][place] for place in detailed],
     )
     timing["detailed_step_ms"] = timing["phases_step_ms"]
     return {
@@ -232,7 +232,8 @@ def score(
     # the last step may hold a round of validation, which would leave few steps to score
     step_s = min(start.seconds[-1], statistics.median_low(start.seconds))
     count = steps_to_fill(plan.scored_seconds, step_s, plan.scored_steps)
-    group.send({"op": "score", "count": count})
+    each = detailed_each(step_s, count)
+    group.send({"op": "score", "count": count, "each": each})
     found = group.receive("window", max(0.0, deadline - time.monotonic()))
     settled = len(start.seconds)
     needed = (
@@ -249,8 +250,10 @@ def score(
     seconds = [max(times) for times in zip(*(m["step_seconds"] for m in messages), strict=True)]
     kept = steps_to_keep(count, [m["aside"] for m in messages])
     aside = sorted(set(range(count)) - set(kept))
-    results = [_of_rank(m, kept, in_force(Facts(**m["facts"]))) for m in messages]
-    least = least_wait_ms([[m["waits_ms"][place] for place in kept] for m in messages])
+    timed = [place for place in range(count) if is_detailed(place, each)]
+    detailed = [place for place in timed if place not in aside] or timed
+    results = [_of_rank(m, detailed, in_force(Facts(**m["facts"]))) for m in messages]
+    least = least_wait_ms([[m["waits_ms"][place] for place in detailed] for m in messages])
     for result in results:
         result["evidence"].update(least)
     measurement = Measurement(

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+_DETAILED_EACH_S = 0.1
+"""Timing the phases of a step takes up to a quarter of a millisecond: of so long, little."""
+
+_LEAST_DETAILED = 8
+"""Steps of a window whose phases are timed, if it has as many: they are told with an error."""
+
 
 def is_steady(seconds: list[float], least: int = 3, tolerance: float = 0.2) -> bool:
     """Whether the last steps of a series look like each other.
@@ -22,3 +30,20 @@ def steps_to_fill(seconds: float, step_seconds: float, bounds: tuple[int, int]) 
     """How many steps cover ``seconds``, within ``bounds``."""
     low, high = bounds
     return int(max(low, min(high, seconds / max(step_seconds, 1e-9))))
+
+
+def detailed_each(step_seconds: float, count: int) -> int:
+    """Of how many steps of a script one has its phases timed.
+
+    Args:
+        step_seconds: of a step.
+        count: steps of the window.
+
+    """
+    wanted = math.ceil(_DETAILED_EACH_S / max(step_seconds, 1e-9))
+    return max(1, min(wanted, count // _LEAST_DETAILED))
+
+
+def is_detailed(place: int, each: int) -> bool:
+    """Whether the phases of a step are timed, the window's first one being 0."""
+    return place % each == each // 2

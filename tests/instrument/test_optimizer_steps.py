@@ -39,6 +39,18 @@ def test_only_the_leading_optimizer_counts(make):
     assert len(steps) == 3 and optimizers.leader is one
 
 
+def test_the_first_step_begins_whoever_leads_later(make):
+    optimizers, told = make(), []
+    optimizers.before_step = lambda: told.append("begins")
+    optimizers.after_step = lambda: told.append("ends")
+    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    one, other = torch.optim.SGD([first], lr=0.1), torch.optim.Adam([second])
+    for _ in range(2):
+        step(one, first)
+        step(other, second)
+    assert told == ["begins", "ends"] * 2
+
+
 def test_an_implementation_is_in_force_from_the_first_step(make):
     optimizers = make("foreach")
     parameter = torch.nn.Parameter(torch.ones(3))

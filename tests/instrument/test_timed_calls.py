@@ -254,6 +254,17 @@ def test_waiting_for_a_value_is_timed_with_its_line(clock):
     assert spent_ms(phases) == pytest.approx({"other": 1, "from_device": 5})
 
 
+def test_values_on_the_host_are_read_as_ever(transfers, clock):
+    tensor = torch.ones(1)
+    assert type(tensor.item) is type(tensor.detach)  # nothing of ours in between
+    assert (tensor.item(), float(tensor), tensor.tolist()) == (1.0, 1.0, [1.0])
+    assert labels(clock) == ["start"]
+    with pytest.raises(RuntimeError, match="meta"):
+        tensor.to("meta").item()
+    assert labels(clock) == ["start", "to_device", "from_device"]
+    assert sum(transfers.calls.values()) == 1
+
+
 def test_subclasses_find_the_methods_that_they_know():
     """As torchvision's do, which keep their class in those few methods that they list."""
     known = {torch.Tensor.to: "moved"}

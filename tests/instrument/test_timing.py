@@ -53,6 +53,23 @@ def test_steps_of_a_window_are_told_apart():
         assert 0 < sum(parts.values()) <= whole
 
 
+def test_instruments_know_of_no_window_in_steps_without_detail():
+    script = a_script()
+    timing = Timing(script)
+    timing.begin(REMOTE, each=3)
+    timing.phases._clock.now = lambda: 0.0  # there is no such device
+    phases, seen = timing.phases, []
+    for _ in range(6):
+        seen.append((all(told(script)), timing.transfers.watching))
+        timing.before_step()
+        timing.after_step()
+    timing.end()
+    assert seen == [(place in (1, 4),) * 2 for place in range(6)]
+    seconds, by_step = phases.read()
+    assert len(seconds) == 6
+    assert [bool(step) for step in by_step] == [place in (1, 4) for place in range(6)]
+
+
 def test_methods_of_tensors_stay_on_the_host_and_beside_compiled_code():
     for script, device in ((a_script(), CPU), (a_script(is_compiled=True), REMOTE)):
         timing = Timing(script)

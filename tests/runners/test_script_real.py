@@ -162,6 +162,14 @@ def test_sharded_scripts_change_their_stage(bench, wrap, starts_again):
     assert (third.status, third.measurement.in_force["zero_stage"]) == (Status.OK, 3)
 
 
+def test_a_start_has_in_force_what_takes_the_whole_model(bench):
+    one = bench("--wrap", "fully_shard", map=(), knobs={"forward_prefetch": "search"})
+    assert one.measure().measurement.in_force["forward_prefetch"] == 0
+    alone = one.measure(fresh=True, forward_prefetch=1)
+    assert (alone.status, alone.fresh_process) == (Status.OK, True), alone.reason
+    assert alone.measurement.in_force["forward_prefetch"] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [

@@ -99,7 +99,7 @@ def test_a_round_of_validation_in_the_last_step_does_not_shorten_the_window():
     start = Start(Facts(), seconds=[0.2, 0.01, 0.01, 0.9])
     with pytest.raises(EndedError):
         score(group, Plan(1, scored_seconds=0.3), start, time.monotonic() + 1.0, lambda facts: {})
-    assert group.told == {"op": "score", "count": 30}
+    assert group.told == {"op": "score", "count": 30, "each": 3}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from perfsearch.workers import measure
+from perfsearch.workers import measure, settling
 
 
 class FakeClock(measure.HostClock):
@@ -64,3 +64,18 @@ def test_peak_resident_set_can_be_reset():
     measure.reset_peaks(cpu)
     low = measure.read_peaks(cpu)["peak_allocated_gib"]
     assert high - low > 0.15
+
+
+@pytest.mark.parametrize(
+    ("step", "count", "each", "places"),
+    [
+        (0.5, 8, 1, list(range(8))),
+        (0.1, 10, 1, list(range(10))),
+        (0.023, 43, 5, [2, 7, 12, 17, 22, 27, 32, 37, 42]),
+        (0.001, 60, 7, [3, 10, 17, 24, 31, 38, 45, 52, 59]),
+        (0.0, 4, 1, [0, 1, 2, 3]),
+    ],
+)
+def test_phases_are_timed_in_as_many_steps_as_cost_little(step, count, each, places):
+    assert settling.detailed_each(step, count) == each
+    assert [p for p in range(count) if settling.is_detailed(p, each)] == places
