@@ -16,8 +16,8 @@ The plain arms, ``instrumented`` and ``scored`` train one and the same model, as
 kind differ by a percent, by where their memory lies; on a CPU each rank keeps to a core. Every
 round trains a block of steps in each arm, in an order that is drawn anew; a block is compared with
 each of the two plain blocks of its round (the second plain arm with the first). On a CPU a block is
-five steps: there speed wanders within a tenth of a second by more than is to be told apart, which
-neighbouring blocks share where they are short.
+a single step: there speed wanders within a tenth of a second by more than is to be told apart,
+which neighbouring steps share. Every so many rounds it is one whose phases are timed.
 
 Two estimates are given: the median ratio of the pairs, and the ratio of the arms' mean times, which
 also sees what falls into few steps.
@@ -41,6 +41,7 @@ from _paired import compare
 ARGUMENTS_VARIABLE = "OVERHEAD_ARGUMENTS"
 ARMS = ("tuned", "watched", "instrumented", "scored")
 BLOCKS = 50  # of an epoch, which ends and begins between two blocks
+NEVER = 10**6
 AFTER_FIRST_STEPS = 100  # that a script has made when it is timed
 
 
@@ -49,7 +50,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--model", choices=("small", "launched"), default="small", help="on a GPU")
-    parser.add_argument("--steps", type=int, help="of a block; 20 on a GPU, else 5")
+    parser.add_argument("--steps", type=int, help="of a block; 20 on a GPU, else 1")
     parser.add_argument("--rounds", type=int, default=100_000, help="most rounds")
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument(
@@ -58,7 +59,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="file for every block's seconds")
     passed = os.environ.get(ARGUMENTS_VARIABLE)
     options = parser.parse_args(None if passed is None else json.loads(passed))
-    options.steps = options.steps or (20 if options.device == "cuda" else 5)
+    options.steps = options.steps or (20 if options.device == "cuda" else 1)
     return options
 
 
@@ -147,6 +148,7 @@ class Bench:
         self.untouched = Surroundings()
         self._shared: Arm | None = None
         self._searched: Any = None
+        self._scored = 0  # blocks
         self._step_s = 0.0  # of the arm that was built first, which is plain
         if not self.on_gpu:
             cores = sorted(os.sched_getaffinity(0))
@@ -212,6 +214,7 @@ class Bench:
     def _score(self, script: Any) -> Any:
         """Have the script timed as in a trial that goes on from kept batches, in mid-window."""
         from perfsearch.instrument.searched import Searched
+        from perfsearch.workers.settling import is_detailed
 
         if self._searched is None:
             self._searched = Searched(script, None, self.dist.get_rank())  # silent in a window
@@ -221,7 +224,11 @@ class Bench:
         script.loaders.tape.keeps_random = False
         if script.loaders.tape.kept >= self.options.steps:
             script.loaders.tape.rewind(0)
-        searched.score(self.options.steps + 1, self._each())
+        each, steps = self._each(), self.options.steps
+        if steps < each:  # as if the window had begun so many steps before
+            each = 1 if is_detailed(self._scored, each) else NEVER
+        self._scored += 1
+        searched.score(steps + 1, each)
         return searched
 
     def _each(self) -> int:
@@ -231,7 +238,7 @@ class Bench:
 
         plan = Plan(1)
         count = steps_to_fill(plan.scored_seconds, self._step_s, plan.scored_steps)
-        return min(self.options.steps, detailed_each(self._step_s, count))
+        return detailed_each(self._step_s, count)
 
     def block(self, arm: Arm) -> float:
         """Seconds of a step, on the slowest rank."""
