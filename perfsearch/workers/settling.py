@@ -7,6 +7,8 @@ import math
 _DETAILED_EACH_S = 0.1
 """Timing the phases of a step takes up to a quarter of a millisecond: of so long, little."""
 
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
 _LEAST_DETAILED = 8
 """Steps of a window whose phases are timed, if it has as many: they are told with an error."""
 
@@ -45,5 +47,10 @@ def detailed_each(step_seconds: float, count: int) -> int:
 
 
 def is_detailed(place: int, each: int) -> bool:
-    """Whether the phases of a step are timed, the window's first one being 0."""
-    return place % each == each // 2
+    """Whether the phases of a step are timed, the window's first one being 0.
+
+    One is in every stretch of ``each`` steps, at a place that changes by the golden ratio: what a
+    script does in every tenth step, such as logging, is met as often as it happens.
+    """
+    stretch, at = divmod(place, each)
+    return at == int(each * ((0.5 + stretch * _GOLDEN) % 1))

@@ -71,11 +71,18 @@ def test_peak_resident_set_can_be_reset():
     [
         (0.5, 8, 1, list(range(8))),
         (0.1, 10, 1, list(range(10))),
-        (0.023, 43, 5, [2, 7, 12, 17, 22, 27, 32, 37, 42]),
-        (0.001, 60, 7, [3, 10, 17, 24, 31, 38, 45, 52, 59]),
+        (0.023, 43, 5, [2, 5, 13, 16, 24, 27, 31, 39, 42]),
+        (0.001, 60, 7, [3, 7, 19, 23, 34, 39, 43, 54, 59]),
         (0.0, 4, 1, [0, 1, 2, 3]),
     ],
 )
 def test_phases_are_timed_in_as_many_steps_as_cost_little(step, count, each, places):
     assert settling.detailed_each(step, count) == each
     assert [p for p in range(count) if settling.is_detailed(p, each)] == places
+
+
+@pytest.mark.parametrize("every", [2, 5, 10])
+def test_what_happens_in_every_so_many_steps_is_met_as_often(every):
+    detailed = [place for place in range(1000) if settling.is_detailed(place, 5)]
+    met = sum(place % every == 0 for place in detailed)
+    assert len(detailed) == 200 and met == pytest.approx(200 / every, rel=0.15)
