@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from _metrics_store import ROOT, Store
-from overhead import interval
+from _paired import compare
 
 from perfsearch.metrics.bounds import bound_of, bounds
 from perfsearch.metrics.looks import closest_look
@@ -202,11 +202,10 @@ def cost(store: Store, size: str, blocks: int, kind: str, samples: int | None) -
             if block % 5 == 4:
                 print(f"cost: block {block + 1} of {blocks}", flush=True)
     for name in ("sampler", "light", "full"):
-        pairs = zip(seconds[name], seconds["off"], strict=True)
-        middle, low, high = interval([math.log(on / off) for on, off in pairs])
+        middle, _ = compare(seconds[name], [seconds["off"]], generator)
         store.add(
             "cost", f"{named} {name}", step_ms=statistics.median(seconds["off"]) * 1e3,
-            overhead=middle, low=low, high=high, blocks=blocks,
+            overhead=middle.value, low=middle.low, high=middle.high, blocks=blocks,
         )  # fmt: skip
 
 
