@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +74,26 @@ def copy_structure(batch: Any, keeping: bool = False) -> Any:
         return batch.clone() if keeping and batch.is_shared() and not batch.is_cuda else batch
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(copy_structure(part, keeping) for part in batch))
-    if isinstance(batch, list | tuple):
+    if type(batch) in (list, tuple):
         return type(batch)(copy_structure(part, keeping) for part in batch)
-    if isinstance(batch, dict):
-        return type(batch)({key: copy_structure(part, keeping) for key, part in batch.items()})
+    if isinstance(batch, list | MutableMapping):
+        return _filled_copy(batch, keeping)
     return batch
+
+
+def _filled_copy(batch: Any, keeping: bool) -> Any:
+    """A copy of a container whose constructor may want other arguments, as ``defaultdict``'s.
+
+    One that cannot be copied so, as it is locked, stays what it is.
+    """
+    parts = list(batch.items()) if isinstance(batch, MutableMapping) else list(enumerate(batch))
+    try:
+        copied = copy.copy(batch)
+        for place, part in parts:
+            copied[place] = copy_structure(part, keeping)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return batch
+    return copied
 
 
 def bytes_of(batch: Any) -> int:
