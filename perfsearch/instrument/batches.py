@@ -13,6 +13,7 @@ import torch
 from perfsearch.instrument.generators import RandomState
 
 _LENGTH_MASKS = ("attention_mask", "mask", "padding_mask")
+_COPIED = "_perfsearch_copied"
 _TOKENS = ("input_ids", "tokens", "input")
 
 
@@ -67,11 +68,16 @@ def copy_structure(batch: Any, keeping: bool = False) -> Any:
 
     Args:
         batch: of a loader.
-        keeping: whether tensors in memory shared with a worker are copied.
+        keeping: whether tensors in memory shared with a worker are copied, and marked as such; and
+            whether those so marked are, since the script may go on to change what it is given.
 
     """
     if isinstance(batch, torch.Tensor):
-        return batch.clone() if keeping and batch.is_shared() and not batch.is_cuda else batch
+        if not keeping or batch.is_cuda or not (batch.is_shared() or hasattr(batch, _COPIED)):
+            return batch
+        copied = batch.clone()
+        setattr(copied, _COPIED, True)
+        return copied
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(copy_structure(part, keeping) for part in batch))
     if type(batch) in (list, tuple):
@@ -197,7 +203,7 @@ class BatchTape:
                 del self._to_give[place]
                 if record.random is not None:
                     record.random.restore()
-                return copy_structure(record.batch)
+                return copy_structure(record.batch, keeping=True)
         return batch
 
     def _keep(self, batch: Any, dataset: Any) -> None:

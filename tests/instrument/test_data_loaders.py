@@ -179,6 +179,16 @@ def _steps(loader, count, begins):
     return seen
 
 
+def test_a_batch_of_a_worker_is_given_again_as_it_was() -> None:
+    tape, data = BatchTape(), [0]
+    tape.pass_on([torch.ones(2).share_memory_()], data)[0].mul_(3)
+    for _ in range(2):
+        tape.rewind(0)
+        given = tape.pass_on([torch.zeros(2)], data)[0]
+        assert given.tolist() == [1, 1]
+        given.mul_(3)  # as a script does that scales its inputs in place
+
+
 class Words(list):
     """A list whose constructor wants more than its parts."""
 
