@@ -297,6 +297,19 @@ def one_line(directory):
     return {"type": type(net).__mro__[1].__name__, "rows": len((directory / "log.csv").read_text())}
 
 
+def stages(directory):
+    """A script that lets go of its optimizer, and goes on with another."""
+
+    def run():
+        net = make()
+        first = train(net, adam(net), 12)
+        return first, train(net, adam(net), 48)
+
+    plain = run()
+    enable({"log_file": str(directory / "log.csv"), "max_samples": 3, "steps_per_sample": 4})
+    return {"differs": [differs(a, b) for a, b in zip(plain, run(), strict=True)]}
+
+
 def frozen(directory):
     """The log of one run is frozen in the next, and started from in a third."""
     path = directory / "log.csv"

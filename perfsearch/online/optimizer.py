@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from perfsearch.parallel.optimizers import DEFAULT, apply_implementation
@@ -30,7 +32,7 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
 
 
 class ImplementationSwitch:
-    """Switches one optimizer to and fro.
+    """Switches one optimizer to and fro, and keeps it alive no longer than the script does.
 
     Args:
         optimizer: one that ``why_not`` has nothing against.
@@ -41,14 +43,16 @@ class ImplementationSwitch:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self._own = [(g["foreach"], g["fused"]) for g in optimizer.param_groups]
         self.choice: Value = DEFAULT
 
     def apply(self, choice: Value) -> None:
         """Use the named implementation from the next step on; ``default`` is the user's own."""
-        optimizer = self._optimizer
-        if choice in (None, DEFAULT):
+        optimizer = self._optimizer()
+        if optimizer is None:
+            pass
+        elif choice in (None, DEFAULT):
             for group, (foreach, fused) in zip(optimizer.param_groups, self._own, strict=False):
                 group.update(foreach=foreach, fused=fused)
             fused_now = any(group["fused"] for group in optimizer.param_groups)
@@ -56,15 +60,17 @@ class ImplementationSwitch:
         else:
             apply_implementation(optimizer, choice)
             optimizer._step_supports_amp_scaling = choice == "fused"
-        self._move_counts()
+        if optimizer is not None:
+            _move_counts(optimizer)
         self.choice = DEFAULT if choice is None else choice
 
-    def _move_counts(self) -> None:
-        """The fused kernel counts steps beside the parameter, the others on the host."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                count = self._optimizer.state.get(parameter, {}).get("step")
-                if isinstance(count, torch.Tensor):
-                    device = parameter.device if group["fused"] else torch.device("cpu")
-                    kept = count.to(device=device, dtype=torch.float32)
-                    self._optimizer.state[parameter]["step"] = kept
+
+def _move_counts(optimizer: torch.optim.Optimizer) -> None:
+    """The fused kernel counts steps beside the parameter, the others on the host."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            count = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(count, torch.Tensor):
+                device = parameter.device if group["fused"] else torch.device("cpu")
+                kept = count.to(device=device, dtype=torch.float32)
+                optimizer.state[parameter]["step"] = kept

@@ -20,6 +20,7 @@ from perfsearch.online.messages import APPLY, END, FAIL, RUN, Instruction, Repor
 from perfsearch.online.optimizer import ImplementationSwitch, why_not
 from perfsearch.online.options import AutotuneOptions
 from perfsearch.online.sampling import NOT_IN_TIME, NotRestoredError, Steps
+from perfsearch.parallel.optimizers import DEFAULT
 from perfsearch.search.knob import Value
 from perfsearch.workers.measure import Clock, make_clock, synchronize
 
@@ -100,13 +101,20 @@ class Participant:
         return self._model() is not None
 
     def is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is the one that this model's steps are counted by: the first that was seen."""
+        """Whether it is the one that this model's steps are counted by.
+
+        That is the first that was seen; once the script has let go of it, the next one.
+        """
         if self._optimizer is None or self._optimizer() is None:
             owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if not owned & self._parameters:
                 return False
             self._optimizer = weakref.ref(optimizer)
-            self._switch = None if why_not(optimizer) else ImplementationSwitch(optimizer)
+            before, self._switch = self._switch, None
+            if not why_not(optimizer):
+                self._switch = ImplementationSwitch(optimizer)
+                if before is not None:  # what is being timed, or is in force, goes on
+                    self._switch.apply(before.choice)
         return self._optimizer() is optimizer
 
     def _boundary(self) -> None:
@@ -194,8 +202,11 @@ class Participant:
             return f"{NOT_IN_TIME} {self._options.time_limit_s:g} s before: groups of {size}"
         try:
             wrapping.rewrap(model, configuration)
+            choice = configuration.get("optimizer_implementation")
             if self._switch is not None:
-                self._switch.apply(configuration["optimizer_implementation"])
+                self._switch.apply(choice)
+            elif choice not in (None, DEFAULT):
+                return f"the optimizer that the script has made since cannot be {choice}"
             self._probe(model)
         except queue.Empty:
             self._hung.add(size)

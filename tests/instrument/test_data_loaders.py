@@ -1,12 +1,14 @@
 import gc
 import random
+from collections import UserDict, defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from perfsearch.instrument.batches import BatchTape, count
+from perfsearch.instrument.batches import BatchTape, copy_structure, count
 from perfsearch.instrument.loaders import Loaders, arguments
 
 DATA = TensorDataset(torch.arange(12).float().reshape(12, 1))
@@ -175,6 +177,38 @@ def _steps(loader, count, begins):
         (batch,) = next(batches)
         seen.append((batch.tolist(), torch.rand(2).tolist(), random.random(), np.random.rand()))
     return seen
+
+
+def test_a_batch_of_a_worker_is_given_again_as_it_was() -> None:
+    tape, data = BatchTape(), [0]
+    tape.pass_on([torch.ones(2).share_memory_()], data)[0].mul_(3)
+    for _ in range(2):
+        tape.rewind(0)
+        given = tape.pass_on([torch.zeros(2)], data)[0]
+        assert given.tolist() == [1, 1]
+        given.mul_(3)  # as a script does that scales its inputs in place
+
+
+class Words(list):
+    """A list whose constructor wants more than its parts."""
+
+    def __init__(self, language: str, parts: list[Any]) -> None:
+        super().__init__(parts)
+        self.language = language
+
+
+def test_copies_of_batches_keep_what_their_containers_are_made_with() -> None:
+    tensor = torch.zeros(2)
+    lists = copy_structure(defaultdict(list, x=tensor))
+    words = copy_structure(Words("de", [tensor]))
+    encoding = UserDict(x=tensor)
+    kept = copy_structure(encoding)
+    encoding.pop("x")  # as scripts do with labels
+    assert lists["x"] is tensor
+    assert lists["y"] == []
+    assert words == [tensor]
+    assert words.language == "de"
+    assert kept["x"] is tensor
 
 
 @pytest.mark.parametrize("begins", [(0,), (0, 1), (0, 2, 3)])

@@ -1,5 +1,7 @@
 """An optimizer that changes its implementation between two steps."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -76,3 +78,13 @@ def test_plain_ones_can():
     assert why_not(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])) == ""
     whole = torch.nn.Parameter(torch.ones(2, dtype=torch.long), requires_grad=False)
     assert "floating-point" in why_not(torch.optim.SGD([whole]))
+
+
+def test_an_optimizer_lives_no_longer_than_the_script_wants_it():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    switch, kept = ImplementationSwitch(optimizer), weakref.ref(optimizer)
+    del optimizer
+    assert kept() is None
+    switch.apply("foreach")
+    assert switch.choice == "foreach"

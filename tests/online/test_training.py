@@ -137,6 +137,13 @@ def test_two_models_take_turns(tmp_path):
     assert not (tmp_path / "log.csv").exists()  # of the model that is never trained
 
 
+def test_tuning_goes_on_with_the_optimizer_of_a_later_stage(tmp_path):
+    for found in run("stages", tmp_path)[0]:
+        assert all(is_same(d) for d in found["differs"]), found["differs"]
+    trials = log.read(tmp_path / "log.csv").trials
+    assert len(trials) > 1, trials
+
+
 def test_one_line_in_a_script(tmp_path):
     found, _ = run("one_line", tmp_path)
     assert found[0]["type"] == "DistributedDataParallel"
