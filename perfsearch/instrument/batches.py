@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from perfsearch.instrument.copies import copy_structure, give, keep
 from perfsearch.instrument.generators import RandomState
 
 _LENGTH_MASKS = ("attention_mask", "mask", "padding_mask")
-_COPIED = "_perfsearch_copied"
 _TOKENS = ("input_ids", "tokens", "input")
 
 
@@ -61,45 +60,6 @@ def _first_tensor(batch: Any) -> torch.Tensor | None:
             if found is not None:
                 return found
     return None
-
-
-def copy_structure(batch: Any, keeping: bool = False) -> Any:
-    """New containers around the same tensors.
-
-    Args:
-        batch: of a loader.
-        keeping: whether tensors in memory shared with a worker are copied, and marked as such; and
-            whether those so marked are, since the script may go on to change what it is given.
-
-    """
-    if isinstance(batch, torch.Tensor):
-        if not keeping or batch.is_cuda or not (batch.is_shared() or hasattr(batch, _COPIED)):
-            return batch
-        copied = batch.clone()
-        setattr(copied, _COPIED, True)
-        return copied
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(copy_structure(part, keeping) for part in batch))
-    if type(batch) in (list, tuple):
-        return type(batch)(copy_structure(part, keeping) for part in batch)
-    if isinstance(batch, list | MutableMapping):
-        return _filled_copy(batch, keeping)
-    return batch
-
-
-def _filled_copy(batch: Any, keeping: bool) -> Any:
-    """A copy of a container whose constructor may want other arguments, as ``defaultdict``'s.
-
-    One that cannot be copied so, as it is locked, stays what it is.
-    """
-    parts = list(batch.items()) if isinstance(batch, MutableMapping) else list(enumerate(batch))
-    try:
-        copied = copy.copy(batch)
-        for place, part in parts:
-            copied[place] = copy_structure(part, keeping)
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return batch
-    return copied
 
 
 def bytes_of(batch: Any) -> int:
@@ -203,7 +163,7 @@ class BatchTape:
                 del self._to_give[place]
                 if record.random is not None:
                     record.random.restore()
-                return copy_structure(record.batch, keeping=True)
+                return copy_structure(record.batch, give)
         return batch
 
     def _keep(self, batch: Any, dataset: Any) -> None:
@@ -219,7 +179,7 @@ class BatchTape:
         random = RandomState.now() if self.keeps_random else None
         self._kept.append(
             _Record(
-                copy_structure(batch, keeping=True),
+                copy_structure(batch, keep),
                 id(dataset),
                 _kind(dataset),
                 still_there,

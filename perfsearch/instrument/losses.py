@@ -40,7 +40,7 @@ class Losses:
         self.mark: Callable[[str], None] | None = None
         self.keeping = True
         self._inside = False
-        self._awaits_gradient = self._computed = False
+        self._computed = False
         self._dtype: torch.dtype | None = None
         self._parts: list[float | torch.Tensor] = []
         self._unscaled: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -68,19 +68,19 @@ class Losses:
             self._begun()
             self._keep(roots)
         self._computed = False
-        self._awaits_gradient = mark is not None and self._waits()
-        if self._awaits_gradient:
-            self._hook_first_gradient(roots)
+        hook = self._hook_first_gradient(roots) if mark is not None and self._waits() else None
         self._inside = True
         try:
             result = original(roots, *rest, **kwargs)
         finally:
-            self._inside = self._awaits_gradient = False
+            self._inside = False
+            if hook is not None:  # the same loss may be differentiated again, or saved
+                hook.remove()
         if mark is not None:
             mark("comm_exposed" if self._computed else "backward")
         return result
 
-    def _hook_first_gradient(self, roots: tuple[Any, ...]) -> None:
+    def _hook_first_gradient(self, roots: tuple[Any, ...]) -> Any:
         """Have ``backward`` marked when the pass has computed everything.
 
         The wrapper waits in a callback that it registers with the last gradient. One that is
@@ -88,12 +88,11 @@ class Losses:
         """
         first = roots[0] if roots else None
         if isinstance(first, torch.Tensor) and first.grad_fn is not None:
-            first.register_hook(self._at_first_gradient)
+            return first.register_hook(self._at_first_gradient)
+        return None
 
     def _at_first_gradient(self, gradient: torch.Tensor) -> None:
-        if self._awaits_gradient:  # once in a pass: the same loss may be differentiated again
-            self._awaits_gradient = False
-            torch.autograd.Variable._execution_engine.queue_callback(self._mark_computed)
+        torch.autograd.Variable._execution_engine.queue_callback(self._mark_computed)
 
     def _mark_computed(self) -> None:
         if self.mark is not None:

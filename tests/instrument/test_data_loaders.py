@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from perfsearch.instrument.batches import BatchTape, copy_structure, count
+from perfsearch.instrument.batches import BatchTape, count
+from perfsearch.instrument.copies import copy_structure, give
 from perfsearch.instrument.loaders import Loaders, arguments
 
 DATA = TensorDataset(torch.arange(12).float().reshape(12, 1))
@@ -199,10 +200,10 @@ class Words(list):
 
 def test_copies_of_batches_keep_what_their_containers_are_made_with() -> None:
     tensor = torch.zeros(2)
-    lists = copy_structure(defaultdict(list, x=tensor))
-    words = copy_structure(Words("de", [tensor]))
+    lists = copy_structure(defaultdict(list, x=tensor), give)
+    words = copy_structure(Words("de", [tensor]), give)
     encoding = UserDict(x=tensor)
-    kept = copy_structure(encoding)
+    kept = copy_structure(encoding, give)
     encoding.pop("x")  # as scripts do with labels
     assert lists["x"] is tensor
     assert lists["y"] == []
