@@ -97,7 +97,8 @@ def _all_the_same(messages: list[Message], needed: str) -> list[Message]:
         made = f"made {steps[0]} steps" if steps[0] else "made no step of a torch optimizer"
         raise EndedError(
             f"the script {made} and ended, before it could be measured. Give it more to do "
-            f"(epochs, steps, samples): {needed}"
+            f"(epochs, steps, samples): {needed}. Steps of the optimizer that stepped first are "
+            "counted, and none of one that the script puts in its place later"
         )
     raise EndedError(disagreement(steps, ended))
 
