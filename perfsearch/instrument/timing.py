@@ -15,8 +15,7 @@ from perfsearch.workers.settling import is_detailed
 class Timing:
     """Times a script's steps between ``begin`` and ``end``, and the phases of some of them.
 
-    In the other steps the instruments are told of no window at all, so that short steps are scored
-    as they are without them.
+    In the other steps the instruments are told of no window, so that they cost short steps little.
 
     Args:
         script: the instruments.
