@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.config import validate
+from perfsearch.core.trial import Purpose
 from perfsearch.runners.base import Plan
 from perfsearch.runners.deepspeed import DeepSpeed
-from perfsearch.search.trial import Purpose
 
 SCRIPT = Path(__file__).with_name("_deepspeed_train.py")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from perfsearch.search.journal import read
-from perfsearch.search.trial import Status
+from perfsearch.core.journal import read
+from perfsearch.core.trial import Status
 from perfsearch.tracking.names import mlflow_status
 from perfsearch.workers import processes
 

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 from _fault_common import OOM_TEXTS
 
+from perfsearch.core.journal import Journal
 from perfsearch.runners.base import Outcome as Measured
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay
-from perfsearch.search.journal import Journal
 from perfsearch.workers.failures import Evidence, ProcessEnd, classify
 from perfsearch.workers.messages import RankError
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from _metrics_store import Store
 
+from perfsearch.core.journal import read
+from perfsearch.core.trial import Purpose, Trial
 from perfsearch.metrics.bounds import bounds, gain_of, touched
-from perfsearch.search.journal import read
-from perfsearch.search.trial import Purpose, Trial
 
 
 def check(store: Store, runs: Iterable[Path]) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 
 from _metrics_store import ROOT, Store
 
+from perfsearch.core.trial import Measurement, Purpose
 from perfsearch.metrics.bounds import bounds
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp import DDP, DdpOptions
-from perfsearch.search.trial import Measurement, Purpose
 from perfsearch.workers.environment import Environment, Limits
 from perfsearch.workloads.spec import WorkloadSpec
 

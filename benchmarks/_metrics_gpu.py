@@ -22,11 +22,11 @@ import torch
 from _metrics_store import ROOT, Store
 from _paired import compare
 
+from perfsearch.core.trial import Measurement
 from perfsearch.metrics.bounds import bound_of, bounds
 from perfsearch.metrics.looks import closest_look
 from perfsearch.metrics.throughput import mfu_of
 from perfsearch.parallel.base import TrainStep
-from perfsearch.search.trial import Measurement
 from perfsearch.workers import measure
 from perfsearch.workers.bootstrap import Groups
 from perfsearch.workers.messages import GroupSpec, TrialRequest

@@ -8,9 +8,9 @@ from typing import Any
 
 from perfsearch.assemble import build_runner, strategy_factory
 from perfsearch.config import validate
-from perfsearch.search.journal import Journal
-from perfsearch.search.objective import Objective
-from perfsearch.search.trial import Trial
+from perfsearch.core.journal import Journal
+from perfsearch.core.objective import Objective
+from perfsearch.core.trial import Trial
 from perfsearch.stages import baseline, confirm, gains
 from perfsearch.stages import search as searching
 from perfsearch.stages.confirm import Verdict

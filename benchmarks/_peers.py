@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 from _surfaces import Surface
 
-from perfsearch.search.knob import Knob, Value
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Trial
+from perfsearch.core.knob import Knob, Value
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Trial
 
 Point = dict[str, Value]
 
@@ -240,7 +240,7 @@ class OwnPeer:
     """
 
     def __init__(self, surface: Surface, seed: int, name: str, hinted: bool = True) -> None:
-        from perfsearch.search.hints import Hints
+        from perfsearch.core.hints import Hints
         from perfsearch.strategies import load
 
         self._trials: list[Trial] = []

@@ -16,11 +16,11 @@ from typing import Any
 from _store import Store
 
 from perfsearch.config import validate
+from perfsearch.core.trial import Purpose
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.base import Runner
 from perfsearch.runners.ddp import DDP
 from perfsearch.runners.soap import Soap
-from perfsearch.search.trial import Purpose
 
 HERE = Path(__file__).parent.absolute()
 MODELS = {"dlrm": 1024, "wide": 256, "convolutions": 1024}

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration, Kind, Knob, Value
+from perfsearch.core.objective import Objective, log_cost_error
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.metrics.cards import MEMORY_GIB
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration, Kind, Knob, Value
-from perfsearch.search.objective import Objective, log_cost_error
-from perfsearch.search.space import Space, key_of
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 FACTS = {"zero_gpt2large_4xh100": "zero_gpt2large_facts.json"}

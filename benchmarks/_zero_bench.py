@@ -14,10 +14,10 @@ from typing import Any
 from _store import Store
 
 from perfsearch.config import Settings, validate
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Measurement, Purpose, Trial
 from perfsearch.runners.base import Plan
 from perfsearch.runners.zero import Zero
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Measurement, Purpose, Trial
 
 LARGEST_PER_GPU = 64
 LLAMA = "llama"

@@ -22,11 +22,11 @@ from typing import Any
 import yaml
 
 from perfsearch.config import validate
+from perfsearch.core.knob import Value
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Purpose
 from perfsearch.runners.base import Outcome, Plan
 from perfsearch.runners.ddp import DDP
-from perfsearch.search.knob import Value
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Purpose
 
 
 def read_grid(arguments: list[str]) -> list[dict[str, Value]]:

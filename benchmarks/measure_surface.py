@@ -27,11 +27,11 @@ from ddp_grid import read_grid
 from perfsearch.assemble import build_runner
 from perfsearch.compose import compose
 from perfsearch.config import validate
+from perfsearch.core.knob import Configuration, Scope, Value
+from perfsearch.core.objective import Objective
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.runners.base import Plan, Runner
-from perfsearch.search.knob import Configuration, Scope, Value
-from perfsearch.search.objective import Objective
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.tracking.export import write_trials
 
 

@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 from perfsearch import assemble  # noqa: E402
 from perfsearch.config import validate  # noqa: E402
-from perfsearch.search.trial import Trial  # noqa: E402
+from perfsearch.core.trial import Trial  # noqa: E402
 
 SCRIPTS = ROOT / "examples" / "scripts"
 TCP = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}

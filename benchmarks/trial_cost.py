@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from perfsearch.search.journal import read
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.core.journal import read
+from perfsearch.core.trial import Purpose, Status, Trial
 
 
 def trials_of(run_dir: Path) -> list[Trial]:

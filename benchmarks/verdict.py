@@ -21,8 +21,8 @@ import numpy as np
 
 from perfsearch.assemble import build_runner, strategy_factory
 from perfsearch.config import validate
+from perfsearch.core.trial import Purpose
 from perfsearch.pipeline import Result, search
-from perfsearch.search.trial import Purpose
 from perfsearch.view import View
 
 GAIN = 1.03

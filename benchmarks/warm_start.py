@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _surfaces
 import numpy as np
 
-from perfsearch.search.hints import Earlier
-from perfsearch.search.knob import Value
-from perfsearch.search.trial import Trial
+from perfsearch.core.hints import Earlier
+from perfsearch.core.knob import Value
+from perfsearch.core.trial import Trial
 from perfsearch.strategies.bayes import Bayes
 
 SURFACES = ["zero_gpt2large_4xh100", "ddp_gpt2small_4xh100_tcp", "interactions", "half_space"]

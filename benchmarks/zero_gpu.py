@@ -33,10 +33,10 @@ from _zero_bench import LLAMA, Bench, NoTracker, visit
 
 from perfsearch import strategies
 from perfsearch.config import Settings
-from perfsearch.search.journal import Journal
-from perfsearch.search.objective import Objective
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.journal import Journal
+from perfsearch.core.objective import Objective
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.stages import baseline
 from perfsearch.stages import search as searching
 from perfsearch.stages.session import Session

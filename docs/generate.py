@@ -19,9 +19,9 @@ from pathlib import Path
 from perfsearch import runners, strategies
 from perfsearch.config import GROUPS
 from perfsearch.config_options import describe_type, show
+from perfsearch.core.knob import Knob
 from perfsearch.docstrings import attribute_help, summary
 from perfsearch.help import settings_keys
-from perfsearch.search.knob import Knob
 
 ROOT = Path(__file__).parent.parent
 _MADE = "<!-- Written by docs/generate.py; edit the code instead. -->\n"

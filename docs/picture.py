@@ -13,7 +13,7 @@ from typing import Self
 from rich.console import Console
 
 from perfsearch import cli, view
-from perfsearch.search.objective import Objective
+from perfsearch.core.objective import Objective
 from perfsearch.view_live import LiveView
 
 _WIDTH = 150

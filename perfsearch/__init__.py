@@ -18,6 +18,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    if name == "search":  # the package of that name, which can be called
-        return importlib.import_module("perfsearch.search")
     return getattr(importlib.import_module("perfsearch.api"), name)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 if TYPE_CHECKING:
     import torch

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.knob import Value
+from perfsearch.core.suggest import nearest
 from perfsearch.parallel import nccl
 from perfsearch.runners import _ddp_export
 from perfsearch.runners._ddp_knobs import EFFECT_ORDER
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.knob import Value
-from perfsearch.search.suggest import nearest
 
 _FILE = "config.yaml"
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from perfsearch import runners, strategies
 from perfsearch.config import Settings, default_run_dir
 from perfsearch.config_options import ConfigError, build_options
+from perfsearch.core.hints import Hints
+from perfsearch.core.journal import JOURNAL
+from perfsearch.core.narrow import is_auto
+from perfsearch.core.space import Space
 from perfsearch.runners import Runner
-from perfsearch.search.hints import Hints
-from perfsearch.search.journal import JOURNAL
-from perfsearch.search.narrow import is_auto
-from perfsearch.search.space import Space
 from perfsearch.strategies import Strategy
 
 if TYPE_CHECKING:

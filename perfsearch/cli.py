@@ -19,9 +19,9 @@ from perfsearch.cli_errors import explain
 from perfsearch.cli_job import Job, JobFailedError
 from perfsearch.cli_knobs import open_knobs
 from perfsearch.cli_recorded import take_recorded_configuration
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.suggest import nearest
 from perfsearch.exits import ExitCode, Interrupted, interruptible
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.suggest import nearest
 from perfsearch.surroundings import (
     flush_output,
     open_standard_streams,

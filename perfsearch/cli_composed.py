@@ -12,7 +12,7 @@ from perfsearch.cli_job import plain
 from perfsearch.cli_trust import check_hydra, check_hydra_keys, check_paths
 from perfsearch.config import GROUPS, validate
 from perfsearch.config_options import ConfigError
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 if TYPE_CHECKING:
     import argparse

@@ -11,7 +11,7 @@ from typing import Any
 
 from perfsearch.cli_knobs import FORCE
 from perfsearch.config_options import show
-from perfsearch.search.suggest import nearest
+from perfsearch.core.suggest import nearest
 
 _QUOTED_KEY = r"'([^']+)'"
 _NO_SUCH_KEY = re.compile(

@@ -10,8 +10,8 @@ from typing import Any
 
 from perfsearch.cli_errors import explain
 from perfsearch.config import validate
+from perfsearch.core.errors import BadInputError
 from perfsearch.exits import ExitCode, Interrupted
-from perfsearch.search.errors import BadInputError
 
 
 def plain(config: Any, complete: bool = True) -> dict[str, Any]:

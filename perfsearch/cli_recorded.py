@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 _HYDRA_SETTINGS = (
     "hydra.output_subdir=null",

@@ -11,7 +11,7 @@ from perfsearch.cli_job import plain
 from perfsearch.cli_knobs import open_knobs
 from perfsearch.config import GROUPS
 from perfsearch.config_options import ConfigError, join, plain_value
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 _MISSING = "???"
 """What OmegaConf holds for a key that still needs a value."""

@@ -26,7 +26,7 @@ from perfsearch.config_schema import (
     Settings,
     TrackingSettings,
 )
-from perfsearch.search.suggest import nearest
+from perfsearch.core.suggest import nearest
 
 __all__ = [
     "BudgetSettings",

@@ -15,8 +15,8 @@ from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.suggest import nearest
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.suggest import nearest
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from perfsearch.config_options import ConfigError, option
 from perfsearch.config_thresholds import ThresholdSettings
-from perfsearch.search.budget import Budget
-from perfsearch.search.knob import Numerics
-from perfsearch.search.objective import Metric
+from perfsearch.core.budget import Budget
+from perfsearch.core.knob import Numerics
+from perfsearch.core.objective import Metric
 
 
 @dataclass(frozen=True)

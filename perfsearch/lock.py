@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 
 class LockError(BadInputError):

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfsearch.config import default_run_dir
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hints import Hints
+from perfsearch.core.journal import JOURNAL, Journal, JournalWriteError
+from perfsearch.core.knob import Value
+from perfsearch.core.objective import Objective
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Status, Trial
 from perfsearch.exits import ExitCode, deferred
 from perfsearch.lock import device_lock, run_directory_lock
 from perfsearch.runners.base import Runner
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.hints import Hints
-from perfsearch.search.journal import JOURNAL, Journal, JournalWriteError
-from perfsearch.search.knob import Value
-from perfsearch.search.objective import Objective
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Status, Trial
 from perfsearch.stages import (
     adopt,
     baseline,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch import __version__
+from perfsearch.core.errors import BadInputError
 from perfsearch.exits import ExitCode
 from perfsearch.instrument.mapping import Mapped, apply
 from perfsearch.instrument.orders import ENTRY, Orders
@@ -18,7 +19,6 @@ from perfsearch.instrument.presets import gather
 from perfsearch.run_arguments import RunArguments, own_parser, split
 from perfsearch.run_knobs import KnobFile, KnobPlan, plan, read_knobs
 from perfsearch.runners._deepspeed_launchers import LAUNCHERS
-from perfsearch.search.errors import BadInputError
 from perfsearch.surroundings import open_standard_streams, require_current_directory
 
 

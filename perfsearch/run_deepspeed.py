@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.knob import Value
 from perfsearch.instrument.mapping import FILE_KEYS
 from perfsearch.run_arguments import RunArguments
 from perfsearch.run_knobs import KnobFile
@@ -14,8 +16,6 @@ from perfsearch.runners import _deepspeed_batch, _deepspeed_json, _deepspeed_kno
 from perfsearch.runners._deepspeed_autotuning import Autotuning
 from perfsearch.runners._deepspeed_script import command_of, mappings
 from perfsearch.runners._zero_batch import Batch
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.knob import Value
 
 
 def tuned(

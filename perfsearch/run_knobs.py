@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.knob import Value
 from perfsearch.instrument.mapping import Mapped, read_file
 from perfsearch.instrument.report import OF_OBJECTS
 from perfsearch.instrument.switch_names import NAMES as SWITCHES
 from perfsearch.parallel import nccl
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.knob import Value
 
 _OFF = (None, False, 0, "none", "default", "policy")
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.errors import BadInputError
 from perfsearch.run_arguments import RunArguments
-from perfsearch.search.errors import BadInputError
 
 _ALLOWED = ("nproc_per_node", "standalone", "module", "nnodes", "max_restarts", "run_path")
 """torchrun's options that mean something to a search on this node."""

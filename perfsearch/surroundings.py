@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 
 def open_standard_streams() -> None:

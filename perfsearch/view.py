@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from perfsearch.search.knob import Configuration, same_value
-from perfsearch.search.objective import Objective
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.core.knob import Configuration, same_value
+from perfsearch.core.objective import Objective
+from perfsearch.core.trial import Purpose, Status, Trial
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings

@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from perfsearch.search.knob import Configuration
-from perfsearch.search.objective import Objective
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.core.knob import Configuration
+from perfsearch.core.objective import Objective
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.view import View, result_cells, show_objective, show_seconds, show_value
 
 _REFRESHES_PER_S = 4

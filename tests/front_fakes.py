@@ -14,10 +14,10 @@ from typing import Any
 
 from perfsearch import runners, strategies
 from perfsearch.config_options import ConfigError, build_options, option
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.narrow import narrow
+from perfsearch.core.space import Space
 from perfsearch.runners.base import Runner
-from perfsearch.search.knob import Kind, Knob
-from perfsearch.search.narrow import narrow
-from perfsearch.search.space import Space
 from perfsearch.strategies.base import Strategy
 
 CONF = Path(__file__).parent / "data" / "front_conf"

@@ -2,9 +2,9 @@
 
 import math
 
+from perfsearch.core.space import key_of
 from perfsearch.online.messages import APPLY, END, RUN, Report
 from perfsearch.online.strategist import Service
-from perfsearch.search.space import key_of
 
 BASELINE = {
     "bucket_cap_mb": 25.0,

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 import perfsearch
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 TABLE = "bucket,status,samples_per_s,step_ms\n1,ok,10,9 9 9\n2,ok,12,5 5 5\n4,oom,,\n"
 
@@ -154,3 +154,9 @@ def test_autotune_without_a_process_group_says_what_to_do():
         perfsearch.autotune(torch.nn.Linear(2, 2))
     with pytest.raises(BadInputError, match=r"autotune.max_samples=-1"):
         perfsearch.autotune(torch.nn.Linear(2, 2), max_samples=-1)
+
+
+def test_the_function_keeps_its_name_whatever_is_imported():
+    code = "import perfsearch, perfsearch.assemble, perfsearch.pipeline, perfsearch.api as api; "
+    code += "assert perfsearch.search is api.search and perfsearch.apply is api.apply"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

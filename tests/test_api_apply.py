@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from perfsearch.api_apply import read_knobs
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 KNOBS = {"bucket_cap_mb": 8.0, "optimizer_implementation": "fused", "compile_mode": "none"}
 

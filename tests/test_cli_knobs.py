@@ -4,7 +4,7 @@ import pytest
 
 from perfsearch.cli_knobs import open_knobs
 from perfsearch.compose import compose
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 
 @pytest.mark.parametrize(

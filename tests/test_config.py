@@ -16,8 +16,8 @@ from perfsearch.config import (
     to_plain,
     validate,
 )
-from perfsearch.search.knob import Numerics
-from perfsearch.search.objective import Metric
+from perfsearch.core.knob import Numerics
+from perfsearch.core.objective import Metric
 
 CHOSEN: dict[str, Any] = {
     "runner": {"name": "fake", "knobs": {"bucket_cap_mb": [8, 25]}},

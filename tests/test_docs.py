@@ -9,9 +9,9 @@ import pytest
 
 from perfsearch import strategies
 from perfsearch.config_options import build_options
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Kind, Knob
-from perfsearch.search.space import Space
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.space import Space
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from _fault_checks import Findings, check_trials  # noqa: E402
 
-from perfsearch.search.journal import Journal  # noqa: E402
+from perfsearch.core.journal import Journal  # noqa: E402
 
 
 @pytest.mark.slow

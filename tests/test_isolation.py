@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from perfsearch import cli
-from perfsearch.search.trial import Status
+from perfsearch.core.trial import Status
 from perfsearch.workers.bootstrap import Groups
 from perfsearch.workers.environment import Limits
 from perfsearch.workers.group import WorkerGroup

@@ -64,8 +64,8 @@ def test_phases_lie_between_the_marking_kernels_of_the_timeline(module, tmp_path
 
 
 def test_a_confirmed_gain_is_held_against_the_bound(module, tmp_path, capsys):
-    from perfsearch.search.journal import Journal
-    from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+    from perfsearch.core.journal import Journal
+    from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 
     measurement = Measurement([0.1] * 5, 1, phases_ms={"comm_exposed": 20.0, "optimizer": 5.0})
     evidence = {"with_everything_ms": 100.0, "detailed_step_ms": 100.0}

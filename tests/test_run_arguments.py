@@ -4,10 +4,10 @@ import pytest
 from torch.distributed import run as torchrun
 
 from perfsearch import run
+from perfsearch.core.errors import BadInputError
 from perfsearch.instrument.orders import ENTRY, VARIABLE
 from perfsearch.online import AutotuneOptions
 from perfsearch.run_arguments import split
-from perfsearch.search.errors import BadInputError
 
 ODD = ["--", "--lr=1e-3", "--data", "a,b", "k={}", "it's", '"', "", " ", "--search", "-o", "\udcff"]
 

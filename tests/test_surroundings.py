@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.search.journal import read
+from perfsearch.core.journal import read
 
 TABLE = Path(__file__).parent / "data" / "ddp_gpt2small_4xh100_tcp.csv"
 REPLAY = [

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from perfsearch.core.knob import Value
 from perfsearch.instrument.facts import WRAPPER_KNOBS
 from perfsearch.instrument.patches import untouched, wrap
 from perfsearch.parallel.wrapper import (
@@ -16,7 +17,6 @@ from perfsearch.parallel.wrapper import (
     DEFAULT_FIRST_BUCKET_MB,
     wrapper_arguments,
 )
-from perfsearch.search.knob import Value
 
 MIB = 2**20
 

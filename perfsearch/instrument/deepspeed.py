@@ -10,11 +10,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from perfsearch.core.knob import Value
 from perfsearch.instrument.frameworks import ENGINE
 from perfsearch.instrument.imports import after_import
 from perfsearch.instrument.optimizers import Optimizers
 from perfsearch.instrument.patches import wrap
-from perfsearch.search.knob import Value
 
 _READ = {
     "zero_stage": "zero_optimization_stage",

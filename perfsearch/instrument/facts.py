@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.knob import Value
+from perfsearch.core.knob import Value
 
 _FILE = "facts.json"
 

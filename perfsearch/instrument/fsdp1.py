@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from perfsearch.core.knob import Value
 from perfsearch.instrument.imports import after_import
 from perfsearch.instrument.patches import wrap
-from perfsearch.search.knob import Value
 
 _MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
 

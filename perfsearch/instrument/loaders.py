@@ -10,13 +10,13 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import dataloader as _module
 
+from perfsearch.core.knob import Value
 from perfsearch.instrument.batches import BatchTape, count
 from perfsearch.instrument.facts import LOADER_KNOBS
 from perfsearch.instrument.generators import RandomState
 from perfsearch.instrument.patches import wrap
 from perfsearch.instrument.phases import OTHER
 from perfsearch.instrument.uses import Uses
-from perfsearch.search.knob import Value
 
 DEFAULT_PREFETCH = 2
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.knob import Value
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.knob import Value
 
 FILE_KEYS = {
     "train_micro_batch_size_per_gpu": "micro_batch",

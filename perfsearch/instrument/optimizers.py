@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as _module
 
+from perfsearch.core.knob import Value
 from perfsearch.instrument.patches import wrap
 from perfsearch.instrument.phases import Phases
 from perfsearch.parallel.optimizers import (
@@ -19,7 +20,6 @@ from perfsearch.parallel.optimizers import (
     apply_implementation,
     implementation_of,
 )
-from perfsearch.search.knob import Value
 
 KNOB = "optimizer_implementation"
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from perfsearch.search.knob import Value
+from perfsearch.core.knob import Value
 
 VARIABLE = "PERFSEARCH_SCRIPT"
 """Holds ``Orders`` as JSON in each rank that ``perfsearch-run`` starts."""

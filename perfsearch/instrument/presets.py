@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from perfsearch.core.errors import BadInputError
 from perfsearch.instrument.mapping import FILE_KEYS, Mapped, parse_map, parse_map_file, read_file
-from perfsearch.search.errors import BadInputError
 
 
 @dataclass(frozen=True)

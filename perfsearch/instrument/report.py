@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from perfsearch.core.knob import Value, same_value
 from perfsearch.instrument.facts import Facts
-from perfsearch.search.knob import Value, same_value
 
 
 def lines(

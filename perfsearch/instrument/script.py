@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
+from perfsearch.core.knob import Value
 from perfsearch.instrument.calls import Calls
 from perfsearch.instrument.ddp import Wrappers
 from perfsearch.instrument.deepspeed import Engines
@@ -16,7 +17,6 @@ from perfsearch.instrument.losses import Losses
 from perfsearch.instrument.optimizers import Optimizers
 from perfsearch.instrument.sharding import Sharding
 from perfsearch.instrument.switches import Switches
-from perfsearch.search.knob import Value
 
 _FRAMEWORKS = {
     "deepspeed": "deepspeed",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from perfsearch.core.knob import Value
 from perfsearch.instrument.fsdp1 import Fsdp1
 from perfsearch.instrument.fully_shard import FullyShard
-from perfsearch.search.knob import Value
 
 
 class Sharding:

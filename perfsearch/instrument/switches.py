@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from perfsearch.core.knob import Value
 from perfsearch.instrument.switch_names import NAMES
-from perfsearch.search.knob import Value
 
 
 class Switches:

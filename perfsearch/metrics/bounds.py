@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from perfsearch.core.knob import Knob
+from perfsearch.core.trial import Measurement
 from perfsearch.metrics.findings import PASSES, saved_ms
-from perfsearch.search.knob import Knob
-from perfsearch.search.trial import Measurement
 
 COMMUNICATION = "communication"
 LOADING = "loading"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+from perfsearch.core.trial import Measurement
 from perfsearch.metrics.diagnosis_device import launching, other_work, sync_points
 from perfsearch.metrics.diagnosis_ranks import communication, imbalance, straggler
 from perfsearch.metrics.diagnosis_steps import uneven_steps
 from perfsearch.metrics.findings import PASSES, Facts, Finding, Severity, Thresholds
 from perfsearch.metrics.throughput import mfu_of
-from perfsearch.search.trial import Measurement
 
 GIB = 1024.0**3
 MEGA = 1e6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from perfsearch.core.trial import Measurement
 from perfsearch.metrics.findings import Facts, Finding, Severity, saved_ms
-from perfsearch.search.trial import Measurement
 
 _CLEAR_ERRORS = 4.0
 """By how many standard errors a rank must be slower before it is called slow."""

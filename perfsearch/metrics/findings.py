@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from perfsearch.search.trial import Measurement
+from perfsearch.core.trial import Measurement
 
 PASSES = ("forward", "backward")
 """Phases in which a rank computes."""

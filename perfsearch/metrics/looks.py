@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from perfsearch.search.knob import Configuration
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.knob import Configuration
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 
 
 def closest_look(trials: Sequence[Trial], configuration: Configuration) -> Measurement | None:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from perfsearch.search.trial import Measurement
+from perfsearch.core.trial import Measurement
 
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     "H200 NVL": {"bf16": 835e12, "fp16": 835e12, "tf32": 417e12, "fp32": 60e12},

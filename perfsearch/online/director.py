@@ -12,13 +12,13 @@ import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+from perfsearch.core.knob import Value
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.online.log import FINAL, Entry, Log
 from perfsearch.online.messages import END, RUN, Instruction, Report
 from perfsearch.online.options import PREFIX, AutotuneOptions
 from perfsearch.online.sampling import Arm, Proposer, ProposerEndedError, Recorder, Sampler, Steps
-from perfsearch.search.knob import Value
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Purpose, Status
 
 _CLOSE = 0.03
 """Configurations this close to the best, errors apart, are measured again before one is kept."""

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from perfsearch.core.knob import Value
 from perfsearch.online import wrapper as wrapping
 from perfsearch.online.optimizer import why_not
-from perfsearch.search.knob import Value
 
 
 def facts_of(

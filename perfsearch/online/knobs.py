@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from perfsearch.core.knob import Kind, Knob, Scope, Value, same_value
+from perfsearch.core.narrow import SEARCH, KnobError, narrow
+from perfsearch.core.space import Constraint, Space
 from perfsearch.online.options import TUNABLE, AutotuneOptions
 from perfsearch.runners import _ddp_knobs
-from perfsearch.search.knob import Kind, Knob, Scope, Value, same_value
-from perfsearch.search.narrow import SEARCH, KnobError, narrow
-from perfsearch.search.space import Constraint, Space
 from perfsearch.workers.environment import Hardware
 from perfsearch.workloads.spec import Traits
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.knob import Value
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.knob import Value
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Purpose, Status, Trial
 
 FINAL = "final"
 """Purpose of the last row."""

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from perfsearch.search.knob import Value
+from perfsearch.core.knob import Value
 
 APPLY, RUN, END, FAIL = "apply", "run", "end", "fail"
 

@@ -6,8 +6,8 @@ import weakref
 
 import torch
 
+from perfsearch.core.knob import Value
 from perfsearch.parallel.optimizers import DEFAULT, apply_implementation
-from perfsearch.search.knob import Value
 
 _SWITCHABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Classes whose implementations keep the same state, but for where the count of steps lives."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from perfsearch.core.knob import Value
 from perfsearch.online import wrapper as wrapping
 from perfsearch.online.channel import Channel
 from perfsearch.online.facts import facts_of
@@ -21,7 +22,6 @@ from perfsearch.online.optimizer import ImplementationSwitch, why_not
 from perfsearch.online.options import AutotuneOptions
 from perfsearch.online.sampling import NOT_IN_TIME, NotRestoredError, Steps
 from perfsearch.parallel.optimizers import DEFAULT
-from perfsearch.search.knob import Value
 from perfsearch.workers.measure import Clock, make_clock, synchronize
 
 _PROBE_ELEMENTS = 1024

@@ -11,12 +11,12 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from perfsearch.core.knob import Value
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.online.log import Entry
 from perfsearch.online.messages import APPLY, RUN, Instruction, Report, slowest, slowest_discarded
 from perfsearch.online.options import AutotuneOptions
-from perfsearch.search.knob import Value
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Purpose, Status, Trial
 
 _TOO_SLOW = 3.0
 """A step that takes this many times today's ends a sample early."""

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Value, same_value
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Trial
 from perfsearch.online.knobs import make_space
 from perfsearch.online.options import AutotuneOptions
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Value, same_value
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Trial
 from perfsearch.strategies.base import Strategy
 
 _TRY_ALL = 8

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from perfsearch.core.trial import Trial
 from perfsearch.online.sampling import ProposerEndedError
-from perfsearch.search.trial import Trial
 
 _OF_THE_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 _FAREWELL_S = 5.0

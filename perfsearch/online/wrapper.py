@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from perfsearch.core.knob import Value
 from perfsearch.parallel.hierarchy import HierarchicalAllReduce
 from perfsearch.parallel.wrapper import wrapper_arguments
-from perfsearch.search.knob import Value
 from perfsearch.workers.bootstrap import Groups
 from perfsearch.workers.messages import GroupSpec
 

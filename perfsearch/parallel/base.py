@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from perfsearch.search.knob import Value
+from perfsearch.core.knob import Value
 from perfsearch.workers.bootstrap import Groups
 from perfsearch.workloads.base import Job
 

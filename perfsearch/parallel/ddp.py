@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from perfsearch.core.knob import Value
 from perfsearch.parallel import nccl
 from perfsearch.parallel.backward import run_backward
 from perfsearch.parallel.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
 from perfsearch.parallel.hierarchy import HierarchicalAllReduce
 from perfsearch.parallel.optimizers import DEFAULT, apply_implementation, implementation_of
 from perfsearch.parallel.wrapper import wrapper_arguments
-from perfsearch.search.knob import Value
 
 MIB = 2**20
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from perfsearch.search.knob import Value
+from perfsearch.core.knob import Value
 
 PROCESS_VARIABLES = {
     "nccl_nsocks_perthread": "NCCL_NSOCKS_PERTHREAD",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from perfsearch.search.knob import Value
+from perfsearch.core.knob import Value
 
 DEFAULT = "default"
 IMPLEMENTATIONS = (DEFAULT, "foreach", "fused")

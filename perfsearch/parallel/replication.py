@@ -10,9 +10,9 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from perfsearch.core.knob import Value
 from perfsearch.parallel.optimizers import apply_implementation
 from perfsearch.parallel.wrapper import wrapper_arguments
-from perfsearch.search.knob import Value
 from perfsearch.workloads.base import Job
 
 MIB = 2**20

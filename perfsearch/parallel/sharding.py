@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from perfsearch.core.knob import Value
 from perfsearch.parallel.optimizers import apply_implementation
 from perfsearch.parallel.residence import local
-from perfsearch.search.knob import Value
 from perfsearch.workers.bootstrap import Groups
 from perfsearch.workloads.base import Job
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from perfsearch.core.knob import Value
 from perfsearch.parallel.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
 from perfsearch.parallel.soap import costs, graph_file, measure_costs, measure_machine
 from perfsearch.parallel.soap.costs import CostTable
@@ -21,7 +22,6 @@ from perfsearch.parallel.soap.graph import Graph, Role
 from perfsearch.parallel.soap.machine import Machine
 from perfsearch.parallel.soap_step import captured_of
 from perfsearch.parallel.torch_features import torch_version
-from perfsearch.search.knob import Value
 from perfsearch.workloads.base import Job
 
 GRAPH, MACHINE, COSTS = "graph.json", "machine.json", "costs.json"

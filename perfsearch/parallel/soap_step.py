@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from perfsearch.core.knob import Value
 from perfsearch.parallel.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
 from perfsearch.parallel.soap.capture import capture
 from perfsearch.parallel.soap.captured import Captured
@@ -18,7 +19,6 @@ from perfsearch.parallel.soap.shard_optimizer import make_capturable, shard_opti
 from perfsearch.parallel.soap.strategy_file import parse
 from perfsearch.parallel.soap.time_operators import time_operators
 from perfsearch.parallel.soap.tracing import CaptureError
-from perfsearch.search.knob import Value
 from perfsearch.workers.state import seed_everything
 from perfsearch.workloads.base import Job
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from perfsearch.core.knob import Value
 from perfsearch.parallel.backward import run_backward
 from perfsearch.parallel.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
 from perfsearch.parallel.checkpointing import CheckpointedBlocks
@@ -18,7 +19,6 @@ from perfsearch.parallel.replication import ReplicatedModel
 from perfsearch.parallel.residence import resident
 from perfsearch.parallel.sharding import ShardedModel, Sharding
 from perfsearch.parallel.survival import longest_batch, save_checkpoint
-from perfsearch.search.knob import Value
 
 _GIB = 2.0**30
 

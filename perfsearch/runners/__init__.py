@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from perfsearch.core import implementations
 from perfsearch.runners.base import Outcome, Plan, Runner
-from perfsearch.search import implementations
 
 __all__ = ["Outcome", "Plan", "Runner", "load", "names"]
 

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from perfsearch.core.knob import Value
 from perfsearch.parallel import nccl
 from perfsearch.parallel.wrapper import wrapper_arguments
-from perfsearch.search.knob import Value
 from perfsearch.workers.environment import Hardware
 
 _HOOK = '''

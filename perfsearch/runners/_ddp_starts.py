@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from perfsearch.search.knob import Knob, Value
+from perfsearch.core.knob import Knob, Value
 
 _SOCKETS = ((4, 2), (8, 2), (1, 2), (4, 1), (1, 4))
 """Sockets per thread and threads: around what NCCL takes by itself on the clouds that it knows

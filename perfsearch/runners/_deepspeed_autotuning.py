@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.suggest import nearest
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.suggest import nearest
 
 SECTION = "autotuning"
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.trial import Measurement
 from perfsearch.runners._deepspeed_command import Command
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.trial import Measurement
 
 GLOBAL, MICRO, TIMES = (
     "train_batch_size",

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.suggest import nearest
 from perfsearch.runners._deepspeed_launchers import LAUNCHERS, MODULES
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.suggest import nearest
 
 _KEY = "workload.command"
 _EXAMPLE = "workload.command='deepspeed --num_gpus 4 train.py --deepspeed_config ds_config.json'"

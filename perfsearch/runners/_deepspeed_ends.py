@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from perfsearch.core.trial import Status
 from perfsearch.deepspeed_hook import request as asked
-from perfsearch.search.trial import Status
 from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify, refusal
 from perfsearch.workers.leavings import Leavings
 

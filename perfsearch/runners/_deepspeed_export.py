@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.trial import Trial
 from perfsearch.runners import _deepspeed_json, _zero_export
 from perfsearch.runners._deepspeed_autotuning import Autotuning
 from perfsearch.runners._deepspeed_command import Command
 from perfsearch.runners._zero_batch import Batch
-from perfsearch.search.trial import Trial
 
 TUNED, COMMAND, SUMMARY = "ds_config_optimal.json", "cmd_optimal.txt", "summary.txt"
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from perfsearch.core.errors import BadInputError
 from perfsearch.runners._deepspeed_autotuning import Autotuning
 from perfsearch.runners._deepspeed_batch import Today
 from perfsearch.runners._deepspeed_command import Command
 from perfsearch.runners._deepspeed_script import command_of, device_today
 from perfsearch.runners._zero_batch import Batch
-from perfsearch.search.errors import BadInputError
 from perfsearch.workers.environment import Environment, Hardware, detect
 
 if TYPE_CHECKING:

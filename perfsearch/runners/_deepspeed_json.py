@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 _SECTIONS = (
     "activation_checkpointing",

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.knob import Kind, Knob, Numerics, Scope, Value
+from perfsearch.core.narrow import SEARCH
 from perfsearch.runners import _deepspeed_batch
 from perfsearch.runners._deepspeed_autotuning import SECTION, Autotuning
 from perfsearch.runners._deepspeed_json import Number
 from perfsearch.runners._zero_batch import Batch
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.knob import Kind, Knob, Numerics, Scope, Value
-from perfsearch.search.narrow import SEARCH
 
 ZERO = "zero_optimization"
 CONFIGURED = "configured"

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from perfsearch.search.hints import Prediction
-from perfsearch.search.knob import Configuration, Value
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.hints import Prediction
+from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 
 _GIB = 2**30
 _ADAM = ("adam", "lamb")

@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.narrow import SEARCH
+from perfsearch.core.suggest import nearest
 from perfsearch.instrument.mapping import FILE_KEYS, Mapped, parse_map, parse_map_file
 from perfsearch.instrument.presets import PRESETS, preset
 from perfsearch.runners import _deepspeed_batch
 from perfsearch.runners._deepspeed_command import Command
 from perfsearch.runners._deepspeed_knobs import CONFIGURED
 from perfsearch.runners._deepspeed_launchers import LAUNCHERS
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.narrow import SEARCH
-from perfsearch.search.suggest import nearest
 from perfsearch.workers.environment import Environment, detect
 
 _DEEPSPEED = "deepspeed"

@@ -6,9 +6,9 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from perfsearch.config_schema import BudgetSettings, Selected
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.objective import Metric
 from perfsearch.runners._deepspeed_autotuning import Autotuning
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.objective import Metric
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import perfsearch
+from perfsearch.core.trial import Measurement, Status
 from perfsearch.deepspeed_hook import request as asked
 from perfsearch.deepspeed_hook.request import Request
 from perfsearch.runners._deepspeed_ends import failure_of
 from perfsearch.runners.base import Outcome
-from perfsearch.search.trial import Measurement, Status
 from perfsearch.workers import devices, processes, registry
 from perfsearch.workers.devices import Gpu
 from perfsearch.workers.environment import Limits

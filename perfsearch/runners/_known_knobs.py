@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from perfsearch.core.hints import Hints, Prediction
+from perfsearch.core.knob import Configuration, Knob, Value
+from perfsearch.core.trial import Trial
 from perfsearch.metrics.memory_facts import MemoryFacts
 from perfsearch.runners import _ddp_knobs, _ddp_starts, _deepspeed_knobs, _zero_knobs
 from perfsearch.runners._zero_batch import Batch
 from perfsearch.runners._zero_memory import HEADROOM, Memory
-from perfsearch.search.hints import Hints, Prediction
-from perfsearch.search.knob import Configuration, Knob, Value
-from perfsearch.search.trial import Trial
 
 _ORDERS: Mapping[str, tuple[str, ...]] = {
     "ddp": _ddp_knobs.EFFECT_ORDER,

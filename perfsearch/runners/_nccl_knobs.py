@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from perfsearch.core.knob import Configuration, Kind, Knob, Numerics, Scope, Value
+from perfsearch.core.space import Constraint
 from perfsearch.parallel.nccl import VARIABLES
-from perfsearch.search.knob import Configuration, Kind, Knob, Numerics, Scope, Value
-from perfsearch.search.space import Constraint
 
 Made = Knob | tuple[str, str]
 """A knob, or the name of one that does not exist here and the reason."""

@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from perfsearch.config_options import ConfigError, build_options
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration, Scope, Value
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.orders import Orders
 from perfsearch.instrument.report import without_effect
@@ -25,11 +30,6 @@ from perfsearch.runners._script_runs import Runs
 from perfsearch.runners._script_window import EndedError, validation_lines
 from perfsearch.runners._script_wishes import Wishes
 from perfsearch.runners.base import Outcome, Plan, Runner
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration, Scope, Value
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.workers import devices, registry
 from perfsearch.workers.environment import Environment, detect
 

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from perfsearch.core.knob import Value
 from perfsearch.instrument.mapping import Mapped, apply
 from perfsearch.parallel.wrapper import wrapper_arguments
 from perfsearch.run_knobs import plan
 from perfsearch.runners import _script_start
 from perfsearch.runners._ddp_export import loader_lines
-from perfsearch.search.knob import Value
 from perfsearch.workers.environment import Hardware
 
 

@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perfsearch.core.knob import Value
+from perfsearch.core.trial import Measurement, Status
 from perfsearch.instrument.mapping import Mapped
 from perfsearch.runners._script_group import ScriptGone, ScriptGroup
 from perfsearch.runners._script_window import EndedError, disagreement
 from perfsearch.runners.base import Outcome
-from perfsearch.search.knob import Value
-from perfsearch.search.trial import Measurement, Status
 from perfsearch.workers.failures import Failure, refusal
 from perfsearch.workers.messages import rank_log
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from perfsearch.core.knob import Kind, Knob, Numerics, Scope, Value
+from perfsearch.core.narrow import SEARCH
 from perfsearch.instrument.mapping import current
 from perfsearch.runners._nccl_knobs import Made, nccl_knobs
 from perfsearch.runners._script_objects import (
@@ -12,8 +14,6 @@ from perfsearch.runners._script_objects import (
     ScriptSurroundings,
     at_todays_value,
 )
-from perfsearch.search.knob import Kind, Knob, Numerics, Scope, Value
-from perfsearch.search.narrow import SEARCH
 
 EFFECT_ORDER = (
     "micro_batch",

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from perfsearch.core.knob import Kind, Knob, Numerics, Scope, Value
 from perfsearch.instrument.facts import FULLY_SHARD_KNOBS, LOADER_KNOBS, WRAPPER_KNOBS, Facts
 from perfsearch.instrument.mapping import Mapped
-from perfsearch.search.knob import Kind, Knob, Numerics, Scope, Value
 from perfsearch.workers.environment import Hardware
 
 

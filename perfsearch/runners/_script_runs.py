@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from perfsearch.core.knob import Value, same_value
+from perfsearch.core.losses import resolution
+from perfsearch.core.trial import Measurement
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.mapping import Mapped, apply
 from perfsearch.instrument.orders import Orders
@@ -25,9 +28,6 @@ from perfsearch.runners._script_window import (
 )
 from perfsearch.runners._script_window import score as score_window
 from perfsearch.runners.base import Outcome, Plan
-from perfsearch.search.knob import Value, same_value
-from perfsearch.search.losses import resolution
-from perfsearch.search.trial import Measurement
 from perfsearch.workers.environment import Environment, Hardware
 
 _SAME_LOSS = 1e-5

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.knob import Configuration, Knob, Numerics, Scope, Value, same_value
+from perfsearch.core.narrow import SEARCH, KnobError, narrow
+from perfsearch.core.space import Space
+from perfsearch.core.suggest import nearest
 from perfsearch.instrument.mapping import Mapped, current
 from perfsearch.parallel.wrapper import DEFAULT_BUCKET_MB
 from perfsearch.runners import _ddp_knobs, _zero_knobs
 from perfsearch.runners._script_knobs import declare
 from perfsearch.runners._script_objects import ScriptSurroundings
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.knob import Configuration, Knob, Numerics, Scope, Value, same_value
-from perfsearch.search.narrow import SEARCH, KnobError, narrow
-from perfsearch.search.space import Space
-from perfsearch.search.suggest import nearest
 
 _OF_FILES = frozenset({*_ddp_knobs.EFFECT_ORDER, *_zero_knobs.EFFECT_ORDER})
 """Knobs that ``conf/runner`` names; what it does not name is searched without being named."""

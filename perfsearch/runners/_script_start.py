@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
+from perfsearch.core.knob import Value
 from perfsearch.parallel.wrapper import wrapper_arguments
 from perfsearch.runners import _script_start_sharding
-from perfsearch.search.knob import Value
 
 NAME = "start.py"
 

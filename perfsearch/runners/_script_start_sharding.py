@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from perfsearch.search.knob import Value
+from perfsearch.core.knob import Value
 
 _FULLY_SHARD = '''
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from perfsearch.core.knob import Value
+from perfsearch.core.trial import Measurement, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.orders import FIRST_LOSSES
 from perfsearch.runners._script_group import Message, ScriptGone, ScriptGroup
 from perfsearch.runners.base import Plan
-from perfsearch.search.knob import Value
-from perfsearch.search.trial import Measurement, Status, Trial
 from perfsearch.workers.phases import phases_of
 from perfsearch.workers.results import combine
 from perfsearch.workers.settling import detailed_each, is_detailed, is_steady, steps_to_fill

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from perfsearch.config_schema import MetricsSettings, ObjectiveSettings
+from perfsearch.core.narrow import is_auto
 from perfsearch.instrument.facts import Facts
-from perfsearch.search.narrow import is_auto
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings

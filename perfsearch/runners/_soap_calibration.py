@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from perfsearch.core.trial import Measurement
 from perfsearch.parallel.soap.configuration import Plan
 from perfsearch.parallel.soap.machine import Machine
 from perfsearch.parallel.soap.simulator import Simulator
-from perfsearch.search.trial import Measurement
 
 _HOST_BOUND = 0.95
 """Share of a step from which on the host decides, so that it tells nothing of the devices."""

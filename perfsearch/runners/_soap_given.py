@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from perfsearch.core.errors import BadInputError
 from perfsearch.runners._soap_identity import is_given
 from perfsearch.runners._soap_tables import Inputs
-from perfsearch.search.errors import BadInputError
 from perfsearch.workers.environment import Hardware
 from perfsearch.workloads.spec import WorkloadSpec
 

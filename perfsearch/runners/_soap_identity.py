@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.config_options import show
+from perfsearch.core.errors import BadInputError
 from perfsearch.parallel.soap.graph import Graph
-from perfsearch.search.errors import BadInputError
 from perfsearch.workloads.spec import AUTO, TRAITS, WorkloadSpec
 
 JOB = "job.json"

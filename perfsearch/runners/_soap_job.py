@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.parallel.soap.configuration import Plan, PlanError, data_parallel
 from perfsearch.parallel.soap.coverage import coverage
 from perfsearch.parallel.soap.machine import Machine
 from perfsearch.parallel.soap.simulator import Simulator
 from perfsearch.runners import _soap_plans, _soap_report, _soap_tables
 from perfsearch.runners._soap_calibration import calibrated
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.knob import Configuration, Value
-from perfsearch.search.trial import Purpose, Status, Trial
 
 if TYPE_CHECKING:
     from perfsearch.runners._soap_options import SoapOptions

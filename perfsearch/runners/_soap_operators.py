@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from perfsearch.core.knob import Configuration
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Status, Trial
 from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan
 from perfsearch.parallel.soap.graph import Graph, Operator
 from perfsearch.parallel.soap.operator_time import OperatorTime
-from perfsearch.search.knob import Configuration
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Status, Trial
 
 HEADER = (
     "trials",

@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from perfsearch.config_options import show
+from perfsearch.core.knob import Configuration, Kind, Knob, Numerics, Value
+from perfsearch.core.narrow import SEARCH, KnobError, narrow
+from perfsearch.core.suggest import nearest
 from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan, validate
 from perfsearch.parallel.soap.graph import Graph
 from perfsearch.parallel.soap.tasks import Problem
-from perfsearch.search.knob import Configuration, Kind, Knob, Numerics, Value
-from perfsearch.search.narrow import SEARCH, KnobError, narrow
-from perfsearch.search.suggest import nearest
 
 _FORM = re.compile(r"^(\d+(x\d+)*)?@\d+(,\d+)*$", re.ASCII)
 

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.trial import Status
 from perfsearch.runners import _ranks
 from perfsearch.runners._soap_options import SoapOptions
 from perfsearch.runners.base import Outcome, Plan
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.trial import Status
 from perfsearch.workers.environment import Environment, Hardware
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool

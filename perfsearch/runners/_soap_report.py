@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perfsearch.core.knob import Configuration
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Status, Trial
 from perfsearch.parallel.soap import flexflow_format, strategy_file
 from perfsearch.parallel.soap.configuration import Plan, PlanError
 from perfsearch.parallel.soap.graph import Graph
 from perfsearch.parallel.soap.timeline import busy_lines, chrome_trace
-from perfsearch.search.knob import Configuration
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Status, Trial
 
 if TYPE_CHECKING:
     from perfsearch.parallel.soap.simulator import Estimate, Found, Simulator

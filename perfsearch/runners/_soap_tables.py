@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from perfsearch.core.errors import BadInputError
 from perfsearch.parallel.soap import costs, graph_file
 from perfsearch.parallel.soap.costs import CostTable, ShardCost
 from perfsearch.parallel.soap.graph import Graph, Role
 from perfsearch.parallel.soap.machine import Machine
 from perfsearch.parallel.soap.tasks import CostOf
 from perfsearch.runners._soap_identity import JOB, Identity
-from perfsearch.search.errors import BadInputError
 
 GRAPH, MACHINE, COSTS = "graph.json", "machine.json", "costs.json"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from perfsearch.core.hints import PROPAGATION, WalkRequest
 from perfsearch.parallel.soap.configuration import Plan
-from perfsearch.search.hints import PROPAGATION, WalkRequest
 
 if TYPE_CHECKING:
     from perfsearch.parallel.soap.simulator import Found, Simulator

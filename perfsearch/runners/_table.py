@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from perfsearch.core.knob import Kind, Knob, Value
+from perfsearch.core.space import key_of
+from perfsearch.core.suggest import nearest
+from perfsearch.core.trial import Status
 from perfsearch.runners._table_row import Row, read_rows
-from perfsearch.search.knob import Kind, Knob, Value
-from perfsearch.search.space import key_of
-from perfsearch.search.suggest import nearest
-from perfsearch.search.trial import Status
 
 OUTCOME_COLUMNS = frozenset(
     {

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from perfsearch.search.knob import Value
-from perfsearch.search.suggest import nearest
-from perfsearch.search.trial import Status
+from perfsearch.core.knob import Value
+from perfsearch.core.suggest import nearest
+from perfsearch.core.trial import Status
 
 _EXPECTED = "Name a CSV file of measured configurations, such as a search's trials.csv."
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from perfsearch.search.knob import Configuration
-from perfsearch.search.narrow import SEARCH, KnobError
-from perfsearch.search.space import Constraint
+from perfsearch.core.knob import Configuration
+from perfsearch.core.narrow import SEARCH, KnobError
+from perfsearch.core.space import Constraint
 
 LARGEST_MICRO_BATCH = 1024
 _GROWTH = 32

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.knob import Value
 from perfsearch.metrics.memory_facts import GIB
 from perfsearch.metrics.memory_model import MARGIN_DEVIATIONS, Estimate
 from perfsearch.runners._zero_batch import Batch
 from perfsearch.runners._zero_memory import Memory
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.knob import Value
 from perfsearch.workloads.spec import WorkloadSpec
 
 _CHECKPOINTED = {0: "none", 1: "all"}

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.knob import Value
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.metrics.memory_facts import MemoryFacts
 from perfsearch.runners import _zero_frameworks, _zero_torch_form
 from perfsearch.runners._zero_batch import Batch
-from perfsearch.search.knob import Value
-from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.workers.environment import Hardware
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from perfsearch.core.knob import Value
 from perfsearch.parallel.wrapper import DEFAULT_BUCKET_MB
-from perfsearch.search.knob import Value
 
 _MIB = 2**20
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perfsearch.core.knob import Kind, Knob, Numerics, Scope
+from perfsearch.core.narrow import SEARCH, KnobError
+from perfsearch.core.suggest import nearest
 from perfsearch.runners._zero_batch import Batch
-from perfsearch.search.knob import Kind, Knob, Numerics, Scope
-from perfsearch.search.narrow import SEARCH, KnobError
-from perfsearch.search.suggest import nearest
 
 EFFECT_ORDER = (
     "micro_batch",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from perfsearch.core.hints import Prediction
+from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.metrics.memory_facts import Layout, MemoryFacts
 from perfsearch.metrics.memory_model import Estimate, MemoryModel, Observation, Terms
 from perfsearch.runners._zero_batch import Batch
-from perfsearch.search.hints import Prediction
-from perfsearch.search.knob import Configuration, Value
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 
 HEADROOM = 0.05
 """Share of a device's memory to leave unused where nothing else is said."""

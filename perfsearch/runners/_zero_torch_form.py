@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from perfsearch.core.knob import Value
 from perfsearch.parallel.wrapper import wrapper_arguments
 from perfsearch.runners._zero_frameworks import Job
-from perfsearch.search.knob import Value
 
 _HEAD = '''"""Built from a measured configuration; call `build`, then `train_step` each step.
 

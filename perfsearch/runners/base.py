@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from perfsearch.search.hints import Hints, Prediction
-from perfsearch.search.knob import Configuration, Value
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.hints import Hints, Prediction
+from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings

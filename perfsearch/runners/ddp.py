@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from perfsearch.config import default_run_dir
 from perfsearch.config_options import build_options
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration, Knob, Scope, Value
+from perfsearch.core.narrow import SEARCH, KnobError, expanded, narrow
+from perfsearch.core.space import Space
+from perfsearch.core.suggest import nearest
+from perfsearch.core.trial import Trial
 from perfsearch.parallel import nccl, torch_features
 from perfsearch.runners import _ddp_export, _ddp_knobs, _ddp_starts, _nccl_knobs, _ranks
 from perfsearch.runners.base import Outcome, Plan, Runner
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration, Knob, Scope, Value
-from perfsearch.search.narrow import SEARCH, KnobError, expanded, narrow
-from perfsearch.search.space import Space
-from perfsearch.search.suggest import nearest
-from perfsearch.search.trial import Trial
 from perfsearch.workers import registry
 from perfsearch.workers.environment import Environment, Limits, detect
 from perfsearch.workers.messages import GroupSpec, TrialRequest
@@ -36,7 +36,7 @@ class DdpOptions:
 
     Attributes:
         device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
-        knobs: ``runner.knobs``, as ``perfsearch.search.narrow`` reads it, or ``auto``.
+        knobs: ``runner.knobs``, as ``perfsearch.core.narrow`` reads it, or ``auto``.
 
     """
 

@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from perfsearch.config_options import build_options, option
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hints import Hints, Prediction
+from perfsearch.core.knob import Configuration, Numerics, Value
+from perfsearch.core.narrow import SEARCH, narrow
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.deepspeed_hook.request import Request
 from perfsearch.parallel import torch_features
 from perfsearch.runners import (
@@ -30,12 +36,6 @@ from perfsearch.runners._zero_batch import settle
 from perfsearch.runners._zero_knobs import applicable
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.runners.ddp import environment_of
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.hints import Hints, Prediction
-from perfsearch.search.knob import Configuration, Numerics, Value
-from perfsearch.search.narrow import SEARCH, narrow
-from perfsearch.search.space import Space, key_of
-from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.workers import devices, processes, registry
 from perfsearch.workers.environment import Environment
 from perfsearch.workers.pool import not_in_force
@@ -56,7 +56,7 @@ class DeepSpeedOptions:
         autotuning: ``tune`` ends with the tuned file, ``run`` starts the training with it;
             ``null``: as the command's ``--autotuning`` says, else ``tune``.
         memory_headroom: share of a GPU's memory that a configuration must leave unused.
-        knobs: ``runner.knobs``, as ``perfsearch.search.narrow`` reads it; ``configured`` leaves
+        knobs: ``runner.knobs``, as ``perfsearch.core.narrow`` reads it; ``configured`` leaves
             one as the file has it.
 
     """

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from perfsearch.config_options import build_options, option
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.objective import Metric
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Measurement, Status, Trial
 from perfsearch.runners import _known_knobs
 from perfsearch.runners._table import Entry, default_baseline, find_entry, read_table
 from perfsearch.runners._zero_facts import FILE as FACTS_FILE
 from perfsearch.runners._zero_memory import Memory
 from perfsearch.runners.base import Outcome, Plan, Runner
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration, Value
-from perfsearch.search.objective import Metric
-from perfsearch.search.space import Space, key_of
-from perfsearch.search.trial import Measurement, Status, Trial
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings

@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from perfsearch.config_options import build_options
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hints import Hints, Prediction, Walk, WalkRequest
+from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Trial
 from perfsearch.parallel import torch_features
 from perfsearch.parallel.soap import strategy_file
 from perfsearch.parallel.soap.configuration import Plan
@@ -26,11 +31,6 @@ from perfsearch.runners._soap_walk import walk
 from perfsearch.runners.base import Outcome, Runner
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.ddp import environment_of
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.hints import Hints, Prediction, Walk, WalkRequest
-from perfsearch.search.knob import Configuration, Value
-from perfsearch.search.space import Space, key_of
-from perfsearch.search.trial import Trial
 from perfsearch.workers import registry
 from perfsearch.workers.environment import Environment, detect
 from perfsearch.workloads.spec import WorkloadSpec

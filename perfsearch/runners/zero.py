@@ -8,6 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from perfsearch.config_options import build_options, option
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hints import Hints, Prediction
+from perfsearch.core.knob import Configuration, Numerics, Scope, Value
+from perfsearch.core.narrow import SEARCH, expanded, narrow
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.suggest import nearest
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.metrics.cards import MEMORY_GIB
 from perfsearch.runners import _ranks, _zero_estimate, _zero_export, _zero_knobs
 from perfsearch.runners._zero_batch import checked, settle
@@ -15,13 +22,6 @@ from perfsearch.runners._zero_facts import FactsSource
 from perfsearch.runners._zero_memory import HEADROOM, Memory
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.runners.ddp import environment_of
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.hints import Hints, Prediction
-from perfsearch.search.knob import Configuration, Numerics, Scope, Value
-from perfsearch.search.narrow import SEARCH, expanded, narrow
-from perfsearch.search.space import Space, key_of
-from perfsearch.search.suggest import nearest
-from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.workers import registry
 from perfsearch.workers.environment import Environment, detect
 from perfsearch.workers.messages import TrialRequest
@@ -59,7 +59,7 @@ class ZeroOptions:
         memory_headroom: share of a device's memory that a configuration must leave unused.
         device_memory_gib: memory to plan for; ``null``: the devices' own.
         card: a card to plan for, which need not be here; gives ``device_memory_gib``.
-        knobs: ``runner.knobs``, as ``perfsearch.search.narrow`` reads it, or ``auto``.
+        knobs: ``runner.knobs``, as ``perfsearch.core.narrow`` reads it, or ``auto``.
 
     """
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perfsearch.search.journal import Event, legible
-from perfsearch.search.knob import Value, same_value
-from perfsearch.search.space import Space, key_of
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.core.journal import Event, legible
+from perfsearch.core.knob import Value, same_value
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.stages.opening import definition
 from perfsearch.stages.search import screened_trial
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.stages import gains, looks
 from perfsearch.stages.session import Session
 

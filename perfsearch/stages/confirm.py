@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from perfsearch.search.knob import Value
-from perfsearch.search.space import key_of
-from perfsearch.search.statistics import Interval, decided, leader, looks, paired_interval
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.core.knob import Value
+from perfsearch.core.space import key_of
+from perfsearch.core.statistics import Interval, decided, leader, looks, paired_interval
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.stages.session import Session
 
 BASELINE = -1

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perfsearch.core.hints import Earlier
+from perfsearch.core.journal import JOURNAL, legible, read
+from perfsearch.core.knob import Configuration, Value, same_value
+from perfsearch.core.objective import Metric, Objective
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.runners.base import Runner
-from perfsearch.search.hints import Earlier
-from perfsearch.search.journal import JOURNAL, legible, read
-from perfsearch.search.knob import Configuration, Value, same_value
-from perfsearch.search.objective import Metric, Objective
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Purpose, Status, Trial
 
 if TYPE_CHECKING:
     from perfsearch.tracking.earlier import EarlierSearches, StoredSearch

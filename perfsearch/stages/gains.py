@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from perfsearch.core.trial import Status
 from perfsearch.metrics.bounds import (
     LOADING,
     PARTS,
@@ -15,7 +16,6 @@ from perfsearch.metrics.bounds import (
 )
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.findings import Severity
-from perfsearch.search.trial import Status
 from perfsearch.stages.session import Session
 
 

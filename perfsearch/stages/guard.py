@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import traceback
 
+from perfsearch.core.knob import Configuration
+from perfsearch.core.trial import Status
 from perfsearch.runners.base import Outcome, Plan, Runner
-from perfsearch.search.knob import Configuration
-from perfsearch.search.trial import Status
 
 LOG = "controller.log"
 """File of a trial's log directory with the traceback of what the runner itself raised."""

@@ -6,13 +6,13 @@ import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from perfsearch.core.knob import Configuration
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Measurement
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.findings import Thresholds
 from perfsearch.metrics.looks import closest_look
 from perfsearch.runners.base import Outcome, Plan
-from perfsearch.search.knob import Configuration
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Measurement
 
 if TYPE_CHECKING:
     from perfsearch.config import MetricsSettings

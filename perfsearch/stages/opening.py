@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perfsearch.core.journal import JOURNAL, Journal
+from perfsearch.core.narrow import is_auto
+from perfsearch.core.suggest import nearest
 from perfsearch.runners.base import Runner
-from perfsearch.search.journal import JOURNAL, Journal
-from perfsearch.search.narrow import is_auto
-from perfsearch.search.suggest import nearest
 from perfsearch.stages.run_directory import RefusedError, failed_trials
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.config import to_plain
-from perfsearch.search.journal import JOURNAL
-from perfsearch.search.knob import Value
-from perfsearch.search.trial import Status, Trial
+from perfsearch.core.journal import JOURNAL
+from perfsearch.core.knob import Value
+from perfsearch.core.trial import Status, Trial
 from perfsearch.stages import gains, looks
 from perfsearch.stages.confirm import BASELINE, Verdict
 from perfsearch.stages.session import Session

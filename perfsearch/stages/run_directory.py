@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.journal import JOURNAL, Event, legible, read
-from perfsearch.search.trial import Status
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.journal import JOURNAL, Event, legible, read
+from perfsearch.core.trial import Status
 
 
 class RefusedError(BadInputError):

@@ -9,8 +9,8 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from perfsearch.search.knob import Value, same_value
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.core.knob import Value, same_value
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.stages.session import Session
 
 MAX_SERVED = 200

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perfsearch.core.journal import Journal, JournalError
+from perfsearch.core.knob import Value
+from perfsearch.core.losses import resolution
+from perfsearch.core.objective import Objective, log_cost_error
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.exits import deferred
 from perfsearch.runners.base import Outcome, Plan, Runner
-from perfsearch.search.journal import Journal, JournalError
-from perfsearch.search.knob import Value
-from perfsearch.search.losses import resolution
-from perfsearch.search.objective import Objective, log_cost_error
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 from perfsearch.stages import guard, looks
 from perfsearch.stages.same_computation import disagreement
 from perfsearch.stages.warm_start import TakenOver

@@ -6,8 +6,8 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.stages import gains
 from perfsearch.stages.confirm import BASELINE, Verdict
 from perfsearch.stages.session import Session

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.config_options import ConfigError
+from perfsearch.core.hints import Earlier
+from perfsearch.core.journal import JournalError, read
 from perfsearch.runners.base import Runner
-from perfsearch.search.hints import Earlier
-from perfsearch.search.journal import JournalError, read
 from perfsearch.stages import earlier_costs
 from perfsearch.stages.earlier_costs import FEWEST, EarlierCosts
 

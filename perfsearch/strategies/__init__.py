@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perfsearch.search import implementations
+from perfsearch.core import implementations
 from perfsearch.strategies.base import Hints, Prediction, Strategy
 
 __all__ = ["Hints", "Prediction", "Strategy", "load", "names"]

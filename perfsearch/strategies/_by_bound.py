@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from perfsearch.core.hints import Earlier, Hints
+from perfsearch.core.knob import Configuration, Knob, Value, same_value
+from perfsearch.core.space import Constraint, Space
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.metrics.bounds import bounds, touched
-from perfsearch.search.hints import Earlier, Hints
-from perfsearch.search.knob import Configuration, Knob, Value, same_value
-from perfsearch.search.space import Constraint, Space
-from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.strategies.base import Strategy
 
 WORTH_A_TRIAL = 0.005

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import qmc
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration, Value, same_value
-from perfsearch.search.space import Space, key_of
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration, Value, same_value
+from perfsearch.core.space import Space, key_of
 from perfsearch.strategies._record import Record
 
 SCORED_WHOLE = 8_000

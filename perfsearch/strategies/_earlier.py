@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration
-from perfsearch.search.space import Space
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration
+from perfsearch.core.space import Space
 from perfsearch.strategies._candidates import with_nulls_apart
 from perfsearch.strategies._gp import Model, Prior, expected_kernel, fit
 from perfsearch.strategies._predicted import log_predicted

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import norm
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Trial
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Trial
 from perfsearch.strategies._classifier import Classifier
 from perfsearch.strategies._gp import Model, Prior, fit
 

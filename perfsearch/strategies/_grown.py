@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration, Knob, Value
-from perfsearch.search.space import Space
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration, Knob, Value
+from perfsearch.core.space import Space
 
 
 def growing_knob(space: Space, hints: Hints) -> Knob | None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration
 
 
 def log_predicted(hints: Hints, points: Sequence[Configuration]) -> np.ndarray:

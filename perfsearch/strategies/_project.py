@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from perfsearch.search.knob import Configuration, Value
-from perfsearch.search.space import Space
+from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.space import Space
 from perfsearch.strategies._candidates import Candidates
 from perfsearch.strategies._record import Record
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import ndtr
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration, Value
-from perfsearch.search.space import Space
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.space import Space
 from perfsearch.strategies._candidates import with_nulls_apart
 from perfsearch.strategies._earlier import Belief
 from perfsearch.strategies._feasibility import Feasibility

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from perfsearch.search.knob import Configuration, Value, same_value
-from perfsearch.search.space import Space, key_of
-from perfsearch.search.trial import Status, Trial
+from perfsearch.core.knob import Configuration, Value, same_value
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Status, Trial
 
 EXHAUSTED = "space exhausted"
 """``stop_reason`` when every configuration was tried."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from perfsearch.search.knob import Value
-from perfsearch.search.trial import Trial
+from perfsearch.core.knob import Value
+from perfsearch.core.trial import Trial
 from perfsearch.strategies.base import Strategy
 from perfsearch.strategies.bayes import Bayes
 from perfsearch.strategies.grid import Grid

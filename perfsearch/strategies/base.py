@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from perfsearch.search.hints import Hints, Prediction, Walk
-from perfsearch.search.knob import Value
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Trial
+from perfsearch.core.hints import Hints, Prediction, Walk
+from perfsearch.core.knob import Value
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Trial
 
 
 class Strategy(ABC):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration, Value
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Trial
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Trial
 from perfsearch.strategies._candidates import (
     SCORED_WHOLE,
     Candidates,

@@ -6,10 +6,10 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Knob, Value, same_value
-from perfsearch.search.space import Space, key_of
-from perfsearch.search.trial import Trial
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Knob, Value, same_value
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Trial
 from perfsearch.strategies._grown import growing_knob, ladder, predicted_top, stages
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from perfsearch.search.hints import PROPAGATION, Hints, WalkRequest
-from perfsearch.search.knob import Value, same_value
-from perfsearch.search.space import Space, key_of
-from perfsearch.search.trial import Trial
+from perfsearch.core.hints import PROPAGATION, Hints, WalkRequest
+from perfsearch.core.knob import Value, same_value
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Trial
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Knob, Value
-from perfsearch.search.space import Space, key_of
-from perfsearch.search.suggest import nearest
-from perfsearch.search.trial import Trial
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Knob, Value
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.suggest import nearest
+from perfsearch.core.trial import Trial
 from perfsearch.strategies._project import Projection
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy

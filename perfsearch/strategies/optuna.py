@@ -7,10 +7,10 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Knob, Value
-from perfsearch.search.space import Space, key_of
-from perfsearch.search.trial import Trial
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Knob, Value
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Trial
 from perfsearch.strategies._project import Projection
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy

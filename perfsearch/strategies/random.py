@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Value
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Trial
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Value
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Trial
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.base import Strategy
 

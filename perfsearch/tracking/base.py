@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from perfsearch.search.knob import Knob
-from perfsearch.search.trial import Trial
+from perfsearch.core.knob import Knob
+from perfsearch.core.trial import Trial
 
 
 class Tracker(Protocol):

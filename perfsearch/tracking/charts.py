@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Protocol
 
-from perfsearch.search.objective import Objective
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.objective import Objective
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.tracking.effects import KnobEffect
 from perfsearch.tracking.names import plain
 from perfsearch.tracking.svg import Axis, Canvas, number

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from perfsearch.search.knob import Kind, Knob, Value
-from perfsearch.search.objective import Metric
-from perfsearch.search.trial import Purpose, Status
+from perfsearch.core.knob import Kind, Knob, Value
+from perfsearch.core.objective import Metric
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.tracking import mirror, names
 from perfsearch.tracking.client import Client, connect
 from perfsearch.tracking.uri import StoreLocation, is_reachable, without_credentials

@@ -8,8 +8,8 @@ from math import exp, nan
 
 import numpy as np
 
-from perfsearch.search.knob import Configuration, Value
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.tracking.names import plain
 
 RESAMPLES = 200

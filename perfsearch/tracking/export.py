@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.knob import Knob, Value
-from perfsearch.search.trial import Trial
+from perfsearch.core.knob import Knob, Value
+from perfsearch.core.trial import Trial
 from perfsearch.tracking.files import write_json, write_text
 from perfsearch.tracking.names import plain
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.journal import JOURNAL
-from perfsearch.search.trial import Trial
+from perfsearch.core.journal import JOURNAL
+from perfsearch.core.trial import Trial
 from perfsearch.tracking import names, owner, recorded, spool
 from perfsearch.tracking.client import Client, connect
 from perfsearch.tracking.redact import Redactor

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.knob import Knob
-from perfsearch.search.trial import Trial
+from perfsearch.core.knob import Knob
+from perfsearch.core.trial import Trial
 from perfsearch.tracking import names, owner, spool
 from perfsearch.tracking.mirror import Mirror
 from perfsearch.tracking.redact import Redactor

@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perfsearch.core.knob import Configuration, Kind, Knob, Value
+from perfsearch.core.trial import Measurement, Status, Trial
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.throughput import mfu_of, step_time_summary
-from perfsearch.search.knob import Configuration, Kind, Knob, Value
-from perfsearch.search.trial import Measurement, Status, Trial
 
 PARAM_LIMIT = 500
 """Characters of a param; servers of older versions refuse more."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.journal import JOURNAL, JournalError, legible, read
-from perfsearch.search.trial import Trial
+from perfsearch.core.journal import JOURNAL, JournalError, legible, read
+from perfsearch.core.trial import Trial
 from perfsearch.tracking import spool
 
 

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from perfsearch.core.knob import Knob
+from perfsearch.core.objective import Objective
+from perfsearch.core.trial import Measurement, Purpose, Trial
 from perfsearch.metrics.bounds import bounds, percent
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.looks import closest_look
-from perfsearch.search.knob import Knob
-from perfsearch.search.objective import Objective
-from perfsearch.search.trial import Measurement, Purpose, Trial
 from perfsearch.tracking import charts
 from perfsearch.tracking.effects import knob_effects
 from perfsearch.tracking.files import write_text

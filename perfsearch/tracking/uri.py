@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 
 class TrackingError(BadInputError):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from perfsearch.search.trial import Trial
+from perfsearch.core.trial import Trial
 from perfsearch.tracking.mirror import Mirror
 
 FIRST_RETRY_S = 2.0

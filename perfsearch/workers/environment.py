@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from perfsearch.core.knob import Numerics
 from perfsearch.parallel.torch_features import nccl_version, torch_version
-from perfsearch.search.knob import Numerics
 from perfsearch.workers.devices import Gpu, driver_version, visible_gpus
 
 CPU_RANKS = 2

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from perfsearch.search.trial import Status
+from perfsearch.core.trial import Status
 from perfsearch.workers.messages import AFTER_PEER, LOOKING, RankError
 from perfsearch.workers.standing import in_words
 

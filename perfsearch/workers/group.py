@@ -161,7 +161,7 @@ class WorkerGroup:
         shared = None if self.spec.device == "cpu" else self._roster.shared_device()
         if shared is None:
             return None
-        from perfsearch.search.trial import Status
+        from perfsearch.core.trial import Status
 
         self.end(kill=True)
         reason, rank = shared

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.knob import Value
+from perfsearch.core.trial import Measurement, Status
 from perfsearch.metrics.throughput import peak_flops
-from perfsearch.search.knob import Value
-from perfsearch.search.trial import Measurement, Status
 from perfsearch.workers import devices
 from perfsearch.workers.devices import Gpu
 from perfsearch.workers.environment import Environment

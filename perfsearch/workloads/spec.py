@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.suggest import nearest
+from perfsearch.core.suggest import nearest
 
 AUTO = "auto"
 

@@ -11,13 +11,13 @@ import yaml
 from stages.conftest import Search, make_settings
 from stages.synthetic import KeptTracker, KeptView, SyntheticRunner
 
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Kind, Knob, Numerics, same_value
+from perfsearch.core.narrow import narrow
+from perfsearch.core.objective import Objective
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.runners.base import Outcome
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Kind, Knob, Numerics, same_value
-from perfsearch.search.narrow import narrow
-from perfsearch.search.objective import Objective
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 from perfsearch.stages import confirm
 from perfsearch.stages.session import Session
 from perfsearch.strategies import load, names

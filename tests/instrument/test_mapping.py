@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from perfsearch.core.errors import BadInputError
 from perfsearch.instrument.mapping import Mapped, apply, current, parse_map, parse_map_file
 from perfsearch.instrument.presets import preset
-from perfsearch.search.errors import BadInputError
 
 BATCH = Mapped("micro_batch", "--bs", default=2)
 

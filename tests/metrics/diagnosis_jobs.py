@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from perfsearch.core.trial import Measurement
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.findings import Thresholds
-from perfsearch.search.trial import Measurement
 
 NO_OTHER = Thresholds(other=1.0)
 

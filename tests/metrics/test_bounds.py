@@ -2,10 +2,10 @@ import math
 
 import pytest
 
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.trial import Measurement
 from perfsearch.metrics import bounds as module
 from perfsearch.metrics.bounds import bound_of, bounds, gain_of, in_short, touched
-from perfsearch.search.knob import Kind, Knob
-from perfsearch.search.trial import Measurement
 
 BUCKET = Knob("bucket_cap_mb", Kind.ORDINAL, 25, (8, 25))
 WORKERS = Knob("dataloader_workers", Kind.ORDINAL, 0, (0, 1))

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from diagnosis_jobs import first, job, names, slow
 
+from perfsearch.core.trial import Measurement
 from perfsearch.metrics.diagnosis import diagnose, report
 from perfsearch.metrics.findings import Severity, Thresholds
-from perfsearch.search.trial import Measurement
 
 
 def test_a_loader_that_waits_is_found_with_its_milliseconds():

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
+from perfsearch.core.trial import Measurement
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.findings import Finding, Severity, Thresholds
-from perfsearch.search.trial import Measurement
 
 STEP_MS = 100.0
 LIMITS = Thresholds()

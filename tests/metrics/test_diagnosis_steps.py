@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from diagnosis_jobs import names
 
+from perfsearch.core.trial import Measurement
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.findings import Severity, Thresholds
-from perfsearch.search.trial import Measurement
 
 
 def with_long_steps(long: int, times: float) -> Measurement:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.metrics.looks import closest_look
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 
 BEST = {"bucket": 8}
 

@@ -6,9 +6,9 @@ import pytest
 from online_fakes import BASELINE, facts
 
 from perfsearch.config_options import ConfigError
+from perfsearch.core.errors import BadInputError
 from perfsearch.online.knobs import make_space
 from perfsearch.online.options import TUNABLE, AutotuneOptions
-from perfsearch.search.errors import BadInputError
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import math
 import pytest
 from online_fakes import BASELINE, Inline, Job, Recorder, facts, valley
 
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.online.director import Director, merge
 from perfsearch.online.log import FINAL, Log
 from perfsearch.online.options import AutotuneOptions
 from perfsearch.online.sampling import NotRestoredError, ProposerEndedError
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Purpose, Status, Trial
 
 WORST = {**BASELINE, "bucket_cap_mb": 1.0, "first_bucket_mb": 0.25}
 

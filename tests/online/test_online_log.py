@@ -5,9 +5,9 @@ import csv
 import pytest
 from online_fakes import BASELINE
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.online.log import FINAL, Entry, LogWriter, read
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.trial import Purpose, Status
 
 TUNED = {**BASELINE, "bucket_cap_mb": 8.0, "gradient_as_bucket_view": True}
 

@@ -9,10 +9,10 @@ import psutil
 import pytest
 from online_fakes import BASELINE, facts
 
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.online.options import AutotuneOptions
 from perfsearch.online.sampling import ProposerEndedError
 from perfsearch.online.strategy_process import StrategyProcess
-from perfsearch.search.trial import Purpose, Status, Trial
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from parallel.soap import synthetic
 
 from perfsearch.assemble import strategy_factory
 from perfsearch.config import validate
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.parallel.soap.costs import CostTable, shards_of
 from perfsearch.parallel.soap.graph import Graph
 from perfsearch.runners._soap_identity import Identity
 from perfsearch.runners._soap_tables import Inputs
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 
 DEVICES = 2
 

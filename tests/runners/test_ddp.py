@@ -8,12 +8,12 @@ import pytest
 from omegaconf import OmegaConf
 
 import perfsearch.conf
+from perfsearch.core.knob import Numerics, Scope
+from perfsearch.core.narrow import KnobError
 from perfsearch.parallel import nccl
 from perfsearch.parallel.torch_features import wrapper_parameters
 from perfsearch.runners import _ddp_export, _ddp_knobs, _nccl_knobs
 from perfsearch.runners.ddp import DDP, DdpOptions
-from perfsearch.search.knob import Numerics, Scope
-from perfsearch.search.narrow import KnobError
 from perfsearch.workers.devices import Gpu
 from perfsearch.workers.environment import Environment, Hardware
 from perfsearch.workloads.spec import TRAITS, WorkloadSpec

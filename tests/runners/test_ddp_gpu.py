@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from perfsearch.core.trial import Status
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp import DDP, DdpOptions
-from perfsearch.search.trial import Status
 from perfsearch.workers import devices
 from perfsearch.workers.environment import Environment, Limits, detect
 from perfsearch.workloads.spec import WorkloadSpec

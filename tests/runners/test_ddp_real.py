@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp import DDP, DdpOptions
-from perfsearch.search.trial import Purpose, Status
 from perfsearch.workers import processes
 from perfsearch.workers.environment import Environment, Limits
 from perfsearch.workers.pool import not_in_force

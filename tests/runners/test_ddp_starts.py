@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+from perfsearch.core.hints import Hints
+from perfsearch.core.space import Space
 from perfsearch.runners._ddp_knobs import Surroundings, declare
 from perfsearch.runners._ddp_starts import starts
-from perfsearch.search.hints import Hints
-from perfsearch.search.space import Space
 from perfsearch.strategies.bayes import Bayes
 from perfsearch.workers.environment import Hardware
 from perfsearch.workloads.spec import WorkloadSpec

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from perfsearch.core.errors import BadInputError
 from perfsearch.runners._deepspeed_command import Command
-from perfsearch.search.errors import BadInputError
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from deepspeed_cases import written
 
+from perfsearch.core.errors import BadInputError
 from perfsearch.runners import _deepspeed_json
 from perfsearch.runners._deepspeed_batch import today
 from perfsearch.runners._deepspeed_command import Command
-from perfsearch.search.errors import BadInputError
 
 
 def test_what_is_not_searched_survives_to_the_letter(deepspeed_job):

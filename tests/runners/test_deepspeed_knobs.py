@@ -4,13 +4,13 @@ import pytest
 from deepspeed_cases import LAUNCH, written
 
 from perfsearch.config import validate
+from perfsearch.core.errors import BadInputError
 from perfsearch.deepspeed_hook.request import leave, torch_logs_file
 from perfsearch.runners import _deepspeed_knobs, _deepspeed_trial
 from perfsearch.runners._deepspeed_autotuning import Autotuning
 from perfsearch.runners._zero_batch import Batch
 from perfsearch.runners.base import Plan
 from perfsearch.runners.deepspeed import DeepSpeed
-from perfsearch.search.errors import BadInputError
 
 
 def test_lists_of_the_file_are_searched_and_scalars_are_not(deepspeed_job):

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.runners import _deepspeed_trial
 from perfsearch.runners._deepspeed_memory import Memory, Rest
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 
 ADAM = {"fp16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
 

@@ -11,9 +11,9 @@ import pytest
 
 from perfsearch.assemble import run
 from perfsearch.config import validate
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.runners.base import Plan
 from perfsearch.runners.deepspeed import DeepSpeed
-from perfsearch.search.trial import Purpose, Status, Trial
 
 DATA = Path(__file__).parents[1] / "data"
 JOB = DATA / "deepspeed_jobs" / "train.py"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from deepspeed_cases import LAUNCH
 
+from perfsearch.core.errors import BadInputError
 from perfsearch.run import check
 from perfsearch.run_arguments import split
 from perfsearch.run_deepspeed import tuned
@@ -15,7 +16,6 @@ from perfsearch.run_search import runner_for
 from perfsearch.runners._deepspeed_command import Command
 from perfsearch.runners._deepspeed_script import command_of, names_configuration
 from perfsearch.runners.base import Plan
-from perfsearch.search.errors import BadInputError
 
 FILE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")

@@ -3,9 +3,9 @@
 import pytest
 
 from perfsearch.config import validate
+from perfsearch.core.errors import BadInputError
 from perfsearch.runners import _deepspeed_settings
 from perfsearch.runners._deepspeed_autotuning import Autotuning
-from perfsearch.search.errors import BadInputError
 
 HONOURED = {
     "enabled": True,

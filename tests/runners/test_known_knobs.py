@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from perfsearch.core.trial import Purpose, Trial
 from perfsearch.runners import _known_knobs
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions
-from perfsearch.search.trial import Purpose, Trial
 
 DATA = Path(__file__).parents[1] / "data"
 ZERO = str(DATA / "zero_gpt2large_4xh100.csv")

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from perfsearch.config import validate
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.knob import Kind
+from perfsearch.core.trial import Status
 from perfsearch.runners import load
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.knob import Kind
-from perfsearch.search.trial import Status
 
 DATA = Path(__file__).parents[1] / "data"
 ZERO = str(DATA / "zero_gpt2large_4xh100.csv")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.instrument.mapping import Mapped
 from perfsearch.runners import _script_export
 from perfsearch.runners._script import Script
 from perfsearch.runners._script_options import ScriptOptions
 from perfsearch.runners.base import Plan
-from perfsearch.search.trial import Purpose, Status
 from perfsearch.workers import registry
 from perfsearch.workers.environment import Environment, Hardware, Limits
 

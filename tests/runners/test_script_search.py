@@ -5,12 +5,12 @@ import re
 import pytest
 
 from perfsearch.config_schema import MetricsSettings
+from perfsearch.core.errors import BadInputError
 from perfsearch.instrument.facts import Facts
 from perfsearch.run_arguments import split
 from perfsearch.run_search import runner_for, search
 from perfsearch.runners._script_options import ScriptOptions
 from perfsearch.runners._script_wishes import Wishes
-from perfsearch.search.errors import BadInputError
 
 FACTS = {"values": {"dataloader_workers": 0}}
 

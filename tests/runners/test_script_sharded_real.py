@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.runners._script import Script
 from perfsearch.runners._script_options import ScriptOptions
 from perfsearch.runners.base import Plan
-from perfsearch.search.trial import Purpose, Status
 from perfsearch.workers.environment import Environment, Limits
 
 DATA = Path(__file__).parents[1] / "data" / "scripts"

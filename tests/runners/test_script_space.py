@@ -2,13 +2,13 @@ import re
 
 import pytest
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.knob import Numerics, Scope
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.mapping import Mapped
 from perfsearch.runners._script_knobs import declare
 from perfsearch.runners._script_objects import ScriptSurroundings
 from perfsearch.runners._script_space import settle
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.knob import Numerics, Scope
 from perfsearch.workers.environment import Hardware
 
 DDP = Facts(

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 from script_starts import Group
 
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.runners._script_group import ScriptGone
 from perfsearch.runners._script_runs import Runs
@@ -19,7 +20,6 @@ from perfsearch.runners._script_window import (
     validation_lines,
 )
 from perfsearch.runners.base import Plan
-from perfsearch.search.trial import Purpose, Status, Trial
 
 
 @pytest.mark.parametrize(

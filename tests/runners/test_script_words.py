@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from script_starts import Group
 
+from perfsearch.core.trial import Status
 from perfsearch.instrument.mapping import Mapped
 from perfsearch.instrument.orders import Orders
 from perfsearch.runners._script_failures import outcome, require_ranks_together
@@ -13,7 +14,6 @@ from perfsearch.runners._script_group import ScriptGone, ScriptGroup
 from perfsearch.runners._script_window import (
     EndedError,
 )
-from perfsearch.search.trial import Status
 from perfsearch.workers.environment import Environment, Limits
 from perfsearch.workers.failures import Failure
 from perfsearch.workers.preload import Preloaded

@@ -9,14 +9,14 @@ import yaml
 from soap_cases import DEVICES, begun, settings, told
 
 from perfsearch.assemble import build_runner
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hints import WalkRequest
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.parallel.soap.configuration import data_parallel
 from perfsearch.parallel.soap.simulator import Simulator
 from perfsearch.runners import _soap_plans
 from perfsearch.runners._soap_walk import walk
 from perfsearch.runners.base import Outcome
-from perfsearch.search.errors import BadInputError
-from perfsearch.search.hints import WalkRequest
-from perfsearch.search.trial import Purpose, Status
 from perfsearch.view import View
 
 

@@ -6,12 +6,12 @@ pytest.importorskip("numba")
 
 from parallel.soap.synthetic import batch_input, free_host_cost_of, linear, machine
 
+from perfsearch.core.trial import Measurement
 from perfsearch.parallel.soap.configuration import data_parallel
 from perfsearch.parallel.soap.graph import Graph
 from perfsearch.parallel.soap.simulator import Found, Simulator
 from perfsearch.runners._soap_calibration import calibrated
 from perfsearch.runners._soap_report import walk_line
-from perfsearch.search.trial import Measurement
 
 X = batch_input("x", (8, 16))
 FIRST = linear("first", X, 32)

@@ -11,6 +11,7 @@ from soap_cases import DEVICES, begun, settings
 
 from perfsearch.assemble import build_runner
 from perfsearch.config import Selected
+from perfsearch.core.errors import BadInputError
 from perfsearch.parallel.soap import graph_file, strategy_file
 from perfsearch.parallel.soap.axes import Whole
 from perfsearch.parallel.soap.costs import CostTable
@@ -20,7 +21,6 @@ from perfsearch.parallel.soap.measure_machine import with_optimizer
 from perfsearch.runners import _soap_tables
 from perfsearch.runners._soap_identity import JOB, Identity
 from perfsearch.runners._soap_tables import Inputs
-from perfsearch.search.errors import BadInputError
 from perfsearch.view import View
 
 

@@ -5,10 +5,10 @@ import csv
 import pytest
 from parallel.soap.synthetic import batch_input, linear, on
 
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.parallel.soap.graph import Graph
 from perfsearch.parallel.soap.operator_time import OperatorTime
 from perfsearch.runners import _soap_operators
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 
 X = batch_input("x", (8, 16))
 FIRST = linear("first", X, 32)

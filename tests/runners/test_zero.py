@@ -9,11 +9,11 @@ from hypothesis import strategies as some
 from zero_cases import make, trial
 from zero_facts import gpt_facts
 
+from perfsearch.core.knob import Numerics
+from perfsearch.core.narrow import KnobError
+from perfsearch.core.trial import Measurement, Status
 from perfsearch.runners import _zero_batch
 from perfsearch.runners.zero import ZeroOptions
-from perfsearch.search.knob import Numerics
-from perfsearch.search.narrow import KnobError
-from perfsearch.search.trial import Measurement, Status
 
 
 @given(some.integers(1, 96), some.integers(1, 8))

@@ -7,8 +7,8 @@ from zero_cases import make
 from zero_facts import GivenFacts, gpt_facts, gpt_large
 
 from perfsearch.config import validate
+from perfsearch.core.errors import BadInputError
 from perfsearch.runners.zero import Zero
-from perfsearch.search.errors import BadInputError
 from perfsearch.view import View
 
 STAGES = ("0 ", "1 ", "2 ", "3 ")

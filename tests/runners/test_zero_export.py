@@ -7,7 +7,7 @@ import pytest
 import yaml
 from zero_cases import make, trial
 
-from perfsearch.search.trial import Status
+from perfsearch.core.trial import Status
 
 
 def exported(tmp_path, **configuration):

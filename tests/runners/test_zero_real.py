@@ -7,10 +7,10 @@ import pytest
 from stages.synthetic import KeptTracker, KeptView
 
 from perfsearch.config import validate
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.pipeline import search
 from perfsearch.runners import zero
 from perfsearch.runners.zero import Zero
-from perfsearch.search.trial import Purpose, Status
 from perfsearch.strategies import load
 from perfsearch.workers import processes
 

@@ -7,9 +7,9 @@ import pytest
 from stages.synthetic import KeptTracker, KeptView
 
 from perfsearch.config import validate
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.pipeline import search
 from perfsearch.runners.zero import Zero
-from perfsearch.search.trial import Purpose, Status
 from perfsearch.strategies import load
 
 pytestmark = [

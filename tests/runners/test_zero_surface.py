@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from zero_facts import GivenFacts, gpt_large
 
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.runners.zero import Zero, ZeroOptions
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 from perfsearch.strategies import load
 from perfsearch.workers.environment import Environment
 from perfsearch.workloads.spec import WorkloadSpec

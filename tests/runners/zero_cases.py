@@ -4,8 +4,8 @@ from pathlib import Path
 
 from zero_facts import GivenFacts, gpt_large
 
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.runners.zero import Zero, ZeroOptions
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 from perfsearch.workers.environment import Environment
 from perfsearch.workloads.spec import WorkloadSpec
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import perfsearch.cli
 import perfsearch.pipeline
 import perfsearch.view
-from perfsearch.search.journal import Journal
+from perfsearch.core.journal import Journal
 
 
 def kill_at(place: int, phase: str) -> None:

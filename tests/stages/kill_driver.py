@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from stages.conftest import Search
 
-from perfsearch.search.journal import Journal
+from perfsearch.core.journal import Journal
 
 
 def main() -> None:

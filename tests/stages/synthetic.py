@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from perfsearch.core.knob import Configuration, Kind, Knob
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.runners.base import Outcome, Plan, Runner
-from perfsearch.search.knob import Configuration, Kind, Knob
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 
 
 class SyntheticRunner(Runner):

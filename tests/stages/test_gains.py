@@ -5,12 +5,12 @@ from stages.conftest import make_settings
 from stages.synthetic import KeptTracker, KeptView, SyntheticRunner
 
 from perfsearch.assemble import strategy_factory
+from perfsearch.core.journal import read
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Purpose
 from perfsearch.pipeline import search as run_search
 from perfsearch.runners.base import Plan
-from perfsearch.search.journal import read
-from perfsearch.search.knob import Kind, Knob
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Purpose
 
 
 class Watched(SyntheticRunner):

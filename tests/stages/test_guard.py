@@ -4,8 +4,8 @@ import pytest
 from stages.conftest import Search
 from stages.synthetic import SyntheticRunner
 
-from perfsearch.search.journal import read
-from perfsearch.search.trial import Status
+from perfsearch.core.journal import read
+from perfsearch.core.trial import Status
 
 
 def raising(error: Exception, at: int):

@@ -6,9 +6,9 @@ import pytest
 from stages.conftest import Search
 from stages.synthetic import SyntheticRunner
 
+from perfsearch.core.budget import Budget
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.runners.base import Outcome
-from perfsearch.search.budget import Budget
-from perfsearch.search.trial import Purpose, Status
 from perfsearch.stages.session import CUT_OFF
 
 
@@ -174,7 +174,7 @@ def test_a_stop_at_the_first_failure_holds_over_a_resume(search: Search) -> None
             raise KeyboardInterrupt
         return event
 
-    from perfsearch.search.journal import Journal
+    from perfsearch.core.journal import Journal
 
     append = None
     real = Journal.append

@@ -7,9 +7,9 @@ import pytest
 from stages.conftest import Search
 from stages.synthetic import SyntheticRunner
 
+from perfsearch.core.journal import read
+from perfsearch.core.trial import Measurement, Purpose, Status
 from perfsearch.runners.base import Outcome
-from perfsearch.search.journal import read
-from perfsearch.search.trial import Measurement, Purpose, Status
 from perfsearch.stages.same_computation import disagreement
 from perfsearch.view import result_cells
 

@@ -9,9 +9,9 @@ import pytest
 from stages.conftest import Search
 from stages.synthetic import SyntheticRunner
 
+from perfsearch.core.journal import Journal, read
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.runners.base import Outcome
-from perfsearch.search.journal import Journal, read
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
 from perfsearch.stages.run_directory import RefusedError
 
 DRIVER = Path(__file__).with_name("kill_driver.py")
@@ -144,7 +144,7 @@ def test_a_changed_space_keeps_what_still_fits_and_says_how_many(search: Search)
     knob = narrower.space.by_name["bucket"]
     from dataclasses import replace
 
-    from perfsearch.search.space import Space
+    from perfsearch.core.space import Space
 
     narrower.space = Space([replace(knob, values=(1, 2, 4)), narrower.space.by_name["view"]])
     result = search(narrower)
@@ -164,7 +164,7 @@ def test_a_torn_last_line_is_dropped_with_a_warning(search: Search) -> None:
 
 
 def test_an_unknown_journal_version_is_refused(search: Search) -> None:
-    from perfsearch.search.journal import JournalError
+    from perfsearch.core.journal import JournalError
 
     search.run_dir.mkdir()
     (search.run_dir / "journal.jsonl").write_text('{"schema": 7}\n')
@@ -173,7 +173,7 @@ def test_an_unknown_journal_version_is_refused(search: Search) -> None:
 
 
 def test_an_unknown_status_is_refused_without_a_promise(search: Search) -> None:
-    from perfsearch.search.journal import JournalError
+    from perfsearch.core.journal import JournalError
 
     with pytest.raises(KeyboardInterrupt):
         search(SyntheticRunner(fail=interrupt_at(4)))
@@ -245,7 +245,7 @@ _UNMEASURED = Trial(0, {}, Purpose.SEARCH, Status.OK).to_json()
 def test_an_event_that_says_something_odd_is_refused_by_its_line(
     search: Search, event: str, change: dict
 ) -> None:
-    from perfsearch.search.journal import JournalError
+    from perfsearch.core.journal import JournalError
 
     with pytest.raises(KeyboardInterrupt):
         search(SyntheticRunner(fail=interrupt_at(4)))
@@ -288,7 +288,7 @@ def test_the_directory_that_was_named_has_its_failed_trials_run_again(search: Se
 def test_a_job_that_cannot_be_measured_ends_the_search_until_it_is_mended(
     search: Search, status: Status, reason: str
 ) -> None:
-    from perfsearch.search.errors import BadInputError
+    from perfsearch.core.errors import BadInputError
 
     def broken(configuration, plan):
         return Outcome(status, reason=reason)

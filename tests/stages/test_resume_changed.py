@@ -7,10 +7,10 @@ from stages.conftest import Search
 from stages.synthetic import SyntheticRunner
 from stages.test_resume import interrupt_at
 
+from perfsearch.core.journal import read
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.runners.base import Outcome
-from perfsearch.search.journal import read
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Purpose, Status
 
 
 def narrower(values=(1, 2, 4), **options) -> SyntheticRunner:

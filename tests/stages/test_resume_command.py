@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.search.journal import read
+from perfsearch.core.journal import read
 
 DRIVER = Path(__file__).with_name("kill_command.py")
 PHASES = ("before", "middle", "after")

@@ -15,12 +15,12 @@ from stages.conftest import Search, make_settings
 from stages.synthetic import SyntheticRunner
 
 from perfsearch.config_options import ConfigError
+from perfsearch.core.journal import JournalError, read
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.pipeline import Result
 from perfsearch.runners.base import Outcome
-from perfsearch.search.journal import JournalError, read
-from perfsearch.search.knob import Kind, Knob
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Purpose, Status
 from perfsearch.stages import earlier_costs, warm_start
 from perfsearch.tracking.earlier import StoredSearch, StoredTrial, StoreError
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Configuration, Kind, Knob, Value
-from perfsearch.search.space import Constraint, Space
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration, Kind, Knob, Value
+from perfsearch.core.space import Constraint, Space
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.strategies import Strategy, load, names
 
 NEEDS = {"optuna": "optuna", "nevergrad": "nevergrad"}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from strategies.conftest import baseline_of, cost_of, drive, make, mixed_space, small_space
 
-from perfsearch.search.hints import Hints, Prediction, Walk
+from perfsearch.core.hints import Hints, Prediction, Walk
 from perfsearch.strategies.auto import Auto
 
 

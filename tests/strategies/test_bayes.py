@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from strategies.conftest import baseline_of, cost_of, drive, ended, endless_space, make, mixed_space
 
+from perfsearch.core.hints import Hints, Prediction
+from perfsearch.core.knob import Configuration, Kind, Knob, Value
+from perfsearch.core.objective import Objective, log_cost_error
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions
-from perfsearch.search.hints import Hints, Prediction
-from perfsearch.search.knob import Configuration, Kind, Knob, Value
-from perfsearch.search.objective import Objective, log_cost_error
-from perfsearch.search.space import Space, key_of
-from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.strategies._feasibility import Feasibility
 from perfsearch.strategies._promise import Scores
 from perfsearch.strategies.bayes import Bayes

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from perfsearch.search.hints import Earlier, Hints
-from perfsearch.search.knob import Kind, Knob
-from perfsearch.search.space import Constraint, Space
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.hints import Earlier, Hints
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.space import Constraint, Space
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.strategies import load
 from perfsearch.strategies._by_bound import ByBound, part_of
 

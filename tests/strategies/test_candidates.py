@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from perfsearch.search.hints import Hints
-from perfsearch.search.knob import Kind, Knob
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.strategies._candidates import Candidates, from_the_baseline, with_nulls_apart
 from perfsearch.strategies._record import Record
 from perfsearch.strategies.bayes import Bayes

@@ -22,9 +22,9 @@ from strategies.conftest import (
     thin_space,
 )
 
-from perfsearch.search.knob import Configuration, Kind, Knob
-from perfsearch.search.space import Constraint, Space, key_of
-from perfsearch.search.trial import Status, Trial
+from perfsearch.core.knob import Configuration, Kind, Knob
+from perfsearch.core.space import Constraint, Space, key_of
+from perfsearch.core.trial import Status, Trial
 from perfsearch.strategies import load, names
 
 CONF = Path(__file__).parents[2] / "conf" / "strategy"

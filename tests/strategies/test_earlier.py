@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from strategies.conftest import baseline_of, cost_of, drive, ended, mixed_space
 
+from perfsearch.core.hints import Earlier, Hints, Prediction
+from perfsearch.core.knob import Value
+from perfsearch.core.objective import Objective, log_cost_error
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions
-from perfsearch.search.hints import Earlier, Hints, Prediction
-from perfsearch.search.knob import Value
-from perfsearch.search.objective import Objective, log_cost_error
-from perfsearch.search.space import key_of
-from perfsearch.search.trial import Purpose, Status, Trial
 from perfsearch.strategies._candidates import with_nulls_apart
 from perfsearch.strategies.auto import Auto
 from perfsearch.strategies.bayes import Bayes

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from strategies.conftest import drive, ended
 
+from perfsearch.core.hints import Hints, Prediction
+from perfsearch.core.knob import Kind, Knob, Value
+from perfsearch.core.objective import Objective
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Status
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions
-from perfsearch.search.hints import Hints, Prediction
-from perfsearch.search.knob import Kind, Knob, Value
-from perfsearch.search.objective import Objective
-from perfsearch.search.space import Space
-from perfsearch.search.trial import Status
 from perfsearch.strategies.fast import Fast
 
 ZERO = Path(__file__).parents[1] / "data" / "zero_gpt2large_4xh100.csv"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from strategies.conftest import drive, endless_space, make, mixed_space
 
-from perfsearch.search.space import key_of
+from perfsearch.core.space import key_of
 from perfsearch.strategies.grid import Grid
 
 

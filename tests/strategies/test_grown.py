@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from perfsearch.search.hints import Hints, Prediction
-from perfsearch.search.knob import Configuration, Kind, Knob
-from perfsearch.search.space import Space
+from perfsearch.core.hints import Hints, Prediction
+from perfsearch.core.knob import Configuration, Kind, Knob
+from perfsearch.core.space import Space
 from perfsearch.strategies._grown import largest_that_fits
 from perfsearch.strategies.bayes import Bayes
 

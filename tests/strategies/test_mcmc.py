@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 from strategies.conftest import baseline_of, cost_of, drive, ended, make, mixed_space
 
-from perfsearch.search.hints import Hints, Prediction, Walk, WalkRequest
-from perfsearch.search.knob import Configuration, Kind, Knob, Value
-from perfsearch.search.space import Space, key_of
+from perfsearch.core.hints import Hints, Prediction, Walk, WalkRequest
+from perfsearch.core.knob import Configuration, Kind, Knob, Value
+from perfsearch.core.space import Space, key_of
 from perfsearch.strategies.mcmc import Mcmc
 
 SPACE = mixed_space()

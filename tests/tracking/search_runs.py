@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.tracking.mlflow import Tracker
 
 KNOBS = ["bucket_cap_mb", "algorithm"]

@@ -12,9 +12,9 @@ from stages.conftest import make_settings
 from stages.synthetic import SyntheticRunner
 
 from perfsearch.config_options import ConfigError
-from perfsearch.search.knob import Kind, Knob, Value
-from perfsearch.search.objective import Metric
-from perfsearch.search.trial import Purpose, Status, Trial
+from perfsearch.core.knob import Kind, Knob, Value
+from perfsearch.core.objective import Metric
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.stages import warm_start
 from perfsearch.tracking import names
 from perfsearch.tracking.earlier import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from search_runs import trial
 
-from perfsearch.search.trial import Status
+from perfsearch.core.trial import Status
 from perfsearch.tracking.effects import knob_effects
 
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from search_runs import measurement, trial
 
-from perfsearch.search.knob import Kind, Knob
-from perfsearch.search.trial import Status
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.trial import Status
 from perfsearch.tracking import export, files
 
 KNOBS = [

@@ -5,8 +5,8 @@ import math
 import pytest
 from search_runs import measurement, trial
 
-from perfsearch.search.knob import Kind, Knob
-from perfsearch.search.trial import Status
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.trial import Status
 from perfsearch.tracking import names
 
 

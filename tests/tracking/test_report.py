@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from search_runs import measurement, trial
 
-from perfsearch.search.knob import Kind, Knob
-from perfsearch.search.objective import Metric, Objective
-from perfsearch.search.statistics import Interval
-from perfsearch.search.trial import Purpose, Status
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.objective import Metric, Objective
+from perfsearch.core.statistics import Interval
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.tracking.charts import phase_parts
 from perfsearch.tracking.report import write_report
 

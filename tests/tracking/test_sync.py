@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from search_runs import KNOBS, Store, trial, write_journal
 
-from perfsearch.search.trial import Status
+from perfsearch.core.trial import Status
 from perfsearch.tracking import owner, sync, writer
 from perfsearch.tracking.spool import Spool
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from search_runs import KNOBS, measurement, trial
 
-from perfsearch.search.knob import Kind, Knob
-from perfsearch.search.trial import Status
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.trial import Status
 from perfsearch.tracking import mirror, owner, writer
 from perfsearch.tracking import mlflow as module
 from perfsearch.tracking.client import Client

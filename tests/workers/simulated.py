@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from perfsearch.core.trial import Measurement
 from perfsearch.parallel.base import LoaderOptions, TrainStep
-from perfsearch.search.trial import Measurement
 from perfsearch.workers import detail, measure
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.results import combine

@@ -2,9 +2,9 @@
 
 import pytest
 
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp import DDP, DdpOptions
-from perfsearch.search.trial import Purpose, Status
 from perfsearch.workers.environment import Environment, Limits
 from perfsearch.workloads.spec import WorkloadSpec
 

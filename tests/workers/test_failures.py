@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from perfsearch.search.trial import Status
+from perfsearch.core.trial import Status
 from perfsearch.workers.failures import (
     SHARED_MEMORY,
     Evidence,

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from perfsearch.core.knob import Numerics
+from perfsearch.core.trial import Status
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp import DDP, DdpOptions
-from perfsearch.search.knob import Numerics
-from perfsearch.search.trial import Status
 from perfsearch.workers import processes, registry
 from perfsearch.workers.environment import Environment, Limits
 from perfsearch.workloads.spec import WorkloadSpec

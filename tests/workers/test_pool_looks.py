@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from perfsearch.search.trial import Measurement, Status
+from perfsearch.core.trial import Measurement, Status
 from perfsearch.workers.environment import Environment
 from perfsearch.workers.failures import Failure
 from perfsearch.workers.group import Reply

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.errors import BadInputError
 from perfsearch.parallel.soap.axes import Rectangle
 from perfsearch.parallel.soap.graph import Graph, Operator, Role
 from perfsearch.parallel.soap.layouts import (
@@ -23,7 +24,6 @@ from perfsearch.parallel.soap.layouts import (
 from perfsearch.parallel.soap.machine import MOST, is_number
 from perfsearch.parallel.soap.rules import signature
 from perfsearch.parallel.soap.shared_sums import shares_statistics
-from perfsearch.search.errors import BadInputError
 
 SCHEMA = 1
 

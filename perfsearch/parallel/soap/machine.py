@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 SCHEMA = 1
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from perfsearch.core.suggest import nearest
 from perfsearch.parallel.soap.configuration import (
     OperatorConfiguration,
     Plan,
@@ -13,7 +14,6 @@ from perfsearch.parallel.soap.configuration import (
     validate,
 )
 from perfsearch.parallel.soap.graph import Graph, Operator
-from perfsearch.search.suggest import nearest
 
 SCHEMA = 1
 

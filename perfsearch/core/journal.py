@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perfsearch.search.errors import BadInputError
+from perfsearch.core.errors import BadInputError
 
 JOURNAL = "journal.jsonl"
 """Its name in a run directory."""

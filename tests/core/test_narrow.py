@@ -1,7 +1,7 @@
 import pytest
 
-from perfsearch.search.knob import Kind, Knob, Numerics
-from perfsearch.search.narrow import KnobError, narrow
+from perfsearch.core.knob import Kind, Knob, Numerics
+from perfsearch.core.narrow import KnobError, narrow
 
 BUCKET = Knob("bucket_cap_mb", Kind.REAL, 25.0, low=1, high=512, log=True, unit="MiB")
 VIEW = Knob("gradient_as_bucket_view", Kind.BOOLEAN, False)

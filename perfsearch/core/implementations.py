@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from typing import TypeVar
 
-from perfsearch.search.suggest import nearest
+from perfsearch.core.suggest import nearest
 
 Kind = TypeVar("Kind")
 

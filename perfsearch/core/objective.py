@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from enum import StrEnum
 
-from perfsearch.search.trial import Measurement
+from perfsearch.core.trial import Measurement
 
 
 class Metric(StrEnum):

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from perfsearch.search.objective import Metric, Objective, log_cost_error
-from perfsearch.search.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.objective import Metric, Objective, log_cost_error
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 
 
 def measured(**more) -> Measurement:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from perfsearch.search.knob import Value
+from perfsearch.core.knob import Value
 
 
 class Purpose(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from perfsearch.search.knob import Configuration, Value
+from perfsearch.core.knob import Configuration, Value
 
 PROPAGATION = 0.25
 """Share of a walk's proposals that carry a value over to a neighbour, where nobody asks for

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from perfsearch.search import implementations
-from perfsearch.search.space import Space
+from perfsearch.core import implementations
+from perfsearch.core.space import Space
 
 
 @pytest.fixture
@@ -17,9 +17,9 @@ def package(tmp_path, monkeypatch):
     (root / "base.py").touch()
     (root / "_shared.py").touch()
     (root / "wide.py").write_text(
-        "from perfsearch.search.space import Space\n\nclass Wide(Space):\n    pass\n"
+        "from perfsearch.core.space import Space\n\nclass Wide(Space):\n    pass\n"
     )
-    (root / "empty.py").write_text("from perfsearch.search.space import Space\n")
+    (root / "empty.py").write_text("from perfsearch.core.space import Space\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "kinds_of_space"
     for name in [n for n in sys.modules if n.startswith("kinds_of_space")]:

@@ -1,6 +1,6 @@
 import pytest
 
-from perfsearch.search.knob import Kind, Knob, same_value
+from perfsearch.core.knob import Kind, Knob, same_value
 
 
 def test_log_range_positions_are_equal_ratios() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perfsearch.search.journal import SCHEMA, Journal, JournalError, JournalWriteError, read
+from perfsearch.core.journal import SCHEMA, Journal, JournalError, JournalWriteError, read
 
 
 def make(path: Path) -> Journal:

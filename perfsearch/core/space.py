@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perfsearch.search.knob import Configuration, Kind, Knob, Value, same_value
+from perfsearch.core.knob import Configuration, Kind, Knob, Value, same_value
 
 ENUMERATION_LIMIT = 200_000
 """Spaces with more combinations than this are sampled, never listed."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from perfsearch.search.statistics import (
+from perfsearch.core.statistics import (
     Interval,
     decided,
     leader,

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perfsearch.search.knob import Kind, Knob
-from perfsearch.search.space import Constraint, Space, key_of
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.space import Constraint, Space, key_of
 
 BUCKET = Knob("bucket_cap_mb", Kind.REAL, 25.0, low=1, high=256, log=True)
 VIEW = Knob("view", Kind.BOOLEAN, False)
