@@ -29,7 +29,8 @@ from perfsearch.metrics.throughput import mfu_of
 from perfsearch.parallel.base import TrainStep
 from perfsearch.workers import measure
 from perfsearch.workers.bootstrap import Groups
-from perfsearch.workers.messages import GroupSpec, TrialRequest
+from perfsearch.workers.devices import GroupSpec
+from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.sync_points import SyncWatch
 from perfsearch.workers.trainer import Trainer
 from perfsearch.workers.trial import _Feed

@@ -13,8 +13,7 @@ from perfsearch.core.objective import Objective
 from perfsearch.core.trial import Trial
 from perfsearch.stages import baseline, confirm, gains
 from perfsearch.stages import search as searching
-from perfsearch.stages.confirm import Verdict
-from perfsearch.stages.session import Session
+from perfsearch.stages.session import Session, Verdict
 from perfsearch.view import View
 
 

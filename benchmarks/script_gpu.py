@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT))
 from perfsearch import assemble  # noqa: E402
 from perfsearch.config import validate  # noqa: E402
 from perfsearch.core.trial import Trial  # noqa: E402
+from perfsearch.view import open_view  # noqa: E402
 
 SCRIPTS = ROOT / "examples" / "scripts"
 TCP = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
@@ -124,7 +125,7 @@ def run_case(name: str, directory: Path, options: argparse.Namespace) -> dict[st
         }
     )
     begin = time.time()
-    result = assemble.search(settings)
+    result = assemble.search(settings, open_view)
     spent_s = time.time() - begin
     summary = json.loads((run_dir / "best" / "summary.json").read_text())
     found: dict[str, Any] = {

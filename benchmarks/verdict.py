@@ -22,7 +22,8 @@ import numpy as np
 from perfsearch.assemble import build_runner, strategy_factory
 from perfsearch.config import validate
 from perfsearch.core.trial import Purpose
-from perfsearch.pipeline import Result, search
+from perfsearch.pipeline import search
+from perfsearch.stages.session import Result
 from perfsearch.view import View
 
 GAIN = 1.03

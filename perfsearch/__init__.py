@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
+    __version__: str
     from perfsearch.api import apply, autotune, search
 
 __all__ = ["apply", "autotune", "search"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the functions for use from Python when one is used: they are not for free."""
+    """Import what is asked for when it is: neither the functions nor the version are for free."""
+    if name == "__version__":
+        from perfsearch.core.version import version
+
+        return version()
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -15,7 +15,7 @@ from perfsearch.core.errors import BadInputError
 if TYPE_CHECKING:
     import torch
 
-    from perfsearch.pipeline import Result
+    from perfsearch.stages.session import Result
 
 
 def search(*overrides: str, **keys: Any) -> Result:
@@ -41,10 +41,12 @@ def search(*overrides: str, **keys: Any) -> Result:
     from perfsearch import assemble
     from perfsearch.compose import compose
     from perfsearch.config import validate
+    from perfsearch.runners import why_no_knobs
+    from perfsearch.view import open_view
 
-    settings = validate(compose(overrides, keys))
+    settings = validate(compose(overrides, keys, why_no_knobs))
     with _interruptible():
-        return assemble.search(settings)
+        return assemble.search(settings, open_view)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,10 @@ from perfsearch.core.narrow import is_auto
 from perfsearch.core.space import Space
 from perfsearch.runners import Runner
 from perfsearch.strategies import Strategy
+from perfsearch.workloads.spec import SCRIPT
 
 if TYPE_CHECKING:
-    from perfsearch.pipeline import Result
+    from perfsearch.stages.session import Result, View
 
 _OWN_MODE = ".perfsearch"
 """Left where a mode without a search, such as ``estimate``, was the first to write."""
@@ -29,6 +31,9 @@ _MARKS = (JOURNAL, ".lock", _OWN_MODE)
 """Files that a directory has which a search worked in, or may work in."""
 
 _PIPELINE_MODES = ("search", "profile")
+
+ViewFactory = Callable[[Settings], "AbstractContextManager[View]"]
+"""Opens what shows a search while it runs."""
 
 StrategyFactory = Callable[[Space, Hints], Strategy]
 """Makes the strategy once the runner's space and hints are known."""
@@ -79,6 +84,11 @@ def build_runner(settings: Settings) -> Runner:
         own = [mode for mode in ("estimate", "simulate") if _own(runner, mode) is not None]
         has = " and mode=".join([*modes, *own])
         raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
+    of_script = runner.for_script(settings) if settings.workload.name == SCRIPT else None
+    if of_script is not None:
+        from perfsearch.runners._script import Script
+
+        return Script.from_options(settings, *of_script)
     return runner.from_settings(settings)
 
 
@@ -87,18 +97,26 @@ def _runner(settings: Settings) -> type[Runner]:
     return runner
 
 
-def run(settings: Settings) -> int:
-    """Do what ``settings.mode`` asks for, with a view in this terminal; return the exit code.
+def run(settings: Settings, open_view: ViewFactory) -> int:
+    """Do what ``settings.mode`` asks for; return the exit code.
+
+    Args:
+        settings: the checked configuration.
+        open_view: opens what shows it, once nothing is left that could be refused.
 
     Raises:
         BadInputError: something asked for cannot be done; nothing was started.
 
     """
-    return _run(settings)[1]
+    return _run(settings, open_view)[1]
 
 
-def search(settings: Settings) -> Result:
+def search(settings: Settings, open_view: ViewFactory) -> Result:
     """The same, returning what the search came to.
+
+    Args:
+        settings: the checked configuration.
+        open_view: as ``run`` takes it.
 
     Raises:
         BadInputError: something asked for cannot be done, or ``settings.mode`` is none of the
@@ -111,15 +129,13 @@ def search(settings: Settings) -> Result:
         raise ConfigError(
             "mode", f"mode={settings.mode}: it has no result. From Python there is mode={allowed}."
         )
-    result, _ = _run(settings)
+    result, _ = _run(settings, open_view)
     assert result is not None
     return result
 
 
-def _run(settings: Settings) -> tuple[Result | None, int]:
+def _run(settings: Settings, open_view: ViewFactory) -> tuple[Result | None, int]:
     """What the search came to, where there was one, and the exit code."""
-    from perfsearch.view import open_view
-
     settings = _runner(settings).settle(settings)
     strategy = strategy_factory(settings)
     directory = settings.run_dir or default_run_dir(settings)
@@ -142,14 +158,14 @@ def _run(settings: Settings) -> tuple[Result | None, int]:
                 return result, int(result.exit_code)
             return result, runner.follow_up(result.handed_over)
         try:
-            return None, int(own(settings, view))
+            return None, int(own(settings, view.note))
         finally:
             runner.close()
             if not foreign and directory.is_dir():
                 (directory / _OWN_MODE).touch()
 
 
-def _own(runner: Any, mode: str) -> Callable[[Settings, Any], int] | None:
+def _own(runner: Any, mode: str) -> Callable[[Settings, Callable[[str], None]], int] | None:
     """The runner's own way to do what ``mode`` asks for; ``None``: the pipeline does it."""
     method = None if mode == "search" else getattr(runner, mode, None)
     return method if callable(method) else None

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from perfsearch import __version__
 from perfsearch.cli_composed import (
     CONFIG_MODULE,
     check_before_anything_starts,
@@ -21,6 +20,7 @@ from perfsearch.cli_knobs import open_knobs
 from perfsearch.cli_recorded import take_recorded_configuration
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.suggest import nearest
+from perfsearch.core.version import version
 from perfsearch.exits import ExitCode, Interrupted, interruptible
 from perfsearch.surroundings import (
     flush_output,
@@ -32,6 +32,8 @@ from perfsearch.surroundings import (
 
 if TYPE_CHECKING:
     import argparse
+
+    from perfsearch.config import Settings
 
 _SIGPIPE = 141
 """What a shell reports of a command whose reader went away."""
@@ -64,7 +66,7 @@ def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
         print(help_text(), end="")
         return ExitCode.DONE
     if "--version" in arguments:
-        print(f"perfsearch {__version__}")
+        print(f"perfsearch {version()}")
         return ExitCode.DONE
     try:
         require_supported_python()
@@ -101,7 +103,7 @@ def _command(arguments: list[str], given: Mapping[str, Any]) -> int:
     flags = _parse(arguments)
     if flags.config_path is not None:
         take_recorded_configuration(arguments, flags)
-    job = Job(given)
+    job = Job(_search, given)
     try:
         check_group_choices(flags)
         if not (flags.cfg or flags.info or flags.hydra_help or flags.shell_completion):
@@ -115,11 +117,20 @@ def _command(arguments: list[str], given: Mapping[str, Any]) -> int:
     except JobFailedError as failed:
         job.exit_codes.append(failed.exit_code)
     except Exception as error:
-        message = explain(error, lambda: nearest_configuration(flags))
+        from perfsearch.runners import why_no_knobs
+
+        message = explain(error, lambda: nearest_configuration(flags), why_no_knobs)
         if message is None:
             raise
         raise BadInputError(message) from error
     return max(job.exit_codes, default=ExitCode.DONE)
+
+
+def _search(settings: Settings) -> int:
+    from perfsearch.assemble import run
+    from perfsearch.view import open_view
+
+    return run(settings, open_view)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

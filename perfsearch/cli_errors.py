@@ -9,9 +9,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from perfsearch.cli_knobs import FORCE
 from perfsearch.config_options import show
 from perfsearch.core.suggest import nearest
+
+FORCE = "++"
+"""What Hydra wants before a key that it is to set whether or not the files have it."""
 
 _QUOTED_KEY = r"'([^']+)'"
 _NO_SUCH_KEY = re.compile(
@@ -25,13 +27,22 @@ _NOISE = re.compile(
 )
 
 
-def explain(error: BaseException, known: Callable[[], Mapping[str, Any]]) -> str | None:
+def _no_reason(runner: str) -> str:
+    return ""
+
+
+def explain(
+    error: BaseException,
+    known: Callable[[], Mapping[str, Any]],
+    why_no_knobs: Callable[[str], str] = _no_reason,
+) -> str | None:
     """One message for an error of composition; ``None`` where it is a bug of ours.
 
     Args:
         error: what was raised while a configuration was composed.
         known: composes the configuration that is nearest to the one asked for; called only when
             the message needs valid keys.
+        why_no_knobs: says of a runner why it has no keys ``runner.knobs``; empty where it has.
 
     """
     if not _is_users(error):
@@ -44,7 +55,7 @@ def explain(error: BaseException, known: Callable[[], Mapping[str, Any]]) -> str
         return _unreadable(getattr(error, "override", "").removeprefix(FORCE), text)
     if match := _NO_SUCH_KEY.search(text):
         inside = getattr(error.__cause__, "full_key", None)  # of a mapping that was given
-        return no_such_key(inside or next(g for g in match.groups() if g), known())
+        return no_such_key(inside or next(g for g in match.groups() if g), known(), why_no_knobs)
     if match := _EXISTS.search(text):
         key = match.group(1)
         return f"+{key}: the key exists. Write {key}=VALUE, without the plus sign."
@@ -69,7 +80,9 @@ def explain(error: BaseException, known: Callable[[], Mapping[str, Any]]) -> str
     return f"{_plain_words(text)}{cause}"
 
 
-def no_such_key(key: str, tree: Mapping[str, Any]) -> str:
+def no_such_key(
+    key: str, tree: Mapping[str, Any], why_no_knobs: Callable[[str], str] = _no_reason
+) -> str:
     """Say that ``key`` does not exist, and which one of ``tree`` was probably meant."""
     parts = key.split(".")
     level: Any = tree
@@ -85,7 +98,7 @@ def no_such_key(key: str, tree: Mapping[str, Any]) -> str:
         return f"{key}: it is null here. Nothing is left to drop; to set it write {key}=VALUE."
     assert isinstance(level, Mapping)
     if parts[:2] == ["runner", "knobs"] and depth == 1:
-        reason = _why_no_knobs(level.get("name"))
+        reason = why_no_knobs(str(level.get("name")))
         if reason:
             return f"{key}: {reason}"
     elsewhere = [path for path in _leaves(tree) if path.split(".")[-1] == parts[-1]]
@@ -95,12 +108,6 @@ def no_such_key(key: str, tree: Mapping[str, Any]) -> str:
     if not level:
         return f"{key}: no such key. {prefix} has no keys."
     return f"{key}: no such key. {nearest(parts[depth], map(str, level), prefix)}"
-
-
-def _why_no_knobs(runner: object) -> str:
-    from perfsearch import runners
-
-    return runners.load(str(runner)).no_knobs if runner in runners.names() else ""
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from perfsearch.cli_errors import explain
-from perfsearch.config import validate
+from perfsearch.config import Settings, validate
 from perfsearch.core.errors import BadInputError
 from perfsearch.exits import ExitCode, Interrupted
 
@@ -48,11 +48,15 @@ class Job:
     """What Hydra calls once a job, in this process or, by another launcher, in a new one.
 
     Args:
+        run: does what the settings ask for and returns the exit code.
         given: keys that go before the composed ones, values as they are.
 
     """
 
-    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, run: Callable[[Settings], int], given: Mapping[str, Any] | None = None
+    ) -> None:
+        self.run = run
         self.given = dict(given or {})
         self.exit_codes: list[int] = []
         self.process = os.getpid()
@@ -66,7 +70,7 @@ class Job:
 
         """
         os.environ.pop("HYDRA_FULL_ERROR", None)
-        code = _exit_code(config, self.given)
+        code = _exit_code(config, self.given, self.run)
         self.exit_codes.append(code)
         if code in (ExitCode.SIGHUP, ExitCode.SIGINT, ExitCode.SIGTERM):
             raise Interrupted(ExitCode(code))
@@ -84,9 +88,7 @@ def _merged(composed: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def _exit_code(config: Any, given: Mapping[str, Any]) -> int:
-    from perfsearch.assemble import run
-
+def _exit_code(config: Any, given: Mapping[str, Any], run: Callable[[Settings], int]) -> int:
     try:
         try:
             settings = validate(_merged(plain(config), given))

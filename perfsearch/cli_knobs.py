@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from perfsearch.cli_errors import FORCE
+
 _CHOICE = re.compile(r"^(runner|workload)=(\w+)$")
 _KNOB = re.compile(r"^runner\.knobs(\.[^=]+=|=\s*\{)")
-
-FORCE = "++"
-"""What Hydra wants before a key that it is to set whether or not the files have it."""
 
 
 def open_knobs(words: Sequence[str]) -> list[str]:

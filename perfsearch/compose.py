@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,11 @@ _MISSING = "???"
 _CONFIG_MODULE = "pkg://perfsearch.conf"
 
 
-def compose(overrides: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+def compose(
+    overrides: Sequence[str],
+    values: Mapping[str, Any],
+    why_no_knobs: Callable[[str], str] = lambda runner: "",
+) -> dict[str, Any]:
     """Defaults, then ``KEY=VALUE`` overrides as on the command line, then plain values.
 
     Hydra's global state is afterwards as it was, so that this works inside of a Hydra application.
@@ -28,6 +32,7 @@ def compose(overrides: Sequence[str], values: Mapping[str, Any]) -> dict[str, An
         overrides: as the command takes them, no sweeps.
         values: by top-level key. A group is the name of one of its options, or a mapping with
             that ``name`` and further keys; mappings are merged into what they meet.
+        why_no_knobs: says of a runner why it has no keys ``runner.knobs``; empty where it has.
 
     Raises:
         BadInputError: the message is the command's.
@@ -47,7 +52,7 @@ def compose(overrides: Sequence[str], values: Mapping[str, Any]) -> dict[str, An
         except BadInputError:
             raise
         except Exception as error:
-            message = explain(error, lambda: _compose([]))
+            message = explain(error, lambda: _compose([]), why_no_knobs)
             if message is None:
                 raise
             raise BadInputError(message) from error

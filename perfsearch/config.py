@@ -26,6 +26,7 @@ from perfsearch.config_schema import (
     Settings,
     TrackingSettings,
 )
+from perfsearch.core import implementations
 from perfsearch.core.suggest import nearest
 
 __all__ = [
@@ -51,6 +52,9 @@ SCHEMA_VERSION = 1
 
 GROUPS = ("runner", "strategy", "workload")
 """Keys whose value is one option of a group, with keys of its own."""
+
+_REGISTRIES = {"runner": "perfsearch.runners", "strategy": "perfsearch.strategies"}
+"""Packages that hold the options of a group, a module each."""
 
 _DEFINES_A_SEARCH = (
     "mode",
@@ -122,15 +126,8 @@ def _selected(group: str, node: Any) -> Selected:
 
 def _available(group: str) -> list[str]:
     """Names that a group can take, or none where only its own registry can tell."""
-    if group == "runner":
-        from perfsearch import runners
-
-        return runners.names()
-    if group == "strategy":
-        from perfsearch import strategies
-
-        return strategies.names()
-    return []
+    package = _REGISTRIES.get(group)
+    return [] if package is None else implementations.names(package)
 
 
 def _refuse_instantiation(node: Any, key: str = "") -> None:

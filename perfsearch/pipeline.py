@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from perfsearch.config import default_run_dir
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hints import Hints
 from perfsearch.core.journal import JOURNAL, Journal, JournalWriteError
-from perfsearch.core.knob import Value
 from perfsearch.core.objective import Objective
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Status, Trial
@@ -34,9 +33,8 @@ from perfsearch.stages import (
     warm_start,
 )
 from perfsearch.stages import search as searching
-from perfsearch.stages.confirm import Verdict
 from perfsearch.stages.search import BreakerError
-from perfsearch.stages.session import Session
+from perfsearch.stages.session import Result, Session, Verdict, View
 from perfsearch.stages.warm_start import TakenOver
 from perfsearch.strategies.base import Strategy
 from perfsearch.tracking import open_tracker
@@ -45,37 +43,9 @@ if TYPE_CHECKING:
     from perfsearch.config import Settings
     from perfsearch.metrics.system import SystemSampler
     from perfsearch.tracking import Tracker
-    from perfsearch.view import View
 
 
 PROFILED = "mode=profile: the baseline was measured, and nothing searched"
-
-
-@dataclass
-class Result:
-    """What a search came to.
-
-    Attributes:
-        exit_code: 0 done, 1 no trial succeeded, 3 a circuit breaker stopped it.
-        run_dir: where its files are.
-        trials: every trial, in order of their ends.
-        verdict: what the confirmation says.
-        best: the configuration that is handed over, searched and pinned knobs; the baseline's
-            where no gain was confirmed.
-        handed_over: the same as the runner takes it, the searched knobs only.
-        reason: why the search stage ended.
-        seconds: wall time of this call.
-
-    """
-
-    exit_code: ExitCode
-    run_dir: Path
-    trials: list[Trial]
-    verdict: Verdict = field(default_factory=Verdict)
-    best: dict[str, object] = field(default_factory=dict)
-    handed_over: dict[str, Value] = field(default_factory=dict)
-    reason: str = ""
-    seconds: float = 0.0
 
 
 def search(

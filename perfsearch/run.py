@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from perfsearch import __version__
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.version import version
 from perfsearch.exits import ExitCode
 from perfsearch.instrument.mapping import Mapped, apply
 from perfsearch.instrument.orders import ENTRY, Orders
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(own_parser().format_help(), end="")
         return ExitCode.DONE if arguments else ExitCode.BAD_INPUT
     if arguments[0] == "--version":
-        print(f"perfsearch {__version__}")
+        print(f"perfsearch {version()}")
         return ExitCode.DONE
     try:
         require_current_directory()

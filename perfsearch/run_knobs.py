@@ -10,8 +10,7 @@ from typing import Any, Literal
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.knob import Value
 from perfsearch.instrument.mapping import Mapped, read_file
-from perfsearch.instrument.report import OF_OBJECTS
-from perfsearch.instrument.switch_names import NAMES as SWITCHES
+from perfsearch.instrument.switch_names import OF_OBJECTS, SWITCHES
 from perfsearch.parallel import nccl
 
 _OFF = (None, False, 0, "none", "default", "policy")

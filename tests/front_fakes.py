@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perfsearch import runners, strategies
 from perfsearch.config_options import ConfigError, build_options, option
+from perfsearch.core import implementations
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.narrow import narrow
 from perfsearch.core.space import Space
@@ -54,8 +54,8 @@ class FakeRunner(Runner):
     def measure(self, configuration, plan):
         raise AssertionError("the fake pipeline measures nothing")
 
-    def profile(self, settings, view):
-        view.note("profiled")
+    def profile(self, settings, note):
+        note("profiled")
         return 0
 
 
@@ -104,12 +104,15 @@ def _wait_for_a_signal(forever):
 
 def install(set_attribute=setattr):
     """Register the fakes beside what is there; ``set_attribute`` may be monkeypatch's."""
-    known_runners, known_strategies = runners.names(), strategies.names()
-    load_runner, load_strategy = runners.load, strategies.load
-    set_attribute(runners, "names", lambda: sorted({*known_runners, "fake"}))
-    set_attribute(strategies, "names", lambda: sorted({*known_strategies, "fake"}))
-    set_attribute(runners, "load", lambda n: FakeRunner if n == "fake" else load_runner(n))
-    set_attribute(strategies, "load", lambda n: FakeStrategy if n == "fake" else load_strategy(n))
+    names, load, fakes = implementations.names, implementations.load, (FakeRunner, FakeStrategy)
+
+    def load_one(package, key, name, kind):
+        if name == "fake":
+            return next(fake for fake in fakes if issubclass(fake, kind))
+        return load(package, key, name, kind)
+
+    set_attribute(implementations, "names", lambda package: sorted([*names(package), "fake"]))
+    set_attribute(implementations, "load", load_one)
     module = types.ModuleType("perfsearch.pipeline")
     module.search = search
     sys.modules["perfsearch.pipeline"] = module

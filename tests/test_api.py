@@ -125,7 +125,7 @@ def test_ctrl_c_is_the_callers_keyboard_interrupt(table, monkeypatch):
     from perfsearch import assemble
     from perfsearch.exits import Interrupted
 
-    def interrupted(settings):
+    def interrupted(settings, open_view):
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("the signal came to nothing")
 

@@ -11,6 +11,7 @@ from perfsearch import assemble
 from perfsearch.config import validate
 from perfsearch.config_options import ConfigError
 from perfsearch.runners.replay import Replay
+from perfsearch.view import open_view
 
 TABLE = Path(__file__).parent / "data" / "ddp_gpt2small_4xh100_tcp.csv"
 
@@ -33,16 +34,16 @@ def _nothing_installed(monkeypatch) -> None:
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(tmp_path) -> None:
     asked = settings(strategy={"name": "optuna"}, run_dir=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match=r"strategy=optuna: .*pip install 'perfsearch\[optuna\]'"):
-        assemble.run(asked)
+        assemble.run(asked, open_view)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=r"runner=soap: .*pip install 'perfsearch\[soap\]'"):
-        assemble.run(settings(runner={"name": "soap"}))
+        assemble.run(settings(runner={"name": "soap"}), open_view)
 
 
 def test_files_of_a_search_are_not_mixed_with_others(tmp_path) -> None:
     (tmp_path / "config.yaml").write_text("mine: true\n")
     with pytest.raises(ConfigError, match=r"it holds 'config.yaml' and no search"):
-        assemble.run(settings(run_dir=str(tmp_path)))
+        assemble.run(settings(run_dir=str(tmp_path)), open_view)
     assert (tmp_path / "config.yaml").read_text() == "mine: true\n"
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
@@ -50,7 +51,7 @@ def test_files_of_a_search_are_not_mixed_with_others(tmp_path) -> None:
 class Estimating(Replay):
     """A runner that has an estimate, which it keeps."""
 
-    def estimate(self, settings, view) -> int:
+    def estimate(self, settings, note) -> int:
         settings.run_dir.mkdir(exist_ok=True)
         (settings.run_dir / "model_facts.json").write_text("{}")
         return 0
@@ -66,13 +67,13 @@ def test_what_a_mode_without_a_search_leaves_does_not_block_one(
         run_dir.mkdir()
         (run_dir / "thesis.tex").touch()
     quiet = {"run_dir": str(run_dir), "tracking": {"enabled": False}}
-    assert assemble.run(settings(mode="estimate", **quiet)) == 0
+    assert assemble.run(settings(mode="estimate", **quiet), open_view) == 0
     small = {"budget": {"trials": 1}, "confirm": {"max_repeats": 1}, **quiet}
     if foreign:
         with pytest.raises(ConfigError, match="and no search of perfsearch"):
-            assemble.run(settings(**small))
+            assemble.run(settings(**small), open_view)
     else:
-        assert assemble.run(settings(**small)) == 0
+        assert assemble.run(settings(**small), open_view) == 0
 
 
 @pytest.mark.parametrize(

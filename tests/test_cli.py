@@ -9,6 +9,7 @@ from front_fakes import refused
 
 from perfsearch import cli
 from perfsearch.config import Settings, to_plain, validate
+from perfsearch.core.version import version
 from perfsearch.exits import ExitCode
 from perfsearch.help import option_files
 
@@ -166,7 +167,7 @@ def test_help_names_groups_options_and_keys(command):
 
 
 def test_version(command):
-    assert command("--version", prefix=False)[1] == f"perfsearch {cli.__version__}\n"
+    assert command("--version", prefix=False)[1] == f"perfsearch {version()}\n"
 
 
 @pytest.mark.parametrize("option", [o.name for o in option_files() if o.group == "experiment"])

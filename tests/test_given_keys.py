@@ -1,6 +1,6 @@
 """Keys that reach a search past Hydra's grammar."""
 
-from perfsearch import cli, cli_job
+from perfsearch import cli
 from perfsearch.cli_job import _merged
 
 ODD = ["train.py", "--lr=1e-3", "a,b", "{}", "${x}", "'", "[", ""]
@@ -16,8 +16,9 @@ def test_given_keys_go_before_the_composed_ones_group_by_group():
 def test_the_command_hands_them_over_as_they_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []
-    monkeypatch.setattr("perfsearch.assemble.run", lambda settings: seen.append(settings) or 0)
+    monkeypatch.setattr(
+        "perfsearch.assemble.run", lambda settings, open_view: seen.append(settings) or 0
+    )
     arguments = ["workload=script", "workload.command=[SCRIPT]", "nproc=2"]
     assert cli.main(arguments, {"workload": {"command": ODD}}) == 0
     assert seen[0].workload.options["command"] == ODD
-    assert cli_job.Job({"seed": 1}).given == {"seed": 1}

@@ -13,9 +13,9 @@ import torch
 from perfsearch import cli
 from perfsearch.core.trial import Status
 from perfsearch.workers.bootstrap import Groups
+from perfsearch.workers.devices import GroupSpec
 from perfsearch.workers.environment import Limits
 from perfsearch.workers.group import WorkerGroup
-from perfsearch.workers.messages import GroupSpec
 from perfsearch.workers.roster import Roster
 
 TABLE = "bucket,status,samples_per_s,step_ms\n1,ok,10,9 9 9\n2,ok,12,5 5 5\n4,oom,,\n"

@@ -129,8 +129,9 @@ def test_nothing_reads_a_pickle_or_runs_text():
 
 def test_one_node_has_no_store_that_others_could_reach(tmp_path):
     """torch's TCP store listens on every interface, and its rendezvous unpickles what it reads."""
+    from perfsearch.workers.devices import GroupSpec
     from perfsearch.workers.launch import torchrun_arguments
-    from perfsearch.workers.messages import GroupSpec, Startup
+    from perfsearch.workers.messages import Startup
 
     spec = GroupSpec(workload={}, device="cpu", nproc=2, nnodes=1)
     startup = Startup(spec, "token", 1, 1.0, str(tmp_path))
@@ -145,7 +146,8 @@ def test_torchs_launcher_leaves_its_logs_where_they_are_removed(tmp_path):
 
     from perfsearch.instrument import launch as of_scripts
     from perfsearch.workers import launch
-    from perfsearch.workers.messages import GroupSpec, Startup
+    from perfsearch.workers.devices import GroupSpec
+    from perfsearch.workers.messages import Startup
 
     spec = GroupSpec(workload={}, device="cpu", nproc=2, nnodes=1)
     startup = Startup(spec, "token", 1, 1.0, str(tmp_path))

@@ -10,8 +10,8 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from perfsearch.core.knob import Value
-from perfsearch.instrument.facts import WRAPPER_KNOBS
 from perfsearch.instrument.patches import untouched, wrap
+from perfsearch.instrument.switch_names import WRAPPER_KNOBS
 from perfsearch.parallel.wrapper import (
     DEFAULT_BUCKET_MB,
     DEFAULT_FIRST_BUCKET_MB,

@@ -8,21 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core.knob import Value
+from perfsearch.instrument.switch_names import (
+    FSDP1_KNOBS,
+    FULLY_SHARD_KNOBS,
+    LOADER_KNOBS,
+    OPTIMIZER_KNOBS,
+    SHARDED_KNOBS,
+    WRAPPER_KNOBS,
+)
 
 _FILE = "facts.json"
-
-WRAPPER_KNOBS = (
-    "bucket_cap_mb",
-    "first_bucket_mb",
-    "gradient_as_bucket_view",
-    "static_graph",
-    "find_unused_parameters",
-)
-SHARDED_KNOBS = ("zero_stage",)
-FULLY_SHARD_KNOBS = ("forward_prefetch", "backward_prefetch", "cpu_offload")
-FSDP1_KNOBS = ("fsdp_backward_prefetch", "fsdp_forward_prefetch")
-LOADER_KNOBS = ("dataloader_workers", "prefetch_factor", "persistent_workers", "pin_memory")
-OPTIMIZER_KNOBS = ("optimizer_implementation",)
 
 
 @dataclass

@@ -12,10 +12,10 @@ from torch.utils.data import dataloader as _module
 
 from perfsearch.core.knob import Value
 from perfsearch.instrument.batches import BatchTape, count
-from perfsearch.instrument.facts import LOADER_KNOBS
 from perfsearch.instrument.generators import RandomState
 from perfsearch.instrument.patches import wrap
 from perfsearch.instrument.phases import OTHER
+from perfsearch.instrument.switch_names import LOADER_KNOBS
 from perfsearch.instrument.uses import Uses
 
 DEFAULT_PREFETCH = 2

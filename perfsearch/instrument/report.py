@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from perfsearch.core.knob import Value, same_value
 from perfsearch.instrument.facts import Facts
+from perfsearch.instrument.switch_names import OF_OBJECTS
 
 
 def lines(
@@ -93,9 +94,6 @@ _OFF = (False, 0, "none", "default")
 
 OF_ENGINE = ("zero_stage", "micro_batch", "gradient_accumulation")
 """Knobs that DeepSpeed's engine tells the value of."""
-
-OF_OBJECTS = frozenset(Facts(["ddp", "fully_shard", "fsdp1"], 1, ["optimizer"]).changeable())
-"""Knobs that exist only where the script builds what they belong to."""
 
 
 def agree(wanted: Value, found: Value) -> bool:

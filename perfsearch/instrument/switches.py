@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from perfsearch.core.knob import Value
-from perfsearch.instrument.switch_names import NAMES
+from perfsearch.instrument.switch_names import SWITCHES
 
 
 class Switches:
@@ -26,8 +26,8 @@ class Switches:
         """Set what the knobs name; what the script had set is kept for ``change``."""
         if self._own is None:
             self._own = self.values()
-        wanted = {n: self._own[n] for n in NAMES}
-        wanted.update({n: self._knobs[n] for n in NAMES if self._knobs.get(n) is not None})
+        wanted = {n: self._own[n] for n in SWITCHES}
+        wanted.update({n: self._knobs[n] for n in SWITCHES if self._knobs.get(n) is not None})
         torch.backends.cudnn.benchmark = bool(wanted["cudnn_benchmark"])
         threads = int(wanted["omp_num_threads"] or 1)
         if threads != torch.get_num_threads():

@@ -14,7 +14,8 @@ from perfsearch.instrument.main import attach_at_import, run_script, without_our
 from perfsearch.instrument.orders import Orders
 from perfsearch.instrument.sockets import socket_path
 from perfsearch.workers.channel import Channel
-from perfsearch.workers.messages import GroupSpec, Startup
+from perfsearch.workers.devices import GroupSpec
+from perfsearch.workers.messages import Startup
 from perfsearch.workers.rank import report_error, switch_log
 from perfsearch.workers.standing import answer
 from perfsearch.workers.watch import watch_controller

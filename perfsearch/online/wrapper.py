@@ -23,7 +23,7 @@ from perfsearch.core.knob import Value
 from perfsearch.parallel.hierarchy import HierarchicalAllReduce
 from perfsearch.parallel.wrapper import wrapper_arguments
 from perfsearch.workers.bootstrap import Groups
-from perfsearch.workers.messages import GroupSpec
+from perfsearch.workers.devices import GroupSpec
 
 MIB = 2**20
 

@@ -21,3 +21,8 @@ def load(name: str) -> type[Runner]:
 
     """
     return implementations.load(__name__, "runner", name, Runner)  # type: ignore[type-abstract]
+
+
+def why_no_knobs(name: str) -> str:
+    """Why that runner has no keys ``runner.knobs``; empty where it has, or is none."""
+    return load(name).no_knobs if name in names() else ""

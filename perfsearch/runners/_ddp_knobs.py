@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from perfsearch.core.knob import Kind, Knob, Numerics, Scope
 from perfsearch.runners._nccl_knobs import Made, nccl_knobs
-from perfsearch.runners._ranks import threads_today
-from perfsearch.workers.environment import Hardware
+from perfsearch.workers.environment import Hardware, threads_today
 from perfsearch.workloads.spec import Traits
 
 EFFECT_ORDER = (

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import perfsearch
 from perfsearch.core.trial import Measurement, Status
+from perfsearch.deepspeed_hook import path as hook_path
 from perfsearch.deepspeed_hook import request as asked
 from perfsearch.deepspeed_hook.request import Request
 from perfsearch.runners._deepspeed_ends import failure_of
@@ -34,7 +34,7 @@ from perfsearch.workers.results import combine
 _POLL_S = 0.1
 _LAUNCHER_LOG = "launcher.log"
 _OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_HOOK = Path(perfsearch.__file__).parent / "deepspeed_hook" / "path"
+_HOOK = Path(hook_path.__file__).parent
 _BUILDING = (
     "an operator was still being compiled. Start the job once by hand, so that it is kept, or set "
     "limits.startup_s to more"

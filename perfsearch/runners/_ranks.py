@@ -7,18 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from perfsearch.runners.base import Outcome, Plan
-from perfsearch.workers.environment import Environment, Hardware
-from perfsearch.workers.messages import GroupSpec, TrialRequest
+from perfsearch.workers.devices import GroupSpec
+from perfsearch.workers.environment import Environment, Hardware, threads_today
+from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
 from perfsearch.workloads.spec import WorkloadSpec
-
-
-def threads_today(environ: Mapping[str, str], hardware: Hardware) -> int:
-    """CPU threads of a rank: the user's own setting, else what torchrun would set."""
-    text = environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if text.isdigit() and int(text) > 0:
-        return int(text)
-    return 1 if hardware.nproc > 1 else hardware.cores
 
 
 def group_spec(

@@ -21,7 +21,6 @@ from perfsearch.instrument.report import without_effect
 from perfsearch.parallel import nccl, torch_features
 from perfsearch.run_knobs import plan as sort_knobs
 from perfsearch.runners import _script_export, _script_failures, _script_space
-from perfsearch.runners._ranks import threads_today
 from perfsearch.runners._script_group import ScriptGone
 from perfsearch.runners._script_knobs import EFFECT_ORDER
 from perfsearch.runners._script_objects import ScriptSurroundings
@@ -29,9 +28,9 @@ from perfsearch.runners._script_options import ScriptOptions
 from perfsearch.runners._script_runs import Runs
 from perfsearch.runners._script_window import EndedError, validation_lines
 from perfsearch.runners._script_wishes import Wishes
-from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
 from perfsearch.workers import devices, registry
-from perfsearch.workers.environment import Environment, detect
+from perfsearch.workers.environment import Environment, detect, threads_today
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
@@ -76,8 +75,6 @@ class Script(Runner):
             BadInputError: with the message for the user.
 
         """
-        from perfsearch.runners.ddp import environment_of
-
         if settings.mode not in ("search", "profile"):
             raise ConfigError(
                 "mode",
@@ -140,6 +137,7 @@ class Script(Runner):
 
     def _settle(self, facts: Facts | None) -> None:
         """Settle knobs, space and baseline from what is known of the script."""
+        self._facts = facts
         self._where = replace(self._where, facts=facts)
         self._known = _script_space.settle(self._where, self._environment.numerics)
         self.space, self.baseline = self._known.space, self._known.baseline
@@ -168,7 +166,7 @@ class Script(Runner):
         else:
             self.space, self.baseline = Space([]), {}  # nothing would get further than today's
         unheeded = self._known.unheeded(self._where.wanted, self.options.names_mapped)
-        self.remarks = self._wishes.remarks(bool(self.hardware.gpus), self._where.facts, unheeded)
+        self.remarks = self._wishes.remarks(bool(self.hardware.gpus), self._facts, unheeded)
 
     @property
     def _keeps(self) -> bool:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from perfsearch.core.knob import Kind, Knob, Numerics, Scope, Value
-from perfsearch.instrument.facts import FULLY_SHARD_KNOBS, LOADER_KNOBS, WRAPPER_KNOBS, Facts
 from perfsearch.instrument.mapping import Mapped
+from perfsearch.instrument.switch_names import FULLY_SHARD_KNOBS, LOADER_KNOBS, WRAPPER_KNOBS
 from perfsearch.workers.environment import Hardware
+
+
+class Built(Protocol):
+    """What a script builds, as far as its knobs depend on it; see ``instrument.facts.Facts``."""
+
+    wrappers: list[str]
+    values: dict[str, Value]
+    draws_in_loader: bool | None
+    shared_out: bool
+    implementations: list[str] | None
+    accumulates: bool
+
+    def changeable(self) -> dict[str, str]:
+        """Knobs that can be changed in this script from outside, and through what."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,7 @@ class ScriptSurroundings:
     arguments: Sequence[str]
     maps: Sequence[Mapped]
     threads: int
-    facts: Facts | None
+    facts: Built | None
     draws_in_loader: bool | None = None
     free: bool = False
     wanted: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +61,7 @@ class ScriptSurroundings:
         return self.hardware.device == "cuda"
 
 
-def at_todays_value(knob: Knob, facts: Facts | None) -> Knob:
+def at_todays_value(knob: Knob, facts: Built | None) -> Knob:
     """The knob with the script's own value as its default, or torch's where it is not known."""
     today = None if facts is None else facts.values.get(knob.name)
     if today is None:
@@ -140,9 +154,9 @@ def _ahead(name: str, text: str, stages: tuple[int, ...]) -> _Maker:
 
 
 def _implementation(where: ScriptSurroundings) -> Knob:
-    facts = where.facts or Facts()
-    names = facts.implementations or ["default", "foreach", "fused"]
-    if facts.values.get("optimizer_implementation") in ("foreach", "fused"):
+    facts = where.facts
+    names = (facts and facts.implementations) or ["default", "foreach", "fused"]
+    if facts and facts.values.get("optimizer_implementation") in ("foreach", "fused"):
         names = [name for name in names if name != "default"]  # which would leave it as it is
     return Knob(
         "optimizer_implementation", Kind.CATEGORICAL, names[0], values=tuple(names),

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from perfsearch.config import default_run_dir
 from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.workers.environment import Environment, Limits
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
@@ -102,6 +104,18 @@ class Runner(ABC):
         raise NotImplementedError(f"{cls.__name__} cannot be built from settings")
 
     @classmethod
+    def for_script(cls, settings: Settings) -> tuple[str, Mapping[str, Any]] | None:
+        """``runner.device`` and ``runner.knobs`` for the runner of ``workload=script``.
+
+        Where this is not ``None``, that runner starts the script in place of this one.
+
+        Raises:
+            BadInputError: as ``from_settings``.
+
+        """
+        return None
+
+    @classmethod
     def settle(cls, settings: Settings) -> Settings:
         """Fill in top-level keys from the runner's own files, before anything is built.
 
@@ -165,3 +179,16 @@ class Runner(ABC):
 
     def close(self) -> None:  # noqa: B027 - a runner may have nothing to end
         """End every process that it started."""
+
+
+def environment_of(settings: Settings) -> Environment:
+    """Where and within which limits the settings let processes run."""
+    limits = settings.limits
+    return Environment(
+        run_dir=(settings.run_dir or default_run_dir(settings)).absolute(),
+        nproc=None if settings.nproc == "auto" else settings.nproc,
+        nnodes=settings.nnodes,
+        seed=settings.seed,
+        numerics=settings.numerics,
+        limits=Limits(limits.startup_s, limits.trial_s, limits.grace_s),
+    )

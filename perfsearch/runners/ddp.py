@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfsearch.config import default_run_dir
 from perfsearch.config_options import build_options
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hints import Hints
@@ -19,12 +18,13 @@ from perfsearch.core.suggest import nearest
 from perfsearch.core.trial import Trial
 from perfsearch.parallel import nccl, torch_features
 from perfsearch.runners import _ddp_export, _ddp_knobs, _ddp_starts, _nccl_knobs, _ranks
-from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
 from perfsearch.workers import registry
-from perfsearch.workers.environment import Environment, Limits, detect
-from perfsearch.workers.messages import GroupSpec, TrialRequest
+from perfsearch.workers.devices import GroupSpec
+from perfsearch.workers.environment import Environment, detect
+from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
-from perfsearch.workloads.spec import SCRIPT, WorkloadSpec
+from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
@@ -71,12 +71,7 @@ class DDP(Runner):
     @classmethod
     def from_settings(cls, settings: Settings) -> Runner:
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
-        chosen = expanded(settings.runner.options, DdpOptions().knobs)
-        options = build_options(DdpOptions, chosen, "runner")
-        if settings.workload.name == SCRIPT:
-            from perfsearch.runners._script import Script
-
-            return Script.from_options(settings, options.device, options.knobs)
+        options = _options(settings)
         try:
             workload = WorkloadSpec.from_mapping(
                 {"name": settings.workload.name, **settings.workload.options}
@@ -84,6 +79,12 @@ class DDP(Runner):
             return cls(options, workload, environment_of(settings))
         except ValueError as error:
             raise BadInputError(str(error)) from error
+
+    @classmethod
+    def for_script(cls, settings: Settings) -> tuple[str, Mapping[str, Any]]:
+        """What the script runner is told of ``runner.*``."""
+        options = _options(settings)
+        return options.device, options.knobs
 
     def __init__(
         self, options: DdpOptions, workload: WorkloadSpec, environment: Environment
@@ -173,6 +174,11 @@ class DDP(Runner):
         registry.reap(self._environment.run_dir, grace_s=0.0)
 
 
+def _options(settings: Settings) -> DdpOptions:
+    chosen = expanded(settings.runner.options, DdpOptions().knobs)
+    return build_options(DdpOptions, chosen, "runner")
+
+
 def _applicable(
     knobs: Mapping[str, Any],
     declared: Sequence[Knob],
@@ -199,16 +205,3 @@ def _applicable(
         else:
             settings[name] = setting
     return settings, left_out
-
-
-def environment_of(settings: Settings) -> Environment:
-    """Where and within which limits the settings let processes run."""
-    limits = settings.limits
-    return Environment(
-        run_dir=(settings.run_dir or default_run_dir(settings)).absolute(),
-        nproc=None if settings.nproc == "auto" else settings.nproc,
-        nnodes=settings.nnodes,
-        seed=settings.seed,
-        numerics=settings.numerics,
-        limits=Limits(limits.startup_s, limits.trial_s, limits.grace_s),
-    )

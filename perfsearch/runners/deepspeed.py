@@ -34,8 +34,7 @@ from perfsearch.runners._deepspeed_command import Command
 from perfsearch.runners._deepspeed_memory import Memory
 from perfsearch.runners._zero_batch import settle
 from perfsearch.runners._zero_knobs import applicable
-from perfsearch.runners.base import Outcome, Plan, Runner
-from perfsearch.runners.ddp import environment_of
+from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
 from perfsearch.workers import devices, processes, registry
 from perfsearch.workers.environment import Environment
 from perfsearch.workers.pool import not_in_force

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,9 +28,8 @@ from perfsearch.runners._soap_identity import Identity
 from perfsearch.runners._soap_options import SoapOptions
 from perfsearch.runners._soap_ranks import Ranks
 from perfsearch.runners._soap_walk import walk
-from perfsearch.runners.base import Outcome, Runner
+from perfsearch.runners.base import Outcome, Runner, environment_of
 from perfsearch.runners.base import Plan as MeasuringPlan
-from perfsearch.runners.ddp import environment_of
 from perfsearch.workers import registry
 from perfsearch.workers.environment import Environment, detect
 from perfsearch.workloads.spec import WorkloadSpec
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from perfsearch.config import Settings
     from perfsearch.parallel.soap.simulator import Simulator
     from perfsearch.runners._soap_job import Job
-    from perfsearch.view import View
 
 
 class Soap(Runner):
@@ -225,35 +223,35 @@ class Soap(Runner):
             lines.append(_soap_report.nothing_fits(self.simulator, self.plan(request.start)))
         return Walk(points, found.series, "\n".join(lines))
 
-    def simulate(self, settings: Settings, view: View) -> int:
+    def simulate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
         self.prepare(self._environment.run_dir / "soap")
-        view.note(_soap_given.line(self.inputs, self.options.tables))
+        note(_soap_given.line(self.inputs, self.options.tables))
         plan = self.job.first_plan
         for line in _soap_report.simulation(self.simulator, plan):
-            view.note(line)
+            note(line)
         path = self._environment.run_dir / "timeline.json"
         _soap_report.write_timeline(self.simulator, plan, path)
-        view.note(f"timeline for chrome://tracing: {path}")
+        note(f"timeline for chrome://tracing: {path}")
         return 0
 
-    def estimate(self, settings: Settings, view: View) -> int:
+    def estimate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Search in the simulator alone, and print what was found (``mode=estimate``)."""
         self.prepare(self._environment.run_dir / "soap")
-        view.note(_soap_given.line(self.inputs, self.options.tables))
+        note(_soap_given.line(self.inputs, self.options.tables))
         options = settings.strategy.options
         start = self.job.first_plan
         how = [options.get(name) for name in ("alpha", "return_every", "propagation")]
         request = WalkRequest({}, options.get("proposals"), settings.seed, *how)
         found = walk(self.job.walked, start, request)
         if settings.strategy.name not in ("mcmc", "auto"):
-            view.note(f"searched by a Markov chain: strategy={settings.strategy.name} needs trials")
+            note(f"searched by a Markov chain: strategy={settings.strategy.name} needs trials")
         for line in _soap_report.found_lines(self.simulator, found, start):
-            view.note(line)
+            note(line)
         if self.options.export_to is not None and found.plans:
             text = strategy_file.dump(self.inputs.graph, found.plans[0][1], self.devices)
             Path(self.options.export_to).write_text(text)
-            view.note(f"written: {self.options.export_to}")
+            note(f"written: {self.options.export_to}")
         return 0 if found.plans else 1
 
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:

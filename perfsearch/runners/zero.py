@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,17 +20,15 @@ from perfsearch.runners import _ranks, _zero_estimate, _zero_export, _zero_knobs
 from perfsearch.runners._zero_batch import checked, settle
 from perfsearch.runners._zero_facts import FactsSource
 from perfsearch.runners._zero_memory import HEADROOM, Memory
-from perfsearch.runners.base import Outcome, Plan, Runner
-from perfsearch.runners.ddp import environment_of
+from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
 from perfsearch.workers import registry
 from perfsearch.workers.environment import Environment, detect
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
-from perfsearch.workloads.spec import SCRIPT, WorkloadSpec
+from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
-    from perfsearch.view import View
 
 _SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation", "activation_checkpointing")
 
@@ -80,6 +78,11 @@ class ZeroOptions:
             )
 
 
+def _options(settings: Settings) -> ZeroOptions:
+    chosen = expanded(settings.runner.options, dict.fromkeys(_WITH_AUTO, SEARCH))
+    return build_options(ZeroOptions, chosen, "runner")
+
+
 class Zero(Runner):
     """Searches ZeRO stage, micro-batch, accumulation and activation checkpointing.
 
@@ -109,12 +112,7 @@ class Zero(Runner):
     @classmethod
     def from_settings(cls, settings: Settings) -> Runner:
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
-        chosen = expanded(settings.runner.options, dict.fromkeys(_WITH_AUTO, SEARCH))
-        options = build_options(ZeroOptions, chosen, "runner")
-        if settings.workload.name == SCRIPT:
-            from perfsearch.runners._script import Script
-
-            return Script.from_options(settings, options.device, options.knobs)
+        options = _options(settings)
         try:
             workload = WorkloadSpec.from_mapping(
                 {"name": settings.workload.name, **settings.workload.options}
@@ -123,6 +121,12 @@ class Zero(Runner):
             return cls(options, workload, environment_of(settings), settings.batch, planning)
         except ValueError as error:
             raise BadInputError(str(error)) from error
+
+    @classmethod
+    def for_script(cls, settings: Settings) -> tuple[str, Mapping[str, Any]]:
+        """What the script runner is told of ``runner.*``."""
+        options = _options(settings)
+        return options.device, options.knobs
 
     def __init__(
         self,
@@ -269,7 +273,7 @@ class Zero(Runner):
         """What to do when nothing ran: what came closest, and by how much it is too large."""
         return self.memory.advice(self.space, trials)
 
-    def estimate(self, settings: Settings, view: View) -> int:
+    def estimate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Print what would fit, stage by micro-batch, without a search (``mode=estimate``)."""
         offered: dict[str, tuple[Value, ...]] = {
             name: (value,) for name, value in self.pinned.items()
@@ -277,7 +281,7 @@ class Zero(Runner):
         offered |= {knob.name: knob.choices() or (knob.default,) for knob in self.space.knobs}
         lines = _zero_estimate.table(self.memory, self.batch, self.workload, offered)
         for line in lines:
-            view.note(line)
+            note(line)
         return 0 if self.memory.facts.get() is not None else 1
 
     def export(self, configuration: Configuration, directory: Path) -> list[Path]:

@@ -3,44 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of
-from perfsearch.core.statistics import Interval, decided, leader, looks, paired_interval
+from perfsearch.core.statistics import decided, leader, looks, paired_interval
 from perfsearch.core.trial import Purpose, Status, Trial
-from perfsearch.stages.session import Session
-
-BASELINE = -1
-"""The baseline's place among the arms of a block."""
-
-
-@dataclass
-class Verdict:
-    """What the confirmation says.
-
-    Attributes:
-        intervals: speed-up of each finalist by its search trial's number.
-        winner: number of the search trial whose configuration is handed over; ``None`` when the
-            baseline is.
-        reason: one line for people.
-        costs: cost by finalist (``BASELINE`` for the baseline), a list over blocks.
-        trials: the confirmation's own trials.
-
-    """
-
-    intervals: dict[int, Interval] = field(default_factory=dict)
-    winner: int | None = None
-    reason: str = ""
-    costs: dict[int, list[float]] = field(default_factory=dict)
-    trials: list[Trial] = field(default_factory=list)
-
-    @property
-    def interval(self) -> Interval | None:
-        """The leading finalist's interval."""
-        return self.intervals[leader(self.intervals)] if self.intervals else None
+from perfsearch.stages.session import BASELINE, Session, Verdict
 
 
 def run(session: Session) -> Verdict:

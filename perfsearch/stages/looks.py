@@ -1,50 +1,14 @@
-"""Close looks at configurations: which trials get one, and what is made of them."""
+"""What is made of the close looks that trials got."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from perfsearch.core.knob import Configuration
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Measurement
-from perfsearch.metrics.diagnosis import diagnose
-from perfsearch.metrics.findings import Thresholds
 from perfsearch.metrics.looks import closest_look
-from perfsearch.runners.base import Outcome, Plan
-
-if TYPE_CHECKING:
-    from perfsearch.config import MetricsSettings
-    from perfsearch.stages.confirm import Verdict
-    from perfsearch.stages.session import Session
-
-
-def detailed(plan: Plan, metrics: MetricsSettings, closely: bool) -> Plan:
-    """The plan with a close look, where one is due or asked for on every trial."""
-    if not closely and metrics.detail == "light":
-        return plan
-    return replace(
-        plan,
-        detail="full",
-        begin_step=metrics.begin_step,
-        end_step=metrics.end_step,
-        trace=metrics.trace and closely,
-    )
-
-
-def leave_traces(outcome: Outcome) -> bool:
-    """Whether the processes ran under the profiler, whose hooks stay in a GPU's driver."""
-    measured = outcome.measurement
-    return measured is not None and "device_busy_ms" in measured.bottleneck_evidence
-
-
-def note_findings(measurement: Measurement, thresholds: Thresholds) -> None:
-    """Keep with the measurement what holds it back, for every view of it."""
-    if measurement.step_seconds and measurement.phases_ms and not measurement.not_finite():
-        found = diagnose(measurement, thresholds)
-        measurement.environment["bottleneck"] = found[0].name
-        measurement.environment["findings"] = [str(finding) for finding in found]
+from perfsearch.stages.session import Session, Verdict
 
 
 def finding_lines(measurement: Measurement) -> list[str]:

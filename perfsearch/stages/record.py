@@ -11,15 +11,14 @@ from perfsearch.core.journal import JOURNAL
 from perfsearch.core.knob import Value
 from perfsearch.core.trial import Status, Trial
 from perfsearch.stages import gains, looks
-from perfsearch.stages.confirm import BASELINE, Verdict
-from perfsearch.stages.session import Session
+from perfsearch.stages.session import BASELINE, Session, Verdict
 from perfsearch.stages.summary import batch_line, break_even_line, summarise, trial_cost_lines
 from perfsearch.stages.system_series import SYSTEM_SERIES, keep_series
 from perfsearch.tracking import export, report
 from perfsearch.tracking.provenance import provenance
 
 if TYPE_CHECKING:
-    from perfsearch.pipeline import Result
+    from perfsearch.stages.session import Result
 
 
 _ARTIFACTS = (

@@ -1,38 +1,171 @@
-"""What the stages of one search share, and how any of them runs a trial."""
+"""What the stages of one search share, how any of them runs a trial, and what comes of it."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from perfsearch.core.journal import Journal, JournalError
-from perfsearch.core.knob import Value
+from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.losses import resolution
 from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.space import key_of
+from perfsearch.core.statistics import Interval, leader
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.exits import deferred
+from perfsearch.exits import ExitCode, deferred
+from perfsearch.metrics.diagnosis import diagnose
+from perfsearch.metrics.findings import Thresholds
 from perfsearch.runners.base import Outcome, Plan, Runner
-from perfsearch.stages import guard, looks
+from perfsearch.stages import guard
 from perfsearch.stages.same_computation import disagreement
 from perfsearch.stages.warm_start import TakenOver
 from perfsearch.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config import MetricsSettings, Settings
     from perfsearch.metrics.system import SystemSampler
     from perfsearch.tracking import Tracker
-    from perfsearch.view import View
 
 CUT_OFF = "the time for it was over"
 """Reason of a trial that was ended because the search's time was."""
 
+BASELINE = -1
+"""The baseline's place among the arms of a block of the confirmation."""
+
 MAX_RETRIES = 2
 """How often a trial is started again after a failure that is not the configuration's."""
+
+
+@dataclass
+class Verdict:
+    """What the confirmation says.
+
+    Attributes:
+        intervals: speed-up of each finalist by its search trial's number.
+        winner: number of the search trial whose configuration is handed over; ``None`` when the
+            baseline is.
+        reason: one line for people.
+        costs: cost by finalist (``BASELINE`` for the baseline), a list over blocks.
+        trials: the confirmation's own trials.
+
+    """
+
+    intervals: dict[int, Interval] = field(default_factory=dict)
+    winner: int | None = None
+    reason: str = ""
+    costs: dict[int, list[float]] = field(default_factory=dict)
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def interval(self) -> Interval | None:
+        """The leading finalist's interval."""
+        return self.intervals[leader(self.intervals)] if self.intervals else None
+
+
+@dataclass
+class Result:
+    """What a search came to.
+
+    Attributes:
+        exit_code: 0 done, 1 no trial succeeded, 3 a circuit breaker stopped it.
+        run_dir: where its files are.
+        trials: every trial, in order of their ends.
+        verdict: what the confirmation says.
+        best: the configuration that is handed over, searched and pinned knobs; the baseline's
+            where no gain was confirmed.
+        handed_over: the same as the runner takes it, the searched knobs only.
+        reason: why the search stage ended.
+        seconds: wall time of this call.
+
+    """
+
+    exit_code: ExitCode
+    run_dir: Path
+    trials: list[Trial]
+    verdict: Verdict = field(default_factory=Verdict)
+    best: dict[str, object] = field(default_factory=dict)
+    handed_over: dict[str, Value] = field(default_factory=dict)
+    reason: str = ""
+    seconds: float = 0.0
+
+
+class View(Protocol):
+    """What shows a search to a person while it runs."""
+
+    def stage(self, name: str, detail: str = "") -> None:
+        """Say that a stage of the pipeline begins."""
+
+    def trial_started(self, number: int, purpose: Purpose, configuration: Configuration) -> None:
+        """Take note that a trial runs."""
+
+    def trial_finished(
+        self,
+        trial: Trial,
+        best_so_far: Trial | None,
+        baseline: Trial | None,
+        seconds_left: float | None,
+        message: str = "",
+    ) -> None:
+        """Say how a trial ended, and how it compares.
+
+        Args:
+            trial: the trial.
+            best_so_far: the best of those that count, this one included.
+            baseline: trial 0, once it is measured.
+            seconds_left: what is left of ``budget.seconds``; ``None`` without that limit.
+            message: a remark, such as that a record was served.
+
+        """
+
+    def note(self, text: str) -> None:
+        """Say something."""
+
+    def warning(self, text: str) -> None:
+        """Say something that should not be missed."""
+
+    def result(
+        self, rows: Sequence[Mapping[str, Any]], verdict_line: str, files: Sequence[str]
+    ) -> None:
+        """Show the closing table, the verdict and where the files are.
+
+        Args:
+            rows: ``label``, ``trial``, ``objective``, ``unit``, ``interval`` (``ratio``, ``low``,
+                ``high``, or ``None``) and ``confirmed``; the baseline first.
+            verdict_line: the verdict in one line.
+            files: paths that were written.
+
+        """
+
+
+def detailed(plan: Plan, metrics: MetricsSettings, closely: bool) -> Plan:
+    """The plan with a close look, where one is due or asked for on every trial."""
+    if not closely and metrics.detail == "light":
+        return plan
+    return replace(
+        plan,
+        detail="full",
+        begin_step=metrics.begin_step,
+        end_step=metrics.end_step,
+        trace=metrics.trace and closely,
+    )
+
+
+def leave_traces(outcome: Outcome) -> bool:
+    """Whether the processes ran under the profiler, whose hooks stay in a GPU's driver."""
+    measured = outcome.measurement
+    return measured is not None and "device_busy_ms" in measured.bottleneck_evidence
+
+
+def note_findings(measurement: Measurement, thresholds: Thresholds) -> None:
+    """Keep with the measurement what holds it back, for every view of it."""
+    if measurement.step_seconds and measurement.phases_ms and not measurement.not_finite():
+        found = diagnose(measurement, thresholds)
+        measurement.environment["bottleneck"] = found[0].name
+        measurement.environment["findings"] = [str(finding) for finding in found]
 
 
 @dataclass
@@ -163,14 +296,14 @@ class Session:
                 if seconds_left is not None:
                     left = max(0.0, seconds_left - (time.monotonic() - begin))
                 plan = self._plan(number, purpose, attempt, fresh or self.recycle or attempt > 0)
-                plan = self._bounded(looks.detailed(plan, self.settings.metrics, closely), left)
+                plan = self._bounded(detailed(plan, self.settings.metrics, closely), left)
                 outcome = guard.measure(self.runner, configuration, plan)
                 if outcome.status is Status.TIMEOUT and plan.time_limit_s < self._trial_limit_s:
                     outcome = replace(outcome, status=Status.INTERRUPTED, reason=CUT_OFF)
                 if not outcome.status.is_from_outside or left == 0.0 or attempt == MAX_RETRIES:
                     break
                 self.view.warning(f"trial {number}: {outcome.reason}; starting it again")
-            self.recycle = looks.leave_traces(outcome)
+            self.recycle = leave_traces(outcome)
         except BaseException:
             trial = Trial(number, configuration, purpose, Status.INTERRUPTED, reason="interrupted")
             trial.seconds = time.monotonic() - begin
@@ -187,7 +320,7 @@ class Session:
             if self.sampler is not None:
                 end = max(begin, now - detail_s)
                 trial.measurement.system = self.sampler.window(max(begin, end - scored_s), end)
-            looks.note_findings(trial.measurement, self.settings.metrics.thresholds)
+            note_findings(trial.measurement, self.settings.metrics.thresholds)
         # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
         since = self._last_told if purpose is Purpose.SEARCH else begin
         trial.overhead_seconds = max(0.0, now - since - steps_s)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.stages import gains
-from perfsearch.stages.confirm import BASELINE, Verdict
-from perfsearch.stages.session import Session
+from perfsearch.stages.session import BASELINE, Session, Verdict
 
 if TYPE_CHECKING:
-    from perfsearch.pipeline import Result
+    from perfsearch.stages.session import Result
 
 
 def summarise(session: Session, verdict: Verdict) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import perfsearch
+from perfsearch.core.version import version
 from perfsearch.metrics import gpu
 
 _PACKAGES = ("torch", "numpy", "nevergrad", "scikit-learn", "hydra-core", "mlflow", "deepspeed")
@@ -34,7 +34,7 @@ def provenance(
     """
     seen = gpu.environment(device_uuids)
     found: dict[str, Any] = {
-        "perfsearch": perfsearch.__version__,
+        "perfsearch": version(),
         "versions": versions(),
         "host": {
             "name": platform.node(),

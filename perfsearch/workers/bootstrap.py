@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from perfsearch.workers.messages import STORE_FILE, GroupSpec
+from perfsearch.workers.devices import GroupSpec
 
 _IDLE = timedelta(days=30)
 _ABORT_POLL_S = 0.25
+_STORE_FILE = "store"
 _STORE_KEY = "perfsearch/store"
 _SPEC_KEY = "spec"
 _OF_THE_NODE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -65,7 +66,7 @@ class Groups:
         A file in the group's directory on one node, on several a TCP server of the leading rank.
         """
         if self.spec.nnodes == 1:
-            store = dist.FileStore(str(self.directory / STORE_FILE), -1)
+            store = dist.FileStore(str(self.directory / _STORE_FILE), -1)
         else:
             host, port = self._find_server()
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -24,6 +25,44 @@ class Gpu:
     uuid: str
     name: str
     memory_gib: float
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What a group of ranks is: two groups with equal specs are interchangeable.
+
+    Attributes:
+        workload: ``WorkloadSpec`` as plain values, nothing left to be resolved.
+        device: ``cpu`` or ``cuda``.
+        nproc: ranks on this node.
+        nnodes: number of nodes.
+        rdzv_endpoint: rendezvous ``host:port`` for several nodes; empty on one.
+        interface: network interface of stores and gloo on several nodes.
+        seed: where weights, data and RNG states start.
+        env: process-scope environment, set when the processes are started and never later.
+        capture_nccl: whether NCCL logs which algorithm and protocol it uses.
+
+    """
+
+    workload: dict[str, Any]
+    device: str
+    nproc: int
+    nnodes: int = 1
+    rdzv_endpoint: str = ""
+    interface: str = ""
+    seed: int = 0
+    env: dict[str, str] = field(default_factory=dict)
+    capture_nccl: bool = False
+
+    @property
+    def key(self) -> str:
+        """A string that interchangeable groups share."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all nodes."""
+        return self.nproc * self.nnodes
 
 
 @contextmanager

@@ -108,6 +108,14 @@ class Hardware:
         }
 
 
+def threads_today(environ: Mapping[str, str], hardware: Hardware) -> int:
+    """CPU threads of a rank: the user's own setting, else what torchrun would set."""
+    text = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    return 1 if hardware.nproc > 1 else hardware.cores
+
+
 def detect(device: str, environment: Environment) -> Hardware:
     """Settle where ranks run.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from perfsearch.workers import devices, processes, standing
 from perfsearch.workers.channel import Channel, ChannelClosed, Listener, socket_directory
-from perfsearch.workers.devices import Gpu
+from perfsearch.workers.devices import Gpu, GroupSpec
 from perfsearch.workers.environment import Limits
 from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify
 from perfsearch.workers.leavings import Leavings, launcher_report, oom_kills
@@ -22,7 +22,6 @@ from perfsearch.workers.messages import (
     NCCL_LOG_FILE,
     SOCKET_FILE,
     TOKEN_VARIABLE,
-    GroupSpec,
     RankError,
     Startup,
     TrialRequest,

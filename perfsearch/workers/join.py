@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perfsearch.workers import processes
-from perfsearch.workers.messages import TOKEN_VARIABLE, GroupSpec, Startup
+from perfsearch.workers.devices import GroupSpec
+from perfsearch.workers.messages import TOKEN_VARIABLE, Startup
 
 _POLL_S = 0.5
 

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perfsearch.workers.devices import GroupSpec
+
 TOKEN_VARIABLE = "PERFSEARCH_GROUP"
 """Environment variable that marks every process of a group, and their descendants."""
 
 SPEC_FILE = "spec.json"
 SOCKET_FILE = "control.sock"
-STORE_FILE = "store"
 LAUNCHER_REPORT = "launcher.json"
 EXIT_FILE = "launcher.exit"
 NCCL_LOG_FILE = "nccl.%p"
@@ -21,44 +22,6 @@ TORCH_LOGS = "torch"
 AFTER_PEER = "after a peer"
 LOOKING = "look"
 """What a rank is doing that looks closely at steps, its trial's score being known."""
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """What a group of ranks is: two groups with equal specs are interchangeable.
-
-    Attributes:
-        workload: ``WorkloadSpec`` as plain values, nothing left to be resolved.
-        device: ``cpu`` or ``cuda``.
-        nproc: ranks on this node.
-        nnodes: number of nodes.
-        rdzv_endpoint: rendezvous ``host:port`` for several nodes; empty on one.
-        interface: network interface of stores and gloo on several nodes.
-        seed: where weights, data and RNG states start.
-        env: process-scope environment, set when the processes are started and never later.
-        capture_nccl: whether NCCL logs which algorithm and protocol it uses.
-
-    """
-
-    workload: dict[str, Any]
-    device: str
-    nproc: int
-    nnodes: int = 1
-    rdzv_endpoint: str = ""
-    interface: str = ""
-    seed: int = 0
-    env: dict[str, str] = field(default_factory=dict)
-    capture_nccl: bool = False
-
-    @property
-    def key(self) -> str:
-        """A string that interchangeable groups share."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks over all nodes."""
-        return self.nproc * self.nnodes
 
 
 @dataclass(frozen=True)

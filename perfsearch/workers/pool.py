@@ -12,11 +12,11 @@ from perfsearch.core.knob import Value
 from perfsearch.core.trial import Measurement, Status
 from perfsearch.metrics.throughput import peak_flops
 from perfsearch.workers import devices
-from perfsearch.workers.devices import Gpu
+from perfsearch.workers.devices import Gpu, GroupSpec
 from perfsearch.workers.environment import Environment
 from perfsearch.workers.failures import Failure
 from perfsearch.workers.group import WorkerGroup
-from perfsearch.workers.messages import GroupSpec, TrialRequest, rank_log
+from perfsearch.workers.messages import TrialRequest, rank_log
 from perfsearch.workers.preload import Preloaded, early_variables
 
 

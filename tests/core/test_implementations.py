@@ -19,6 +19,13 @@ def package(tmp_path, monkeypatch):
     (root / "wide.py").write_text(
         "from perfsearch.core.space import Space\n\nclass Wide(Space):\n    pass\n"
     )
+    for name, module in (("deep", "space"), ("flat", "__init__")):
+        (root / name).mkdir()
+        (root / name / "__init__.py").touch()
+        text = (
+            f"from perfsearch.core.space import Space\n\nclass {name.title()}(Space):\n    pass\n"
+        )
+        (root / name / f"{module}.py").write_text(text)
     (root / "empty.py").write_text("from perfsearch.core.space import Space\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "kinds_of_space"
@@ -27,10 +34,16 @@ def package(tmp_path, monkeypatch):
 
 
 def test_public_modules_are_the_names_and_the_class_of_a_module_is_loaded(package):
-    assert implementations.names(package) == ["empty", "wide"]
-    assert "kinds_of_space.wide" not in sys.modules
+    assert implementations.names(package) == ["deep", "empty", "flat", "wide"]
+    assert not [name for name in sys.modules if name.startswith("kinds_of_space")]
     found = implementations.load(package, "space", "wide", Space)
     assert (found.__name__, issubclass(found, Space)) == ("Wide", True)
+
+
+@pytest.mark.parametrize(("name", "module"), [("deep", "deep.space"), ("flat", "flat")])
+def test_a_sub_package_implements_in_the_module_of_the_key_or_in_itself(package, name, module):
+    found = implementations.load(package, "space", name, Space)
+    assert (found.__name__, found.__module__) == (name.title(), f"{package}.{module}")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(package):

@@ -12,7 +12,8 @@ import torch
 
 from perfsearch.parallel import base
 from perfsearch.workers.bootstrap import Groups
-from perfsearch.workers.messages import GroupSpec, TrialRequest
+from perfsearch.workers.devices import GroupSpec
+from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.trainer import Trainer
 from perfsearch.workers.trial import run_trial
 from perfsearch.workloads.spec import WorkloadSpec

@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from perfsearch.parallel.base import LoaderOptions
 from perfsearch.workers.bootstrap import Groups
-from perfsearch.workers.messages import GroupSpec, TrialRequest
+from perfsearch.workers.devices import GroupSpec
+from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.trainer import Trainer
 from perfsearch.workers.trial import _Feed
 from perfsearch.workloads import gpt

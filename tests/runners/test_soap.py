@@ -86,7 +86,7 @@ def test_the_search_is_compiled_before_its_time_begins(opened, monkeypatch):
 def test_no_time_is_shown_where_nothing_fits_yet(tmp_path, tables, capsys):
     chosen = settings(tmp_path, tables, mode="estimate", device_memory_gib=1e-9)
     runner = build_runner(chosen)
-    assert runner.estimate(chosen, View()) == 1
+    assert runner.estimate(chosen, View().note) == 1
     runner.close()
     shown = capsys.readouterr().out
     assert "cur(inf) next(inf) best(inf)" in shown

@@ -28,7 +28,7 @@ def test_an_estimate_says_by_what_it_searched(tmp_path, tables, capsys):
     for name in ("mcmc", "random"):
         chosen = settings(tmp_path / name, tables, {"name": name}, mode="estimate")
         runner = build_runner(chosen)
-        assert runner.estimate(chosen, View()) == 0
+        assert runner.estimate(chosen, View().note) == 0
         runner.close()
         assert ("strategy=random needs trials" in capsys.readouterr().out) == (name == "random")
 
@@ -94,7 +94,7 @@ def test_saved_tables_give_the_same_search_without_running_anything(tmp_path, ta
     saved = tmp_path / "run" / "soap"
     again = settings(tmp_path / "other", saved, mode="estimate", export_to=kept)
     planner = build_runner(again)
-    assert planner.estimate(again, View()) == 0
+    assert planner.estimate(again, View().note) == 0
     planner.close()
     assert strategy_file.parse(Path(kept).read_text(), runner.inputs.graph) == best
 
@@ -129,7 +129,7 @@ def test_an_edited_machine_is_planned_for_and_named(tmp_path, tables, capsys):
     asked = settings(tmp_path, tables, mode="estimate")
     asked = replace(asked, nproc="auto", workload=Selected("gpt", {"size": "auto"}))
     runner = build_runner(asked)
-    assert runner.estimate(asked, View()) == 0
+    assert runner.estimate(asked, View().note) == 0
     line = capsys.readouterr().out.splitlines()[0]
     assert line == f"planning for 1 device of runner.tables={tables}, model of global batch 8"
     assert (tmp_path / "run" / "soap" / JOB).exists()
@@ -200,7 +200,7 @@ def test_a_plan_is_simulated_and_searched_without_a_trial(tmp_path, tables, mode
     for _ in range(2):
         chosen = settings(tmp_path, tables, mode=mode)
         runner = build_runner(chosen)
-        assert getattr(runner, mode)(chosen, View()) == 0
+        assert getattr(runner, mode)(chosen, View().note) == 0
         runner.close()
         shown = capsys.readouterr().out
         assert "predicted step" in shown

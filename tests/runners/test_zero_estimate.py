@@ -16,7 +16,7 @@ STAGES = ("0 ", "1 ", "2 ", "3 ")
 
 def test_the_estimate_shows_only_what_a_search_may_try(capsys):
     def table(batch="fixed", **options):
-        make(batch, card="H100", **options).estimate(None, View())
+        make(batch, card="H100", **options).estimate(None, View().note)
         lines = capsys.readouterr().out.splitlines()
         columns = re.findall(r"(\d+) x (\d+)", next(x for x in lines if x.startswith("ZeRO")))
         return [(int(m), int(t)) for m, t in columns], [x for x in lines if x[:2] in STAGES]
@@ -37,7 +37,7 @@ def test_the_estimate_shows_only_what_a_search_may_try(capsys):
 
 
 def test_a_device_of_mebibytes_is_told_in_them(capsys):
-    make(device_memory_gib=0.008).estimate(None, View())
+    make(device_memory_gib=0.008).estimate(None, View().note)
     assert "8.19 MiB a device, of which 7.78 may be used" in capsys.readouterr().out
 
 
@@ -53,7 +53,7 @@ def test_the_estimate_is_a_table_for_a_card_that_is_absent(capsys):
     configuration = validate(plain)
     runner = Zero.from_settings(configuration)
     runner.memory.facts = GivenFacts(gpt_large())
-    assert runner.estimate(configuration, View()) == 0
+    assert runner.estimate(configuration, View().note) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "774.0 M parameters" in lines[0]
     assert lines[1].startswith("79.2 GiB a device, of which 75.2 may be used")
@@ -78,7 +78,7 @@ def test_the_estimate_is_a_table_for_a_card_that_is_absent(capsys):
     ],
 )  # fmt: skip
 def test_the_margin_is_a_size_and_small_tables_are_in_mib(capsys, facts, unit, margin):
-    make(card="H100", facts=facts).estimate(None, View())
+    make(card="H100", facts=facts).estimate(None, View().note)
     lines = capsys.readouterr().out.splitlines()
     assert f"predicted peak in {unit} " in lines[-1]
     assert re.search(f"margin: 2 standard deviations, {margin} here before any trial", lines[-1])
@@ -90,7 +90,7 @@ def test_no_facts_means_no_estimate_and_no_crash(capsys):
     runner = make(card="H100")
     runner.memory.facts = GivenFacts(None)
     runner.memory.facts.error = "ValueError: no"
-    assert runner.estimate(None, View()) == 1
+    assert runner.estimate(None, View().note) == 1
     assert "no estimate: the job could not be described (ValueError: no)" in capsys.readouterr().out
     assert runner.screen(runner.baseline) is None
     assert runner.hints([]).predict(runner.baseline).peak_gib is None
@@ -102,4 +102,4 @@ def test_an_estimate_of_what_is_no_job_is_bad_input():
     runner.memory.facts = GivenFacts(None)
     runner.memory.facts.error = "TypeError: workload.factory=m:f: the model has no parameters"
     with pytest.raises(BadInputError, match=r"^workload.factory=m:f: the model has no parameters"):
-        runner.estimate(None, View())
+        runner.estimate(None, View().note)

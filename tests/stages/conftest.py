@@ -10,8 +10,8 @@ import pytest
 from stages.synthetic import KeptTracker, KeptView, SyntheticRunner
 
 from perfsearch.config import Settings, validate
-from perfsearch.pipeline import Result
 from perfsearch.pipeline import search as run_search
+from perfsearch.stages.session import Result
 from perfsearch.strategies import load
 
 

@@ -19,9 +19,9 @@ from perfsearch.core.journal import JournalError, read
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Purpose, Status
-from perfsearch.pipeline import Result
 from perfsearch.runners.base import Outcome
 from perfsearch.stages import earlier_costs, warm_start
+from perfsearch.stages.session import Result
 from perfsearch.tracking.earlier import StoredSearch, StoredTrial, StoreError
 
 BEST = {"bucket": 32, "view": True}

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-import perfsearch
+from perfsearch.core.version import version
 from perfsearch.tracking.provenance import commit, provenance
 
 
@@ -30,7 +30,7 @@ def test_what_it_tells_is_plain_and_has_no_environment(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("MY_TOKEN", "do-not-tell")
     found = provenance(tmp_path)
-    assert found["perfsearch"] == perfsearch.__version__
+    assert found["perfsearch"] == version()
     assert found["versions"]["torch"]
     assert found["devices"] == []
     assert "driver" not in found

@@ -9,7 +9,8 @@ import torch
 
 from perfsearch.workers import measure
 from perfsearch.workers.bootstrap import Groups
-from perfsearch.workers.messages import GroupSpec, TrialRequest, trace_file
+from perfsearch.workers.devices import GroupSpec
+from perfsearch.workers.messages import TrialRequest, trace_file
 from perfsearch.workers.trainer import Trainer
 from perfsearch.workers.trial import run_trial
 from perfsearch.workloads.spec import WorkloadSpec

@@ -4,10 +4,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from perfsearch.core.trial import Measurement, Status
+from perfsearch.workers.devices import GroupSpec
 from perfsearch.workers.environment import Environment
 from perfsearch.workers.failures import Failure
 from perfsearch.workers.group import Reply
-from perfsearch.workers.messages import GroupSpec, TrialRequest
+from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
 
 SPEC = GroupSpec(workload={}, device="cpu", nproc=1)

@@ -22,7 +22,7 @@ def _run_the_users_own() -> None:
 def _take_part() -> None:
     if "RANK" not in os.environ or "PERFSEARCH_DEEPSPEED" not in os.environ:
         return  # a launcher, or a process that the job started with an environment of its own
-    root = str(_HERE.parents[2])
+    root = str(next(above.parent for above in _HERE.parents if above.name == "perfsearch"))
     if root not in sys.path:
         sys.path.append(root)
     from perfsearch.deepspeed_hook.rank import enter

@@ -12,7 +12,8 @@ from parallel.soap.soap_ranks import random_plan
 from perfsearch.parallel.soap.strategy_file import dump
 from perfsearch.parallel.soap_step import captured_of
 from perfsearch.workers.bootstrap import Groups
-from perfsearch.workers.messages import GroupSpec, TrialRequest
+from perfsearch.workers.devices import GroupSpec
+from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.trainer import Trainer
 from perfsearch.workers.trial import run_trial
 from perfsearch.workloads.spec import WorkloadSpec
