@@ -18,7 +18,7 @@ from typing import Any
 from perfsearch.config import validate
 from perfsearch.core.trial import Purpose
 from perfsearch.runners.base import Plan
-from perfsearch.runners.deepspeed import DeepSpeed
+from perfsearch.runners.deepspeed.runner import DeepSpeed
 
 SCRIPT = Path(__file__).with_name("_deepspeed_train.py")
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from _metrics_store import ROOT, Store
 
+from perfsearch.core.hardware import Environment, Limits
 from perfsearch.core.trial import Measurement, Purpose
 from perfsearch.metrics.bounds import bounds
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.runners.base import Plan
-from perfsearch.runners.ddp import DDP, DdpOptions
-from perfsearch.workers.environment import Environment, Limits
+from perfsearch.runners.ddp.runner import DDP, DdpOptions
 from perfsearch.workloads.spec import WorkloadSpec
 
 SLEEPS_MS = (20.0, 60.0, 120.0)

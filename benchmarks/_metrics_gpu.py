@@ -22,18 +22,16 @@ import torch
 from _metrics_store import ROOT, Store
 from _paired import compare
 
+from perfsearch.core.hardware import GroupSpec
 from perfsearch.core.trial import Measurement
-from perfsearch.metrics.bounds import bound_of, bounds
-from perfsearch.metrics.looks import closest_look
+from perfsearch.metrics.bounds import bound_of, bounds, closest_look
 from perfsearch.metrics.throughput import mfu_of
-from perfsearch.parallel.base import TrainStep
+from perfsearch.training.base import TrainStep
+from perfsearch.training.process_groups import Groups
 from perfsearch.workers import measure
-from perfsearch.workers.bootstrap import Groups
-from perfsearch.workers.devices import GroupSpec
 from perfsearch.workers.messages import TrialRequest
-from perfsearch.workers.sync_points import SyncWatch
-from perfsearch.workers.trainer import Trainer
-from perfsearch.workers.trial import _Feed
+from perfsearch.workers.profile import SyncWatch
+from perfsearch.workers.trial import Trainer, _Feed
 from perfsearch.workloads.spec import WorkloadSpec
 
 WARM_STEPS = 12
@@ -59,7 +57,7 @@ def one_rank(
         trainer = Trainer(groups)
         groups.ensure({}, {}, 300.0)
         assert workload.global_batch is not None
-        request = TrialRequest(0, "ddp", {}, samples_per_step=workload.global_batch)
+        request = TrialRequest(0, "training.ddp", {}, samples_per_step=workload.global_batch)
         step = trainer.build(request)
         feed = _Feed(trainer, step, workload.global_batch)
         for _ in range(WARM_STEPS):

@@ -6,14 +6,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from perfsearch.assemble import build_runner, strategy_factory
 from perfsearch.config import validate
 from perfsearch.core.journal import Journal
 from perfsearch.core.objective import Objective
 from perfsearch.core.trial import Trial
-from perfsearch.stages import baseline, confirm, gains
-from perfsearch.stages import search as searching
-from perfsearch.stages.session import Session, Verdict
+from perfsearch.pipeline import baseline, confirm
+from perfsearch.pipeline import baseline as gains
+from perfsearch.pipeline import explore as searching
+from perfsearch.pipeline.search import build_runner, strategy_factory
+from perfsearch.pipeline.session import Session, Verdict
 from perfsearch.view import View
 
 
@@ -56,7 +57,7 @@ def search(
                 settings, runner, strategy, journal, View(objective), NoTracker(),  # type: ignore[arg-type]
                 Path(name), objective, trials,
             )  # fmt: skip
-            baseline.run(session)
+            baseline.run_baseline(session)
             reason = gains.reason_to_stop(session) or searching.run(session)
             print(f"search ended: {reason}", flush=True)
             verdict = confirm.run(session)

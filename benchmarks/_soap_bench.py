@@ -19,8 +19,8 @@ from perfsearch.config import validate
 from perfsearch.core.trial import Purpose
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.base import Runner
-from perfsearch.runners.ddp import DDP
-from perfsearch.runners.soap import Soap
+from perfsearch.runners.ddp.runner import DDP
+from perfsearch.runners.soap.runner import Soap
 
 HERE = Path(__file__).parent.absolute()
 MODELS = {"dlrm": 1024, "wide": 256, "convolutions": 1024}

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 
-from perfsearch.parallel.soap.axes import Joined, Rectangle, Same, Whole
-from perfsearch.parallel.soap.graph import Graph, Operator, Parameter, Role, Stage
-from perfsearch.parallel.soap.rectangles import volume
-from perfsearch.parallel.soap.rules import input_rectangle, parameter_rectangles
-from perfsearch.parallel.soap.tasks import ShardCost
+from perfsearch.soap.graph import (
+    Graph,
+    Joined,
+    Operator,
+    Parameter,
+    Rectangle,
+    Role,
+    Same,
+    Stage,
+    Whole,
+    volume,
+)
+from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles
+from perfsearch.soap.simulator.problem import ShardCost
 
 FLOPS_PER_US = 2e7
 BYTES_PER_US = 2e6

@@ -15,7 +15,7 @@ from perfsearch.core.knob import Configuration, Kind, Knob, Value
 from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.metrics.cards import MEMORY_GIB
+from perfsearch.metrics.gpu import MEMORY_GIB
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions
 

@@ -17,7 +17,7 @@ from perfsearch.config import Settings, validate
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Measurement, Purpose, Trial
 from perfsearch.runners.base import Plan
-from perfsearch.runners.zero import Zero
+from perfsearch.runners.zero.runner import Zero
 
 LARGEST_PER_GPU = 64
 LLAMA = "llama"

@@ -26,7 +26,7 @@ from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Purpose
 from perfsearch.runners.base import Outcome, Plan
-from perfsearch.runners.ddp import DDP
+from perfsearch.runners.ddp.runner import DDP
 
 
 def read_grid(arguments: list[str]) -> list[dict[str, Value]]:

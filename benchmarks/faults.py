@@ -101,7 +101,7 @@ def run(faults: Sequence[Fault], store: Path | None, home: Path) -> list[Outcome
 def _import_everything() -> None:
     """What a command imports, so that its fork need not."""
     import perfsearch.cli
-    import perfsearch.pipeline
+    import perfsearch.pipeline.search
     import perfsearch.tracking.mlflow
     import perfsearch.view  # noqa: F401
 

@@ -126,16 +126,16 @@ class Bench:
         """Write the knobs of a file as a search writes what it has found."""
         import yaml
 
-        from perfsearch.runners import _script_export
-        from perfsearch.workers.environment import Environment, detect
+        from perfsearch.core.hardware import Environment, detect_hardware
+        from perfsearch.runners._script import export
 
         best = self.run_dir / "best"
         best.mkdir(parents=True, exist_ok=True)
         knobs = yaml.safe_load(file.read_text())
         (best / "config.yaml").write_text(yaml.safe_dump(knobs))
-        hardware = detect(self.options.device, Environment(best, nproc=self.options.nproc))
+        hardware = detect_hardware(self.options.device, Environment(best, nproc=self.options.nproc))
         command = [*self.script, "--epochs", ENDLESS]
-        _script_export.write(knobs, [], hardware, 1, command, False, ["ddp"], best / "apply")
+        export.export_files(knobs, [], hardware, 1, command, False, ["ddp"], best / "apply")
         return {"verdict": f"as {file} says, unsearched", "knobs": knobs, "speed_up": None}
 
     def _perfsearch_run(self, *words: str) -> list[str]:
@@ -179,7 +179,7 @@ class Bench:
 
 def table(rates: dict[str, list[float]], summary: dict[str, Any]) -> list[str]:
     """Ratios of the arms beside what the search has confirmed."""
-    from perfsearch.core.statistics import paired_interval
+    from perfsearch.core.objective import paired_interval
 
     lines = ["| throughput of | ratio | 95% interval | starts each |", "| --- | --- | --- | --- |"]
     for arm, over in PAIRS:

@@ -24,13 +24,13 @@ from pathlib import Path
 
 from ddp_grid import read_grid
 
-from perfsearch.assemble import build_runner
 from perfsearch.compose import compose
 from perfsearch.config import validate
 from perfsearch.core.knob import Configuration, Scope, Value
 from perfsearch.core.objective import Objective
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.pipeline.search import build_runner
 from perfsearch.runners.base import Plan, Runner
 from perfsearch.tracking.export import write_trials
 

@@ -113,8 +113,7 @@ class Bench:
         """A new model under a configuration, its optimizer, and the switch of that."""
         from torch.nn.parallel import DistributedDataParallel
 
-        from perfsearch.online.optimizer import ImplementationSwitch
-        from perfsearch.online.wrapper import adopt
+        from perfsearch.online.ddp import ImplementationSwitch, adopt
 
         ids = [self.device.index] if self.options.device == "cuda" else None
         net = DistributedDataParallel(self.module(), device_ids=ids)
@@ -126,7 +125,7 @@ class Bench:
 
     def set(self, net: Any, switch: Any, configuration: dict[str, Any]) -> None:
         """Put a configuration into force."""
-        from perfsearch.online.wrapper import rewrap
+        from perfsearch.online.ddp import rewrap
 
         rewrap(net, configuration)
         switch.apply(configuration["optimizer_implementation"])
@@ -225,7 +224,7 @@ def run_rank() -> int:
     options = options_of()
     bench = Bench(options)
     import perfsearch
-    from perfsearch.online.wrapper import configuration_of
+    from perfsearch.online.ddp import configuration_of
 
     ranked = measure_grid(bench)
     (best_s, best), (worst_s, worst) = ranked[0], ranked[-1]

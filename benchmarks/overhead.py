@@ -131,7 +131,7 @@ class Bench:
     def _tuned(self, kind: str) -> Arm:
         """A model that tuning has finished with."""
         import perfsearch
-        from perfsearch.online import session
+        from perfsearch.online import rank
 
         self.untouched.restore()
         arm = self._made(kind)
@@ -139,7 +139,7 @@ class Bench:
             "bucket_cap_mb": 25.0, "first_bucket_mb": 1.0, "gradient_as_bucket_view": False,
             "optimizer_implementation": "default", "hierarchical_group_size": 0,
         }  # fmt: skip
-        session._install_hook.cache_clear()  # each arm gets the hook for itself
+        rank._install_hook.cache_clear()  # each arm gets the hook for itself
         perfsearch.autotune(
             arm.net, knobs=fixed, retune_on_drift=kind == "watched", drift_tolerance=1e9,
             warmup_samples=0,
@@ -164,7 +164,7 @@ class Bench:
 
     def _score(self, script: Any) -> Any:
         """Have the script timed as in a trial that goes on from kept batches, in mid-window."""
-        from perfsearch.instrument.searched import Searched
+        from perfsearch.instrument.rank import Searched
         from perfsearch.workers.settling import is_detailed
 
         if self._searched is None:

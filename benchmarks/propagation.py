@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _soap_graphs as graphs
 from simulator import CASES, graph_of
 
-from perfsearch.parallel.soap import machine
-from perfsearch.parallel.soap import tables as at
-from perfsearch.parallel.soap.configuration import data_parallel
-from perfsearch.parallel.soap.engine import ChainOptions, Engine
-from perfsearch.parallel.soap.tasks import Problem
+from perfsearch.soap.plan import data_parallel
+from perfsearch.soap.simulator import machine
+from perfsearch.soap.simulator import memory as at
+from perfsearch.soap.simulator.chain import ChainOptions, Engine
+from perfsearch.soap.simulator.problem import Problem
 
 SHARES = (0.0, 0.1, 0.25, 0.5)
 MARKS = (2_000, 10_000, 50_000)

@@ -38,9 +38,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from perfsearch import assemble  # noqa: E402
 from perfsearch.config import validate  # noqa: E402
 from perfsearch.core.trial import Trial  # noqa: E402
+from perfsearch.pipeline import search  # noqa: E402
 from perfsearch.view import open_view  # noqa: E402
 
 SCRIPTS = ROOT / "examples" / "scripts"
@@ -125,7 +125,7 @@ def run_case(name: str, directory: Path, options: argparse.Namespace) -> dict[st
         }
     )
     begin = time.time()
-    result = assemble.search(settings, open_view)
+    result = search.run_search(settings, open_view)
     spent_s = time.time() - begin
     summary = json.loads((run_dir / "best" / "summary.json").read_text())
     found: dict[str, Any] = {

@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _soap_graphs as graphs
 import numpy as np
 
-from perfsearch.parallel.soap import machine
-from perfsearch.parallel.soap.configuration import data_parallel
-from perfsearch.parallel.soap.engine import ChainOptions, Engine
-from perfsearch.parallel.soap.graph import Graph
-from perfsearch.parallel.soap.tasks import Problem
+from perfsearch.soap.graph import Graph
+from perfsearch.soap.plan import data_parallel
+from perfsearch.soap.simulator import machine
+from perfsearch.soap.simulator.chain import ChainOptions, Engine
+from perfsearch.soap.simulator.problem import Problem
 
 CASES = {
     "dlrm_4": ("dlrm", 4),

@@ -36,11 +36,11 @@ import _soap_report
 from _soap_bench import HERE, MODELS, Bench, visit, with_repository
 from _store import Store
 
-from perfsearch.parallel.soap import strategy_file
-from perfsearch.parallel.soap.configuration import OperatorConfiguration, Plan, data_parallel
-from perfsearch.parallel.soap.operator_time import OperatorTime
-from perfsearch.runners import _soap_plans
-from perfsearch.runners.soap import Soap
+from perfsearch.runners.soap import report
+from perfsearch.runners.soap.runner import Soap
+from perfsearch.soap import formats
+from perfsearch.soap.executor.execute import OperatorTime
+from perfsearch.soap.plan import OperatorConfiguration, Plan, data_parallel
 
 ROUNDS = 5
 DRAWN = 6
@@ -98,7 +98,7 @@ def two_tables_each(runner: Soap) -> Plan:
 def found_plan(bench: Bench, runner: Soap, model: str) -> Plan:
     """What the search of a model handed over."""
     record = next(r for r in bench.store.of("search") if r["key"] == model)
-    return strategy_file.parse(record["strategy"], runner.inputs.graph, runner.devices)
+    return formats.parse_plan(record["strategy"], runner.inputs.graph, runner.devices)
 
 
 def by_hand(bench: Bench) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _rows(bench: Bench, model: str, stack: ExitStack) -> dict[str, Row]:
     def plan_row(make: Callable[[Soap], Plan]) -> Row:
         def measure(turn: int) -> dict[str, Any]:
             soap = runner("soap", lambda: bench.soap(model))
-            return visit(soap, _soap_plans.configuration_of(make(soap)), turn)
+            return visit(soap, report.configuration_of(make(soap)), turn)
 
         return measure
 
@@ -207,13 +207,13 @@ def drawn(bench: Bench) -> None:
                 changes = DRIFTS[number % len(DRIFTS)]
                 plan = runner.simulator.drift(start, changes, seed=number)
                 simulated = runner.simulator.estimate(plan)
-                kept = visit(runner, _soap_plans.configuration_of(plan), number)
+                kept = visit(runner, report.configuration_of(plan), number)
                 operators = by_operator(runner, plan, kept.pop("operators", {}))
                 bench.store.add(
                     "drawn", f"{model}/{number}", model=model, changes=changes,
                     simulated_ms=1e3 * simulated.seconds, simulated_gib=simulated.peak_gib,
                     calibrated=runner.inputs.machine.calibrated, operators=operators,
-                    strategy=strategy_file.dump(runner.inputs.graph, plan, runner.devices), **kept,
+                    strategy=formats.dump_plan(runner.inputs.graph, plan, runner.devices), **kept,
                 )  # fmt: skip
                 print(f"  {model}/{number}: simulated {1e3 * simulated.seconds:.3f} ms, {kept}",
                       flush=True)  # fmt: skip

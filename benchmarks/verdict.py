@@ -19,11 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from perfsearch.assemble import build_runner, strategy_factory
 from perfsearch.config import validate
 from perfsearch.core.trial import Purpose
-from perfsearch.pipeline import search
-from perfsearch.stages.session import Result
+from perfsearch.pipeline.search import build_runner, search, strategy_factory
+from perfsearch.pipeline.session import Result
 from perfsearch.view import View
 
 GAIN = 1.03

@@ -37,9 +37,9 @@ from perfsearch.core.journal import Journal
 from perfsearch.core.objective import Objective
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.stages import baseline
-from perfsearch.stages import search as searching
-from perfsearch.stages.session import Session
+from perfsearch.pipeline import baseline
+from perfsearch.pipeline import explore as searching
+from perfsearch.pipeline.session import Session
 from perfsearch.view import View
 
 PER_GPU = 16
@@ -137,7 +137,7 @@ def run_search(bench: Bench, part: str, name: str, settings: Settings) -> None:
             Path(directory), objective, trials,
         )  # fmt: skip
         described_s = time.monotonic() - begin
-        baseline.run(session)
+        baseline.run_baseline(session)
         baseline_s = time.monotonic() - begin
         allowed = settings.budget.seconds
         if allowed is not None:  # here the start of processes counts, too

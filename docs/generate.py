@@ -19,8 +19,8 @@ from pathlib import Path
 from perfsearch import runners, strategies
 from perfsearch.config import GROUPS
 from perfsearch.config_options import describe_type, show
+from perfsearch.core.docstrings import attribute_help, summary
 from perfsearch.core.knob import Knob
-from perfsearch.docstrings import attribute_help, summary
 from perfsearch.help import settings_keys
 
 ROOT = Path(__file__).parent.parent
@@ -89,8 +89,7 @@ def runners_page() -> str:
 
 def _script_section() -> list[str]:
     """The user's own script, whose knobs depend on what it builds."""
-    from perfsearch.runners._script import Script
-    from perfsearch.runners._script_options import ScriptOptions
+    from perfsearch.runners._script.runner import Script, ScriptOptions
 
     head = ("knob", "values", "default", "scope", "numerics", "what it is")
     return [
@@ -103,11 +102,11 @@ def _script_section() -> list[str]:
 
 
 def _script_knobs() -> list[Knob]:
+    from perfsearch.core.hardware import Hardware
     from perfsearch.instrument.facts import Facts
     from perfsearch.instrument.mapping import Mapped
     from perfsearch.runners import _script_knobs as script
     from perfsearch.runners._script_objects import ScriptSurroundings
-    from perfsearch.workers.environment import Hardware
 
     values = {"find_unused_parameters": True}
     facts = Facts(["ddp", "fully_shard", "fsdp1"], 1, ["torch optimizer"], values)
@@ -152,17 +151,17 @@ def _zero_knobs() -> list[Knob]:
 
 
 def _deepspeed_knobs() -> list[Knob]:
-    from perfsearch.runners import _deepspeed_knobs as deepspeed
-    from perfsearch.runners._deepspeed_autotuning import Autotuning
     from perfsearch.runners._zero_batch import Batch
+    from perfsearch.runners.deepspeed import config as deepspeed
+    from perfsearch.runners.deepspeed.autotuning import Autotuning
 
     batch = Batch("free", global_batch=64, world_size=16, micro_batch=4)
     return deepspeed.declare({}, batch, Autotuning())[0]
 
 
 def _ddp_knobs() -> list[Knob]:
+    from perfsearch.core.hardware import Hardware
     from perfsearch.runners import _ddp_knobs as ddp
-    from perfsearch.workers.environment import Hardware
     from perfsearch.workloads.spec import Traits
 
     traits = Traits(samples_per_rank={}, auto_cpu="", auto_gpu="", convolutional=True)

@@ -15,7 +15,7 @@ from perfsearch.core.errors import BadInputError
 if TYPE_CHECKING:
     import torch
 
-    from perfsearch.stages.session import Result
+    from perfsearch.pipeline.session import Result
 
 
 def search(*overrides: str, **keys: Any) -> Result:
@@ -38,21 +38,21 @@ def search(*overrides: str, **keys: Any) -> Result:
         KeyboardInterrupt: it was interrupted; the same call goes on from there.
 
     """
-    from perfsearch import assemble
     from perfsearch.compose import compose
     from perfsearch.config import validate
+    from perfsearch.pipeline import search as assemble
     from perfsearch.runners import why_no_knobs
     from perfsearch.view import open_view
 
     settings = validate(compose(overrides, keys, why_no_knobs))
     with _interruptible():
-        return assemble.search(settings, open_view)
+        return assemble.run_search(settings, open_view)
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
     """End a search in good order on a signal, then let the caller's own handler have it."""
-    from perfsearch.exits import ExitCode, Interrupted, interruptible
+    from perfsearch.core.signals import ExitCode, Interrupted, interruptible
 
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers can be set in the main thread only; an exception there ends nothing here
@@ -90,11 +90,12 @@ def autotune(model: torch.nn.Module, **options: Any) -> torch.nn.parallel.Distri
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from perfsearch.online import AutotuneOptions, beforehand, enabling, session
+    from perfsearch.online import AutotuneOptions, rank
+    from perfsearch.online import knobs as beforehand
 
     names = {field.name for field in dataclasses.fields(AutotuneOptions)}
     chosen = AutotuneOptions.from_mapping({k: v for k, v in options.items() if k in names})
-    beforehand.check(chosen)
+    beforehand.check_knobs(chosen)
     for_wrapper = {k: v for k, v in options.items() if k not in names}
     if not dist.is_initialized():
         raise BadInputError(
@@ -107,10 +108,10 @@ def autotune(model: torch.nn.Module, **options: Any) -> torch.nn.parallel.Distri
                 f"perfsearch.autotune: {', '.join(for_wrapper)}: the model is wrapped already. "
                 f"Options are {', '.join(sorted(names))}."
             )
-        return session.begin(model, chosen)
-    with enabling.paused():
+        return rank.begin_tuning(model, chosen)
+    with rank.tuning_paused():
         wrapper = DistributedDataParallel(model, **for_wrapper)
-    return session.begin(wrapper, chosen)
+    return rank.begin_tuning(wrapper, chosen)
 
 
 def apply(

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from perfsearch.core.errors import BadInputError
+from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.knob import Value
-from perfsearch.core.suggest import nearest
 from perfsearch.parallel import nccl
-from perfsearch.runners import _ddp_export
 from perfsearch.runners._ddp_knobs import EFFECT_ORDER
+from perfsearch.runners.ddp import export
 
 _FILE = "config.yaml"
 
@@ -77,8 +76,8 @@ def apply(knobs: Mapping[str, Value], model: Any, optimizer: Any) -> Any:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from perfsearch.online import wrapper as wrapping
-    from perfsearch.online.optimizer import ImplementationSwitch, why_not
+    from perfsearch.online import ddp as wrapping
+    from perfsearch.online.ddp import ImplementationSwitch, why_not_switchable
 
     elsewhere = _elsewhere(knobs)
     if knobs.get("omp_num_threads") is not None:
@@ -93,7 +92,7 @@ def apply(knobs: Mapping[str, Value], model: Any, optimizer: Any) -> Any:
     wrapping.rewrap(model, {k: v for k, v in knobs.items() if v is not None})
     choice = knobs.get("optimizer_implementation")
     if optimizer is not None and choice not in (None, "default"):
-        reason = why_not(optimizer)
+        reason = why_not_switchable(optimizer)
         if reason:
             elsewhere.append(f"optimizer_implementation={choice}: {reason}")
         else:
@@ -107,7 +106,7 @@ def apply(knobs: Mapping[str, Value], model: Any, optimizer: Any) -> Any:
 
 def prepare(knobs: Mapping[str, Value]) -> None:
     """Have everything that is built from now on take the knobs; see ``perfsearch.apply``."""
-    from perfsearch.instrument.patches import once
+    from perfsearch.instrument.patching import once
     from perfsearch.instrument.script import Script
     from perfsearch.run_knobs import plan
 
@@ -145,7 +144,7 @@ def _elsewhere(knobs: Mapping[str, Value]) -> list[str]:
     found = []
     if wanted:
         found.append(f"start the script with {_assigned(wanted)}")
-    loader = _ddp_export.loader_lines(knobs)
+    loader = export.loader_lines(knobs)
     if loader:
         text = ", ".join(f"{name}={value!r}" for name, value in loader.items())
         found.append(f"DataLoader(..., {text})")

@@ -18,10 +18,9 @@ from perfsearch.cli_errors import explain
 from perfsearch.cli_job import Job, JobFailedError
 from perfsearch.cli_knobs import open_knobs
 from perfsearch.cli_recorded import take_recorded_configuration
-from perfsearch.core.errors import BadInputError
-from perfsearch.core.suggest import nearest
+from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.signals import ExitCode, Interrupted, interruptible
 from perfsearch.core.version import version
-from perfsearch.exits import ExitCode, Interrupted, interruptible
 from perfsearch.surroundings import (
     flush_output,
     open_standard_streams,
@@ -127,7 +126,7 @@ def _command(arguments: list[str], given: Mapping[str, Any]) -> int:
 
 
 def _search(settings: Settings) -> int:
-    from perfsearch.assemble import run
+    from perfsearch.pipeline.search import run
     from perfsearch.view import open_view
 
     return run(settings, open_view)

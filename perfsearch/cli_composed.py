@@ -129,7 +129,7 @@ def _jobs_of_sweep(config_loader: Any, master: Any) -> list[list[str]]:
 
 
 def _check_job(composed: Mapping[str, Any]) -> None:
-    from perfsearch.assemble import build_runner, strategy_factory
+    from perfsearch.pipeline.search import build_runner, strategy_factory
 
     settings = validate(composed)
     strategy_factory(settings)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from perfsearch.config_options import show
-from perfsearch.core.suggest import nearest
+from perfsearch.core.errors import nearest
 
 FORCE = "++"
 """What Hydra wants before a key that it is to set whether or not the files have it."""

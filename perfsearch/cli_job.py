@@ -11,7 +11,7 @@ from typing import Any
 from perfsearch.cli_errors import explain
 from perfsearch.config import Settings, validate
 from perfsearch.core.errors import BadInputError
-from perfsearch.exits import ExitCode, Interrupted
+from perfsearch.core.signals import ExitCode, Interrupted
 
 
 def plain(config: Any, complete: bool = True) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from perfsearch.config_options import ConfigError, show
-from perfsearch.core.suggest import nearest
+from perfsearch.core.errors import nearest
 
 PATH_KEYS = ("run_dir", "tracking.uri")
 """Keys of our own that decide where something is written."""

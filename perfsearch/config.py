@@ -26,8 +26,8 @@ from perfsearch.config_schema import (
     Settings,
     TrackingSettings,
 )
-from perfsearch.core import implementations
-from perfsearch.core.suggest import nearest
+from perfsearch.core import registry
+from perfsearch.core.errors import nearest
 
 __all__ = [
     "BudgetSettings",
@@ -127,7 +127,7 @@ def _selected(group: str, node: Any) -> Selected:
 def _available(group: str) -> list[str]:
     """Names that a group can take, or none where only its own registry can tell."""
     package = _REGISTRIES.get(group)
-    return [] if package is None else implementations.names(package)
+    return [] if package is None else registry.names(package)
 
 
 def _refuse_instantiation(node: Any, key: str = "") -> None:

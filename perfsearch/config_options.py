@@ -15,8 +15,7 @@ from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from perfsearch.core.errors import BadInputError
-from perfsearch.core.suggest import nearest
+from perfsearch.core.errors import BadInputError, nearest
 
 T = TypeVar("T")
 

@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from perfsearch.config_options import ConfigError, option
 from perfsearch.config_thresholds import ThresholdSettings
-from perfsearch.core.budget import Budget
 from perfsearch.core.knob import Numerics
-from perfsearch.core.objective import Metric
+from perfsearch.core.objective import Budget, Metric
 
 
 @dataclass(frozen=True)

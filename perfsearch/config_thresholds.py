@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perfsearch.config_options import option
-from perfsearch.metrics.findings import Thresholds
+from perfsearch.metrics.diagnosis import Thresholds
 
 
 def _share(default: float) -> Any:

@@ -14,7 +14,7 @@ from importlib.resources.abc import Traversable
 
 from perfsearch import config
 from perfsearch.config_options import describe_type, show
-from perfsearch.docstrings import attribute_help, summary
+from perfsearch.core.docstrings import attribute_help, summary
 
 _USAGE = """\
 Find the fastest configuration of a PyTorch training job that does the same computation.

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.signals import ExitCode
 from perfsearch.core.version import version
-from perfsearch.exits import ExitCode
+from perfsearch.instrument.facts import ENTRY, Orders
 from perfsearch.instrument.mapping import Mapped, apply
-from perfsearch.instrument.orders import ENTRY, Orders
 from perfsearch.instrument.presets import gather
 from perfsearch.run_arguments import RunArguments, own_parser, split
 from perfsearch.run_knobs import KnobFile, KnobPlan, plan, read_knobs
-from perfsearch.runners._deepspeed_launchers import LAUNCHERS
+from perfsearch.runners.deepspeed.command import LAUNCHERS
 from perfsearch.surroundings import open_standard_streams, require_current_directory
 
 
@@ -125,9 +125,9 @@ def start(asked: RunArguments) -> int:
         )
     os.environ.update(planned.environment)
     if asked.autotune is not None:
-        from perfsearch.online import AutotuneOptions, beforehand
+        from perfsearch.online import AutotuneOptions, knobs
 
-        beforehand.check(AutotuneOptions.from_mapping(asked.autotune))  # not by every rank
+        knobs.check_knobs(AutotuneOptions.from_mapping(asked.autotune))  # not by every rank
     if asked.parsed.no_python:
         return _torchrun(asked.parsed, asked.script, arguments)
     orders = Orders(

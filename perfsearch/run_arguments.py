@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
+from perfsearch.core.docstrings import attribute_help
 from perfsearch.core.errors import BadInputError
-from perfsearch.docstrings import attribute_help
 from perfsearch.online.options import AutotuneOptions
 
 

@@ -12,10 +12,10 @@ from perfsearch.core.knob import Value
 from perfsearch.instrument.mapping import FILE_KEYS
 from perfsearch.run_arguments import RunArguments
 from perfsearch.run_knobs import KnobFile
-from perfsearch.runners import _deepspeed_batch, _deepspeed_json, _deepspeed_knobs
-from perfsearch.runners._deepspeed_autotuning import Autotuning
-from perfsearch.runners._deepspeed_script import command_of, mappings
 from perfsearch.runners._zero_batch import Batch
+from perfsearch.runners.deepspeed import config
+from perfsearch.runners.deepspeed.autotuning import Autotuning
+from perfsearch.runners.deepspeed.job import command_of, mappings
 
 
 def tuned(
@@ -46,16 +46,16 @@ def tuned(
             "DeepSpeed configuration, so that a changed copy could not reach it. Have the script "
             "read best/apply/ds_config.json, and leave --knobs out"
         )
-    file = _deepspeed_json.read(path)
+    file = config.read_json(path)
     section = Autotuning.parse(file)
     apart = max(1, ranks * _nodes(asked) // section.mp_size)
     arguments = {**section.arg_mappings, **mappings(options)}
-    now = _deepspeed_batch.today(file, command, apart, arguments)
+    now = config.batch_today(file, command, apart, arguments)
     batch = Batch(found.batch, now.global_batch, apart, now.micro_batch)
     whole = {
         "micro_batch": now.micro_batch,
         "gradient_accumulation": batch.accumulation,
-        "zero_stage": _deepspeed_knobs.stages_of(file)[0],
+        "zero_stage": config.stages_of(file)[0],
         **found.knobs,
     }
     micro = int(whole["micro_batch"] or 1)
@@ -65,14 +65,14 @@ def tuned(
             f"{apart} ranks trains a step. Search for this number of ranks"
         )
     whole["gradient_accumulation"] = batch.accumulation_of(whole)
-    made, given = _deepspeed_knobs.write(file, whole, batch, now.mappings)
+    made, given = config.write(file, whole, batch, now.mappings)
     copy = directory / "ds_config.json"
-    _deepspeed_json.write(copy, made)
+    config.write_json(copy, made)
     words = command.for_trial(copy, given, port=None)
     names = {name: key for key, name in FILE_KEYS.items()}
-    shown = {name: value for name, value in whole.items() if _deepspeed_knobs.applies(name, whole)}
+    shown = {name: value for name, value in whole.items() if config.applies(name, whole)}
     told = {
-        name: f"{path}:{names.get(name, f'{_deepspeed_knobs.ZERO}.{name}')}={value}"
+        name: f"{path}:{names.get(name, f'{config.ZERO}.{name}')}={value}"
         for name, value in shown.items()
     }
     return words[command.script_at + 1 :], told, shown

@@ -98,7 +98,7 @@ def _called_for(asked: RunArguments) -> str:
 
 
 def _is_configured(asked: RunArguments) -> bool:
-    from perfsearch.runners._deepspeed_script import names_configuration
+    from perfsearch.runners.deepspeed.job import names_configuration
 
     given = any(o.lstrip("+~").startswith("runner.ds_config=") for o in asked.overrides)
     return given or names_configuration(workload(asked))

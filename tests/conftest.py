@@ -33,8 +33,7 @@ def command(monkeypatch, tmp_path, capsys):
     """Run the command in this process with the fakes; returns exit code, output, errors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setitem(sys.modules, "perfsearch.pipeline", sys.modules.get("perfsearch.pipeline"))
-    import front_fakes
+    from support import front_fakes
 
     from perfsearch import cli
 

@@ -122,14 +122,14 @@ def test_mappings_are_merged_and_lists_replace():
 
 
 def test_ctrl_c_is_the_callers_keyboard_interrupt(table, monkeypatch):
-    from perfsearch import assemble
-    from perfsearch.exits import Interrupted
+    from perfsearch.core.signals import Interrupted
+    from perfsearch.pipeline import search as assemble
 
     def interrupted(settings, open_view):
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("the signal came to nothing")
 
-    monkeypatch.setattr(assemble, "search", interrupted)
+    monkeypatch.setattr(assemble, "run_search", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         search(table)
     assert isinstance(caught.value.__cause__, Interrupted)
@@ -157,6 +157,6 @@ def test_autotune_without_a_process_group_says_what_to_do():
 
 
 def test_the_function_keeps_its_name_whatever_is_imported():
-    code = "import perfsearch, perfsearch.assemble, perfsearch.pipeline, perfsearch.api as api; "
+    code = "import perfsearch, perfsearch.pipeline.search, perfsearch.api as api; "
     code += "assert perfsearch.search is api.search and perfsearch.apply is api.apply"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

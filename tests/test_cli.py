@@ -3,14 +3,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import front_fakes
 import pytest
-from front_fakes import refused
+from support import front_fakes
+from support.front_fakes import refused
 
 from perfsearch import cli
 from perfsearch.config import Settings, to_plain, validate
+from perfsearch.core.signals import ExitCode
 from perfsearch.core.version import version
-from perfsearch.exits import ExitCode
 from perfsearch.help import option_files
 
 HERE = Path(__file__).parent

@@ -1,7 +1,7 @@
 """Bad input on the command line and in files: one message, exit code 2, nothing started."""
 
 import pytest
-from front_fakes import refused
+from support.front_fakes import refused
 
 BAD = {
     "typo of a group": ("straategy=bayes", "straategy", "Did you mean 'strategy'?"),

@@ -5,15 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import front_fakes
 import pytest
+from support import front_fakes
 
 HERE = Path(__file__).parent
 
 
 def start(tmp_path, *arguments):
     return subprocess.Popen(
-        [sys.executable, str(HERE / "front_fakes.py"), *front_fakes.PREFIX, *arguments],
+        [sys.executable, str(HERE / "support" / "front_fakes.py"), *front_fakes.PREFIX, *arguments],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

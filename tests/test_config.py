@@ -3,8 +3,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import front_fakes
 import pytest
+from support import front_fakes
 
 from perfsearch.config import (
     ConfigError,
@@ -28,7 +28,7 @@ CHOSEN: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch):
-    monkeypatch.setitem(sys.modules, "perfsearch.pipeline", None)
+    monkeypatch.setitem(sys.modules, "perfsearch.pipeline.search", None)
     front_fakes.install(monkeypatch.setattr)
 
 

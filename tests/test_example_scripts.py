@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from started_scripts import losses, run
+from support.started_scripts import losses, run
 
 pytestmark = pytest.mark.slow
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.assemble import strategy_factory
 from perfsearch.config import Settings, validate
 from perfsearch.config_options import plain_value
 from perfsearch.core.journal import EVENTS
-from perfsearch.pipeline import search
+from perfsearch.pipeline.search import search, strategy_factory
 from perfsearch.runners.replay import Replay
 from perfsearch.view import View
 

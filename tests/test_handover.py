@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.runners import _script_export
-from perfsearch.runners.ddp import DDP, DdpOptions
-from perfsearch.runners.zero import Zero, ZeroOptions
-from perfsearch.workers.environment import Environment, Hardware
+from perfsearch.core.hardware import Environment, Hardware
+from perfsearch.runners._script import export
+from perfsearch.runners.ddp.runner import DDP, DdpOptions
+from perfsearch.runners.zero.runner import Zero, ZeroOptions
 from perfsearch.workloads.spec import WorkloadSpec
 
 pytestmark = pytest.mark.slow
@@ -248,7 +248,7 @@ def test_what_a_search_over_a_script_hands_over_is_in_force_without_perfsearch(t
         "dataloader_workers": 1, "omp_num_threads": 2, "nccl_buffsize": 1048576,
     }  # fmt: skip
     apply = tmp_path / "apply"
-    _script_export.write(
+    export.export_files(
         changed, [], Hardware("cpu", 2, 1, (), 2), 1, [str(script)], False, ["ddp"], apply
     )
     (tmp_path / "knobs.yaml").write_text(json.dumps(changed))

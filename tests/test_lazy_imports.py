@@ -12,8 +12,7 @@ CASES = {
     "perfsearch.cli": HEAVY | {"hydra", "omegaconf"},
     "perfsearch.config": HEAVY | {"hydra", "omegaconf", "numpy"},
     "perfsearch.view": HEAVY | {"hydra", "omegaconf"},
-    "perfsearch.assemble": HEAVY | {"hydra", "omegaconf"},
-    "perfsearch.pipeline": {"torch", "mlflow", "sklearn", "nevergrad", "hydra", "omegaconf"},
+    "perfsearch.pipeline.search": {"torch", "mlflow", "sklearn", "nevergrad", "hydra", "omegaconf"},
     "perfsearch.workers.rank": {"mlflow", "sklearn", "nevergrad", "hydra", "omegaconf", "rich"},
 }
 

@@ -5,7 +5,7 @@ from torch.distributed import run as torchrun
 
 from perfsearch import run
 from perfsearch.core.errors import BadInputError
-from perfsearch.instrument.orders import ENTRY, VARIABLE
+from perfsearch.instrument.facts import ENTRY, VARIABLE
 from perfsearch.online import AutotuneOptions
 from perfsearch.run_arguments import split
 

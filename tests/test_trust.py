@@ -5,13 +5,13 @@ import re
 import stat
 from pathlib import Path
 
-import front_fakes
 import pytest
+from support import front_fakes
 
 from perfsearch import cli
 from perfsearch.cli_trust import check_hydra, check_hydra_keys, check_paths
 from perfsearch.config_options import ConfigError
-from perfsearch.lock import LockError, device_lock
+from perfsearch.pipeline.resume import LockError, device_lock
 
 PACKAGE = Path(cli.__file__).parent
 
@@ -116,7 +116,7 @@ def test_nothing_reads_a_pickle_or_runs_text():
         r"\bexec\(|shelve|marshal|hydra\.utils\.instantiate|allow_pickle"
     )
     runs = "exec(code, main.__dict__)"
-    the_users_own_script = {("instrument/main.py", runs), ("runners/_script_start.py", runs)}
+    the_users_own_script = {("instrument/entry.py", runs), ("runners/_script/export.py", runs)}
     found = [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -129,8 +129,8 @@ def test_nothing_reads_a_pickle_or_runs_text():
 
 def test_one_node_has_no_store_that_others_could_reach(tmp_path):
     """torch's TCP store listens on every interface, and its rendezvous unpickles what it reads."""
-    from perfsearch.workers.devices import GroupSpec
-    from perfsearch.workers.launch import torchrun_arguments
+    from perfsearch.core.hardware import GroupSpec
+    from perfsearch.workers.forkserver import torchrun_arguments
     from perfsearch.workers.messages import Startup
 
     spec = GroupSpec(workload={}, device="cpu", nproc=2, nnodes=1)
@@ -144,15 +144,15 @@ def test_torchs_launcher_leaves_its_logs_where_they_are_removed(tmp_path):
     """Without ``--log-dir`` it makes a new ``torchelastic_*`` at every start, for good."""
     from torch.distributed import run
 
+    from perfsearch.core.hardware import GroupSpec
     from perfsearch.instrument import launch as of_scripts
-    from perfsearch.workers import launch
-    from perfsearch.workers.devices import GroupSpec
+    from perfsearch.workers import forkserver
     from perfsearch.workers.messages import Startup
 
     spec = GroupSpec(workload={}, device="cpu", nproc=2, nnodes=1)
     startup = Startup(spec, "token", 1, 1.0, str(tmp_path))
     for arguments in (
-        launch.torchrun_arguments(startup, tmp_path),
+        forkserver.torchrun_arguments(startup, tmp_path),
         [*of_scripts.torchrun_arguments(tmp_path, 2), "-m", "script"],
     ):
         config, _, _ = run.config_from_args(run.parse_args(arguments))

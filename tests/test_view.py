@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from perfsearch import view as view_module
-from perfsearch.core.objective import Metric, Objective
-from perfsearch.core.statistics import Interval
+from perfsearch.core.objective import Interval, Metric, Objective
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.view import View, differing_knobs, open_view, result_cells, show_seconds
 from perfsearch.view_live import LiveView

@@ -1,4 +1,29 @@
-"""The one kind of error that is the user's to mend."""
+"""Near misses for error messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(word: str, allowed: Iterable[str], prefix: str = "") -> str:
+    """Say what was probably meant, and what is allowed.
+
+    Args:
+        word: what was written.
+        allowed: what could have been.
+        prefix: the key above all of them, which is shown but says nothing of how near they are.
+
+    """
+    options = sorted(set(allowed))
+    close = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    above = f"{prefix}." if prefix else ""
+    hint = f"Did you mean {above + close[0]!r}? " if close else ""
+    return f"{hint}Allowed: {', '.join(above + option for option in options)}."
+
+
+# -----------------------------------------------------------------------------
+# The one kind of error that is the user's to mend.
 
 
 class BadInputError(ValueError):

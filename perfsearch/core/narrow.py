@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from perfsearch.core.errors import BadInputError
+from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.knob import Kind, Knob, Numerics, Value
-from perfsearch.core.suggest import nearest
 
 SEARCH = "search"
 """The value of a knob that is searched over its built-in values or range."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from perfsearch.core.knob import Value
-from perfsearch.instrument.patches import untouched, wrap
+from perfsearch.instrument.patching import untouched, wrap
 from perfsearch.instrument.switch_names import WRAPPER_KNOBS
 from perfsearch.parallel.wrapper import (
     DEFAULT_BUCKET_MB,

@@ -11,10 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from perfsearch.core.knob import Value
-from perfsearch.instrument.frameworks import ENGINE
-from perfsearch.instrument.imports import after_import
 from perfsearch.instrument.optimizers import Optimizers
-from perfsearch.instrument.patches import wrap
+from perfsearch.instrument.patching import ENGINE, after_import, wrap
 
 _READ = {
     "zero_stage": "zero_optimization_stage",

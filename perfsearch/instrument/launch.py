@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from perfsearch.instrument.orders import ENTRY
-from perfsearch.workers.elastic import run_ranks
-from perfsearch.workers.forking import serve_forks
+from perfsearch.instrument.facts import ENTRY
+from perfsearch.workers.forkserver import run_ranks, serve_forks
 from perfsearch.workers.messages import TORCH_LOGS
 
 

@@ -7,15 +7,243 @@ spins, or a single busy multiprocessor, shows as 100 %.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from perfsearch.core.trial import Measurement
-from perfsearch.metrics.diagnosis_device import launching, other_work, sync_points
-from perfsearch.metrics.diagnosis_ranks import communication, imbalance, straggler
-from perfsearch.metrics.diagnosis_steps import uneven_steps
-from perfsearch.metrics.findings import PASSES, Facts, Finding, Severity, Thresholds
 from perfsearch.metrics.throughput import mfu_of
+
+# -----------------------------------------------------------------------------
+# Rules on what a device waits for: launches, values that are asked for, work between steps.
+
+
+def idle_share(facts: Facts) -> float | None:
+    """Share of the step in which the device does nothing; ``None`` where it was not watched."""
+    busy_ms = facts.evidence.get("device_busy_ms")
+    return None if busy_ms is None else max(0.0, 1 - busy_ms / facts.step_ms)
+
+
+def other_work(facts: Facts) -> Finding | None:
+    """Time outside loading, passes, optimizer and communication.
+
+    Where the passes were not seen they are in that time, and nothing can be said of it.
+    """
+    phases = facts.measurement.phases_ms
+    if not any(name in phases for name in PASSES):
+        return None
+    ms = phases.get("other", 0.0) + max(0.0, facts.step_ms - sum(phases.values()))
+    share, limit = ms / facts.step_ms, facts.limits.other
+    if share <= limit:
+        return None
+    return Finding(
+        "other_work",
+        Severity.HIGH if share >= 2 * limit else Severity.MODERATE,
+        f"what is neither loading, a pass nor the optimizer takes {facts.said_ms(ms)}",
+        "Move logging, metrics, checkpoints, evaluation and Python between steps out of the step, "
+        "or do them every N steps.",
+        share,
+    )
+
+
+def sync_points(facts: Facts) -> Finding | None:
+    """Calls that wait for values from the device, while the device then idles."""
+    wait_ms = facts.evidence.get("sync_wait_ms", facts.phase_ms("from_device"))
+    share, idle = wait_ms / facts.step_ms, idle_share(facts)
+    if share <= facts.limits.sync_wait:
+        return None
+    idles = ""
+    if idle is not None:
+        # a host that only waits for work that is still to be done costs nothing, and what the
+        # device waits for the loader is not these calls'
+        loading = facts.share("dataloader_next")
+        idle -= loading
+        if idle <= facts.limits.sync_wait:
+            return None
+        share = min(share, idle)
+        besides = ", waiting for batches apart" if loading >= 0.005 else ""
+        idles = f"; the device is idle for {idle:.0%} of it{besides}"
+    calls = facts.evidence.get("sync_calls_per_step")
+    often = "" if calls is None else f" in {calls:.1f} calls a step"
+    sites: dict[str, float] = facts.measurement.environment.get("sync_points", {})
+    where = ", ".join(f"{site} ({count:g})" for site, count in sites.items())
+    return Finding(
+        "sync_points",
+        Severity.MODERATE,
+        f"waiting for values from the device{often} takes {facts.said_ms(wait_ms)}{idles}"
+        + (f"; called at {where}" if where else ""),
+        "Call .item(), .cpu() and print of tensors less often, or after the step.",
+        share,
+    )
+
+
+def launching(facts: Facts) -> Finding | None:
+    """A device that waits for launches: what it idles for nothing else that is named.
+
+    A device that copies or communicates is busy.
+    """
+    idle, limit = idle_share(facts), 1 - facts.limits.device_busy
+    if idle is None:
+        return None
+    named = [found.share or 0.0 for rule in (sync_points, other_work) if (found := rule(facts))]
+    waits = idle - facts.share("dataloader_next") - sum(named)
+    if waits <= limit:
+        return None
+    busy_ms = facts.evidence["device_busy_ms"]
+    return Finding(
+        "launch_bound",
+        Severity.HIGH if waits >= 2 * limit else Severity.MODERATE,
+        f"the device works {busy_ms:.2f} ms of a {facts.step_ms:.2f} ms step and waits for the "
+        f"host to launch for {waits:.0%} of it",
+        "Use torch.compile or CUDA graphs, a fused or foreach optimizer, or a larger micro-batch.",
+        waits,
+    )
+
+
+# -----------------------------------------------------------------------------
+# Rules on what ranks do to one another: a slow one, waiting by turns, and communication.
+
+_CLEAR_ERRORS = 4.0
+"""By how many standard errors a rank must be slower before it is called slow."""
+
+_NAMED_FROM = 0.05
+"""Part of what a slow rank takes longer from which a phase is named."""
+
+RANK_PHASES = ("dataloader_next", "to_device", "forward", "optimizer")
+"""Phases in which a rank works for itself. A slow rank's backward pass looks long on the others,
+where communication is not told apart from it.
+"""
+
+
+def straggler(facts: Facts) -> Finding | None:
+    """One rank that is slower than the others, in one phase or in several together.
+
+    Where the error of a phase is not known, noise looks like a slow rank: nothing is said.
+    """
+    slower: dict[float | None, dict[str, float]] = {}
+    for name in _own_phases(facts):
+        excess = facts.evidence.get(f"straggler_{name}_excess_ms", 0.0)
+        error = facts.evidence.get(f"{name}_error_ms")
+        if error is not None and excess > _CLEAR_ERRORS * error:
+            rank = facts.evidence.get(f"straggler_{name}_rank")
+            slower.setdefault(rank, {})[name] = excess
+    if not slower:
+        return None
+    rank, excesses = max(slower.items(), key=lambda item: sum(item[1].values()))
+    worst = sum(excesses.values())
+    waits = _others_wait_ms(facts)
+    costs = worst if waits is None else min(worst, waits)
+    share = costs / facts.step_ms
+    if share <= facts.limits.straggler_excess:
+        return None
+    who = "one rank" if rank is None else _name_of(facts.measurement, int(rank))
+    others = "the other" if facts.measurement.world_size == 2 else "the mean of the others"
+    phases = [name for name, ms in excesses.items() if ms >= _NAMED_FROM * worst]
+    where = " and ".join(phases)
+    longer = f"{who} takes {worst:.2f} ms a step longer than {others} in {where}"
+    evidence = (
+        f"{longer} ({share:.0%} of the step), and the others wait for it in their collectives"
+        if costs == worst
+        else f"{longer}, and the others wait {costs:.2f} ms for it in their collectives "
+        f"({share:.0%} of the step)"
+    )
+    return Finding(
+        "straggler",
+        Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
+        evidence,
+        _look_at(facts, phases),
+        share,
+    )
+
+
+def _look_at(facts: Facts, phases: Sequence[str]) -> str:
+    """Where a slow rank's cause is to be looked for."""
+    if phases != ["dataloader_next"]:
+        return "Look at that device's clocks, temperature and neighbours, and at that rank's data."
+    data = "Look at that rank's data, and at what else reads and computes on its node"
+    if not facts.measurement.in_force.get("dataloader_workers"):
+        return f"{data}."
+    # They load ahead while their rank waits in a collective, so that only the last one shows.
+    return (
+        f"{data}. Or the loader processes of all ranks are as slow, and its own began last: then "
+        "more of them help."
+    )
+
+
+def _others_wait_ms(facts: Facts) -> float | None:
+    """What each of the others waits where one rank comes last; ``None``: waiting was not seen.
+
+    It bounds what that rank costs: where it makes up for a long phase by a short one, nobody waits.
+    """
+    waits_ms, ranks = facts.measurement.phases_ms.get("rank_wait"), facts.measurement.world_size
+    if waits_ms is None or ranks < 2:
+        return None
+    return waits_ms * ranks / (ranks - 1)
+
+
+def imbalance(facts: Facts) -> Finding | None:
+    """Ranks that wait for one another, now this one, now that one."""
+    share, loading = facts.share("rank_wait"), facts.share("dataloader_next")
+    explained = loading >= max(share, facts.limits.input_moderate)
+    if share <= facts.limits.comm_moderate or explained or straggler(facts):
+        return None
+    seen = "comm_least_ms" in facts.evidence and any(
+        f"{name}_error_ms" in facts.evidence for name in _own_phases(facts)
+    )
+    turns = (
+        ", and none of them is the slow one throughout"
+        if seen
+        else "; whether one of them is slow throughout cannot be told from these timings"
+    )
+    return Finding(
+        "rank_imbalance",
+        Severity.MODERATE,
+        f"ranks wait for one another for {facts.said('rank_wait')}{turns}",
+        "Balance what the ranks get in a step (lengths of samples), and look for other jobs beside "
+        "this one.",
+        share,
+    )
+
+
+def _own_phases(facts: Facts) -> tuple[str, ...]:
+    """Phases in which a rank waits for no other, as they were marked here."""
+    return (*RANK_PHASES, *(("backward",) if "comm_least_ms" in facts.evidence else ()))
+
+
+def communication(facts: Facts) -> Finding | None:
+    """Communication itself, without the waiting for whoever comes last."""
+    exposed_ms = facts.phase_ms("comm_exposed")
+    saved = saved_ms(facts.evidence, "communication")
+    if saved is not None:  # what leaving it out does not save is not communication
+        exposed_ms = min(exposed_ms, max(0.0, sum(saved)))
+    share = exposed_ms / facts.step_ms
+    if share <= facts.limits.comm_moderate:
+        return None
+    return Finding(
+        "communication_bound",
+        Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
+        f"communication that nothing overlaps takes {facts.said_ms(exposed_ms)}",
+        "Search bucket sizes and NCCL's settings, accumulate gradients, or shard less.",
+        share,
+    )
+
+
+def _name_of(measurement: Measurement, rank: int) -> str:
+    """A rank with its device, and its host where there are several."""
+    ranks = measurement.environment.get("ranks", [])
+    devices = measurement.environment.get("devices", [])
+    words = []
+    if len(devices) == measurement.world_size and "index" in devices[rank]:
+        words = [f"gpu_{devices[rank]['index']}", str(devices[rank]["uuid"])]
+    elif rank < len(ranks) and ranks[rank].get("device") not in (None, "cpu"):
+        words = [f"GPU {ranks[rank]['device']}"]
+    hosts = {r.get("host") for r in ranks}
+    if rank < len(ranks) and len(hosts) > 1:
+        words.append(f"on {ranks[rank]['host']}")
+    return f"rank {rank} ({', '.join(words)})" if words else f"rank {rank}"
+
 
 GIB = 1024.0**3
 MEGA = 1e6
@@ -238,3 +466,160 @@ def _device_memory_gib(measurement: Measurement) -> float | None:
         if "memory_usage_megabytes" in d and "memory_free_megabytes" in d
     ]
     return min([*stated, *read], default=None)
+
+
+# -----------------------------------------------------------------------------
+# Steps that are not like the others.
+
+_LONG = 1.5
+"""A long step takes so many times the median."""
+_FEWEST = 2
+"""One alone may be the machine's own doing."""
+
+
+def uneven_steps(facts: Facts) -> Finding | None:
+    """Some steps take much longer, which no score shows: those are of the median step."""
+    seconds = facts.measurement.step_seconds
+    median, mean = statistics.median(seconds), statistics.fmean(seconds)
+    long = sum(s > _LONG * median for s in seconds)
+    if long < _FEWEST or (mean - median) / mean <= facts.limits.uneven:
+        return None
+    return Finding(
+        "uneven_steps",
+        Severity.INFO,
+        f"{long} of {len(seconds)} steps take more than {_LONG:g} times the median of "
+        f"{median * 1e3:.2f} ms, so that the mean is {mean * 1e3:.2f} ms "
+        f"(+{mean / median - 1:.0%}); rates and scores are those of the median step",
+        "Look at what happens in those steps: where loaders start again with each epoch, "
+        "persistent_workers or longer epochs save it, though no score shows that.",
+        (mean - median) / mean,
+    )
+
+
+# -----------------------------------------------------------------------------
+# What a diagnosis is made of: facts of a measurement, thresholds, findings.
+
+PASSES = ("forward", "backward")
+"""Phases in which a rank computes."""
+
+
+class Severity(StrEnum):
+    """How much a finding costs."""
+
+    HIGH = "high"
+    MODERATE = "moderate"
+    INFO = "info"
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """When a rule fires. Shares are of the mean step time, from 0 to 1.
+
+    Attributes:
+        reserved_memory: share of the device's memory that is reserved at the peak.
+        input_moderate: waiting for the next batch.
+        input_high: the same, when it is called high.
+        cpu_busy_percent: processor use above which preprocessing is what the loader waits for.
+        iowait_percent: time waiting for disks, over all processors, above which they are.
+        disk_busy_percent: share of the time in which the busiest disk works above which it is,
+            while anything is read.
+        network_megabytes_per_s: received a second above which remote storage may be.
+        to_device: copying the batch to the device.
+        straggler_excess: what the slowest rank takes longer than the mean of the others.
+        comm_moderate: communication that nothing overlaps, or waiting for one another.
+        comm_high: the same, when it is called high.
+        device_busy: share of the step in which the device works, or waits for something that is
+            named, below which launching limits; high where twice as much is missing.
+        sync_wait: waiting for values to come back from the device.
+        optimizer: the optimizer's step.
+        other: what is neither loading, a pass nor the optimizer; high from twice as much on.
+        uneven: what long steps add to the mean step, of the mean.
+        compute: share in which the devices compute; where that was not seen their utilisation, and
+            without a GPU the share of forward and backward.
+
+    """
+
+    reserved_memory: float = 0.95
+    input_moderate: float = 0.05
+    input_high: float = 0.20
+    cpu_busy_percent: float = 90.0
+    iowait_percent: float = 30.0
+    disk_busy_percent: float = 90.0
+    network_megabytes_per_s: float = 50.0
+    to_device: float = 0.05
+    straggler_excess: float = 0.05
+    comm_moderate: float = 0.10
+    comm_high: float = 0.25
+    device_busy: float = 0.80
+    sync_wait: float = 0.05
+    optimizer: float = 0.15
+    other: float = 0.10
+    uneven: float = 0.20
+    compute: float = 0.90
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that holds the job back.
+
+    Attributes:
+        name: short and stable, for tags.
+        severity: how much it costs.
+        evidence: what was measured, in numbers.
+        advice: what to do.
+        share: part of the step that it takes, from 0 to 1, where it is a part.
+
+    """
+
+    name: str
+    severity: Severity
+    evidence: str
+    advice: str
+    share: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.severity}): {self.evidence}. {self.advice}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A measurement as the rules read it."""
+
+    measurement: Measurement
+    limits: Thresholds
+    step_ms: float
+    evidence: Mapping[str, float] = field(default_factory=dict)
+
+    def phase_ms(self, name: str) -> float:
+        """Milliseconds a step of a phase; 0 where it was not seen."""
+        return self.measurement.phases_ms.get(name, 0.0)
+
+    def share(self, *phases: str) -> float:
+        """Part of the step that phases take together."""
+        return sum(self.phase_ms(p) for p in phases) / self.step_ms
+
+    def system(self, name: str) -> float | None:
+        """A system metric of the whole cluster."""
+        return self.measurement.system.get(name)
+
+    def above(self, name: str, limit: float) -> bool:
+        """Whether a system metric is known and above ``limit``."""
+        value = self.system(name)
+        return value is not None and value > limit
+
+    def said(self, *phases: str) -> str:
+        """What phases cost together, in words."""
+        return self.said_ms(sum(self.phase_ms(p) for p in phases))
+
+    def said_ms(self, ms: float) -> str:
+        """Milliseconds of a step, in words."""
+        return f"{ms:.2f} ms of a {self.step_ms:.2f} ms step ({ms / self.step_ms:.0%})"
+
+
+def saved_ms(evidence: Mapping[str, float], part: str) -> tuple[float, float] | None:
+    """What steps took less without a part, and two standard errors of that; ``None``: unknown."""
+    names = ("with_everything", f"without_{part}")
+    if any(f"{name}_ms" not in evidence for name in names):
+        return None
+    whole, left = (evidence[f"{name}_ms"] for name in names)
+    return whole - left, 2 * math.hypot(*(evidence.get(f"{name}_error_ms", 0.0) for name in names))

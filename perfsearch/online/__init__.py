@@ -26,8 +26,8 @@ def enable(options: AutotuneOptions | Mapping[str, Any]) -> None:
         ConfigError: an option cannot be honoured.
 
     """
-    from perfsearch.online.enabling import patch
+    from perfsearch.online.rank import patch_wrappers
 
     if not isinstance(options, AutotuneOptions):
         options = AutotuneOptions.from_mapping(options)
-    patch(options)
+    patch_wrappers(options)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from perfsearch.core.hardware import Hardware
 from perfsearch.core.knob import Kind, Knob, Scope, Value, same_value
 from perfsearch.core.narrow import SEARCH, KnobError, narrow
 from perfsearch.core.space import Constraint, Space
+from perfsearch.online import log
 from perfsearch.online.options import TUNABLE, AutotuneOptions
 from perfsearch.runners import _ddp_knobs
-from perfsearch.workers.environment import Hardware
 from perfsearch.workloads.spec import Traits
 
 _ON_REQUEST = {
@@ -145,3 +146,41 @@ def _constraints(knobs: Sequence[Knob], present: Mapping[str, Value]) -> list[Co
         return today or float(first or 0) <= float(cap or 0)
 
     return [Constraint("the first bucket is no larger than the others", holds)]
+
+
+# -----------------------------------------------------------------------------
+# What is wrong with options of tuning in any job, told before one starts. No torch here.
+
+_RANKS = 5040  # a number with many divisors: the real one is known once the ranks are there
+_ANY_JOB: dict[str, Any] = {
+    "device": "cuda",
+    "ranks_per_node": _RANKS,
+    "nodes": 1,
+    "gradient_mib": 512.0,
+    "wrapper_parameters": ["bucket_cap_mb_list", "gradient_as_bucket_view", "static_graph"],
+    "configuration": {
+        "bucket_cap_mb": 25.0,
+        "first_bucket_mb": 1.0,
+        "gradient_as_bucket_view": False,
+        "static_graph": False,
+        "hierarchical_group_size": 0,
+        "optimizer_implementation": "default",
+    },
+    "fixed": {},
+}
+"""Facts, as the ranks find them, of a job in which every knob can be tuned."""
+
+
+def check_knobs(options: AutotuneOptions) -> None:
+    """Refuse what the ranks would only come upon in the middle of training, or rank 0 alone.
+
+    Raises:
+        BadInputError: the log to start from or to freeze is none, or no job can have what is asked
+            of a knob.
+
+    """
+    for path in (options.start_from, options.freeze):
+        if path is not None:
+            log.read(path)
+    if options.knobs:
+        make_space(_ANY_JOB, options)

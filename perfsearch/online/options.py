@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.config_options import ConfigError, build_options, option
+from perfsearch.core.errors import nearest
 from perfsearch.core.knob import Numerics
-from perfsearch.core.suggest import nearest
 
 PREFIX = "autotune"
 

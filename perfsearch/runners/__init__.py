@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perfsearch.core import implementations
+from perfsearch.core import registry
 from perfsearch.runners.base import Outcome, Plan, Runner
 
 __all__ = ["Outcome", "Plan", "Runner", "load", "names"]
@@ -10,7 +10,7 @@ __all__ = ["Outcome", "Plan", "Runner", "load", "names"]
 
 def names() -> list[str]:
     """Names that ``runner=`` can take: the public modules of this package."""
-    return implementations.names(__name__)
+    return registry.names(__name__)
 
 
 def load(name: str) -> type[Runner]:
@@ -20,7 +20,7 @@ def load(name: str) -> type[Runner]:
         LookupError: there is none of that name.
 
     """
-    return implementations.load(__name__, "runner", name, Runner)  # type: ignore[type-abstract]
+    return registry.load(__name__, "runner", name, Runner)  # type: ignore[type-abstract]
 
 
 def why_no_knobs(name: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from perfsearch.core.hardware import Hardware, threads_today
 from perfsearch.core.knob import Kind, Knob, Numerics, Scope
 from perfsearch.runners._nccl_knobs import Made, nccl_knobs
-from perfsearch.workers.environment import Hardware, threads_today
 from perfsearch.workloads.spec import Traits
 
 EFFECT_ORDER = (

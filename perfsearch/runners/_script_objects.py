@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from perfsearch.core.hardware import Hardware
 from perfsearch.core.knob import Kind, Knob, Numerics, Scope, Value
 from perfsearch.instrument.mapping import Mapped
 from perfsearch.instrument.switch_names import FULLY_SHARD_KNOBS, LOADER_KNOBS, WRAPPER_KNOBS
-from perfsearch.workers.environment import Hardware
 
 
 class Built(Protocol):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perfsearch.core.errors import nearest
 from perfsearch.core.knob import Kind, Knob, Numerics, Scope
 from perfsearch.core.narrow import SEARCH, KnobError
-from perfsearch.core.suggest import nearest
 from perfsearch.runners._zero_batch import Batch
 
 EFFECT_ORDER = (

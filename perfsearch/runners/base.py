@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from perfsearch.config import default_run_dir
+from perfsearch.core.hardware import Environment, Limits
 from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.workers.environment import Environment, Limits
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings

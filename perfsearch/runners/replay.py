@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from perfsearch.config_options import build_options, option
-from perfsearch.core.errors import BadInputError
-from perfsearch.core.hints import Hints
-from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.hints import Hints, Prediction
+from perfsearch.core.knob import Configuration, Kind, Knob, Value
 from perfsearch.core.objective import Metric
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Measurement, Status, Trial
-from perfsearch.runners import _known_knobs
-from perfsearch.runners._table import Entry, default_baseline, find_entry, read_table
-from perfsearch.runners._zero_facts import FILE as FACTS_FILE
-from perfsearch.runners._zero_memory import Memory
+from perfsearch.metrics.memory import MemoryFacts
+from perfsearch.runners import _ddp_knobs, _ddp_starts, _zero_knobs
+from perfsearch.runners._zero_batch import Batch
 from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.runners.deepspeed import config
+from perfsearch.runners.zero.memory import FILE as FACTS_FILE
+from perfsearch.runners.zero.memory import HEADROOM, Memory
 
 if TYPE_CHECKING:
     from perfsearch.config import Settings
+
 
 _LEAST_STEP_SHARE = 0.05
 """A step drawn with inflated noise takes at least this share of the median."""
@@ -38,7 +43,7 @@ class ReplayOptions:
 
     Attributes:
         table: a CSV file with a row a visit of a configuration; ``trials.csv`` of an earlier
-            search is one. Columns are described in ``perfsearch.runners._table``.
+            search is one. Columns are described in ``perfsearch.runners.replay``.
         baseline: the configuration to start from, all knobs named; ``None`` takes the row nearest
             to the libraries' defaults.
         batch: ``free`` serves every row; ``fixed`` those with the baseline's global batch.
@@ -135,7 +140,7 @@ class Replay(Runner):
         self._memory: Memory | None = None
         beside = Path(options.table).parent / FACTS_FILE
         if options.model_facts is not None or beside.is_file():
-            self._memory = _known_knobs.memory_of(
+            self._memory = memory_of(
                 Path(options.model_facts or beside),
                 self.space.by_name,
                 start.samples_per_step,
@@ -154,7 +159,7 @@ class Replay(Runner):
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """What the runner of the table's knobs would tell; nothing of the table's outcomes."""
-        return _known_knobs.hints(self.space.by_name, self.baseline, self._memory, trials)
+        return known_hints(self.space.by_name, self.baseline, self._memory, trials)
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """The table's row that is served as the baseline."""
@@ -244,3 +249,471 @@ def _nominal_batch(entry: Entry, start: Entry) -> int | None:
     if not all(isinstance(v, int) for v in values) or "micro_batch" not in entry.configuration:
         return None
     return int(values[0] or 1) * int(values[1] or 1) * start.world_size
+
+
+# -----------------------------------------------------------------------------
+# What the runner that searches knobs of these names would tell a strategy about them.
+#
+# A table of measurements has no runner any more, but its knobs have the names of one, so what
+# that runner knows beforehand (what to try first, which knobs matter most, what fits) holds for
+# them too.
+
+_ORDERS: Mapping[str, tuple[str, ...]] = {
+    "ddp": _ddp_knobs.EFFECT_ORDER,
+    "zero": _zero_knobs.EFFECT_ORDER,
+    "deepspeed": config.EFFECT_ORDER,
+}
+"""Runners by name, with their knobs in the order of expected effect; the first of equals wins."""
+
+
+def owning_runner(names: Sequence[str]) -> str | None:
+    """The runner that knows most of the knobs, at least two and more than half of them."""
+    known = {runner: sum(n in order for n in names) for runner, order in _ORDERS.items()}
+    runner = max(known, key=lambda name: known[name])
+    return runner if known[runner] >= 2 and 2 * known[runner] > len(names) else None
+
+
+def known_hints(
+    knobs: Mapping[str, Knob],
+    baseline: Mapping[str, Value],
+    memory: Memory | None,
+    trials: Sequence[Trial],
+) -> Hints:
+    """Hints for knobs of known names.
+
+    Args:
+        knobs: that are searched, by name.
+        baseline: trial 0.
+        memory: predicts peaks; ``None`` where the job's tensors are not known.
+        trials: so far; predictions use them, also those that are added later.
+
+    """
+    runner = owning_runner(list(knobs))
+    order = _ORDERS.get(runner or "", ())
+    ordered = {name for name, knob in knobs.items() if knob.is_ordered}
+    found = Hints(
+        baseline=dict(baseline),
+        effect_order=tuple(name for name in order if name in knobs),
+        starts=tuple(_ddp_starts.starts(knobs, baseline)) if runner == "ddp" else (),
+        monotonic={"micro_batch": 1} if "micro_batch" in ordered else {},
+        stage_knob="zero_stage" if "zero_stage" in knobs else None,
+    )
+    if memory is None:
+        return found
+
+    def predict(configuration: Configuration) -> Prediction:
+        return memory.predict(configuration, trials)
+
+    return replace(found, memory_limit_gib=memory.limit_gib, predict=predict)
+
+
+def memory_of(
+    facts: Path,
+    knobs: Mapping[str, Knob],
+    global_batch: int | None,
+    world_size: int,
+    capacity_gib: float | None,
+) -> Memory | None:
+    """The memory model of a table of ``runner=zero``; ``None`` where its knobs do not allow one.
+
+    Args:
+        facts: ``model_facts.json`` of a search.
+        knobs: that are searched, by name.
+        global_batch: of the baseline.
+        world_size: ranks.
+        capacity_gib: of a device.
+
+    Raises:
+        ValueError: the file cannot be read; the message names the key.
+
+    """
+    given = RecordedFacts(facts)
+    if owning_runner(list(knobs)) != "zero" or "micro_batch" not in knobs or global_batch is None:
+        return None
+    micro_batches = [int(v or 1) for v in knobs["micro_batch"].choices() or ()]
+    free = "gradient_accumulation" in knobs
+    if not free and any(global_batch % (m * world_size) for m in micro_batches):
+        return None
+    batch = Batch("free" if free else "fixed", global_batch, world_size, micro_batches[0])
+    return Memory(
+        given, batch, {}, capacity_gib, on_gpu=capacity_gib is not None, headroom=HEADROOM
+    )
+
+
+class RecordedFacts:
+    """Facts of a job's tensors that an earlier search left, read at once."""
+
+    error = ""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._facts = MemoryFacts.from_json(json.loads(file.read_text())["facts"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"runner.model_facts={file}: it cannot be used ({error}). Name the "
+                "model_facts.json that runner=zero left beside its journal, or null."
+            ) from error
+
+    def get(self) -> MemoryFacts | None:
+        """The facts."""
+        return self._facts
+
+
+# -----------------------------------------------------------------------------
+# A table of measured configurations: rows of a CSV file as knobs, values and step times.
+
+OUTCOME_COLUMNS = frozenset(
+    {
+        "status",
+        "purpose",
+        "trial",
+        "objective",
+        "samples_per_s",
+        "step_ms",
+        "first_losses",
+        "trial_seconds",
+        "rewrap_ms",
+        "reason",
+        "world_size",
+    }
+)
+"""Columns that are never knobs; beside them every column that starts with ``peak_``."""
+
+_LIBRARY_DEFAULTS: Mapping[str, float] = {"bucket_cap_mb": 25, "prefetch_factor": 2}
+"""Defaults that are neither the smallest value nor ``False``."""
+
+
+@dataclass
+class Entry:
+    """All that was recorded of one configuration, repeats pooled.
+
+    Attributes:
+        configuration: the knobs' values.
+        status: how most of its visits ended; ``ok`` on a tie.
+        visits: raw step times, a list for each visit that ended like that.
+        samples_per_step: the global batch, ``None`` where the table does not tell.
+        world_size: number of ranks.
+        peak_allocated_gib: largest over the visits.
+        peak_reserved_gib: largest over the visits.
+        first_losses: of the first visit that has them.
+        rewrap_seconds: median over the visits.
+        trial_seconds: median over the visits, ``None`` where the table does not tell.
+        reason: of the first failed visit.
+        is_baseline: whether the table says that this was a search's baseline.
+
+    """
+
+    configuration: dict[str, Value]
+    status: Status
+    visits: list[list[float]] = field(default_factory=list)
+    samples_per_step: int | None = None
+    world_size: int = 1
+    peak_allocated_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    first_losses: list[float] = field(default_factory=list)
+    rewrap_seconds: float = 0.0
+    trial_seconds: float | None = None
+    reason: str = ""
+    is_baseline: bool = False
+
+    @property
+    def true_step_seconds(self) -> float | None:
+        """Median over the visits of their median steps; ``None`` where nothing was timed."""
+        medians = [statistics.median(steps) for steps in self.visits]
+        return statistics.median(medians) if medians else None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The columns that vary as knobs (defaults not yet set), and an entry a configuration."""
+
+    knobs: tuple[Knob, ...]
+    entries: tuple[Entry, ...]
+    digest: str
+
+
+def read_table(path: Path) -> Table:
+    """Read a table of measurements, or the ``trials.csv`` of an earlier search.
+
+    Raises:
+        ValueError: there is no such file, or its contents are not such a table.
+
+    """
+    text, columns, every_row = read_rows(path)
+    if not {"step_ms", "samples_per_s"} & set(columns):
+        raise ValueError(
+            f"runner.table={path}: it has neither a column step_ms nor samples_per_s; "
+            f"its columns are {', '.join(columns) or 'none'}."
+        )
+    rows = [row for row in every_row if row.status not in _SAY_NOTHING]
+    names = [c for c in columns if c not in OUTCOME_COLUMNS and not c.startswith("peak_")]
+    values = {name: [row.value(name) for row in rows] for name in names}
+    knobs = tuple(
+        _knob(name, column)
+        for name, column in values.items()
+        if len({key_of({"": v}) for v in column}) > 1
+    )
+    if not knobs:
+        raise ValueError(
+            f"runner.table={path}: no column apart from the outcomes varies over its "
+            f"{len(rows)} rows, so there is nothing to search."
+        )
+    groups: dict[str, list[int]] = {}
+    points: list[dict[str, Value]] = []
+    for number in range(len(rows)):
+        point = {knob.name: values[knob.name][number] for knob in knobs}
+        groups.setdefault(key_of(point), []).append(number)
+        points.append(point)
+    entries = tuple(_pool(points[g[0]], [rows[i] for i in g]) for g in groups.values())
+    return Table(knobs, entries, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def default_baseline(table: Table) -> Entry:
+    """The entry that a user would have today.
+
+    It is the one marked ``purpose=baseline``; else the ``ok`` entry nearest to the libraries'
+    defaults: 25 MiB buckets, a prefetch factor of 2, booleans off, ``null`` where a knob has it,
+    otherwise the smallest number (NCCL's settings, ZeRO stage, micro-batch, accumulation) or the
+    first name in the table. Distance is summed over the knobs, each on a scale from 0 to 1.
+
+    Raises:
+        ValueError: no entry succeeded.
+
+    """
+    good = [entry for entry in table.entries if entry.status is Status.OK]
+    if not good:
+        raise ValueError("runner.table: no row has status ok, so nothing can be the baseline.")
+    marked = [entry for entry in good if entry.is_baseline]
+    if marked:
+        return marked[0]
+
+    def distance(entry: Entry) -> float:
+        total = 0.0
+        for knob in table.knobs:
+            value, target = entry.configuration[knob.name], _library_default(knob)
+            if knob.is_ordered:
+                total += abs(knob.unit_position(value) - knob.unit_position(target))
+            else:
+                total += value != target
+        return total
+
+    return min(good, key=distance)
+
+
+def find_entry(table: Table, wanted: Mapping[str, Value]) -> Entry:
+    """The entry of ``runner.baseline`` as the user wrote it.
+
+    Raises:
+        ValueError: a knob is missing or unknown, there is no such row, or it failed.
+
+    """
+    names = [knob.name for knob in table.knobs]
+    for name in wanted:
+        if name not in names:
+            raise ValueError(f"runner.baseline.{name}: no such knob. {nearest(name, names)}")
+    for knob in table.knobs:
+        if knob.name not in wanted:
+            raise ValueError(f"runner.baseline: {knob.name} is missing; name every knob.")
+        if not knob.contains(wanted[knob.name]):
+            allowed = ", ".join(str(v) for v in knob.values)
+            raise ValueError(
+                f"runner.baseline.{knob.name}={wanted[knob.name]}: not in the table. "
+                f"Allowed: {allowed}."
+            )
+    for entry in table.entries:
+        if key_of(entry.configuration) == key_of(wanted):
+            if entry.status is not Status.OK:
+                raise ValueError(
+                    f"runner.baseline={dict(wanted)}: its row has status {entry.status}; "
+                    "the baseline must be a row with status ok."
+                )
+            return entry
+    raise ValueError(f"runner.baseline={dict(wanted)}: the table has no such row.")
+
+
+_SAY_NOTHING = (Status.INFRASTRUCTURE, Status.INTERRUPTED)
+
+
+def _knob(name: str, column: Sequence[Value]) -> Knob:
+    distinct = list({key_of({"": v}): v for v in column}.values())
+    if all(isinstance(v, bool) for v in distinct):
+        return Knob(name, Kind.BOOLEAN, default=False, values=(False, True))
+    numbers = [v for v in distinct if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) < len(distinct):
+        others = [v for v in distinct if v not in numbers]
+        values = (*others, *sorted(numbers))
+        return Knob(name, Kind.CATEGORICAL, default=values[0], values=values)
+    kind = Kind.ORDINAL if len(numbers) >= 3 else Kind.CATEGORICAL
+    return Knob(name, kind, default=min(numbers), values=tuple(sorted(numbers)))
+
+
+def _library_default(knob: Knob) -> Value:
+    if knob.kind is Kind.BOOLEAN:
+        return False
+    if None in knob.values:
+        return None
+    numbers = [v for v in knob.values if isinstance(v, int | float)]
+    if len(numbers) < len(knob.values):
+        return knob.values[0]
+    target = _LIBRARY_DEFAULTS.get(knob.name)
+    if target is None or min(numbers) <= 0:
+        return min(numbers)
+    return min(numbers, key=lambda v: abs(math.log(v / target)))
+
+
+def _pool(point: dict[str, Value], rows: Sequence[Row]) -> Entry:
+    statuses = [row.status for row in rows]
+    status = max(statuses, key=lambda s: (statuses.count(s), s is Status.OK, s is Status.PRUNED))
+    entry = Entry(dict(point), status)
+    kept = [row for row, its in zip(rows, statuses, strict=True) if its is status]
+    entry.reason = next((reason for row in kept if (reason := row.text("reason"))), "")
+    entry.is_baseline = any(row.text("purpose") == "baseline" for row in kept)
+    sizes = [size for row in kept for size in row.positive("world_size")]
+    entry.world_size = int(sizes[0]) if sizes else 1
+    entry.peak_allocated_gib = max(_of(kept, "peak_allocated_gib"), default=None)
+    entry.peak_reserved_gib = max(_of(kept, "peak_reserved_gib"), default=None)
+    losses = [row.numbers("first_losses") for row in kept]
+    entry.first_losses = next((values for values in losses if values), [])
+    if seconds := _of(kept, "trial_seconds"):
+        entry.trial_seconds = statistics.median(seconds)
+    if rewraps := _of(kept, "rewrap_ms"):
+        entry.rewrap_seconds = statistics.median(rewraps) / 1e3
+    if status not in (Status.OK, Status.PRUNED):
+        return entry
+    times_ms = [row.positive("step_ms") for row in kept]
+    entry.visits = [[ms / 1e3 for ms in times] for times in times_ms if times]
+    rates = [rate for row in kept for rate in row.positive("samples_per_s")]
+    if not entry.visits and not rates:
+        raise kept[0].refusal("step_ms", f"A row with status {status} needs it, or samples_per_s.")
+    if not entry.visits:  # a rate alone: serve a step of one sample
+        entry.visits, entry.samples_per_step = [[1.0 / rate] for rate in rates], 1
+    elif rates:
+        first_s = [ms / 1e3 for ms in times_ms[0]] or entry.visits[0]
+        entry.samples_per_step = max(1, round(rates[0] * statistics.median(first_s)))
+    return entry
+
+
+def _of(rows: Sequence[Row], column: str) -> list[float]:
+    return [number for row in rows for number in row.numbers(column)]
+
+
+# -----------------------------------------------------------------------------
+# A row of a table of measurements: its cells as values, and errors that say where they stand.
+
+_EXPECTED = "Name a CSV file of measured configurations, such as a search's trials.csv."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        path: the table's file.
+        number: of its line, as editors and spreadsheets count: the header is 1.
+        cells: text by column; ``None`` where the row is too short.
+
+    """
+
+    path: Path
+    number: int
+    cells: Mapping[str, str | None]
+
+    def text(self, column: str) -> str:
+        """A cell's text; empty where there is none."""
+        return (self.cells.get(column) or "").strip()
+
+    @property
+    def status(self) -> Status:
+        """How the visit ended; ``ok`` where the row does not tell.
+
+        Raises:
+            ValueError: there is no such status.
+
+        """
+        word = self.text("status") or str(Status.OK)
+        try:
+            return Status(word)
+        except ValueError as error:
+            raise self.refusal("status", nearest(word, Status)) from error
+
+    def value(self, column: str) -> Value:
+        """A knob's value: null, a truth value, a number, or a word."""
+        word = self.text(column)
+        if word.lower() in ("", "none", "null"):
+            return None
+        if word.lower() in ("true", "false"):
+            return word.lower() == "true"
+        for number in (int, float):
+            try:
+                return number(word)
+            except ValueError:
+                continue
+        return word
+
+    def numbers(self, column: str) -> list[float]:
+        """Numbers apart by blanks.
+
+        Raises:
+            ValueError: something else is among them.
+
+        """
+        try:
+            return [float(word) for word in self.text(column).split()]
+        except ValueError as error:
+            raise self.refusal(column, "A number is needed, or several apart by blanks.") from error
+
+    def positive(self, column: str) -> list[float]:
+        """The same, where nothing else than positive numbers makes sense.
+
+        Raises:
+            ValueError: one of them is zero, negative, infinite or no number.
+
+        """
+        found = self.numbers(column)
+        if not all(0 < number < math.inf for number in found):
+            raise self.refusal(column, "It is not positive, or not finite.")
+        return found
+
+    def refusal(self, column: str, reason: str) -> ValueError:
+        """The error for a cell that cannot be used."""
+        shown = self.text(column)
+        shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+        where = f"runner.table={self.path}, row {self.number}, column {column}"
+        return ValueError(f"{where}: {shown!r}. {reason}")
+
+
+def read_rows(path: Path) -> tuple[str, list[str], Iterator[Row]]:
+    """The text of a CSV file, its columns, and its rows in order.
+
+    Raises:
+        ValueError: it cannot be read, or is no CSV file; also while rows are taken.
+
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"runner.table={path}: it cannot be read ({error.strerror}). {_EXPECTED}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"runner.table={path}: it is no text in UTF-8 (byte {error.start}). {_EXPECTED}"
+        ) from error
+    reader = csv.DictReader(text.splitlines())
+    return text, _columns(reader, path), _rows(reader, path)
+
+
+def _columns(reader: csv.DictReader[str], path: Path) -> list[str]:
+    try:
+        return list(reader.fieldnames or ())
+    except csv.Error as error:
+        raise ValueError(f"runner.table={path}: {error}. {_EXPECTED}") from error
+
+
+def _rows(reader: csv.DictReader[str], path: Path) -> Iterator[Row]:
+    try:
+        for cells in reader:
+            yield Row(path, reader.line_num, cells)
+    except csv.Error as error:
+        place = f"runner.table={path}, row {reader.line_num}"
+        raise ValueError(f"{place}: {error}. {_EXPECTED}") from error

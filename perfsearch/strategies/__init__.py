@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perfsearch.core import implementations
+from perfsearch.core import registry
 from perfsearch.strategies.base import Hints, Prediction, Strategy
 
 __all__ = ["Hints", "Prediction", "Strategy", "load", "names"]
@@ -10,7 +10,7 @@ __all__ = ["Hints", "Prediction", "Strategy", "load", "names"]
 
 def names() -> list[str]:
     """Names that ``strategy=`` can take: the public modules of this package."""
-    return implementations.names(__name__)
+    return registry.names(__name__)
 
 
 def load(name: str) -> type[Strategy]:
@@ -20,4 +20,4 @@ def load(name: str) -> type[Strategy]:
         LookupError: there is none of that name.
 
     """
-    return implementations.load(__name__, "strategy", name, Strategy)  # type: ignore[type-abstract]
+    return registry.load(__name__, "strategy", name, Strategy)  # type: ignore[type-abstract]

@@ -6,17 +6,17 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from scipy.linalg import cho_solve
+from scipy.linalg import cho_solve, cholesky, solve_triangular
 from scipy.optimize import minimize
+from scipy.special import log_ndtr, ndtr
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import WhiteKernel
+from sklearn.gaussian_process.kernels import Hyperparameter, Kernel, WhiteKernel
 from threadpoolctl import threadpool_limits
-
-from perfsearch.strategies._kernel import MixedKernel
 
 _ROUGH_LENGTH, _ROUGH_PRODUCT = 0.2, 8.0
 """Factors on the expected length scales and on the product's variance from which a second fit
@@ -193,3 +193,284 @@ def _most_probable(center: np.ndarray, width: np.ndarray) -> Callable[..., Any]:
         return best.x, float(best.fun)
 
     return optimize
+
+
+# -----------------------------------------------------------------------------
+# The covariance of a Gaussian process over ordered and unordered knobs.
+
+_SQRT5 = math.sqrt(5.0)
+
+
+class MixedKernel(Kernel):  # type: ignore[misc]
+    """A term a knob, one over all pairs, one over all knobs: main effects are learned fast, what
+    two knobs do together soon, and the rest in the end.
+
+    ``k(x, y) = sum_d a_d k_d + p sum_{d<e} w_d w_e k_d k_e / n + b prod_d k_d``, where ``k_d`` is a
+    Matern kernel of smoothness 5/2 for an ordered column and ``exp(-[x_d != y_d] / l_d)`` (a
+    Hamming kernel) for an unordered one, and ``n`` makes the middle term 1 at ``x = y``. The sums
+    over pairs follow from those over columns (Duvenaud et al., 2011, additive processes).
+
+    Args:
+        length_scale: ``l_d``, shape (columns,).
+        variance: ``a_1 .. a_D, p, b``, shape (columns + 2,); for a single column ``p`` has no term.
+        ordered: which columns may be compared by distance, shape (columns,).
+        share: ``w_d``, how much each column takes part in pairs, shape (columns,).
+
+    """
+
+    def __init__(
+        self,
+        length_scale: np.ndarray,
+        variance: np.ndarray,
+        ordered: np.ndarray,
+        share: np.ndarray,
+    ) -> None:
+        self.length_scale = length_scale
+        self.variance = variance
+        self.ordered = ordered
+        self.share = share
+
+    @property
+    def hyperparameter_length_scale(self) -> Hyperparameter:
+        """Length scales, in units of the encoded columns."""
+        return Hyperparameter("length_scale", "numeric", (1e-2, 1e2), np.size(self.length_scale))
+
+    @property
+    def hyperparameter_variance(self) -> Hyperparameter:
+        """Variances of the main effects and of the product."""
+        return Hyperparameter("variance", "numeric", (1e-6, 1e3), np.size(self.variance))
+
+    def __call__(
+        self, X: np.ndarray, Y: np.ndarray | None = None, eval_gradient: bool = False
+    ) -> Any:
+        """Covariance of the rows of ``X`` with those of ``Y``; its gradient by log-parameters."""
+        if Y is not None:
+            return self._across(X, Y)
+        # Every pair once, and last a row with itself; most of an ask's time is spent here.
+        first, second, whole = _pairs(len(X))
+        gap = np.zeros((X.shape[1], len(first) + 1))
+        gap[:, :-1] = np.abs(X[first] - X[second]).T
+        covariance, gradient = self._of(gap, eval_gradient)
+        full = covariance[whole]
+        return full if gradient is None else (full, gradient[:, whole].transpose(1, 2, 0))
+
+    def _across(self, X: np.ndarray, Y: np.ndarray) -> np.ndarray:
+        """Covariance of the rows of ``X`` with those of ``Y``, of which ``X`` has many more.
+
+        A column of ``X`` has few values that differ, so each is compared with ``Y`` once.
+        """
+        variance, share = np.atleast_1d(self.variance), self._share_of_pairs
+        length = np.atleast_1d(self.length_scale)
+        shape = (len(X), len(Y))
+        covariance, total, squares = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        product = np.ones(shape)
+        for column, ordered in enumerate(self.ordered):
+            values, place = np.unique(X[:, column], return_inverse=True)
+            gap = np.abs(values[:, None] - Y[None, :, column])
+            t = _SQRT5 * gap / length[column]
+            matern = (1.0 + t + t**2 / 3.0) * np.exp(-t)
+            levels = matern if ordered else np.exp((gap > 1e-9) / -length[column])
+            covariance += (variance[column] * levels)[place]
+            total += (share[column] * levels)[place]
+            squares += ((share[column] * levels) ** 2)[place]
+            product *= levels[place]
+        return np.asarray(
+            covariance + variance[-2] * 0.5 * (total**2 - squares) + variance[-1] * product
+        )
+
+    def _of(self, gap: np.ndarray, eval_gradient: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        """Covariances of pairs that are ``gap`` apart, shape (columns, pairs), and gradients."""
+        length = np.atleast_1d(self.length_scale)[:, None]
+        variance = np.atleast_1d(self.variance)
+        each = np.empty_like(gap)
+        ordered, unordered = self.ordered, ~self.ordered
+        t = _SQRT5 * gap[ordered] / length[ordered]
+        decay = np.exp(-t)
+        each[ordered] = (1.0 + t + t**2 / 3.0) * decay
+        differs = (gap[unordered] > 1e-9) / length[unordered]
+        each[unordered] = np.exp(-differs)
+        product = np.prod(each, axis=0)
+        share = self._share_of_pairs[:, None]
+        weighted = each * share
+        total = weighted.sum(axis=0)
+        pairs = 0.5 * (total**2 - (weighted**2).sum(axis=0))
+        covariance = variance[:-2] @ each + variance[-2] * pairs + variance[-1] * product
+        if not eval_gradient:
+            return covariance, None
+        slope = np.empty_like(gap)
+        slope[ordered] = t**2 * (1.0 + t) / 3.0 * decay
+        slope[unordered] = each[unordered] * differs
+        through_product = variance[-1] * product / np.maximum(each, 1e-300)
+        through_pairs = variance[-2] * share * (total - weighted)
+        by_length = slope * (variance[:-2, None] + through_pairs + through_product)
+        by_variance = np.vstack([each, pairs, product]) * variance[:, None]
+        return covariance, np.vstack([by_length, by_variance])
+
+    @property
+    def _share_of_pairs(self) -> np.ndarray:
+        """``w_d`` scaled so that the sum over all pairs is 1; zeros where there is no pair."""
+        share = np.asarray(self.share, dtype=float)
+        whole = 0.5 * float(share.sum() ** 2 - (share**2).sum())
+        return share / math.sqrt(whole) if whole > 1e-12 else np.zeros_like(share)
+
+    def diag(self, X: np.ndarray) -> np.ndarray:
+        """Prior variance of each row."""
+        variance = np.atleast_1d(self.variance)
+        pairs = variance[-2] if self._share_of_pairs.any() else 0.0
+        return np.full(len(X), float(np.sum(variance[:-2]) + pairs + variance[-1]))
+
+    def is_stationary(self) -> bool:
+        """Whether it depends on differences only."""
+        return True
+
+
+@lru_cache(maxsize=8)
+def _pairs(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First and second row of every pair, and the pair of every two rows, shape (rows, rows); a
+    row with itself has the place behind the pairs.
+    """
+    first, second = np.triu_indices(rows, 1)
+    whole = np.full((rows, rows), len(first))
+    whole[first, second] = whole[second, first] = np.arange(len(first))
+    return first, second, whole
+
+
+# -----------------------------------------------------------------------------
+# A forest of randomised trees: a second opinion that assumes no smoothness.
+
+_TREES = 30
+
+_LEAST_DEVIATION = 0.05
+"""Where all trees agree they may still be wrong by this much, of unit-variance targets."""
+
+
+class Forest:
+    """Extremely randomised trees (Geurts et al., 2006) on bootstrap samples, grown to single rows.
+
+    Mean and spread over the trees stand for mean and doubt, as in SMAC (Hutter et al., 2011).
+    A tree cuts the space where neighbouring costs differ most, so it believes in a step or in a
+    narrow valley at once, where a smooth process takes them for noise.
+
+    Args:
+        rows: encoded configurations, shape (n, columns).
+        target: values, of about unit scale, shape (n,).
+        seed: of the bootstrap and of the cuts.
+
+    """
+
+    def __init__(self, rows: np.ndarray, target: np.ndarray, seed: int) -> None:
+        from sklearn.ensemble import ExtraTreesRegressor
+
+        self._forest: Any = ExtraTreesRegressor(
+            _TREES, bootstrap=True, random_state=seed % 2**32, n_jobs=1
+        )
+        with threadpool_limits(1):
+            self._forest.fit(rows, target)
+
+    def predict(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation at encoded ``rows``."""
+        single = np.asarray(rows, dtype=np.float32)  # what the trees compare in
+        each = np.array([t.predict(single, check_input=False) for t in self._forest.estimators_])
+        return each.mean(axis=0), np.sqrt(each.var(axis=0) + _LEAST_DEVIATION**2)
+
+
+# -----------------------------------------------------------------------------
+# A Gaussian process for what runs and what fails.
+
+_SCALES = (1.0, 4.0, 16.0)
+"""Tried variances of the latent function, relative to those below; the most probable is kept."""
+
+_OPTIMISM = 0.7
+"""Mean of the latent function: without evidence three in four configurations run."""
+
+_LINEAR, _OWN, _JOINT = 2.0, 1.0, 0.3
+"""Variances: of a trend over the whole range of a knob, of a knob's own effect beside it, and of
+what knobs do together."""
+
+_LENGTH = 0.7
+_NEWTON_STEPS = 50
+_CLOSE_ENOUGH = 1e-6
+_JITTER = 1e-6
+
+
+class Classifier:
+    """Probability of running over encoded configurations, by probit and Laplace's approximation.
+
+    The latent function has a trend along each ordered knob, so that what lies beyond failures is
+    expected to fail too; effects of each knob alone; and a term over all (Rasmussen and Williams,
+    2006, algorithms 3.1 and 3.2). There is nothing to optimise but one scale of three.
+
+    Args:
+        rows: encoded configurations that were tried, shape (n, columns).
+        ran: whether each ran, shape (n,).
+        ordered: which columns may be compared by distance.
+
+    """
+
+    def __init__(self, rows: np.ndarray, ran: np.ndarray, ordered: np.ndarray) -> None:
+        self._rows = rows
+        self._ordered = ordered
+        columns = len(ordered)
+        variance = np.array([_OWN] * columns + [1e-9, _JOINT])
+        self._kernel = MixedKernel(np.full(columns, _LENGTH), variance, ordered, np.ones(columns))
+        signs = np.where(ran, 1.0, -1.0)
+        base = self._covariance(rows, rows) + _JITTER * np.eye(len(rows))
+        modes = [(_mode(scale * base, signs), scale) for scale in _SCALES]
+        self._mode, self._scale = max(modes, key=lambda pair: pair[0].evidence)
+
+    def probability(self, rows: np.ndarray) -> np.ndarray:
+        """Of running, for encoded configurations."""
+        cross = self._scale * self._covariance(rows, self._rows)
+        mean = _OPTIMISM + cross @ self._mode.slope
+        half = solve_triangular(self._mode.factor, self._mode.root[:, None] * cross.T, lower=True)
+        variance = self._scale * self._variance(rows) - (half**2).sum(axis=0)
+        return np.asarray(ndtr(mean / np.sqrt(1.0 + np.maximum(variance, 0.0))))
+
+    def _covariance(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        trend = (left[:, self._ordered] - 0.5) @ (right[:, self._ordered] - 0.5).T
+        return np.asarray(self._kernel(left, right) + 12.0 * _LINEAR * trend)
+
+    def _variance(self, rows: np.ndarray) -> np.ndarray:
+        trend = ((rows[:, self._ordered] - 0.5) ** 2).sum(axis=1)
+        return np.asarray(self._kernel.diag(rows) + 12.0 * _LINEAR * trend)
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """Laplace's approximation around the most probable latent values.
+
+    Attributes:
+        slope: derivative of the log likelihood there.
+        root: square root of minus its second derivative.
+        factor: Cholesky factor of ``1 + root K root``.
+        evidence: logarithm of the approximate marginal likelihood.
+
+    """
+
+    slope: np.ndarray
+    root: np.ndarray
+    factor: np.ndarray
+    evidence: float
+
+
+def _mode(covariance: np.ndarray, signs: np.ndarray) -> _Mode:
+    latent = np.zeros(len(signs))  # less the mean
+    weights = np.zeros(len(signs))
+    before = -np.inf
+    for _ in range(_NEWTON_STEPS):
+        margin = signs * (latent + _OPTIMISM)
+        ratio = np.exp(-0.5 * margin**2 - 0.5 * np.log(2 * np.pi) - log_ndtr(margin))
+        slope, curvature = signs * ratio, np.maximum(ratio * (ratio + margin), 1e-12)
+        root = np.sqrt(curvature)
+        factor = cholesky(
+            np.eye(len(signs)) + root[:, None] * covariance * root[None, :], lower=True
+        )
+        likelihood = float(log_ndtr(margin).sum() - 0.5 * weights @ latent)
+        if likelihood - before < _CLOSE_ENOUGH:
+            break
+        before = likelihood
+        aim = curvature * latent + slope
+        weights = aim - root * cho_solve((factor, True), root * (covariance @ aim))
+        latent = covariance @ weights
+    evidence = likelihood - float(np.log(np.diag(factor)).sum())
+    return _Mode(slope, root, factor, evidence)

@@ -22,15 +22,15 @@ from perfsearch.strategies._candidates import (
     spread_out,
     with_nulls_apart,
 )
-from perfsearch.strategies._ending import LastLooks
-from perfsearch.strategies._grown import growing_knob, largest_that_fits, stages
-from perfsearch.strategies._predicted import log_predicted
-from perfsearch.strategies._record import Record, cost_of
+from perfsearch.strategies._history import Record, cost_of
+from perfsearch.strategies._transfer import log_predicted
 from perfsearch.strategies.base import Strategy
+from perfsearch.strategies.fast import growing_knob, largest_that_fits, stage_values
 
 if TYPE_CHECKING:
-    from perfsearch.strategies._earlier import Belief
-    from perfsearch.strategies._promise import Scores
+    from perfsearch.strategies._acquisition import Scores
+    from perfsearch.strategies._transfer import Belief
+
 
 _UNEXPLAINED = 0.05
 """With more learned noise than this, the model does not explain the costs, and its promise of no
@@ -128,7 +128,7 @@ class Bayes(Strategy):
         self._weight = expected_effects(space, hints)
         few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
         fits = hints.memory_limit_gib is not None and growing_knob(space, hints) is not None
-        self._unvisited = stages(space, hints) if fits else []
+        self._unvisited = stage_values(space, hints) if fits else []
         told = len(hints.starts) + len(self._unvisited)
         few = max(few, min(told + 1, _MOST_INITIAL + 1))
         self._initial: int = self.options.initial_points or few
@@ -209,8 +209,8 @@ class Bayes(Strategy):
         """
         if self.hints.earlier is None:
             return None
-        from perfsearch.strategies._earlier import believed
         from perfsearch.strategies._gp import Prior
+        from perfsearch.strategies._transfer import believed
 
         return believed(self.space, self.hints, Prior(weight=self._weight))
 
@@ -285,7 +285,7 @@ class Bayes(Strategy):
 
     def _scores(self, points: Sequence[dict[str, Value]], rows: np.ndarray, share: float) -> Scores:
         """What each configuration promises, with ``share`` of what an earlier search found."""
-        from perfsearch.strategies._promise import Promise
+        from perfsearch.strategies._acquisition import Promise
 
         promise = Promise(self.space, self.hints, self._record, self._belief, share)
         scores = promise.scores(
@@ -293,3 +293,50 @@ class Bayes(Strategy):
         )
         self._noise = scores.noise
         return scores
+
+
+# -----------------------------------------------------------------------------
+# Whether a model that promises no further gain is believed yet.
+
+_OWN_LOOKS = 2
+"""Looks in a row where the model itself is least sure: a few early trials may have misled it."""
+
+_OTHER_LOOKS = 4
+"""Looks that a second model may take where it sees a gain, with those that the first one left."""
+
+
+class LastLooks:
+    """Trials before the end, taken one by one until the model is believed.
+
+    First come those where the cost could be lowest by the model's own doubt; when none are left,
+    or after two, those by a second model of another kind, which sees what the first is blind to.
+    A better trial than the best so far starts them anew.
+
+    Args:
+        least: gain, relative, that is worth a trial.
+
+    """
+
+    def __init__(self, least: float) -> None:
+        self._least = least
+        self._taken = 0
+        self._best = math.inf
+
+    def note(self, best: float, promised: float) -> None:
+        """Note the best cost so far and the gain that the model promises."""
+        if best < self._best or promised >= self._least:
+            self._taken = 0
+        self._best = best
+
+    def next(self, scores: Scores) -> int | None:
+        """Index of the configuration to look at; ``None`` when it is time to end."""
+        if self._taken < _OWN_LOOKS and scores.hope.max() >= self._least:
+            self._taken += 1
+            return int(np.argmax(scores.hope))
+        if self._taken >= _OWN_LOOKS + _OTHER_LOOKS or scores.second is None:
+            return None
+        gain = scores.second()
+        if gain.max() < self._least:
+            return None
+        self._taken += 1
+        return int(np.argmax(gain))

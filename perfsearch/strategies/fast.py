@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from perfsearch.core.hints import Hints
-from perfsearch.core.knob import Knob, Value, same_value
+from perfsearch.core.knob import Configuration, Knob, Value, same_value
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
-from perfsearch.strategies._grown import growing_knob, ladder, predicted_top, stages
-from perfsearch.strategies._record import Record
+from perfsearch.strategies._history import Record
 from perfsearch.strategies.base import Strategy
 
 _DOUBT = 1.1
@@ -120,7 +119,7 @@ class Fast(Strategy):
             yield from (point for point in points if self.space.feasible(point))
         if grown is not None:
             fitted = 0
-            for stage in stages(self.space, self.hints):
+            for stage in stage_values(self.space, self.hints):
                 self._part = f"stage {stage}" if stage is not None else "the only stage"
                 base = self._best_grown(start)
                 if stage is not None and self.hints.stage_knob is not None:
@@ -137,7 +136,7 @@ class Fast(Strategy):
         self, knob: Knob, base: dict[str, Value], fitted: int
     ) -> Generator[dict[str, Value], None, int]:
         """Measure up to the largest value that runs, then the short list; return its place."""
-        rungs = ladder(self.space, self.hints, knob, base)
+        rungs = ladder_of(self.space, self.hints, knob, base)
         if not rungs:
             return fitted
         top = predicted_top(self.hints, rungs)
@@ -228,3 +227,63 @@ class Fast(Strategy):
 
 def _changed(center: dict[str, Value], move: dict[str, Value], names: list[str]) -> str:
     return next((n for n in names if not same_value(center[n], move[n])), names[-1])
+
+
+# -----------------------------------------------------------------------------
+# The largest configurations that are predicted to fit, stage by stage.
+
+
+def growing_knob(space: Space, hints: Hints) -> Knob | None:
+    """The first ordered knob of which more (or less) is faster until memory ends."""
+    knobs = [space.by_name[name] for name in hints.monotonic if name in space.by_name]
+    usable = [k for k in knobs if k.is_ordered and k.count is not None and k.count > 1]
+    return usable[0] if usable else None
+
+
+def stage_values(space: Space, hints: Hints) -> list[Value]:
+    """Values of the stage knob, cheapest first; a single ``None`` where there is no such knob."""
+    knob = space.by_name.get(hints.stage_knob or "")
+    return [None] if knob is None else list(knob.choices() or (None,))
+
+
+def ladder_of(
+    space: Space, hints: Hints, knob: Knob, base: Configuration
+) -> list[dict[str, Value]]:
+    """Feasible configurations that differ from ``base`` in ``knob`` only, the slowest first."""
+    values = list(knob.choices() or ())
+    if hints.monotonic[knob.name] < 0:
+        values.reverse()
+    points = [space.canonical({**base, knob.name: v}) for v in values]
+    return [point for point in points if space.feasible(point)]
+
+
+def predicted_top(hints: Hints, rungs: list[dict[str, Value]]) -> int | None:
+    """Place of the largest that is predicted to fit, 0 where none is; ``None`` where any cannot
+    be predicted.
+    """
+    limit = hints.memory_limit_gib
+    peaks = [hints.predict(point).peak_gib for point in rungs]
+    if limit is None or any(peak is None for peak in peaks):
+        return None
+    fits = [i for i, peak in enumerate(peaks) if peak is not None and peak <= limit]
+    return fits[-1] if fits else 0
+
+
+def largest_that_fits(
+    space: Space, hints: Hints, base: Configuration, stage: Value
+) -> dict[str, Value] | None:
+    """``base`` at a stage, with as much of the growing knob as is predicted to fit.
+
+    ``None`` without such a knob, without predictions, or where not even the least fits.
+    """
+    knob = growing_knob(space, hints)
+    if knob is None:
+        return None
+    if stage is not None and hints.stage_knob is not None:
+        base = {**base, hints.stage_knob: stage}
+    rungs = ladder_of(space, hints, knob, base)
+    top = predicted_top(hints, rungs) if rungs else None
+    if top is None:
+        return None
+    peak, limit = hints.predict(rungs[top]).peak_gib, hints.memory_limit_gib
+    return rungs[top] if peak is not None and limit is not None and peak <= limit else None

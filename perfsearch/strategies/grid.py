@@ -11,7 +11,7 @@ from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Knob, Value
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
-from perfsearch.strategies._record import EXHAUSTED, Record
+from perfsearch.strategies._history import EXHAUSTED, Record
 from perfsearch.strategies.base import Strategy
 
 _CHECKS_PER_ASK = 200_000

@@ -14,7 +14,7 @@ from perfsearch.core.hints import PROPAGATION, Hints, WalkRequest
 from perfsearch.core.knob import Value, same_value
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
-from perfsearch.strategies._record import Record
+from perfsearch.strategies._history import Record
 from perfsearch.strategies.base import Strategy
 
 _LONGEST_CARRY = 8

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from perfsearch.core.errors import nearest
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Knob, Value
 from perfsearch.core.space import Space, key_of
-from perfsearch.core.suggest import nearest
 from perfsearch.core.trial import Trial
-from perfsearch.strategies._project import Projection
-from perfsearch.strategies._record import Record
+from perfsearch.strategies._candidates import Projection
+from perfsearch.strategies._history import Record
 from perfsearch.strategies.base import Strategy
 
 ALLOWED = (

@@ -11,8 +11,8 @@ from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Knob, Value
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
-from perfsearch.strategies._project import Projection
-from perfsearch.strategies._record import Record
+from perfsearch.strategies._candidates import Projection
+from perfsearch.strategies._history import Record
 from perfsearch.strategies.base import Strategy
 
 _SAMPLERS = ("tpe", "gp")

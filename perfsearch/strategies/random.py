@@ -8,7 +8,7 @@ from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Trial
-from perfsearch.strategies._record import Record
+from perfsearch.strategies._history import Record
 from perfsearch.strategies.base import Strategy
 
 

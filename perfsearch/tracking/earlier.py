@@ -56,7 +56,7 @@ class StoredSearch:
         name: as shown there.
         search_id: the same after a resume.
         experiment_id: of the experiment that it is in.
-        parameters: as ``perfsearch.stages.record`` writes them: ``runner``, ``workload``,
+        parameters: as ``perfsearch.pipeline.record`` writes them: ``runner``, ``workload``,
             ``identity/...``, ``pinned/...`` and others.
 
     """

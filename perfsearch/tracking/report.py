@@ -13,9 +13,8 @@ import numpy as np
 from perfsearch.core.knob import Knob
 from perfsearch.core.objective import Objective
 from perfsearch.core.trial import Measurement, Purpose, Trial
-from perfsearch.metrics.bounds import bounds, percent
+from perfsearch.metrics.bounds import bounds, closest_look, percent
 from perfsearch.metrics.diagnosis import diagnose
-from perfsearch.metrics.looks import closest_look
 from perfsearch.tracking import charts
 from perfsearch.tracking.effects import knob_effects
 from perfsearch.tracking.files import write_text

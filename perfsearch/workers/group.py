@@ -8,26 +8,36 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perfsearch.workers import devices, processes, standing
-from perfsearch.workers.channel import Channel, ChannelClosed, Listener, socket_directory
-from perfsearch.workers.devices import Gpu, GroupSpec
-from perfsearch.workers.environment import Limits
-from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify
-from perfsearch.workers.leavings import Leavings, launcher_report, oom_kills
+from perfsearch.core import hardware
+from perfsearch.core.hardware import Gpu, GroupSpec, Limits
+from perfsearch.workers import failures, processes
+from perfsearch.workers.failures import (
+    Evidence,
+    Failure,
+    Leavings,
+    ProcessEnd,
+    classify,
+    launcher_report,
+    oom_kills,
+)
 from perfsearch.workers.messages import (
     NCCL_LOG_FILE,
     SOCKET_FILE,
     TOKEN_VARIABLE,
+    Channel,
+    ChannelClosed,
+    Listener,
     RankError,
     Startup,
     TrialRequest,
+    socket_directory,
 )
 from perfsearch.workers.preload import ForkedLauncher, LauncherGone, Preloaded
-from perfsearch.workers.roster import Roster
 
 _POLL_S = 0.25
 
@@ -108,7 +118,7 @@ class WorkerGroup:
         self._log_directory = log_directory.absolute()
         self._log_directory.mkdir(parents=True, exist_ok=True)
         Leavings(self._log_directory, self.spec.world_size).clear()
-        self._used_before = devices.used_gib(self._gpus)
+        self._used_before = hardware.used_gib(self._gpus)
         self._directory = socket_directory()
         listener = Listener(self._directory / SOCKET_FILE)
         try:
@@ -241,7 +251,9 @@ class WorkerGroup:
                 launcher.wait(self._limits.grace_s)
         places = {}
         if timed_out is not None:
-            places = standing.ask(self._directory, self._log_directory, self.spec.world_size)
+            places = failures.ask_for_stacks(
+                self._directory, self._log_directory, self.spec.world_size
+            )
         left = Leavings(self._log_directory, self.spec.world_size)
         code = launcher.poll() if launcher is not None and timed_out is None else None
         ends, launcher_error = launcher_report(self._directory, code)
@@ -289,9 +301,53 @@ class WorkerGroup:
             self._launcher.wait(self._limits.grace_s)
         self._launcher = None
         if self._gpus:
-            devices.wait_until_free(self._gpus, self._used_before, self._limits.grace_s)
+            hardware.wait_until_free(self._gpus, self._used_before, self._limits.grace_s)
         self._remove_directory()
 
     def _remove_directory(self) -> None:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+# -----------------------------------------------------------------------------
+# The ranks of a group as each told of itself: where it runs, on which device, as which process.
+
+
+class Roster:
+    """Ranks that have reported.
+
+    Args:
+        ranks: of each, ``host``, ``device``, ``pid`` and ``started``.
+
+    """
+
+    def __init__(self, ranks: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._ranks = ranks
+
+    def shared_device(self) -> tuple[str, int] | None:
+        """What is wrong where two ranks are on one device, and the second of them."""
+        places = [(r["host"], r["device"]) for r in self._ranks]
+        for rank, place in enumerate(places):
+            if place in places[:rank]:
+                first = places.index(place)
+                return f"ranks {first} and {rank} are on the same device {place[1]}", rank
+        return None
+
+    def ended(self) -> list[ProcessEnd]:
+        """Ranks on this host whose processes are gone, though the launcher still runs.
+
+        The launcher looks away from one that ended with 0, and sees another only when the last of
+        the processes that it started has ended, too.
+        """
+        ended = []
+        for rank, process in enumerate(self._ranks):
+            place = process["pid"], process["started"]
+            if process["host"] == os.uname().nodename and not processes.is_alive(*place):
+                # Had its launcher taken note of another code, it would have ended the group.
+                code = processes.exit_code(*place)
+                ended.append(ProcessEnd(rank, 0 if code is None else code, time.time()))
+        return ended
+
+    def some_run(self) -> bool:
+        """Whether another rank still runs, so that the launcher will not end soon."""
+        return len(self.ended()) < len(self._ranks)

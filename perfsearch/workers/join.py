@@ -19,8 +19,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from perfsearch.core.hardware import GroupSpec
 from perfsearch.workers import processes
-from perfsearch.workers.devices import GroupSpec
 from perfsearch.workers.messages import TOKEN_VARIABLE, Startup
 
 _POLL_S = 0.5
@@ -72,7 +72,7 @@ def serve_one(options: argparse.Namespace) -> None:
     try:
         with open(logs / "launcher.log", "ab") as log:
             subprocess.run(
-                [sys.executable, "-m", "perfsearch.workers.launch", str(directory)],
+                [sys.executable, "-m", "perfsearch.workers.forkserver", str(directory)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

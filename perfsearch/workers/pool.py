@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core import hardware
+from perfsearch.core.hardware import Environment, Gpu, GroupSpec
 from perfsearch.core.knob import Value
 from perfsearch.core.trial import Measurement, Status
 from perfsearch.metrics.throughput import peak_flops
-from perfsearch.workers import devices
-from perfsearch.workers.devices import Gpu, GroupSpec
-from perfsearch.workers.environment import Environment
 from perfsearch.workers.failures import Failure
 from perfsearch.workers.group import WorkerGroup
 from perfsearch.workers.messages import TrialRequest, rank_log
@@ -78,7 +77,7 @@ class Pool:
                 return _failed(failure, logs, fresh)
         assert self._group is not None
         group = self._group
-        surroundings = devices.conditions(self._gpus, group.pids) if self._gpus else {}
+        surroundings = hardware.conditions(self._gpus, group.pids) if self._gpus else {}
         reply = group.run(request, time_limit_s)
         if not reply.alive or not group.alive:
             self._end_group()

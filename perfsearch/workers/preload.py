@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from perfsearch.workers import processes, registry
+from perfsearch.workers import processes
+from perfsearch.workers import processes as registry
 from perfsearch.workers.messages import EXIT_FILE, TOKEN_VARIABLE
 
 LATE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
@@ -89,13 +90,13 @@ class Preloaded:
         environment: Mapping[str, str],
         run_dir: Path,
         log: Path,
-        module: str = "perfsearch.workers.launch",
+        module: str = "perfsearch.workers.forkserver",
     ) -> None:
         self.token = uuid.uuid4().hex
         self.early = early_variables(environment)
         self._environment = dict(environment)
         self._run_dir = run_dir
-        registry.record(run_dir, self.token, Path())
+        registry.record_group(run_dir, self.token, Path())
         log.parent.mkdir(parents=True, exist_ok=True)
         me = os.getpid()
         with log.open("ab") as stderr:
@@ -197,7 +198,7 @@ class Preloaded:
                     pipe.close()
         processes.end_all(self.token, grace_s)
         self._process.wait()
-        registry.forget(self._run_dir, self.token)
+        registry.forget_group(self._run_dir, self.token)
 
 
 def early_variables(environment: Mapping[str, str]) -> dict[str, str]:

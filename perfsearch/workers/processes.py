@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import shutil
+import socket
+import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
-from perfsearch.workers.messages import TOKEN_VARIABLE
+from perfsearch.workers.messages import TOKEN_VARIABLE, Startup
 
 _KILL_ROUNDS = 50
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted from the state that follows the name
@@ -118,3 +124,96 @@ def _send(process: psutil.Process, signal_name: str) -> None:
         getattr(process, signal_name)()
     except psutil.NoSuchProcess:
         return
+
+
+# -----------------------------------------------------------------------------
+# A record of the groups that were started, so that a later start can end what is left of them.
+
+_DIRECTORY = "groups"
+
+
+def record_group(run_dir: Path, token: str, control_directory: Path) -> None:
+    """Note a group before any of its processes is started."""
+    directory = run_dir / _DIRECTORY
+    directory.mkdir(parents=True, exist_ok=True)
+    entry = {
+        "token": token,
+        "host": socket.gethostname(),
+        "controller": [os.getpid(), started_at(os.getpid())],
+        "control_directory": str(control_directory),
+    }
+    unfinished = directory / f"{token}.tmp"
+    unfinished.write_text(json.dumps(entry))
+    unfinished.rename(directory / f"{token}.json")
+
+
+def forget_group(run_dir: Path, token: str) -> None:
+    """Strike a group that has ended; the last one takes the directory with it."""
+    _remove(run_dir / _DIRECTORY / f"{token}.json")
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # others are in it, or it is gone
+        path.parent.rmdir()
+
+
+def reap_groups(run_dir: Path, grace_s: float = 2.0) -> int:
+    """End the processes that an earlier controller left behind; return how many there were.
+
+    Processes are found by the token in their environment, so that a reused pid is never hit and
+    one that was started just before the end is not missed.
+    Groups of other hosts that share the directory, and those of another controller that is still
+    alive, are left alone.
+    """
+    ended = 0
+    for path in sorted((run_dir / _DIRECTORY).glob("*.json")):
+        try:
+            entry = json.loads(path.read_text())
+            token, host = str(entry["token"]), str(entry["host"])
+            control = Path(entry["control_directory"])
+            pid, started = entry["controller"]
+        except (ValueError, KeyError, TypeError):
+            _remove(path)  # nothing can be learnt from it
+            continue
+        if host != socket.gethostname():
+            continue
+        if pid != os.getpid() and is_alive(pid, started):
+            continue
+        ended += end_all(token, grace_s)
+        ours = control.parent in (Path(tempfile.gettempdir()), Path("/tmp"))
+        if ours and control.name.startswith("perfsearch-"):
+            shutil.rmtree(control, ignore_errors=True)
+        forget_group(run_dir, token)
+    return ended
+
+
+# -----------------------------------------------------------------------------
+# End this process when the controller is gone.
+
+EXIT_ORPHANED = 113
+"""Exit code of a process that ended because its controller did."""
+
+_INTERVAL_S = 0.5
+
+
+def watch_controller(startup: Startup, directory: Path) -> None:
+    """Start a thread that ends the whole group once the controller no longer runs.
+
+    It polls the process table: a closed connection alone proves nothing, since a fork of the
+    controller may hold its end open.
+
+    Args:
+        startup: whose controller.
+        directory: the group's own, removed then.
+
+    """
+
+    def loop() -> None:
+        while is_alive(startup.controller_pid, startup.controller_started):
+            time.sleep(_INTERVAL_S)
+        shutil.rmtree(directory, ignore_errors=True)
+        end_all(startup.token, grace_s=0.0, exclude=[os.getpid()])
+        os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=loop, name="watch-controller", daemon=True).start()

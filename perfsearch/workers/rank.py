@@ -9,26 +9,32 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from perfsearch.workers import progress
-from perfsearch.workers.channel import Channel
+from perfsearch.training.process_groups import AbortWatch
+from perfsearch.workers import log
+from perfsearch.workers.failures import answer_stack_requests
+from perfsearch.workers.measure import slowest
 from perfsearch.workers.messages import (
+    AFTER_PEER,
     SOCKET_FILE,
+    Channel,
+    ChannelClosed,
     RankError,
     Startup,
+    TrialRequest,
     rank_error_file,
     rank_log,
 )
-from perfsearch.workers.standing import answer
-from perfsearch.workers.watch import watch_controller
-
-if TYPE_CHECKING:
-    from perfsearch.workers.loop import Loop
+from perfsearch.workers.processes import started_at, watch_controller
+from perfsearch.workers.results import combine
+from perfsearch.workers.trial import RankResult, Trainer, run_trial
 
 
 def switch_log(directory: str, rank: int) -> None:
@@ -74,11 +80,11 @@ def _nearly_full() -> bool | None:
 
 def main(directory: Path) -> int:
     """Serve trials until told to stop."""
-    progress.begin()
+    log.begin()
     rank = int(os.environ["RANK"])
     startup = Startup.read(directory)
     switch_log(startup.log_directory, rank)
-    answer(directory, rank)
+    answer_stack_requests(directory, rank)
     watch_controller(startup, directory)
     leads = startup.leads and os.environ["LOCAL_RANK"] == "0"
     channel = Channel.connect(directory / SOCKET_FILE) if leads else None
@@ -105,9 +111,8 @@ def own_thread_pool() -> None:
 def _make_loop(directory: Path, startup: Startup, rank: int, channel: Channel | None) -> Loop:
     import torch
 
-    from perfsearch.workers.bootstrap import Groups
-    from perfsearch.workers.loop import Loop
-    from perfsearch.workers.trainer import Trainer
+    from perfsearch.training.process_groups import Groups
+    from perfsearch.workers.trial import Trainer
 
     own_thread_pool()
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -136,3 +141,153 @@ def serve(directory: str) -> None:
     sys.stderr.flush()
     if code:
         os._exit(code)  # taking torch's modules down costs a second and frees nothing
+
+
+# -----------------------------------------------------------------------------
+# The life of a rank: take a request, run it, say what came of it, be ready for the next.
+
+_FIRST_TIMEOUT_S = 1800.0  # of collectives; the controller's own limits end sooner
+
+_RECOVERY = timedelta(seconds=120)
+"""How long the leading rank waits for its peers; the controller's patience ends sooner."""
+
+
+class Loop:
+    """Serves requests; the leading rank has the channel and passes requests on through the store.
+
+    Args:
+        trainer: the warm part of the rank.
+        channel: to the controller, on the leading rank.
+        startup: how the group was started.
+
+    """
+
+    def __init__(self, trainer: Trainer, channel: Channel | None, startup: Startup) -> None:
+        self._trainer = trainer
+        self._groups = trainer.groups
+        self._channel = channel
+        self._startup = startup
+        self._store = self._groups.connect()
+        self._watch_store = self._groups.connect()
+        self._send_lock = threading.Lock()
+        self._identity = {
+            "host": os.uname().nodename,
+            "device": _device_name(self._groups.device),
+        }
+
+    def serve(self) -> int:
+        """Run until the controller says ``close`` or is gone; return the exit code."""
+        serial = 0
+        while True:
+            try:
+                message = self._next(serial)
+            except ChannelClosed as error:
+                print(f"the controller is gone: {error}", flush=True)
+                return 1
+            if message["op"] == "close":
+                self._groups.destroy()
+                return 0
+            request = TrialRequest.from_json(message["request"])
+            switch_log(request.log_directory, self._groups.rank)
+            print(f"request {json.dumps(message['request'])}", flush=True)
+            self._serve_trial(request)
+            serial += 1
+
+    def introduce(self) -> None:
+        """Make the first process group, and tell the controller that every rank is there."""
+        self._groups.ensure(self._startup.group_values, self._startup.group_env, _FIRST_TIMEOUT_S)
+        slowest([0.0], self._groups.device)
+        log.note("the ranks have met")
+        process = {"pid": os.getpid(), "started": started_at(os.getpid())}
+        hello = json.dumps({**self._identity, **process})
+        self._store.set(f"hello/{self._groups.rank}", hello)
+        if self._channel is None:
+            return
+        ranks = [json.loads(self._store.get(f"hello/{r}")) for r in self._all_ranks()]
+        self._send({"event": "ready", "ranks": ranks, "info": self._trainer.info()})
+
+    def _all_ranks(self) -> range:
+        return range(self._groups.world_size)
+
+    def _next(self, serial: int) -> dict[str, Any]:
+        key = f"command/{serial}"
+        if self._channel is not None:
+            message = self._channel.receive()
+            self._store.set(key, json.dumps(message))
+            return message
+        received: dict[str, Any] = json.loads(self._store.get(key))
+        return received
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._channel is not None
+        with self._send_lock:
+            self._channel.send(message)
+
+    def _serve_trial(self, request: TrialRequest) -> None:
+        abort_key = f"abort/{request.serial}"
+        outcome = self._attempt(request, abort_key)
+        failed = isinstance(outcome, RankError)
+        if failed:
+            self._trainer.release()
+        self._store.set(
+            f"result/{request.serial}/{self._groups.rank}",
+            json.dumps({"failed": failed, **asdict(outcome)}),
+        )
+        if self._channel is not None:
+            self._conclude(request)
+        elif failed or self._store.check([abort_key]):
+            self._recover(request)
+
+    def _attempt(self, request: TrialRequest, abort_key: str) -> RankResult | RankError:
+        def on_abort() -> None:
+            if self._channel is not None:
+                self._send({"event": "failing"})
+            self._groups.abort()
+
+        rank = self._groups.rank
+        with AbortWatch(self._watch_store, abort_key, on_abort):
+            try:
+                result = run_trial(self._trainer, request)
+                result.environment.update(self._identity)
+                return result
+            except Exception as error:
+                peer = self._store.check([abort_key])
+                if not peer:
+                    self._store.set(abort_key, str(rank))
+                record = report_error(
+                    request.log_directory, rank, error, AFTER_PEER if peer else self._trainer.phase
+                )
+                error.__traceback__ = None  # its frames hold the tensors that must be freed
+                self._groups.abort()
+        self._groups.destroy()
+        return record
+
+    def _conclude(self, request: TrialRequest) -> None:
+        """On the leading rank: gather what each rank has to say, and tell the controller."""
+        self._store.set_timeout(_RECOVERY)
+        results = [
+            json.loads(self._store.get(f"result/{request.serial}/{rank}"))
+            for rank in self._all_ranks()
+        ]
+        if any(r["failed"] for r in results):
+            self._recover(request)
+            errors = [{k: v for k, v in r.items() if k != "failed"} for r in results if r["failed"]]
+            self._send({"event": "outcome", "errors": errors})
+        else:
+            self._send({"event": "outcome", "errors": [], **combine(results)})
+        self._store.set_timeout(timedelta(days=30))
+
+    def _recover(self, request: TrialRequest) -> None:
+        """Join the others in a new process group, and see that it works."""
+        self._groups.destroy()
+        self._trainer.release()
+        self._groups.ensure(request.group_values, request.group_env, request.timeout_s)
+        slowest([0.0], self._groups.device)
+
+
+def _device_name(device: Any) -> str:
+    if device.type != "cuda":
+        return str(device)
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
+import json
 import math
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,13 +17,22 @@ from typing import Any
 
 import torch
 
-from perfsearch.parallel.base import TrainStep
-from perfsearch.workers import measure, progress
-from perfsearch.workers.detail import look_closely, most_steps
-from perfsearch.workers.loader import make_loader, to_device
+from perfsearch.metrics.system import available_bytes
+from perfsearch.training.base import BuildContext, TrainStep, load
+from perfsearch.training.process_groups import Groups
+from perfsearch.training.state import (
+    GlobalSwitches,
+    Snapshot,
+    make_loader,
+    seed_everything,
+    to_device,
+)
+from perfsearch.workers import log, measure
 from perfsearch.workers.messages import LOOKING, TrialRequest
 from perfsearch.workers.phases import least_wait, phases_of
-from perfsearch.workers.trainer import Trainer
+from perfsearch.workers.profile import look_closely, most_steps
+from perfsearch.workloads.base import Job, copy_job, empty_on
+from perfsearch.workloads.spec import TRAITS, WorkloadSpec
 
 FIRST_LOSSES = 5
 """Steps from the common start whose losses are compared between configurations."""
@@ -103,13 +117,13 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
     measure.reset_peaks(groups.device)
     trainer.phase = "connect"
     groups.ensure(request.group_values, request.group_env, request.timeout_s)
-    progress.note("the trial begins")
+    log.note("the trial begins")
     step = trainer.build(request)
     try:
         feed = _Feed(trainer, step, request.samples_per_step)
         trainer.phase = "train"
         measure.synchronize(groups.device)
-        progress.note("the step is built")
+        log.note("the step is built")
         rewrap_s = measure.slowest([time.perf_counter() - started], groups.device)[0]
         result = _measured(step, feed, request, rewrap_s)
         if request.detail == "full" and result.status == "ok":
@@ -124,7 +138,7 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
             step.close()
         raise
     step.close()
-    progress.note("the trial has ended")
+    log.note("the trial has ended")
     return result
 
 
@@ -132,7 +146,7 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     device = feed.device
     losses: list[torch.Tensor] = []
     discarded, host_s = _settle(step, feed, request, losses)
-    progress.note(f"step times have settled after {len(discarded)} steps")
+    log.note(f"step times have settled after {len(discarded)} steps")
     agreed: dict[str, Any] = {
         "rewrap_seconds": rewrap_s,
         "discarded_steps": len(discarded),
@@ -159,7 +173,7 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
             losses.append(loss)
     measure.synchronize(device)
     peaks = measure.read_peaks(device)
-    progress.note(f"{count} steps are scored")
+    log.note(f"{count} steps are scored")
     seconds, by_step = clock.read_steps()
     phases_ms, timing = phases_of(seconds, by_step)
     timing.update(least_wait(by_step, device))
@@ -257,3 +271,240 @@ def _settle(
         enough = len(seconds) >= MAX_DISCARDED or spent > 2 * request.scored_seconds
         if measure.is_steady(seconds) or (len(seconds) >= 3 and enough):
             return seconds, least_host_s
+
+
+# -----------------------------------------------------------------------------
+# What a rank keeps between trials: the job, its starting state, and its process groups.
+
+
+class Trainer:
+    """The warm part of a rank.
+
+    Args:
+        groups: the rank's process groups.
+
+    Attributes:
+        phase: what it is doing: ``start``, ``connect``, ``build``, ``train`` or ``look``.
+
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.phase = "start"
+        # the first wrapper and the first optimizer would import it, within a trial
+        importlib.import_module("torch._dynamo")
+        self._workload = WorkloadSpec(**groups.spec.workload)
+        self._switches = GlobalSwitches.read()
+        job = take_prepared_job(groups.spec.workload, groups.spec.seed) or self._make_job()
+        self._bare = _bare(job)
+        log.note("the job is built")
+        self._snapshot = Snapshot(job.model, leaving=groups.device.type == "cuda")
+        self._warm: Job | None = self._placed(job)
+        self._untouched = True
+        log.note("its model is on the device")
+        _settle_heap()
+
+    def _make_job(self) -> Job:
+        return build_job(self._workload, self.groups.spec.seed)
+
+    def _new_job(self) -> Job:
+        """A job with a model of its own, whose values are yet to be restored."""
+        if self._bare is None:
+            return self._make_job()
+        return copy_job(self._bare, empty_on(self.groups.device))
+
+    def _placed(self, job: Job) -> Job:
+        job.model.to(self.groups.device)
+        return job
+
+    def job(self, reuse: bool) -> Job:
+        """The job in its starting state, on the device.
+
+        Args:
+            reuse: whether the model may be the object of earlier trials, its values restored;
+                otherwise it is a new one, and the old one is dropped.
+
+        """
+        untouched, self._untouched = self._untouched, False
+        if self._warm is None or not reuse:
+            self._warm = None
+            _settle_heap()
+            job = self._placed(self._new_job())
+            self._warm = job if reuse else None
+        else:
+            job = self._warm
+            if untouched:
+                return job
+        self._snapshot.restore(job.model)
+        return job
+
+    def host_job(self) -> Job:
+        """A job of its own in its starting state, its model still on the host.
+
+        For what moves a model to the device part by part, and may be too large for it as a whole.
+        Where the device is another one, the values are the snapshot's own and must not be written.
+        """
+        self._warm = None
+        self._untouched = False
+        _settle_heap()
+        self.release()
+        measure.reset_peaks(self.groups.device)  # the model that was dropped is none of the trial's
+        if self._bare is None:
+            job = self._make_job()
+            self._snapshot.restore(job.model)
+            return job
+        kept = self._snapshot.values_of(self._bare.model)
+        shared = self.groups.device.type != "cpu"
+        return copy_job(
+            self._bare, lambda t: kept[id(t)].detach() if shared else kept[id(t)].clone()
+        )
+
+    def reset(self) -> None:
+        """Put memory, torch's switches and the random generators back to where trials start."""
+        self.release()
+        self._switches.restore()
+        seed_everything(self.groups.spec.seed + self.groups.rank)
+
+    def build(self, request: TrialRequest) -> TrainStep:
+        """Put the requested configuration into force."""
+        self.phase = "build"
+        context = BuildContext(
+            configuration=request.configuration,
+            groups=self.groups,
+            local_batch=request.samples_per_step // self.groups.world_size,
+            job=self.job,
+            host_job=self.host_job,
+            options=request.recipe_options,
+        )
+        return load(request.recipe).build(context)
+
+    def release(self) -> None:
+        """Free what a trial left, after its objects have been let go; wrappers form cycles."""
+        if self._warm is not None:
+            for parameter in self._warm.model.parameters():
+                parameter.grad = None
+        gc.collect()
+        if self.groups.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def info(self) -> dict[str, Any]:
+        """What the controller wants to know once."""
+        job = self._warm or self.job(reuse=True)
+        return {
+            "tokens_per_sample": job.tokens_per_sample,
+            "flops_per_sample": job.flops_per_sample,
+            "precision": precision_of(job, self.groups.device),
+            "parameters": sum(p.numel() for p in job.model.parameters()),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
+
+
+def precision_of(job: Job, device: torch.device) -> str:
+    """What the job's matrix products are computed in: ``bf16``, ``fp16``, ``tf32`` or ``fp32``."""
+    parameters = (p.dtype for p in job.model.parameters() if p.is_floating_point())
+    dtype = job.autocast_dtype.get(device.type) or next(parameters, torch.float32)
+    if dtype is torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _bare(job: Job) -> Job | None:
+    """The job without values: from it new models are made in no time."""
+    try:
+        return copy_job(job, empty_on("meta"))
+    except (TypeError, RuntimeError, ValueError) as error:
+        print(f"the model cannot be copied, so it is built anew where needed: {error}", flush=True)
+        return None
+
+
+def _settle_heap() -> None:
+    """Collect garbage once, and take what remains out of later collections.
+
+    Each trial collects its wrapper, and would otherwise walk over all that torch imported.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+# -----------------------------------------------------------------------------
+# The job of the next group, built once before ranks are forked, which begin with it at hand.
+#
+# Drawing the weights of a large model takes longer than everything else that a new process does.
+# Ranks share the pages with the process that drew them until they write to them.
+
+_SHARE = 0.5
+"""Of the memory that is available, what a job may take here; ranks need the rest."""
+
+_kept: dict[str, Job] = {}
+
+
+def build_job(workload: WorkloadSpec, seed: int) -> Job:
+    """Build the job of a workload, its weights drawn from ``seed``."""
+    seed_everything(seed)
+    module = importlib.import_module(f"perfsearch.workloads.{workload.name}")
+    job: Job = module.build(workload, seed)
+    return job
+
+
+def prepare_job(workload: dict[str, Any], seed: int) -> None:
+    """Build a job for the forks to come, in place of an earlier one.
+
+    Only a built-in one, as the user's own code may do what no fork survives. Where it fails,
+    nothing is kept, and ranks meet the error themselves. No thread is started.
+    """
+    key = _key(workload, seed)
+    if key in _kept:
+        return
+    _kept.clear()
+    if workload.get("name") not in TRAITS.keys() - {"custom"}:
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with _bounded_memory():
+            _kept[key] = build_job(WorkloadSpec(**workload), seed)
+    except Exception as error:
+        print(f"ranks build the job themselves: {error}", file=sys.stderr, flush=True)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def take_prepared_job(workload: dict[str, Any], seed: int) -> Job | None:
+    """The job that was prepared, if it is this one; it is given away."""
+    return _kept.pop(_key(workload, seed), None)
+
+
+def _key(workload: dict[str, Any], seed: int) -> str:
+    return json.dumps([workload, seed], sort_keys=True)
+
+
+@contextlib.contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Refuse an allocation that would take too much, before the kernel ends this process for it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        used = _data_bytes()
+    except OSError:  # no procfs
+        yield
+        return
+    limit = int(used + _SHARE * available_bytes())
+    for present in (soft, hard):
+        if present != resource.RLIM_INFINITY:
+            limit = min(limit, present)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts: private writable memory."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("no VmData in /proc/self/status")

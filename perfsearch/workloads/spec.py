@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from perfsearch.core.suggest import nearest
+from perfsearch.core.errors import nearest
 
 AUTO = "auto"
 
 SCRIPT = "script"
-"""The workload that is the user's own unchanged script; ``perfsearch.runners._script`` runs it."""
+"""The user's own unchanged script, which ``perfsearch.runners._script`` runs."""
 
 _SMALL_GPU_GIB = 16.0
 

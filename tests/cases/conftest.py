@@ -1,3 +1,3 @@
 """The small search of ``tests/stages`` serves the cases too."""
 
-from stages.conftest import search  # noqa: F401
+from pipeline.conftest import search  # noqa: F401

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
-from stages.conftest import Search, make_settings
-from stages.synthetic import KeptTracker, KeptView, SyntheticRunner
+from pipeline.conftest import Search, make_settings
+from support.synthetic import KeptTracker, KeptView, SyntheticRunner
 
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Kind, Knob, Numerics, same_value
@@ -17,9 +17,9 @@ from perfsearch.core.narrow import narrow
 from perfsearch.core.objective import Objective
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.pipeline import confirm
+from perfsearch.pipeline.session import Session
 from perfsearch.runners.base import Outcome
-from perfsearch.stages import confirm
-from perfsearch.stages.session import Session
 from perfsearch.strategies import load, names
 
 

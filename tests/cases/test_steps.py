@@ -9,7 +9,7 @@ from perfsearch.workers import measure, trial
 from perfsearch.workers.messages import TrialRequest
 
 REQUEST = TrialRequest(
-    serial=0, recipe="ddp", configuration={}, samples_per_step=8, scored_seconds=1.0
+    serial=0, recipe="training.ddp", configuration={}, samples_per_step=8, scored_seconds=1.0
 )
 CPU = torch.device("cpu")
 

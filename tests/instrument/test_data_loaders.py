@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from perfsearch.instrument.batches import BatchTape, count
-from perfsearch.instrument.copies import copy_structure, give
-from perfsearch.instrument.loaders import Loaders, arguments
+from perfsearch.instrument.loaders import (
+    BatchTape,
+    Loaders,
+    arguments,
+    copy_structure,
+    count_samples,
+    give_tensor,
+)
 
 DATA = TensorDataset(torch.arange(12).float().reshape(12, 1))
 
@@ -140,7 +145,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
     ],
 )
 def test_padding_is_no_token(batch, counted):
-    assert count(batch) == counted
+    assert count_samples(batch) == counted
 
 
 def test_a_tape_gives_the_same_batches_again_while_the_loader_goes_on():
@@ -200,10 +205,10 @@ class Words(list):
 
 def test_copies_of_batches_keep_what_their_containers_are_made_with() -> None:
     tensor = torch.zeros(2)
-    lists = copy_structure(defaultdict(list, x=tensor), give)
-    words = copy_structure(Words("de", [tensor]), give)
+    lists = copy_structure(defaultdict(list, x=tensor), give_tensor)
+    words = copy_structure(Words("de", [tensor]), give_tensor)
     encoding = UserDict(x=tensor)
-    kept = copy_structure(encoding, give)
+    kept = copy_structure(encoding, give_tensor)
     encoding.pop("x")  # as scripts do with labels
     assert lists["x"] is tensor
     assert lists["y"] == []

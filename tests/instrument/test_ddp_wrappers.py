@@ -3,7 +3,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from perfsearch.instrument.ddp import Wrappers, arguments, values_of
-from perfsearch.instrument.patches import untouched
+from perfsearch.instrument.patching import untouched
 
 
 @pytest.fixture

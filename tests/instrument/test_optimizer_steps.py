@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from perfsearch.instrument.deepspeed import Engines
-from perfsearch.instrument.losses import Losses
-from perfsearch.instrument.optimizers import Optimizers
+from perfsearch.instrument.optimizers import Losses, Optimizers
 
 
 @pytest.fixture

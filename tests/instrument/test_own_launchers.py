@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from perfsearch.instrument.launchers import launcher_of
+from perfsearch.instrument.patching import launcher_of
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_a_launcher_is_recognised_by_its_command_line(command, name):
 def test_the_script_is_told_before_it_starts_ranks_of_its_own():
     code = (
         "import subprocess, torch.multiprocessing as mp\n"
-        "from perfsearch.instrument.launchers import watch_for_launchers\n"
+        "from perfsearch.instrument.patching import watch_for_launchers\n"
         "watch_for_launchers('train.py', lambda text: print('TOLD', text))\n"
         "subprocess.run(['true'])\n"
         "try:\n    subprocess.run(['torchrun', '--nosuchoption'])\nexcept OSError: pass\n"

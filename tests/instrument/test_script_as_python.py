@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.instrument.main import run_script
-from perfsearch.instrument.orders import ENTRY, Orders
-from perfsearch.runners._script_start import program
+from perfsearch.instrument.entry import run_script
+from perfsearch.instrument.facts import ENTRY, Orders
+from perfsearch.runners._script.export import program
 
 TEXT = """import json, os, sys
 os.chdir("/")

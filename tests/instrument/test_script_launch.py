@@ -3,8 +3,8 @@
 import json
 
 from perfsearch.instrument import launch
-from perfsearch.instrument.orders import ENTRY
-from perfsearch.workers.elastic import run_ranks
+from perfsearch.instrument.facts import ENTRY
+from perfsearch.workers.forkserver import run_ranks
 from perfsearch.workers.messages import LAUNCHER_REPORT
 
 

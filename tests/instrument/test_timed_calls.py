@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from perfsearch.instrument.calls import Calls
 from perfsearch.instrument.optimizers import Optimizers
-from perfsearch.instrument.phases import Phases
-from perfsearch.instrument.transfers import Transfers
+from perfsearch.instrument.phases import Calls, Phases, Transfers
 from perfsearch.workers.measure import HostClock
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
@@ -226,7 +224,7 @@ def test_copies_to_the_device_are_told_from_what_stays(transfers, clock):
 
 
 def test_copies_in_another_stream_take_none_of_the_steps_time(transfers, clock, monkeypatch):
-    monkeypatch.setattr("perfsearch.instrument.transfers._stream", lambda: "beside")
+    monkeypatch.setattr("perfsearch.instrument.phases._stream", lambda: "beside")
     assert torch.ones(2).to("meta").device.type == "meta"
     assert labels(clock) == ["start"]
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from perfsearch.instrument.timing import Timing
+from perfsearch.instrument.rank import Timing
 
 CPU, REMOTE = torch.device("cpu"), torch.device("meta")
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_nvml import FakeNvml, install
+from support.fake_nvml import FakeNvml, install
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from diagnosis_jobs import first, job, names, slow
+from support.diagnosis_jobs import first, job, names, slow
 
 from perfsearch.core.trial import Measurement
-from perfsearch.metrics.diagnosis import diagnose, report
-from perfsearch.metrics.findings import Severity, Thresholds
+from perfsearch.metrics.diagnosis import Severity, Thresholds, diagnose, report
 
 
 def test_a_loader_that_waits_is_found_with_its_milliseconds():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from diagnosis_jobs import NO_OTHER, first, job, names
+from support.diagnosis_jobs import NO_OTHER, first, job, names
 
-from perfsearch.metrics.diagnosis import diagnose
-from perfsearch.metrics.findings import Severity
+from perfsearch.metrics.diagnosis import Severity, diagnose
 
 
 def test_waiting_for_values_counts_its_calls():

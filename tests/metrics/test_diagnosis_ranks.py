@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from diagnosis_jobs import first, job, names, slow
+from support.diagnosis_jobs import first, job, names, slow
 
-from perfsearch.metrics.diagnosis import diagnose
-from perfsearch.metrics.findings import Severity
+from perfsearch.metrics.diagnosis import Severity, diagnose
 
 
 def test_a_rank_for_which_nobody_waits_is_no_straggler():

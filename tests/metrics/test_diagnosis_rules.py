@@ -8,8 +8,7 @@ import re
 import pytest
 
 from perfsearch.core.trial import Measurement
-from perfsearch.metrics.diagnosis import diagnose
-from perfsearch.metrics.findings import Finding, Severity, Thresholds
+from perfsearch.metrics.diagnosis import Finding, Severity, Thresholds, diagnose
 
 STEP_MS = 100.0
 LIMITS = Thresholds()

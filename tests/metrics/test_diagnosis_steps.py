@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from diagnosis_jobs import names
+from support.diagnosis_jobs import names
 
 from perfsearch.core.trial import Measurement
-from perfsearch.metrics.diagnosis import diagnose
-from perfsearch.metrics.findings import Severity, Thresholds
+from perfsearch.metrics.diagnosis import Severity, Thresholds, diagnose
 
 
 def with_long_steps(long: int, times: float) -> Measurement:

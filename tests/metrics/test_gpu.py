@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import sys
 
-from fake_nvml import install
+from support.fake_nvml import install
 
 from perfsearch.metrics import gpu
 from perfsearch.metrics.gpu import GpuReader
-from perfsearch.metrics.guard import Guard
+from perfsearch.metrics.reading import Guard
 
 
 def test_one_failing_reading_leaves_every_other(four_cards):

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from perfsearch.metrics.guard import Guard
-from perfsearch.metrics.host import HostReader
-from perfsearch.metrics.host_memory import cgroup_headroom_bytes
-from perfsearch.metrics.system import rates
+from perfsearch.metrics.reading import Guard
+from perfsearch.metrics.system import HostReader, cgroup_headroom_bytes, rates
 
 MIB = 1024**2
 

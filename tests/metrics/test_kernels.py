@@ -2,12 +2,12 @@ import json
 
 import pytest
 
-from perfsearch.metrics.kernels import covered, device_time
+from perfsearch.metrics.throughput import device_time, union_length
 
 
 def test_overlapping_spans_count_once():
-    assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == pytest.approx(5.0)
-    assert covered([]) == 0
+    assert union_length([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == pytest.approx(5.0)
+    assert union_length([]) == 0
 
 
 def event(name, begin_us, duration_us, category="kernel"):

@@ -2,9 +2,8 @@ import sys
 
 import pytest
 
-from perfsearch.metrics.guard import Guard
-from perfsearch.metrics.nvlink import EVERY_S, NvlinkReader, totals_kib
-from perfsearch.metrics.nvml import Device
+from perfsearch.metrics.gpu import EVERY_S, Device, NvlinkReader, totals_kib
+from perfsearch.metrics.reading import Guard
 
 TEXT = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa-01)
 \t Link 0: Data Tx: {sent} KiB

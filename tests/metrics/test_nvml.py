@@ -3,9 +3,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-from fake_nvml import install
+from support.fake_nvml import install
 
-from perfsearch.metrics.nvml import NvmlUnavailable, job_devices, open_nvml
+from perfsearch.metrics.gpu import NvmlUnavailable, job_devices, open_nvml
 
 MIG_CARDS = [
     {"uuid": "GPU-a0"},

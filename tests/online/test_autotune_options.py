@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from online_fakes import BASELINE, facts
+from support.online_fakes import BASELINE, facts
 
 from perfsearch.config_options import ConfigError
 from perfsearch.core.errors import BadInputError

@@ -3,7 +3,7 @@
 import csv
 
 import pytest
-from online_fakes import BASELINE
+from support.online_fakes import BASELINE
 
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.trial import Purpose, Status

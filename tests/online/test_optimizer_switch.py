@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from perfsearch.online.optimizer import ImplementationSwitch, why_not
+from perfsearch.online.ddp import ImplementationSwitch, why_not_switchable
 
 MAKERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -71,13 +71,13 @@ class Mine(torch.optim.AdamW):
     ],
 )
 def test_what_cannot_change_says_why(make, reason):
-    assert reason in why_not(make(torch.nn.Parameter(torch.ones(2))))
+    assert reason in why_not_switchable(make(torch.nn.Parameter(torch.ones(2))))
 
 
 def test_plain_ones_can():
-    assert why_not(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])) == ""
+    assert why_not_switchable(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])) == ""
     whole = torch.nn.Parameter(torch.ones(2, dtype=torch.long), requires_grad=False)
-    assert "floating-point" in why_not(torch.optim.SGD([whole]))
+    assert "floating-point" in why_not_switchable(torch.optim.SGD([whole]))
 
 
 def test_an_optimizer_lives_no_longer_than_the_script_wants_it():

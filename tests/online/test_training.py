@@ -13,7 +13,7 @@ from perfsearch.online import log
 
 pytestmark = pytest.mark.slow
 
-RANKS = Path(__file__).parent.parent / "online_ranks.py"
+RANKS = Path(__file__).parents[1] / "support" / "online_ranks.py"
 OWN_PROCESSES = ("hanging", "uneven")
 """Scenarios in which it matters how a rank ends: others may be forks of the launcher."""
 ORDER_OF_SUMS = (1e-5, 1e-6)

@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture
 def deepspeed_job(tmp_path, monkeypatch):
     """Build ``runner=deepspeed`` for a configuration, in a directory of its own."""
-    from deepspeed_cases import build
+    from support.deepspeed_cases import build
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -16,7 +16,7 @@ def deepspeed_job(tmp_path, monkeypatch):
 @pytest.fixture
 def tables(tmp_path):
     """Saved tables of a small DLRM."""
-    from soap_cases import write_tables
+    from support.soap_cases import write_tables
 
     write_tables(tmp_path / "tables")
     return tmp_path / "tables"
@@ -25,9 +25,9 @@ def tables(tmp_path):
 @pytest.fixture
 def opened(tmp_path, tables):
     """A runner after ``open``; its trials take what the simulator says."""
-    from soap_cases import settings
+    from support.soap_cases import settings
 
-    from perfsearch.assemble import build_runner
+    from perfsearch.pipeline.search import build_runner
 
     made = []
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
+from perfsearch.core.hardware import Hardware
 from perfsearch.core.hints import Hints
 from perfsearch.core.space import Space
 from perfsearch.runners._ddp_knobs import Surroundings, declare
 from perfsearch.runners._ddp_starts import starts
 from perfsearch.strategies.bayes import Bayes
-from perfsearch.workers.environment import Hardware
 from perfsearch.workloads.spec import WorkloadSpec
 
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from perfsearch.core.trial import Purpose, Trial
-from perfsearch.runners import _known_knobs
+from perfsearch.runners import replay as _known_knobs
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions
 
@@ -40,7 +40,7 @@ def replay(table: str, **options: object) -> Replay:
 def test_the_runner_that_knows_most_of_the_knobs_speaks_for_them(
     names: list[str], runner: str | None
 ) -> None:
-    assert _known_knobs.owner(names) == runner
+    assert _known_knobs.owning_runner(names) == runner
 
 
 def test_a_table_over_sockets_gets_the_starts_of_the_ddp_runner() -> None:

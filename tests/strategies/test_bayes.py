@@ -15,8 +15,7 @@ from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay, ReplayOptions
-from perfsearch.strategies._feasibility import Feasibility
-from perfsearch.strategies._promise import Scores
+from perfsearch.strategies._acquisition import Feasibility, Scores
 from perfsearch.strategies.bayes import Bayes
 
 ZERO = Path(__file__).parents[1] / "data" / "zero_gpt2large_4xh100.csv"

@@ -7,7 +7,7 @@ from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.strategies._candidates import Candidates, from_the_baseline, with_nulls_apart
-from perfsearch.strategies._record import Record
+from perfsearch.strategies._history import Record
 from perfsearch.strategies.bayes import Bayes
 
 MINOR = [Knob(f"minor{n}", Kind.ORDINAL, 1, (1, 2, 4, 8)) for n in range(12)]

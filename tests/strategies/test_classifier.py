@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from perfsearch.strategies._classifier import Classifier
+from perfsearch.strategies._gp import Classifier
 
 ORDERED = np.array([True, True, False])
 GRID = np.array([[x / 7, y / 7, m / 2] for x in range(8) for y in range(8) for m in range(3)])

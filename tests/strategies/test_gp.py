@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perfsearch.strategies._gp import Prior, fit
-from perfsearch.strategies._kernel import MixedKernel
+from perfsearch.strategies._gp import MixedKernel, Prior, fit
 
 ORDERED = np.array([True, True, False])
 SHARE = np.array([1.0, 0.5, 0.8])

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from perfsearch.strategies._ending import LastLooks
-from perfsearch.strategies._promise import Scores
+from perfsearch.strategies._acquisition import Scores
+from perfsearch.strategies.bayes import LastLooks
 
 
 def scores(hope: float, second: float) -> Scores:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perfsearch.strategies._trees import Forest
+from perfsearch.strategies._gp import Forest
 
 
 def step(rows: np.ndarray) -> np.ndarray:

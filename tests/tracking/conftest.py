@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from search_runs import Store
+from support.search_runs import Store
 
 from perfsearch.tracking.client import connect
 from perfsearch.tracking.uri import locate

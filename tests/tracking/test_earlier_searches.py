@@ -7,15 +7,15 @@ import socket
 from typing import Any
 
 import pytest
-from search_runs import Store, measurement, trial
-from stages.conftest import make_settings
-from stages.synthetic import SyntheticRunner
+from pipeline.conftest import make_settings
+from support.search_runs import Store, measurement, trial
+from support.synthetic import SyntheticRunner
 
 from perfsearch.config_options import ConfigError
 from perfsearch.core.knob import Kind, Knob, Value
 from perfsearch.core.objective import Metric
 from perfsearch.core.trial import Purpose, Status, Trial
-from perfsearch.stages import warm_start
+from perfsearch.pipeline import transfer
 from perfsearch.tracking import names
 from perfsearch.tracking.earlier import (
     EarlierSearchError,
@@ -55,12 +55,12 @@ def show(store: Store, search_id: str, trials: list[Trial], **parameters: str) -
     return str(found[0].info.run_id)
 
 
-def taken_over(store: Store, asked: str) -> warm_start.TakenOver:
+def taken_over(store: Store, asked: str) -> transfer.TakenOver:
     settings = make_settings(
         strategy={"name": "bayes", "warm_start": asked},
         tracking={"enabled": True, "uri": store.uri, "experiment": "exp"},
     )
-    return warm_start.take_over(settings, RUNNER, {}, None)
+    return transfer.take_over(settings, RUNNER, {}, None)
 
 
 def test_a_search_is_found_by_runner_and_knobs_and_taken_over(store: Store) -> None:
@@ -109,7 +109,7 @@ def test_pinned_knobs_must_agree(store: Store) -> None:
 
     def usable(value: Value) -> int:
         runner.pinned = {"workers": value}
-        costs = warm_start.earlier_costs.in_store(searches, search, Metric.THROUGHPUT, runner)
+        costs = transfer.earlier_costs.in_store(searches, search, Metric.THROUGHPUT, runner)
         return len(costs)
 
     assert (usable(2), usable(4)) == (0, 12)

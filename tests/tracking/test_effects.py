@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from search_runs import trial
+from support.search_runs import trial
 
 from perfsearch.core.trial import Status
 from perfsearch.tracking.effects import knob_effects

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import yaml
-from search_runs import measurement, trial
+from support.search_runs import measurement, trial
 
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.trial import Status

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from search_runs import measurement, trial
+from support.search_runs import measurement, trial
 
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.trial import Status

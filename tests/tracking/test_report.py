@@ -5,11 +5,10 @@ import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
 import pytest
-from search_runs import measurement, trial
+from support.search_runs import measurement, trial
 
 from perfsearch.core.knob import Kind, Knob
-from perfsearch.core.objective import Metric, Objective
-from perfsearch.core.statistics import Interval
+from perfsearch.core.objective import Interval, Metric, Objective
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.tracking.charts import phase_parts
 from perfsearch.tracking.report import write_report

@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from search_runs import KNOBS, Store, trial, write_journal
+from support.search_runs import KNOBS, Store, trial, write_journal
 
 from perfsearch.core.trial import Status
 from perfsearch.tracking import owner, sync, writer
@@ -95,7 +95,7 @@ def test_a_killed_search_gets_its_missing_trials_and_an_end(store):
         "tracker.trial(trial(0), KNOBS); assert tracker.flush(100)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    arguments = [str(Path(__file__).parent), str(store.directory)]
+    arguments = [str(Path(__file__).parents[1] / "support"), str(store.directory)]
     process = subprocess.run([sys.executable, "-c", code, *arguments], timeout=120, check=False)
     assert process.returncode == -signal.SIGKILL
     assert store.search().info.status == "RUNNING"

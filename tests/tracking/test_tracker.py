@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from search_runs import KNOBS, measurement, trial
+from support.search_runs import KNOBS, measurement, trial
 
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.trial import Status

@@ -14,17 +14,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from perfsearch.core.hardware import Environment, Limits
 from perfsearch.core.knob import Numerics
 from perfsearch.core.trial import Status
 from perfsearch.runners.base import Plan
-from perfsearch.runners.ddp import DDP, DdpOptions
-from perfsearch.workers import processes, registry
-from perfsearch.workers.environment import Environment, Limits
+from perfsearch.runners.ddp.runner import DDP, DdpOptions
+from perfsearch.workers import processes
+from perfsearch.workers import processes as registry
 from perfsearch.workloads.spec import WorkloadSpec
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "support"
 LIMITS = Limits(startup_s=60, trial_s=60, grace_s=5)
 
 
@@ -297,5 +298,5 @@ def test_death_of_the_controller_leaves_nothing(tmp_path):
         time.sleep(0.1)
     assert processes.members(token) == []
     assert not Path(directory).exists()
-    assert registry.reap(tmp_path) == 0
+    assert registry.reap_groups(tmp_path) == 0
     assert not list((tmp_path / "groups").glob("*.json"))

@@ -8,7 +8,8 @@ import uuid
 
 import pytest
 
-from perfsearch.workers import processes, registry
+from perfsearch.workers import processes
+from perfsearch.workers import processes as registry
 from perfsearch.workers.messages import TOKEN_VARIABLE
 
 TREE = textwrap.dedent(
@@ -94,39 +95,39 @@ def test_leftovers_on_record_are_reaped(tree, tmp_path, monkeypatch):
     token, _root = tree
     control = tmp_path / "perfsearch-control"
     control.mkdir()
-    registry.record(tmp_path, token, control)
+    registry.record_group(tmp_path, token, control)
     (tmp_path / "groups" / "torn.json").write_text('{"token": "x')
-    assert registry.reap(tmp_path, grace_s=0.2) == 3
+    assert registry.reap_groups(tmp_path, grace_s=0.2) == 3
     assert processes.members(token) == []
     assert not control.exists()
-    assert registry.reap(tmp_path) == 0
+    assert registry.reap_groups(tmp_path) == 0
     assert not (tmp_path / "groups").exists()
 
 
 def test_a_record_cannot_have_a_directory_removed_elsewhere(tmp_path):
     precious = tmp_path / "perfsearch-results"
     precious.mkdir()
-    registry.record(tmp_path, uuid.uuid4().hex, precious)
-    assert registry.reap(tmp_path) == 0
+    registry.record_group(tmp_path, uuid.uuid4().hex, precious)
+    assert registry.reap_groups(tmp_path) == 0
     assert precious.exists()
 
 
 def test_groups_of_another_living_controller_are_left_alone(tree, tmp_path):
     token, _root = tree
-    registry.record(tmp_path, token, tmp_path)
+    registry.record_group(tmp_path, token, tmp_path)
     path = tmp_path / "groups" / f"{token}.json"
     entry = json.loads(path.read_text())
     parent = os.getppid()
     path.write_text(json.dumps({**entry, "controller": [parent, processes.started_at(parent)]}))
-    assert registry.reap(tmp_path) == 0
+    assert registry.reap_groups(tmp_path) == 0
     assert len(processes.members(token)) == 3
     path.write_text(json.dumps({**entry, "controller": [parent, 1.0]}))
-    assert registry.reap(tmp_path, grace_s=0.2) == 3
+    assert registry.reap_groups(tmp_path, grace_s=0.2) == 3
 
 
 def test_groups_of_other_hosts_are_left_alone(tree, tmp_path, monkeypatch):
     token, _root = tree
-    registry.record(tmp_path, token, tmp_path)
+    registry.record_group(tmp_path, token, tmp_path)
     monkeypatch.setattr("socket.gethostname", lambda: "another")
-    assert registry.reap(tmp_path) == 0
+    assert registry.reap_groups(tmp_path) == 0
     assert len(processes.members(token)) == 3

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from perfsearch.workers.sync_points import SyncWatch
+from perfsearch.workers.profile import SyncWatch
 
 
 class Ticks:

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from perfsearch.workers.loader import make_loader
+from perfsearch.training.state import make_loader
 from perfsearch.workloads.base import Job, as_job
 from perfsearch.workloads.spec import WorkloadSpec
 
@@ -17,7 +17,7 @@ def built(name, seed=0, **options):
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "dlrm", "mlp"])
 def test_a_step_lowers_the_loss_of_its_batch(name):
-    from perfsearch.parallel.base import LoaderOptions
+    from perfsearch.training.base import LoaderOptions
 
     job = built(name)
     batch = next(iter(make_loader(job, LoaderOptions(4), 4, 0, 1, seed=0)))

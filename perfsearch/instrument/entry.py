@@ -1,0 +1,241 @@
+"""What torch's launcher runs in each rank: the instruments, and then the script itself."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import importlib
+import os
+import runpy
+import sys
+import types
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perfsearch.core.hardware import GroupSpec
+from perfsearch.instrument.facts import VARIABLE, Finished, Orders, socket_path
+from perfsearch.instrument.patching import (
+    MODULES,
+    OwnLauncherError,
+    after_import,
+    expect,
+    once,
+    watch_for_launchers,
+)
+from perfsearch.instrument.report import lines
+from perfsearch.training.process_groups import pause_at_end
+from perfsearch.workers.failures import answer_stack_requests
+from perfsearch.workers.messages import Channel, Startup
+from perfsearch.workers.processes import watch_controller
+from perfsearch.workers.rank import report_error, switch_log
+
+if TYPE_CHECKING:
+    from perfsearch.instrument.rank import Searched
+    from perfsearch.instrument.script import Script
+
+
+def say(text: str) -> None:
+    """One line for people."""
+    print(f"perfsearch: {text}", file=sys.stderr, flush=True)
+
+
+def run_script(orders: Orders, arguments: list[str]) -> None:
+    """Run the script as ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` would."""
+    sys.argv = [orders.script, *arguments]
+    if orders.module:
+        runpy.run_module(orders.script, run_name="__main__", alter_sys=True)
+        return
+    path = os.path.join(os.getcwd(), orders.script)  # not tidied up, as Python does not
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    main = types.ModuleType("__main__")  # kept, so that workers and pickles find its classes
+    main.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins)
+    main.__loader__ = SourceFileLoader("__main__", path)
+    sys.modules["__main__"] = main
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _reporting(script: Script, orders: Orders) -> None:
+    """Have rank 0 say once what is in force: after some steps, or when the script ends."""
+    steps, said = 0, False
+
+    def say_once() -> None:
+        nonlocal said
+        if not said:
+            said = True
+            for line in lines(orders.knobs, orders.mapped, script.facts(), orders.given):
+                say(line)
+
+    def after_step() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == orders.report_after_steps:
+            say_once()
+            script.optimizers.after_step = None
+
+    script.optimizers.before_step = once(script.put_into_force)
+    script.losses.keeping = False
+    script.loaders.counting = False
+    says = orders.autotune is None or bool(orders.knobs or orders.mapped)
+    if orders.report and says and os.environ.get("RANK", "0") == "0":
+        script.optimizers.after_step = after_step
+        atexit.register(say_once)
+
+
+def without_our_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """The part of a traceback that begins in the script."""
+    ours = (__file__, str(Path(__file__).with_name("trial.py")), runpy.__file__)
+    inner = traceback
+    while inner is not None and inner.tb_frame.f_code.co_filename in (*ours, "<frozen runpy>"):
+        inner = inner.tb_next
+    return inner or traceback
+
+
+def main() -> int:
+    """Run the script of ``PERFSEARCH_SCRIPT``; return its exit code.
+
+    The command line repeats the script's path, for those who look at the process table.
+    """
+    pause_at_end()
+    orders = Orders.from_environment(os.environ)
+    os.environ.pop(VARIABLE)  # not for what the script starts in its turn
+    if orders.directory:
+        return run_searched(orders)
+    attach_at_import(lambda: _attach(orders))
+    watch_for_launchers(orders.script, _once_said())
+    try:
+        run_script(orders, sys.argv[2:])
+    except SystemExit:
+        importlib.import_module("torch")  # the instruments come with it, and say what there is
+        raise
+    except BaseException as error:
+        error.__traceback__ = without_our_frames(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    importlib.import_module("torch")
+    return 0
+
+
+def attach_at_import(attach: Callable[[], object]) -> None:
+    """Have the instruments made once the script has imported torch, and no earlier.
+
+    torch reads some variables of the environment when it is imported, which the script may set.
+    """
+    owner = os.getpid()
+
+    def meet(torch: types.ModuleType) -> None:
+        if os.getpid() == owner:  # and not in what it has forked
+            attach()
+
+    expect(*MODULES)
+    after_import("torch", meet)
+
+
+def _attach(orders: Orders) -> None:
+    from perfsearch.instrument.script import Script
+
+    _reporting(Script(orders.knobs), orders)
+    if orders.autotune is not None:
+        from perfsearch import online
+        from perfsearch.online.options import AutotuneOptions
+
+        online.enable(AutotuneOptions.from_mapping(orders.autotune))
+
+
+def _once_said() -> Callable[[str], None]:
+    said: set[str] = set()
+
+    def warn(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            say(f"{text}. Knobs do not reach what it starts.")
+
+    return warn
+
+
+# -----------------------------------------------------------------------------
+# A script in a rank of a search: its log, its end, and what is left when it fails.
+
+
+class ScriptExitError(RuntimeError):
+    """The script ended itself with an exit code that tells of a failure."""
+
+
+class _Rank:
+    """A rank whose instruments are made when the script has imported torch, or when it ends."""
+
+    def __init__(self, orders: Orders, rank: int) -> None:
+        self.orders = orders
+        self.rank = rank
+        self.searched: Searched | None = None
+        self._channel = Channel.connect(socket_path(orders.directory, rank))
+        self._channel.send({"event": "hello", "pid": os.getpid()})
+
+    def attach(self) -> Searched:
+        """Make the instruments, unless there are some."""
+        importlib.import_module("torch")  # where it has not been, they come with it
+        if self.searched is None:
+            from perfsearch.instrument.rank import Searched
+            from perfsearch.instrument.script import Script
+
+            script = Script(self.orders.knobs)
+            self.searched = Searched(script, self._channel, self.rank)
+        return self.searched
+
+    def report(self, error: BaseException) -> None:
+        """Leave what the script failed of where the controller looks for it."""
+        error.__traceback__ = without_our_frames(error.__traceback__)
+        begun = self.searched is not None and self.searched.steps > 0
+        building = not begun and bool(self.orders.knobs or self.orders.mapped)
+        report_error(self.orders.log_directory, self.rank, error, "build" if building else "train")
+
+
+def run_searched(orders: Orders) -> int:
+    """Run the script until the controller has seen enough of it; return the exit code."""
+    rank = int(os.environ["RANK"])
+    switch_log(orders.log_directory, rank)
+    answer_stack_requests(orders.directory, rank)
+    watch_controller(_startup(orders), Path(orders.directory))
+    here = _Rank(orders, rank)
+    attach_at_import(here.attach)
+    watch_for_launchers(orders.script, _refuse)
+    try:
+        run_script(orders, sys.argv[2:])
+        here.attach().tell_end()
+        return 0
+    except Finished:
+        return 0
+    except SystemExit as error:
+        if error.code in (None, 0):
+            here.attach().tell_end()
+            return 0
+        text = f"the script ended itself with exit code {error.code}"
+        here.report(ScriptExitError(text))
+    except BaseException as error:
+        here.report(error)
+        if rank == 0 and here.searched is not None:
+            here.searched.facts().leave(orders.log_directory)
+    finally:
+        if here.searched is not None:
+            here.searched.close()
+    return 1
+
+
+def _refuse(text: str) -> None:
+    raise OwnLauncherError(text)
+
+
+def _startup(orders: Orders) -> Startup:
+    return Startup(
+        GroupSpec(workload={}, device="", nproc=1),
+        orders.token,
+        orders.controller_pid,
+        orders.controller_started,
+        orders.log_directory,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,454 @@
+"""A rank of a script that is being searched: it tells of each step, and does what it is told."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import math
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from perfsearch.instrument.facts import FIRST_LOSSES, Facts, Finished
+from perfsearch.instrument.loaders import BatchTape, RandomState
+from perfsearch.instrument.optimizers import OPTIMIZER
+from perfsearch.instrument.patching import wrap
+from perfsearch.instrument.phases import OTHER, Phases, Transfers
+from perfsearch.instrument.script import Script
+from perfsearch.metrics.reading import Guard
+from perfsearch.workers import measure
+from perfsearch.workers.measure import make_clock, synchronize
+from perfsearch.workers.messages import Channel, trace_file
+from perfsearch.workers.settling import is_detailed
+
+_SITES = 5
+"""Lines that wait for the device which are named."""
+
+_MOST_SWALLOWED = 3
+"""How often a script may catch ``Finished`` before its process is ended without asking."""
+
+
+def _name_of(device: torch.device) -> str:
+    on_gpu = device.type == "cuda"
+    return str(torch.cuda.get_device_properties(device).uuid) if on_gpu else str(device)
+
+
+class Searched:
+    """Speaks with the controller at step boundaries; inside the scored window it is silent.
+
+    Args:
+        script: the instruments.
+        channel: to the controller, which has been greeted.
+        rank: which rank this is.
+
+    Attributes:
+        steps: steps made so far.
+        timing: of the scored window.
+
+    """
+
+    def __init__(self, script: Script, channel: Channel, rank: int) -> None:
+        self.steps = 0
+        self._rank = rank
+        self._script = script
+        self._rewinder = Rewinder(script, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.timing = Timing(script)
+        self._trace: Trace | None = None
+        self._left = 0
+        self._losses: list[float | torch.Tensor | None] = []
+        self._swallowed = 0
+        self._ending = False
+        script.loaders.tape = BatchTape()
+        script.optimizers.before_step = self.before_step
+        script.optimizers.after_step = self.after_step
+        self._channel = channel
+        self._since, self._pulled = time.perf_counter(), 0
+
+    @property
+    def _device(self) -> torch.device:
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def before_step(self) -> None:
+        """Called when the script's leading optimizer begins a step."""
+        if self.steps == 0:
+            self._script.put_into_force()
+        self.timing.before_step()
+
+    def after_step(self) -> None:
+        """Called when it has made one; inside the scored window nothing is said."""
+        if self._ending:
+            self._end()
+        self.steps += 1
+        self._script.loaders.uses.end_step()
+        if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
+            self._script.loaders.tape.keeps_random = False
+        loss = self._script.losses.take()
+        phases = self.timing.phases
+        self.timing.after_step()
+        if phases is not None:
+            self._losses.append(loss)
+            self._left -= 1
+            if self._left:
+                return
+            self._tell_window(phases)
+        elif self._trace is not None:
+            self._trace.left -= 1
+            if self._trace.left:
+                return
+            reason, self._trace = self._trace.stop(), None
+            self._channel.send({"event": "traced", "step": self.steps, "reason": reason})
+        else:
+            device = self._device
+            measure.synchronize(device)
+            began = self._script.loaders.began if self.steps == 1 else None
+            self._tell_step(time.perf_counter() - (began or self._since), loss)
+        self._obey()
+        self._since, self._pulled = time.perf_counter(), self._script.loaders.pulls
+
+    def _tell_step(self, seconds: float, loss: float | torch.Tensor | None) -> None:
+        message: dict[str, Any] = {
+            "event": "step",
+            "step": self.steps,
+            "seconds": seconds,
+            "loss": None if loss is None else float(loss),
+            "pulls": self._script.loaders.pulls,
+            "taken": self._script.loaders.pulls - self._pulled,
+        }
+        if self.steps <= 2:
+            initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
+            message["facts"] = self._script.facts().to_json()
+            message["joined"] = torch.distributed.get_world_size() if initialised else 1
+            message["device"] = str(self._device)
+            message["why_not_again"] = self._script.why_not_again()
+        self._channel.send(message)
+
+    def _tell_window(self, phases: Phases) -> None:
+        device = self._device
+        measure.synchronize(device)
+        transfers = self.timing.transfers
+        self.timing.end()
+        seconds, by_step = phases.read()
+        timing: dict[str, float] = {}
+        used = self._script.loaders.uses.read()
+        facts = self._script.facts()
+        sites: dict[str, float] = {}
+        if transfers is not None:
+            watched = sum(bool(phases) for phases in by_step)
+            timing["sync_calls_per_step"] = sum(transfers.calls.values()) / watched
+            timing["sync_wait_ms"] = 1e3 * transfers.seconds / watched
+            found = transfers.calls.most_common(_SITES)
+            sites = {site: calls / watched for site, calls in found}
+        bounds = device.type == "cpu" and not phases.in_threads and not facts.why_unbounded()
+        self._channel.send(
+            {
+                "event": "window",
+                "step": self.steps,
+                "step_seconds": seconds,
+                "phase_seconds": by_step,
+                "timing": timing,
+                "sync_points": sites,
+                "bounds": bounds,
+                "waits_ms": [1e3 * phases.get("comm_exposed", math.nan) for phases in by_step],
+                "losses": [None if loss is None else float(loss) for loss in self._losses],
+                "samples": used.samples,
+                "tokens": used.tokens,
+                "aside": used.aside,
+                "peaks": measure.read_peaks(device),
+                "place": {"host": os.uname().nodename, "device": _name_of(device)},
+                "facts": facts.to_json(),
+                "why_not_again": self._script.why_not_again(),
+            }
+        )
+        self._losses = []
+
+    def _obey(self) -> None:
+        """Do what the controller says until it lets the script go on."""
+        while True:
+            order = self._channel.receive()
+            match order["op"]:
+                case "go":
+                    return
+                case "score":
+                    self.score(int(order["count"]), int(order["each"]))
+                    return
+                case "trace":
+                    file = trace_file(order["directory"], self._rank)
+                    self._trace = Trace(file, self._device, int(order["count"]))
+                    return
+                case "keep":
+                    reason = self._rewinder.take()
+                    self._channel.send({"event": "kept", "reason": reason})
+                case "rewind":
+                    assert self._script.loaders.tape is not None
+                    self._script.loaders.tape.rewind(int(order["place"]))
+                    return
+                case "change":
+                    self._change(order["knobs"])
+                case "end":
+                    self._end()
+                case unknown:
+                    raise ValueError(f"the controller said {unknown!r}, which means nothing here")
+
+    def score(self, count: int, each: int) -> None:
+        """Begin the scored window.
+
+        Args:
+            count: steps that are timed, and told of after the last.
+            each: of how many of them one has its phases timed.
+
+        """
+        device = self._device
+        self._script.loaders.uses.begin()
+        self._left, self._losses = count, []
+        self.timing.begin(device, each)
+
+    def _change(self, knobs: dict[str, Any]) -> None:
+        begin = time.perf_counter()
+        self._rewinder.restore()
+        self._script.change(knobs)
+        measure.reset_peaks(self._device)
+        measure.synchronize(self._device)
+        self._channel.send({"event": "changed", "seconds": time.perf_counter() - begin})
+
+    def _end(self) -> None:
+        self._ending = True
+        self._swallowed += 1
+        if self._swallowed > _MOST_SWALLOWED:
+            os._exit(0)  # it catches even SystemExit
+        raise Finished(0)
+
+    def tell_end(self) -> None:
+        """Say that the script has come to its own end."""
+        if not self._ending:
+            self._channel.send({"event": "ended", "step": self.steps})
+
+    def facts(self) -> Facts:
+        """What the script has built so far."""
+        return self._script.facts()
+
+    def close(self) -> None:
+        """End the loaders' workers; take the process group down, where the script has left one."""
+        self._script.loaders.close()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+# -----------------------------------------------------------------------------
+# Take a running script back to where it was after its first step, as far as losses can tell.
+
+_MEMORY_SHARE = 0.3
+
+
+class Rewinder:
+    """Keeps weights, optimizer state, schedules, scalers and random numbers of one point.
+
+    What a script keeps besides (averages of weights, counters) is not taken back; whether that
+    matters is found by training the same steps again and comparing their losses.
+
+    Args:
+        script: the instruments.
+        local_ranks: processes that share this host's memory.
+
+    """
+
+    def __init__(self, script: Script, local_ranks: int) -> None:
+        self._script = script
+        self._local_ranks = local_ranks
+        self._helpers: list[weakref.ref[Any]] = []
+        self._tensors: list[tuple[Any, torch.Tensor]] = []
+        self._groups: list[tuple[Any, list[dict[str, Any]]]] = []
+        self._states: list[tuple[Any, dict[str, Any]]] = []
+        self._random: RandomState | None = None
+        wrap(LRScheduler, "__init__", self._remember)
+        wrap(torch.amp.GradScaler, "__init__", self._remember)
+
+    def _remember(
+        self, original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        original(*args, **kwargs)
+        self._helpers.append(weakref.ref(args[0]))
+
+    def take(self) -> str:
+        """Keep the present point; return why it cannot be kept, or nothing."""
+        tensors = list(self._held_tensors())
+        needed = sum(t.numel() * t.element_size() for t in tensors)
+        free = psutil.virtual_memory().available * _MEMORY_SHARE / self._local_ranks
+        if needed > free:
+            return f"{needed / 2**30:.1f} GiB of weights and state do not fit beside the script"
+        self._tensors = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
+        self._groups = [
+            (optimizer, [_without_parameters(g) for g in optimizer.param_groups])
+            for optimizer in self._script.optimizers.live
+        ]
+        helpers = [helper for ref in self._helpers if (helper := ref()) is not None]
+        self._states = [(h, copy.deepcopy(h.state_dict())) for h in helpers]
+        self._random = RandomState.now()
+        return ""
+
+    def restore(self) -> None:
+        """Go back to the point that was kept."""
+        with torch.no_grad():
+            for tensor, kept in self._tensors:
+                tensor.copy_(kept, non_blocking=True)
+        for optimizer, groups in self._groups:
+            for group, kept in zip(optimizer.param_groups, groups, strict=False):
+                group.update(copy.deepcopy(kept))
+        for helper, state in self._states:
+            helper.load_state_dict(copy.deepcopy(state))
+        if self._random is not None:
+            self._random.restore()
+
+    def _held_tensors(self) -> Iterable[torch.Tensor]:
+        """Every tensor once: parameters, buffers, and the optimizers' state."""
+        seen: set[int] = set()
+        for tensor in self._all_tensors():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    def _all_tensors(self) -> Iterable[torch.Tensor]:
+        for wrapper in self._script.wrappers.live:
+            yield from wrapper.module.parameters()
+            yield from wrapper.module.buffers()
+        for optimizer in self._script.optimizers.live:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+            for state in optimizer.state.values():
+                yield from (v for v in state.values() if isinstance(v, torch.Tensor))
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy.deepcopy(v) for name, v in group.items() if name != "params"}
+
+
+# -----------------------------------------------------------------------------
+# What times a scored window of a script: its instruments told where to mark, and then nobody.
+
+
+class Timing:
+    """Times a script's steps between ``begin`` and ``end``, and the phases of some of them.
+
+    In the other steps the instruments are told of no window, so that they cost short steps little.
+
+    Args:
+        script: the instruments.
+
+    Attributes:
+        phases: of the window; ``None`` outside of one.
+        transfers: copies of the window, on another device than the host where nothing is compiled.
+
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.phases: Phases | None = None
+        self.transfers: Transfers | None = None
+        self._script = script
+        self._each, self._made, self._detailed = 1, 0, False
+
+    def begin(self, device: torch.device, each: int = 1) -> None:
+        """Begin a window, once the device has come to rest.
+
+        Args:
+            device: that the script uses.
+            each: of how many steps one has its phases timed.
+
+        """
+        synchronize(device)
+        self.phases = Phases(make_clock(device))
+        if device.type != "cpu" and not self._script.is_compiled():
+            # not in compiled code, which must not see other methods than it was compiled with
+            self.transfers = Transfers(self.phases)
+            self.transfers.watch()
+        self._each, self._made, self._detailed = each, 0, is_detailed(0, each)
+        self._tell()
+
+    def end(self) -> None:
+        """Mark nothing any more."""
+        self.phases, self._detailed = None, False
+        self._tell()
+        if self.transfers is not None:
+            self.transfers.undo()
+            self.transfers = None
+
+    def before_step(self) -> None:
+        """Note that an optimizer's step begins."""
+        if self.phases is not None and self._detailed:
+            self.phases.mark(OTHER)
+
+    def after_step(self) -> None:
+        """Note that it ended, and the whole step with it."""
+        if self.phases is None:
+            return
+        if self._detailed:
+            self.phases.mark(OPTIMIZER)
+        self.phases.end_step()
+        self._made += 1
+        detailed = is_detailed(self._made, self._each)
+        if detailed != self._detailed:
+            self._detailed = detailed
+            self._tell()
+
+    def _tell(self) -> None:
+        script, phases = self._script, self.phases if self._detailed else None
+        script.calls.phases = script.optimizers.phases = phases
+        script.loaders.mark = script.losses.mark = None if phases is None else phases.mark
+        if self.transfers is not None:
+            self.transfers.watching = self._detailed
+
+
+# -----------------------------------------------------------------------------
+# A Chrome trace of a few steps of a script, by torch's profiler.
+
+_WHAT = "profiler"
+
+
+class Trace:
+    """Runs torch's profiler from now until it is stopped; a profiler that fails is no failure.
+
+    Args:
+        file: where the trace goes, compressed.
+        device: that the script uses.
+        steps: to be traced.
+
+    Attributes:
+        left: steps that are still to be made.
+
+    """
+
+    def __init__(self, file: Path, device: torch.device, steps: int) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        self.left = steps
+        self._file = file
+        self._device = device
+        self._guard = Guard()
+        activities = [ProfilerActivity.CPU]
+        activities += [ProfilerActivity.CUDA] if device.type == "cuda" else []
+        self._profiler = profile(activities=activities)
+        self._guard.read(_WHAT, self._profiler.start)
+
+    def stop(self) -> str:
+        """Write what was seen; why there is nothing, or empty."""
+        measure.synchronize(self._device)
+        if not self._guard.unsupported:
+            self._guard.read(_WHAT, self._write)
+        return self._guard.unsupported.get(_WHAT, "")
+
+    def _write(self) -> None:
+        self._profiler.stop()
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as directory:
+            plain = Path(directory) / "trace.json"
+            self._profiler.export_chrome_trace(str(plain))
+            with plain.open("rb") as source, gzip.open(self._file, "wb") as target:
+                shutil.copyfileobj(source, target)

@@ -1,0 +1,153 @@
+"""Between baseline and search: what holds the job back, and what there is to gain."""
+
+from __future__ import annotations
+
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.metrics.bounds import (
+    LOADING,
+    PARTS,
+    Bound,
+    bound_of,
+    bounds,
+    gain_of,
+    in_short,
+    percent,
+    searched,
+)
+from perfsearch.metrics.diagnosis import Severity, diagnose
+from perfsearch.pipeline import profile
+from perfsearch.pipeline.session import Session
+
+
+def show(session: Session) -> None:
+    """Print the most that each group of knobs can give, from the baseline's timings."""
+    found = _bounds(session)
+    if not found:
+        return
+    names = searched(session.runner.space.knobs)
+    lines = ["what there is to gain, at most, by what a knob can make shorter:"]
+    for one in found:
+        knobs = in_short(names[one.part]) or f"no knob is searched{_why_none(session, one)}"
+        lines.append(f"- {one.part} {percent(one.gain)}: {one.evidence}; {knobs}")
+    total = bound(session)
+    if total is not None:
+        lines.append(f"all that is searched: {percent(total)}")
+    session.view.note("\n".join(lines))
+
+
+def _why_none(session: Session, one: Bound) -> str:
+    settings = session.settings
+    workload = settings.workload
+    if one.part != LOADING or workload.name != "custom" or settings.runner.name != "ddp":
+        return ""  # other runners have no knob of the loader
+    if workload.options.get("draws_in_loader") is False:
+        return ""
+    return " (workload.draws_in_loader=false allows it, where loading draws no random numbers)"
+
+
+def bound(session: Session) -> float | None:
+    """The most that the searched knobs can gain, relative; ``None`` where it is not known."""
+    return bound_of(_bounds(session), session.runner.space.knobs)
+
+
+def reason_to_stop(session: Session) -> str:
+    """Why a search over these knobs cannot gain ``objective.min_gain``; empty where it may.
+
+    With ``batch=free`` other batches make other steps, which these timings do not bound.
+    """
+    settings, found = session.settings, _bounds(session)
+    least = settings.objective.min_gain
+    total = bound(session)
+    if total is None or total >= least or settings.batch == "free" or session.only_rerun:
+        return ""
+    return (
+        f"these knobs can gain {percent(total)} at most, less than objective.min_gain={least:g} "
+        f"(0 searches all the same). {_instead(session, found)}"
+    )
+
+
+def _instead(session: Session, found: list[Bound]) -> str:
+    names = searched(session.runner.space.knobs)
+    better = [b for b in found if not names[b.part] and b.part in PARTS and b.share > 0.01]
+    words = []
+    if better:
+        listed = ", ".join(f"{b.part} ({percent(gain_of(b.share))} at most)" for b in better)
+        words.append(f"What is not searched: {listed}")
+    trial = session.baseline
+    assert trial is not None and trial.measurement is not None
+    findings = diagnose(trial.measurement, session.settings.metrics.thresholds)
+    words += [f.advice.rstrip(".") for f in findings if f.severity is not Severity.INFO]
+    words += [] if len(words) > bool(better) else [findings[0].advice.rstrip(".")]
+    return ". ".join(words) + "."
+
+
+def _bounds(session: Session) -> list[Bound]:
+    trial = session.baseline
+    if trial is None or trial.status is not Status.OK or trial.measurement is None:
+        return []
+    return bounds(trial.measurement)
+
+
+# -----------------------------------------------------------------------------
+# Stage 2: measure the configuration that the user has today, as trial 0.
+
+_OF_THE_JOB = ("workload.factory=", "ended, before it could be measured")
+"""What a failure's reason says where the job could not be made, or has too little to do."""
+
+
+def _again(session: Session, known: Trial) -> bool:
+    asked = session.only_rerun and known.status.has_failed
+    return asked or known.status is Status.INTERRUPTED or _is_users_fault(known)
+
+
+def _is_users_fault(trial: Trial) -> bool:
+    """Whether the job cannot be measured at all, which no configuration of it is to blame for."""
+    return trial.status.has_failed and any(part in trial.reason for part in _OF_THE_JOB)
+
+
+def run_baseline(session: Session) -> Trial:
+    """Run trial 0 unless an earlier run of the same search has it, and tell the strategy.
+
+    A failure is reported with its cause before anything else is tried; the search goes on, since a
+    baseline that runs out of memory is a reason to search, and the limit on consecutive failures
+    counts it like any other.
+
+    Raises:
+        BadInputError: the user's factory makes no job, or the user's script ends too early. Once
+            it is mended, the same command begins with the baseline.
+
+    """
+    session.view.stage("baseline", "the configuration as it is today")
+    known = session.baseline
+    if known is not None and not _again(session, known):
+        _explain(session, known)
+        return known
+    baseline = dict(session.runner.baseline)
+    trial = session.run(baseline, Purpose.BASELINE, number=0, closely=True)
+    session.strategy.tell(trial)
+    session.told(trial=trial.number)
+    if trial.status is not Status.OK:
+        log = f" Full log: {trial.log_path}" if trial.log_path else ""
+        if _is_users_fault(trial):
+            raise BadInputError(f"{trial.reason}.{log}")
+        session.view.warning(f"the baseline failed: {trial.status}, {trial.reason}.{log}")
+    _explain(session, trial)
+    return trial
+
+
+def _explain(session: Session, trial: Trial) -> None:
+    """Say what holds the job back and what there is to gain, where its steps were looked at."""
+    if trial.status is Status.OK and trial.measurement is not None:
+        missing = trial.measurement.environment.get("unsupported", {})
+        if "step range" in missing:
+            session.view.note(missing["step range"])
+        why = missing.get("close look")
+        if why is not None:
+            begin = session.settings.metrics.begin_step
+            asked = "" if begin is None else f" at metrics.begin_step={begin}"
+            session.view.warning(f"no close look at the baseline{asked}: {why}")
+        lines = profile.finding_lines(trial.measurement)
+        if lines:
+            session.view.note("\n".join(["what holds it back:", *lines]))
+            show(session)

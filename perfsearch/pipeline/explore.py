@@ -1,0 +1,251 @@
+"""Stage 3: ask, screen, measure, record, tell, until the budget ends."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+import time
+from collections.abc import Sequence
+
+from perfsearch.core.knob import Value, same_value
+from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.pipeline.session import Session
+
+MAX_SERVED = 200
+"""Proposals answered from the record, or screened, in a row before the search ends."""
+
+
+ALIKE = 4
+"""So many search trials at least must fail as the baseline did before the knobs are held to have no
+part in it.
+"""
+
+WALK_LINES = 20
+"""Lines on the terminal for a chain over simulated configurations."""
+
+
+class BreakerError(Exception):
+    """A circuit breaker ended the search; the message says which and why."""
+
+
+def run(session: Session) -> str:
+    """Search until something says stop, and return what did.
+
+    Raises:
+        BreakerError: too many failures in a row, trials that fail as the baseline did, or any
+            failure with ``on_failure=stop``.
+
+    """
+    session.view.stage("search", session.strategy.describe())
+    budget, served = session.settings.budget.budget(), 0
+    _check_breakers(session)
+    _sentinel(session)
+    while True:
+        begin = time.monotonic()
+        reason = budget.spent(
+            len(session.search_trials), session.search_seconds, session.runner.devices
+        )
+        reason = reason or _out_of_patience(session, budget.patience)
+        if reason and not session.only_rerun:
+            return reason
+        if session.only_rerun and not session.rerun:
+            return "the failed trials were run again"
+        if served >= MAX_SERVED:
+            return f"the last {MAX_SERVED} proposals brought nothing new"
+        configuration, number = _next(session)
+        if configuration is None:
+            return session.strategy.stop_reason or "the strategy has nothing more to propose"
+        unprofitable = "" if number is not None else _no_longer_pays(session)
+        if unprofitable:
+            return unprofitable
+        if number is None and _answered_without_running(session, configuration):
+            served += 1
+            continue
+        served = 0
+        left = budget.seconds_left(session.search_seconds, session.runner.devices)
+        if left is not None:
+            left = max(0.0, left - (time.monotonic() - begin))
+        trial = session.run(configuration, Purpose.SEARCH, number=number, seconds_left=left)
+        session.search_seconds += time.monotonic() - begin
+        if trial.status is Status.INTERRUPTED:
+            continue  # cut off, which the budget says in its turn
+        session.strategy.tell(trial)
+        session.told(trial=trial.number)
+        _check_breakers(session, trial)
+        _sentinel(session)
+
+
+def _next(session: Session) -> tuple[dict[str, Value] | None, int | None]:
+    """The trial that a kill left unfinished, or else a new proposal."""
+    if session.rerun:
+        return session.rerun.pop(0)
+    configuration = session.strategy.ask()
+    _show_walks(session)
+    if configuration is not None:
+        session.journal.append("asked", configuration=configuration)
+    return configuration, None
+
+
+def _show_walks(session: Session) -> None:
+    """Show chains over simulated configurations: some of their points here, all in MLflow."""
+    while session.strategy.walks:
+        walk = session.strategy.walks.pop(0)
+        every = -(-len(walk.series) // WALK_LINES) or 1
+        for row, (iteration, current, proposed, best) in enumerate(walk.series, start=1):
+            for name, value in (("cur", current), ("next", proposed), ("best", best)):
+                session.tracker.series(f"simulated/{name}_ms", iteration, 1e3 * value)
+            if row % every == 0:
+                session.view.note(
+                    f"iter({iteration}) cur({1e3 * current:.4g}) next({1e3 * proposed:.4g}) "
+                    f"best({1e3 * best:.4g})"
+                )
+        session.view.note(walk.note)
+
+
+def _no_longer_pays(session: Session) -> str:
+    """Why the next trial would cost more time than its promised gain can save; or empty.
+
+    Over ``budget.remaining_steps`` steps of training, by the gain that the strategy expects of its
+    last proposal.
+    """
+    steps, gain, best = (
+        session.settings.budget.remaining_steps,
+        session.strategy.expected_gain,
+        session.best,
+    )
+    if steps is None or gain is None or best is None or best.measurement is None:
+        return ""
+    cost_s = statistics.median(t.seconds for t in session.search_trials)
+    saving_s = steps * best.measurement.step_time_s * gain
+    if saving_s >= cost_s:
+        return ""
+    return (
+        f"budget.remaining_steps={steps}: the next trial would cost {cost_s:.1f} s and promises "
+        f"to save {saving_s:.1f} s"
+    )
+
+
+def _out_of_patience(session: Session, patience: int | None) -> str:
+    """Whether the last trials brought no new best, the baseline being the first one."""
+    if patience is None:
+        return ""
+    best, since = session.baseline_cost, 0
+    for trial in session.search_trials:
+        valid = trial.status is Status.OK and trial.cost is not None
+        if valid and (best is None or (trial.cost or 0.0) < best):
+            best, since = trial.cost, 0
+        else:
+            since += 1
+    return f"budget.patience={patience}: no new best in {since} trials" if since >= patience else ""
+
+
+def _answered_without_running(session: Session, configuration: dict[str, Value]) -> bool:
+    """Tell a repeated or impossible proposal from the record, free of budget."""
+    known = session.recorded(configuration)
+    if known is not None:
+        session.strategy.tell(known)
+        session.told(trial=known.number, served=True)
+        return True
+    refusal = session.runner.screen(configuration)
+    if refusal is None:
+        return False
+    session.screened += 1
+    session.journal.append("screened", configuration=configuration, reason=refusal)
+    session.strategy.tell(screened_trial(configuration, refusal))
+    session.view.note(f"screened: {refusal}")
+    return True
+
+
+def screened_trial(configuration: dict[str, Value], reason: str) -> Trial:
+    """What the strategy is told of a configuration that arithmetic refused."""
+    return Trial(-1, configuration, Purpose.SEARCH, Status.INVALID, reason=reason)
+
+
+def failures_in_a_row(trials: Sequence[Trial]) -> int:
+    """How many of the latest baseline and search trials failed, whoever is to blame."""
+    latest_first = filter(_counts, reversed(trials))
+    return sum(1 for _ in itertools.takewhile(lambda t: t.status.has_failed, latest_first))
+
+
+def _counts(trial: Trial) -> bool:
+    of_search = trial.purpose in (Purpose.BASELINE, Purpose.SEARCH)
+    return of_search and trial.status is not Status.INTERRUPTED
+
+
+def _check_breakers(session: Session, trial: Trial | None = None) -> None:
+    """Stop after too many failures; without ``trial`` by what an earlier run left."""
+    if trial is None:
+        if session.only_rerun:
+            return  # their failures are what is being run again
+        session.consecutive_failures = failures_in_a_row(session.trials)
+        trial = next((t for t in reversed(session.trials) if _counts(t)), None)
+        if trial is None:
+            return
+    else:
+        failed = trial.status.has_failed
+        session.consecutive_failures = session.consecutive_failures + 1 if failed else 0
+    if trial.status.has_failed and session.settings.on_failure == "stop":
+        raise BreakerError(f"on_failure=stop: trial {trial.number} ended {trial.status}")
+    if _all_fail_alike(session):
+        raise BreakerError(
+            f"every trial fails as the baseline does, whatever is changed: {trial.status}, "
+            f"{_cause(trial)}"
+        )
+    limit = session.settings.limits.consecutive_failures
+    if session.consecutive_failures >= limit:
+        raise BreakerError(
+            f"{limit} trials failed in a row (limits.consecutive_failures={limit}); "
+            f"the last: {trial.status}, {trial.reason}"
+        )
+
+
+def _all_fail_alike(session: Session) -> bool:
+    """Whether all trials failed as the baseline did, though each knob was changed in one of them.
+
+    Not for want of memory or time: that is what a search may well mend, and
+    ``limits.consecutive_failures`` bounds it.
+    """
+    baseline, tried = session.baseline, session.search_trials
+    if session.only_rerun or baseline is None or len(tried) < ALIKE:
+        return False
+    if not baseline.status.is_failure or baseline.status in (Status.OOM, Status.TIMEOUT):
+        return False
+    start = baseline.configuration
+    changed = {n for t in tried for n, v in t.configuration.items() if not same_value(v, start[n])}
+    return changed >= {k.name for k in session.runner.space.knobs if k.count != 1} and all(
+        t.status is baseline.status and _cause(t) == _cause(baseline) for t in tried
+    )
+
+
+def _cause(trial: Trial) -> str:
+    """Its reason, whichever rank was the first to meet it."""
+    return re.sub(r"^rank \d+: ", "", trial.reason)
+
+
+def _sentinel(session: Session) -> None:
+    """Measure the baseline again every so often; drift beyond the noise recycles the processes."""
+    every, count = session.settings.sentinel_every, len(session.search_trials)
+    before = session.baseline_cost
+    sentinels = [t for t in session.trials if t.purpose is Purpose.SENTINEL]
+    broken_off = [t.number for t in sentinels if t.status is Status.INTERRUPTED]
+    if not every or before is None or count // every <= len(sentinels) - len(broken_off):
+        return
+    number = broken_off[0] if broken_off else None
+    trial = session.run(dict(session.runner.baseline), Purpose.SENTINEL, number=number)
+    session.strategy.tell(trial)
+    session.told(trial=trial.number)
+    if trial.cost is None:
+        session.view.warning(f"the baseline, measured again, ended {trial.status}: {trial.reason}")
+        session.recycle = True
+        return
+    first = session.baseline
+    error = max(trial.cost_error or 0.0, (first.cost_error if first else None) or 0.0)
+    drift = math.log(trial.cost / before)
+    if abs(drift) > max(0.03, 4 * math.sqrt(2) * error):
+        session.view.warning(
+            f"the baseline now reads {100 * (math.exp(-drift) - 1):+.1f}% against before: "
+            "the processes are started anew, and only the confirmation decides"
+        )
+        session.recycle = True

@@ -1,0 +1,388 @@
+"""Stage 5: what is handed over: files in the run directory, and the MLflow view of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfsearch.config import to_plain
+from perfsearch.core.journal import JOURNAL
+from perfsearch.core.knob import Value
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.pipeline import baseline, profile
+from perfsearch.pipeline import baseline as gains
+from perfsearch.pipeline.session import BASELINE, Session, Verdict
+from perfsearch.tracking import export, report
+from perfsearch.tracking.files import write_text
+from perfsearch.tracking.provenance import provenance
+
+if TYPE_CHECKING:
+    from perfsearch.pipeline.session import Result
+
+
+# -----------------------------------------------------------------------------
+# The numbers by which whole searches are compared, and lines about a search as a whole.
+
+
+def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
+    """The numbers by which whole searches are compared, by MLflow metric name."""
+    numbers: dict[str, float] = {}
+    handed_over = _handed_over_cost(session, verdict)
+    if handed_over is not None:  # the UI's views begin with the first one
+        numbers["objective/value"] = session.objective.from_cost(handed_over)
+    numbers |= {
+        "search/seconds": session.search_seconds,
+        "search/trials": len(session.search_trials),
+        "search/failed_trials": sum(t.status.has_failed for t in session.search_trials),
+        "search/screened": session.screened,
+        "confirm/seconds": sum(t.seconds for t in verdict.trials),
+    }
+    within = trials_until_within(session.search_trials, 0.02)
+    if within is not None:
+        numbers["search/trials_until_within_2_percent"] = within
+    interval = verdict.interval
+    if interval is not None:
+        numbers["search/speed_up"] = interval.ratio
+        if interval.is_told:
+            numbers["search/speed_up_low"] = interval.low
+            numbers["search/speed_up_high"] = interval.high
+    bound = baseline.bound(session)
+    if bound is not None and math.isfinite(bound):
+        numbers["search/speed_up_bound"] = 1 + bound
+    warm = [t.overhead_seconds for t in session.search_trials if not t.fresh_process]
+    if warm:
+        numbers["search/warm_trial_overhead_s"] = statistics.median(warm)
+    return numbers
+
+
+def trials_until_within(trials: list[Trial], fraction: float) -> int | None:
+    """Number of search trials after which the best reading was within ``fraction`` of the last."""
+    best, history = None, []
+    for trial in trials:
+        if trial.status is Status.OK and trial.cost is not None:
+            best = trial.cost if best is None else min(best, trial.cost)
+        history.append(best)
+    if best is None:
+        return None
+    limit = best * (1 + fraction)
+    return next(i for i, cost in enumerate(history, start=1) if cost is not None and cost <= limit)
+
+
+def break_even_line(session: Session, verdict: Verdict) -> str:
+    """After how many steps of training the search has paid for itself; empty without a gain."""
+    if verdict.winner is None or BASELINE not in verdict.costs:
+        return ""
+    measured = {
+        arm: [
+            t.measurement
+            for t in verdict.trials
+            if t.measurement is not None and key_of(t.configuration) == key_of(configuration)
+        ]
+        for arm, configuration in (
+            (BASELINE, session.runner.baseline),
+            (verdict.winner, session.numbered(verdict.winner).configuration),
+        )
+    }
+    steps = {arm: statistics.median(m.step_time_s for m in each) for arm, each in measured.items()}
+    samples = {arm: each[0].samples_per_step for arm, each in measured.items()}
+    # with batch=free a step of the one may train more than a step of the other
+    share = samples[BASELINE] / samples[verdict.winner]
+    saved_s = steps[BASELINE] - share * steps[verdict.winner]
+    spent_s = sum(t.seconds for t in session.trials)
+    if saved_s <= 0:
+        return ""
+    which = "steps" if share == 1 else f"steps of {samples[BASELINE]} samples"
+    return (
+        f"the search took {spent_s:.0f} s of trials and has paid for itself after "
+        f"{math.ceil(spent_s / saved_s)} {which}"
+    )
+
+
+def trial_cost_lines(trials: list[Trial]) -> list[str]:
+    """What a trial cost beside its scored steps, warm and with new processes."""
+    lines = []
+    for fresh, label in ((False, "a warm trial"), (True, "a trial in new processes")):
+        chosen = [
+            t
+            for t in trials
+            if t.fresh_process is fresh
+            and t.status is Status.OK
+            and t.purpose is not Purpose.BASELINE
+        ]
+        if not chosen:
+            continue
+        overheads = sorted(t.overhead_seconds for t in chosen)
+        discarded = [t.measurement.discarded_seconds for t in chosen if t.measurement]
+        p90 = overheads[min(len(overheads) - 1, int(0.9 * len(overheads)))]
+        lines.append(
+            f"{label} cost {statistics.median(overheads):.2f} s (90th percentile {p90:.2f} s) "
+            f"beside its scored steps and {statistics.median(discarded):.2f} s of discarded ones "
+            f"({len(chosen)} trials)"
+        )
+    return lines
+
+
+def batch_line(session: Session, result: Result) -> str:
+    """What became of the global batch, which ``batch=free`` lets change."""
+    numbers = (0, result.verdict.winner or 0)
+    trials = [session.find(n) for n in numbers]
+    sizes = [t.measurement.samples_per_step if t and t.measurement else None for t in trials]
+    if None in sizes or sizes[0] == sizes[1]:
+        return "batch=free: the global batch may differ from the baseline's"
+    return f"batch=free: the global batch is {sizes[1]}, the baseline's is {sizes[0]}"
+
+
+def _handed_over_cost(session: Session, verdict: Verdict) -> float | None:
+    arm = BASELINE if verdict.winner is None else verdict.winner
+    costs = verdict.costs.get(arm)
+    if costs:
+        return statistics.median(costs)
+    return session.baseline_cost
+
+
+# -----------------------------------------------------------------------------
+# System metrics over time, of all sessions of a search.
+
+SYSTEM_SERIES = "system.jsonl"
+
+
+def keep_series(
+    run_dir: Path, samples: Sequence[Mapping[str, Any]], interval_s: float
+) -> list[dict[str, Any]]:
+    """Write this session's samples behind those of earlier ones, and return all of them.
+
+    Earlier ones are moved to end right before this session: what lies between is no part of the
+    search. Their clock ends with the machine's; what another boot left is not kept.
+
+    Raises:
+        OSError: the file cannot be written.
+
+    """
+    path = run_dir / SYSTEM_SERIES
+    earlier: list[dict[str, Any]] = []
+    if not samples:
+        return []
+    if path.exists():
+        begin = float(samples[0]["time_s"])
+        try:
+            known = [json.loads(line) for line in path.read_text().splitlines()]
+            earlier = [sample for sample in known if sample["time_s"] < begin]
+        except (ValueError, KeyError, TypeError):
+            earlier = []  # edited by hand: a picture is not worth the end of a search
+        if earlier:
+            shift = begin - interval_s - max(sample["time_s"] for sample in earlier)
+            earlier = [{**sample, "time_s": sample["time_s"] + shift} for sample in earlier]
+    every = [*earlier, *map(dict, samples)]
+    write_text(path, "".join(json.dumps(sample) + "\n" for sample in every))
+    return every
+
+
+_ARTIFACTS = (
+    "config.yaml",
+    JOURNAL,
+    "trials.csv",
+    "report.html",
+    SYSTEM_SERIES,
+    "best",
+    "trace",
+    "logs",
+)
+
+
+def open_record(session: Session) -> None:
+    """Write what was asked for, and begin the MLflow view."""
+    settings, runner = session.settings, session.runner
+    export.write_config(session.run_dir / "config.yaml", to_plain(settings))
+    session.tracker.open(
+        parameters={
+            "runner": settings.runner.name,
+            "strategy": settings.strategy.name,
+            "workload": settings.workload.name,
+            "seed": settings.seed,
+            "numerics": str(settings.numerics),
+            "batch": settings.batch,
+            **{f"identity/{k}": v for k, v in runner.identity().items()},
+            **{f"pinned/{k}": v for k, v in runner.pinned.items()},
+        },
+        tags={"perfsearch.run_dir": str(session.run_dir)},
+        knobs=runner.space.knobs,
+    )
+
+
+def close_record(session: Session, result: Result) -> None:
+    """Write every file, finish the MLflow view, and show the closing table."""
+    run_dir, runner = session.run_dir, session.runner
+    export.write_trials(run_dir, session.trials, runner.space.knobs, runner.pinned)
+    searched = session.settings.mode == "search"
+    files = _best_files(session, result) if searched and result.exit_code != 1 else []
+    summary = summarise(session, result.verdict)
+    series = _keep_series(session)
+    report.write_report(
+        run_dir / "report.html",
+        session.trials,
+        result.verdict,
+        session.objective,
+        title=f"perfsearch {run_dir.name}",
+        system_series=series,
+        memory_limit_gib=runner.hints(session.trials).memory_limit_gib,
+        bound=gains.bound(session),
+        knobs=runner.space.knobs,
+    )
+    traces = profile.keep_traces(session, result.verdict)
+    session.tracker.summary(summary, tags=_tags(session, result), note=_note(session, result))
+    session.tracker.artifacts([run_dir / name for name in _ARTIFACTS if (run_dir / name).exists()])
+    files += traces
+    for text in profile.explanations(session, result.verdict)[1:]:  # the baseline's was said before
+        session.view.note(text)
+    for line in [*trial_cost_lines(session.trials), break_even_line(session, result.verdict)]:
+        session.view.note(line)
+    missing = {} if session.sampler is None else session.sampler.unsupported
+    if missing:
+        listed = "; ".join(f"{name} ({why})" for name, why in sorted(missing.items()))
+        session.view.note(f"system metrics that are not to be had here: {listed}")
+    if session.settings.batch == "free":
+        session.view.note(batch_line(session, result))
+    if result.exit_code != 1:
+        for line in runner.closing_lines(_best_configuration(session, result), session.trials):
+            session.view.note(line)
+    session.view.result(_rows(session, result.verdict), result.verdict.reason, files)
+    session.tracker.close("FINISHED" if result.exit_code == 0 else "FAILED")
+    session.view.note(session.tracker.how_to_open())
+
+
+def interrupted(session: Session) -> None:
+    """Keep and show the finished trials of a search that is being ended from outside."""
+    # What ended the search is on its way up; a full disk must not take its place.
+    with contextlib.suppress(OSError):
+        knobs, pinned = session.runner.space.knobs, session.runner.pinned
+        export.write_trials(session.run_dir, session.trials, knobs, pinned)
+        _keep_series(session)
+    done = [t for t in session.trials if t.status is not Status.INTERRUPTED]
+    session.view.result(
+        _rows(session, Verdict()),
+        f"interrupted after {len(done)} trials; the same command goes on from here",
+        [],
+    )
+    session.tracker.close("KILLED")
+
+
+def _keep_series(session: Session) -> list[dict[str, Any]]:
+    samples = [] if session.sampler is None else session.sampler.series()
+    return keep_series(session.run_dir, samples, session.settings.metrics.interval_s)
+
+
+def _best_files(session: Session, result: Result) -> list[str]:
+    directory = session.run_dir / "best"
+    winner = result.verdict.winner
+    number = 0 if winner is None else winner
+    trial = session.find(number)
+    best = _best_configuration(session, result)
+    plain = to_plain(session.settings)
+    plain["runner"].update(session.runner.settings_of(best))
+    plain.update(run_dir=None, resume="auto")  # fed back it is a search of its own
+    export.write_config(directory / "config.yaml", plain)
+    summary = {
+        "verdict": result.verdict.reason,
+        "is_baseline": winner is None,
+        "trial": number,
+        "log": "" if trial is None else trial.log_path,
+        "knobs": result.best,
+        "speed_up": None if result.verdict.interval is None else vars(result.verdict.interval),
+        "batch": session.settings.batch,
+        "numbers": summarise(session, result.verdict),
+        "repeats": {
+            "baseline" if arm == BASELINE else str(arm): [
+                session.objective.from_cost(c) for c in cs
+            ]
+            for arm, cs in result.verdict.costs.items()
+        },
+        "unit": session.objective.unit,
+    }
+    origin = {**provenance(), "identity": session.runner.identity()}
+    export.write_summary(directory / "summary.json", summary, origin)
+    written = session.runner.export(best, directory / "apply")
+    return [str(p) for p in (directory / "config.yaml", directory / "summary.json", *written)]
+
+
+def _best_configuration(session: Session, result: Result) -> dict[str, Value]:
+    """What is handed over: the winner's, or the baseline's."""
+    trial = session.find(result.verdict.winner or 0)
+    return dict(session.runner.baseline) if trial is None else trial.configuration
+
+
+def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
+    """Rows of the closing table: the baseline, then the finalists, or the best of single readings.
+
+    That is not called the best where the baseline is faster.
+    """
+    rows = []
+    baseline = session.baseline
+    if baseline is not None:
+        rows.append(_row(session, "baseline", baseline, verdict.costs.get(BASELINE), None))
+    shown = [t for n in verdict.intervals if (t := session.find(n)) is not None]
+    if not shown and verdict.winner is not None:
+        shown = [session.numbered(verdict.winner)]
+    if not shown and session.best is not None:
+        shown = [session.best]
+    for trial in shown:
+        interval = verdict.intervals.get(trial.number)
+        if trial.number == verdict.winner:
+            label = "best"
+        elif interval:
+            label = "finalist"
+        else:
+            label = "best so far" if _is_faster(trial, baseline, verdict) else "fastest other"
+        rows.append(_row(session, label, trial, verdict.costs.get(trial.number), interval))
+    return rows
+
+
+def _is_faster(trial: Trial, baseline: Trial | None, verdict: Verdict) -> bool:
+    """Whether a trial's reading is better than the baseline's, where that has one.
+
+    Readings of a confirmation that came to no interval count before those of the search.
+    """
+    own = _cost(trial, verdict.costs.get(trial.number))
+    before = None if baseline is None else _cost(baseline, verdict.costs.get(BASELINE))
+    return own is None or before is None or own < before
+
+
+def _cost(trial: Trial, costs: list[float] | None) -> float | None:
+    return statistics.median(costs) if costs else trial.cost
+
+
+def _row(
+    session: Session, label: str, trial: Trial, costs: list[float] | None, interval: Any
+) -> dict[str, Any]:
+    cost = _cost(trial, costs)
+    return {
+        "label": label,
+        "trial": trial,
+        "objective": None if cost is None else session.objective.from_cost(cost),
+        "unit": session.objective.unit,
+        "interval": interval,
+        "confirmed": bool(costs),
+    }
+
+
+def _tags(session: Session, result: Result) -> dict[str, str]:
+    winner = result.verdict.winner
+    return {
+        "perfsearch.verdict": "gain" if winner is not None else "no gain",
+        "perfsearch.best_trial": str(0 if winner is None else winner),
+        "perfsearch.ended": result.reason,
+        **profile.bottleneck_tags(session, result.verdict),
+    }
+
+
+def _note(session: Session, result: Result) -> str:
+    lines = [result.verdict.reason, f"search ended: {result.reason}"]
+    lines += profile.explanations(session, result.verdict)
+    if session.settings.batch == "free":
+        lines.append(batch_line(session, result))
+    return "\n\n".join(line for line in lines if line)

@@ -1,0 +1,394 @@
+"""What an earlier run of the same search finished, taken over by strategy and session."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import os
+import re
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.journal import JOURNAL, Event, Journal, legible, read
+from perfsearch.core.knob import Value, same_value
+from perfsearch.core.narrow import is_auto
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.pipeline.explore import screened_trial
+from perfsearch.runners.base import Runner
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+    from perfsearch.pipeline.session import Session
+
+
+def adopt(session: Session) -> str:
+    """Bring strategy and session to where the journal ends; return a line for people.
+
+    With the same definition the asks are repeated too, so the next proposal is the one that an
+    undisturbed search would make. Of what came before a change of the definition, trials that
+    still fit are told.
+    """
+    now = search_definition(session.settings, session.runner, session.taken_over.definition())
+    events = session.journal.events
+    opened = [e for e in events if e.name == "opened"]
+    same = list(itertools.takewhile(lambda e: e.data.get("definition") == now, reversed(opened)))
+    begin = same[-1].number - 1 if same else len(events)
+    before = [e for e in opened if e.number <= begin]
+    line = ""
+    if before:
+        line = _adopt_fitting(session, events[:begin], before)
+    if same:
+        _replay(session, events[begin:])
+        line = f"going on with {len(session.trials)} finished trials"
+    session.journal.append("opened", pid=os.getpid(), unix_s=time.time(), definition=now)
+    if session.settings.resume == "failed" and opened:
+        failed = [t for t in session.search_trials if t.status.has_failed]
+        session.rerun = [(t.configuration, t.number) for t in failed]
+        session.only_rerun = True
+        line = f"running the {len(failed)} failed trials again"
+    return line
+
+
+def _finished(record: Mapping[str, Any]) -> Trial:
+    """A trial as a journal tells of it.
+
+    Raises:
+        KeyError, ValueError: it is none.
+
+    """
+    trial = Trial.from_json(record)
+    if trial.status is Status.OK and trial.measurement is None:
+        raise ValueError("status=ok without a measurement")
+    return trial
+
+
+def _replay(session: Session, events: Sequence[Event]) -> None:
+    strategy, journal, pending = session.strategy, session.journal.path, None
+    started: dict[int, dict[str, Any]] = {}
+    told = {t.number for t in session.trials}
+    for event in events:
+        data = event.data
+        if event.name == "asked":
+            with legible(journal, event):
+                pending = dict(data["configuration"])
+            proposal = strategy.ask()
+            if proposal is None or key_of(proposal) != key_of(pending):
+                session.view.warning("the strategy proposes otherwise than when this was recorded")
+        elif event.name == "screened":
+            with legible(journal, event):
+                refused = screened_trial(dict(data["configuration"]), str(data["reason"]))
+            strategy.tell(refused)
+            session.screened += 1
+            pending = None
+        elif event.name == "started":
+            with legible(journal, event):
+                started[int(data["trial"])] = {**data, "configuration": dict(data["configuration"])}
+                pending = None if Purpose(data["purpose"]) is Purpose.SEARCH else pending
+        elif event.name == "finished":
+            with legible(journal, event):
+                trial = _finished(data["trial"])
+            session.add(trial)
+            told.discard(trial.number)
+        elif event.name == "told":
+            with legible(journal, event):
+                trial = session.numbered(int(data["trial"]))
+                session.search_seconds = float(data["search_seconds"])
+            strategy.tell(trial)
+            told.add(trial.number)
+            pending = None if data.get("served") else pending
+    for trial in list(session.trials):
+        finished = trial.status is not Status.INTERRUPTED and trial.purpose is not Purpose.CONFIRM
+        if finished and trial.number not in told:
+            strategy.tell(trial)
+            session.told(trial=trial.number)
+    for number, data in started.items():
+        ended = session.find(number)
+        unfinished = ended is None or ended.status is Status.INTERRUPTED
+        if unfinished and data["purpose"] == Purpose.SEARCH:
+            session.rerun.append((dict(data["configuration"]), number))
+    if pending is not None:
+        session.rerun.append((pending, None))
+
+
+def _adopt_fitting(session: Session, events: Sequence[Event], opened: Sequence[Event]) -> str:
+    """Tell the trials of a search that was changed since, as far as they still fit."""
+    runner, journal = session.runner, session.journal.path
+    pinned_at: list[tuple[int, Mapping[str, Value]]] = []
+    for event in opened:
+        with legible(journal, event):
+            pinned_at.append((event.number, dict(event.data["definition"]["pinned"])))
+    latest: dict[int, tuple[Trial, Mapping[str, Value]]] = {}
+    for event in events:
+        with legible(journal, event):
+            if event.name == "finished":
+                trial = _finished(event.data["trial"])
+                known = [p for number, p in pinned_at if number < event.number]
+                latest[trial.number] = trial, known[-1]
+            elif event.name == "started":
+                session.numbers_from = max(session.numbers_from, int(event.data["trial"]) + 1)
+            elif event.name == "told":
+                session.search_seconds = float(event.data["search_seconds"])
+    kept = total = 0
+    for trial, pinned in latest.values():
+        if trial.purpose not in (Purpose.BASELINE, Purpose.SEARCH):
+            continue
+        total += trial.purpose is Purpose.SEARCH
+        fitted = _fit(runner.space, runner.pinned, {**pinned, **trial.configuration})
+        if fitted is None or trial.status is Status.INTERRUPTED:
+            continue
+        if trial.purpose is Purpose.BASELINE and key_of(fitted) != key_of(runner.baseline):
+            continue
+        trial.configuration = fitted
+        session.add(trial)
+        session.strategy.tell(trial)
+        kept += trial.purpose is Purpose.SEARCH
+    return f"the search was changed: {kept} of {total} earlier trials still fit and are kept"
+
+
+def _fit(
+    space: Space, pinned: Mapping[str, Value], whole: Mapping[str, Value]
+) -> dict[str, Value] | None:
+    if any(name not in whole or not same_value(whole[name], v) for name, v in pinned.items()):
+        return None
+    if any(knob.name not in whole for knob in space.knobs) or not space.feasible(whole):
+        return None
+    return space.canonical(whole)
+
+
+# -----------------------------------------------------------------------------
+# Stage 1: open the journal of a search, a new one or one that this machine may go on with.
+
+
+def open_journal(run_dir: Path, settings: Settings, runner: Runner, resuming: bool) -> Journal:
+    """Create the journal, or reopen one that this machine and job may go on with.
+
+    Raises:
+        JournalError: it cannot be read or written.
+        RefusedError: model, world size, device or library versions differ from the journal's.
+
+    """
+    identity = runner.identity()
+    for name in settings.resume_force:
+        if name not in identity:
+            allowed = nearest(name, identity) if identity else "This runner has none."
+            raise RefusedError(f"resume_force=[{name}]: not part of what is compared. {allowed}")
+    if not resuming:
+        header = {"search_id": uuid.uuid4().hex, "started_unix_s": time.time()}
+        return Journal(run_dir / JOURNAL, {**header, "identity": identity})
+    journal = Journal.reopen(run_dir / JOURNAL)
+    if settings.resume == "failed":
+        reason = _why_not_again(journal)
+        if reason:
+            journal.close()
+            raise RefusedError(f"resume=failed: {run_dir}: {reason}")
+    before: dict[str, str] = journal.header.get("identity", {})
+    for name in sorted(before.keys() | identity.keys()):
+        if before.get(name) != identity.get(name) and name not in settings.resume_force:
+            journal.close()
+            raise RefusedError(
+                f"{run_dir}: its trials were measured with {name}={before.get(name)}, and this is "
+                f"{identity.get(name)}. Use resume=never for a new search, or "
+                f"resume_force=[{name}] to mix them."
+            )
+    return journal
+
+
+def _why_not_again(journal: Journal) -> str:
+    """Why failed trials cannot be run again now; empty where they can."""
+    if not journal.ended:
+        return "the search is not finished. The same command without resume=failed goes on."
+    if not failed_trials(journal.path, journal.events):
+        return "no trial of it failed, so there is nothing to run again."
+    return ""
+
+
+def search_definition(
+    settings: Settings, runner: Runner, taken_over: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What decides the sequence of proposals, as plain values for the journal.
+
+    Args:
+        settings: of the search.
+        runner: open, so that its space is known.
+        taken_over: what an earlier search of a similar job contributed.
+
+    """
+    listed = runner.space.knobs
+    auto = {"knobs_by_bound": True} if is_auto(settings.runner.options) else {}
+    return {
+        **auto,
+        **(taken_over or {}),
+        "strategy": asdict(settings.strategy),
+        "seed": settings.seed,
+        "knobs": [[k.name, str(k.kind), list(k.values), k.low, k.high, k.log] for k in listed],
+        "pinned": dict(runner.pinned),
+        "baseline": dict(runner.baseline),
+        "objective": str(settings.objective.metric),
+    }
+
+
+# -----------------------------------------------------------------------------
+# Which directory a search works in: a new one, or that of an earlier run to go on with.
+
+
+class RefusedError(BadInputError):
+    """A search that must not start as asked; the message names the key and the remedy."""
+
+
+def choose_run_dir(base: Path, resume: str, named: bool = False) -> tuple[Path, bool]:
+    """The directory to work in, and whether it holds a search to go on with.
+
+    ``base`` itself, or ``base-2``, ``base-3``, ... after finished searches. To run failed trials
+    again it is the latest of them that has any; or ``base``, where the user ``named`` it and it
+    does.
+
+    Raises:
+        RefusedError: ``resume=failed`` and there is nothing to resume.
+
+    """
+    taken = [path for path in _numbered(base) if (path / JOURNAL).exists()]
+    if taken and resume == "failed":
+        ordered = [*([base] if named and base in taken else []), *reversed(taken)]
+        return next((path for path in ordered if _has_failed(path)), ordered[0]), True
+    if resume == "failed":
+        raise RefusedError(f"resume=failed: there is no journal in {base}.")
+    if taken and resume == "auto":
+        _, events = read(taken[-1] / JOURNAL)
+        if not any(e.name == "ended" for e in _since_opened(events)):
+            return taken[-1], True
+    if not taken:
+        return base, False
+    last = re.search(r"-(\d+)$", taken[-1].name.removeprefix(base.name))
+    return base.with_name(f"{base.name}-{int(last.group(1)) + 1 if last else 2}"), False
+
+
+def _has_failed(run_dir: Path) -> bool:
+    """Whether a finished search has trials that failed."""
+    path = run_dir / JOURNAL
+    _, events = read(path)
+    ended = any(e.name == "ended" for e in _since_opened(events))
+    return ended and bool(failed_trials(path, events))
+
+
+def failed_trials(path: Path, events: Sequence[Event]) -> list[int]:
+    """Numbers of the trials whose last ending was a failure.
+
+    Raises:
+        JournalError: an event of the journal ``path`` tells of no trial.
+
+    """
+    last: dict[int, Status] = {}
+    for event in events:
+        if event.name == "finished":
+            with legible(path, event):
+                trial = event.data["trial"]
+                last[int(trial["number"])] = Status(trial["status"])
+    return [number for number, status in last.items() if status.has_failed]
+
+
+def _numbered(base: Path) -> list[Path]:
+    """``base`` and its numbered successors that exist, in order."""
+    found = [base] if base.exists() else []
+    pattern = re.compile(re.escape(base.name) + r"-(\d+)$")
+    if base.parent.exists():
+        later = [(pattern.match(p.name), p) for p in base.parent.iterdir()]
+        found += [p for _, p in sorted((int(m.group(1)), p) for m, p in later if m)]
+    return found
+
+
+def _since_opened(events: list[Event]) -> list[Event]:
+    places = [i for i, event in enumerate(events) if event.name == "opened"]
+    return events[places[-1] :] if places else events
+
+
+# -----------------------------------------------------------------------------
+# Locks that keep two searches off the same devices and out of the same run directory.
+
+
+class LockError(BadInputError):
+    """A lock that cannot be had; the message names its holder."""
+
+
+@contextmanager
+def run_directory_lock(run_dir: Path) -> Iterator[None]:
+    """Hold ``run_dir`` for as long as the context lasts.
+
+    Raises:
+        LockError: another process works in it.
+
+    """
+    with _locked(run_dir / ".lock", None) as holder:
+        if holder:
+            raise LockError(
+                f"run_dir={run_dir}: process {holder} is running this search. Wait for it, or set "
+                "run_dir to another directory."
+            )
+        yield
+
+
+@contextmanager
+def device_lock(device_set: str, on_wait: Callable[[str], None]) -> Iterator[None]:
+    """Hold every device of ``device_set`` (names apart by commas), waiting for its turn.
+
+    Args:
+        device_set: empty for nothing to hold.
+        on_wait: called once for each device with a line to show, before waiting for it.
+
+    """
+    devices = sorted({name for name in device_set.split(",") if name})
+    if not devices:
+        yield
+        return
+    # Sorted order, so that two searches over overlapping sets cannot wait for each other.
+    first, rest = devices[0], ",".join(devices[1:])
+    with (
+        _locked(_lock_file(first), lambda pid: on_wait(_waiting(first, pid))),
+        device_lock(rest, on_wait),
+    ):
+        yield
+
+
+def _waiting(device: str, pid: str) -> str:
+    return f"waiting for {device}: the search of process {pid} is using it"
+
+
+def _lock_file(device: str) -> Path:
+    directory = Path(tempfile.gettempdir()) / f"perfsearch-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.lstat().st_uid != os.getuid():  # nor a link that another user laid
+        raise LockError(f"{directory} belongs to another user; set TMPDIR to a directory of yours.")
+    return directory / f"{hashlib.sha256(device.encode()).hexdigest()[:16]}.lock"
+
+
+@contextmanager
+def _locked(path: Path, wait: Callable[[str], None] | None) -> Iterator[str]:
+    """Hold ``path``; without ``wait`` yield the holder's pid instead of waiting for it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    holder = ""
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode().strip() or "another"
+            if wait is not None:
+                wait(holder)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                holder = ""
+        if not holder:
+            os.ftruncate(descriptor, 0)
+            try:
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            except OSError as error:
+                raise LockError(f"{path}: cannot be written: {error.strerror}.") from error
+        yield holder
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,409 @@
+"""The five stages of a search, in their order."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfsearch import runners, strategies
+from perfsearch.config import Settings, default_run_dir
+from perfsearch.config_options import ConfigError, build_options
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hints import Hints
+from perfsearch.core.journal import JOURNAL, Journal, JournalWriteError
+from perfsearch.core.narrow import is_auto
+from perfsearch.core.objective import Objective
+from perfsearch.core.signals import ExitCode, deferred
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Status, Trial
+from perfsearch.pipeline import baseline, confirm, record, resume, transfer
+from perfsearch.pipeline import baseline as gains
+from perfsearch.pipeline import explore as searching
+from perfsearch.pipeline.explore import BreakerError
+from perfsearch.pipeline.resume import device_lock, run_directory_lock
+from perfsearch.pipeline.session import Result, Session, Verdict, View
+from perfsearch.pipeline.transfer import TakenOver
+from perfsearch.runners.base import Runner
+from perfsearch.strategies.base import Strategy
+from perfsearch.tracking import open_tracker
+from perfsearch.workloads.spec import SCRIPT
+
+if TYPE_CHECKING:
+    from perfsearch.metrics.system import SystemSampler
+    from perfsearch.tracking import Tracker
+
+
+PROFILED = "mode=profile: the baseline was measured, and nothing searched"
+
+
+def search(
+    settings: Settings,
+    runner: Runner,
+    strategy_factory: Callable[[Space, Hints], Strategy],
+    view: View,
+    tracker_factory: Callable[[Settings, Path, str], Tracker] = open_tracker,
+) -> Result:
+    """Run a search from its start, or from where an earlier run of it ended, to its record.
+
+    Args:
+        settings: the checked configuration; after a finished search in its ``run_dir`` a
+            numbered neighbour is used.
+        runner: what measures; closed when this returns or raises.
+        strategy_factory: builds the strategy from space and hints.
+        view: what shows progress.
+        tracker_factory: builds the MLflow view from the settings, the directory and the
+            search's identifier.
+
+    Raises:
+        BadInputError: it may not start; nothing was started.
+        Interrupted: a signal came; finished trials are recorded first.
+    """
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        stack.callback(_close, runner)
+        asked = settings.run_dir or default_run_dir(settings)
+        named = settings.run_dir is not None
+        directory, resuming = resume.choose_run_dir(asked.absolute(), settings.resume, named)
+        if directory != asked.absolute():
+            view.note(f"{asked} holds a finished search; this one is in {directory}")
+        directory.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(run_directory_lock(directory))
+        stack.enter_context(device_lock(runner.device_set(), view.note))
+        runner.open(directory)
+        taken_over = transfer.take_over(
+            settings,
+            runner,
+            resume.search_definition(settings, runner),
+            directory / JOURNAL if resuming else None,
+        )
+        journal = resume.open_journal(directory, settings, runner, resuming)
+        stack.callback(journal.close)
+        if journal.dropped_line:
+            view.warning(f"{journal.path}: dropped a line that was torn: {journal.dropped_line!r}")
+        tracker = tracker_factory(settings, directory, str(journal.header["search_id"]))
+        session = _session(
+            settings, runner, strategy_factory, view, directory, journal, tracker, taken_over
+        )
+        session.sampler = _start_sampler(settings, runner)
+        if session.sampler is not None:
+            stack.callback(session.sampler.stop)
+        try:
+            record.open_record(session)
+            result = _stages(session)
+            result.seconds = time.monotonic() - begin
+            record.close_record(session, result)
+            journal.append("ended", exit_code=result.exit_code, reason=result.reason)
+        except BaseException as error:
+            _close(runner)  # no process waits for the view to be finished
+            if isinstance(error, BadInputError):  # the same command would be refused again
+                session.tracker.close("FAILED")
+                raise
+            if not _is_full_disk(error):
+                record.interrupted(session)
+                raise
+            view.warning(f"{error}. Free some space, then give the same command to go on.")
+            record.interrupted(session)
+            result = Result(ExitCode.CIRCUIT_BREAKER, directory, session.trials, reason=str(error))
+        return result
+
+
+def _close(runner: Runner) -> None:
+    with deferred():
+        runner.close()
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    """Whether the run directory cannot be written any more: nothing is wrong with the search."""
+    causes = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+    is_written = isinstance(error, OSError) and error.errno in causes
+    return is_written or isinstance(error, JournalWriteError)
+
+
+def _session(
+    settings: Settings,
+    runner: Runner,
+    strategy_factory: Callable[[Space, Hints], Strategy],
+    view: View,
+    directory: Path,
+    journal: Journal,
+    tracker: Tracker,
+    taken_over: TakenOver,
+) -> Session:
+    trials: list[Trial] = []
+    hints = replace(runner.hints(trials), earlier=taken_over.earlier)
+    strategy = strategy_factory(runner.space, hints)
+    objective = Objective(settings.objective.metric)
+    return Session(
+        settings,
+        runner,
+        strategy,
+        journal,
+        view,
+        tracker,
+        directory,
+        objective,
+        trials,
+        taken_over,
+    )
+
+
+def _start_sampler(settings: Settings, runner: Runner) -> SystemSampler | None:
+    """Sample this node while real devices are used; a replay has none."""
+    devices = [name for name in runner.device_set().split(",") if name]
+    if not devices:
+        return None
+    from perfsearch.metrics.system import SystemSampler
+
+    uuids = [name for name in devices if name != "cpu"]
+    sampler = SystemSampler(settings.metrics.interval_s, uuids, [os.getpid()])
+    sampler.start()
+    return sampler
+
+
+def _stages(session: Session) -> Result:
+    for remark in session.runner.remarks:
+        session.view.note(remark)
+    if session.taken_over.line:
+        session.view.note(session.taken_over.line)
+    if session.taken_over.warning:
+        session.view.warning(session.taken_over.warning)
+    line = resume.adopt(session)
+    if line:
+        session.view.note(line)
+    exit_code, verdict = ExitCode.DONE, Verdict()
+    profiled = session.settings.mode == "profile"
+    try:
+        baseline.run_baseline(session)
+        reason = PROFILED if profiled else gains.reason_to_stop(session) or searching.run(session)
+    except BreakerError as error:
+        exit_code, reason = ExitCode.CIRCUIT_BREAKER, str(error)
+        session.view.warning(f"search ended: {reason}")
+    else:
+        if not profiled:  # the verdict says the same
+            session.view.note(f"search ended: {reason}")
+    if any(t.status is Status.OK for t in session.trials):
+        verdict = Verdict(reason=PROFILED) if profiled else confirm.run(session)
+    else:
+        exit_code = ExitCode.NO_TRIAL_SUCCEEDED
+        advice = session.runner.advice(session.trials)
+        reason_why = _nothing_succeeded(session.trials)
+        verdict.reason = f"{reason_why}. {advice}" if advice else reason_why
+    best = session.runner.baseline
+    if verdict.winner is not None:
+        best = session.numbered(verdict.winner).configuration
+    whole: dict[str, object] = {**session.runner.pinned, **best}
+    return Result(exit_code, session.run_dir, session.trials, verdict, whole, dict(best), reason)
+
+
+def _nothing_succeeded(trials: list[Trial]) -> str:
+    if not trials:
+        return "no trial succeeded: none was started"
+    counts = Counter(str(t.status) for t in trials)
+    causes = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    first = next((t for t in trials if t.log_path), trials[0])
+    log = f"; full log of trial {first.number}: {first.log_path}" if first.log_path else ""
+    return f"no trial succeeded: {causes}; the first: {first.reason}{log}"
+
+
+# -----------------------------------------------------------------------------
+# From checked settings to the objects that a search is made of, and to the search itself.
+
+_OWN_MODE = ".perfsearch"
+"""Left where a mode without a search, such as ``estimate``, was the first to write."""
+
+_MARKS = (JOURNAL, ".lock", _OWN_MODE)
+"""Files that a directory has which a search worked in, or may work in."""
+
+_PIPELINE_MODES = ("search", "profile")
+
+ViewFactory = Callable[[Settings], "AbstractContextManager[View]"]
+"""Opens what shows a search while it runs."""
+
+StrategyFactory = Callable[[Space, Hints], Strategy]
+"""Makes the strategy once the runner's space and hints are known."""
+
+
+@dataclass(frozen=True)
+class _Factory:
+    """A strategy's class with everything but the space; can be sent to another process."""
+
+    strategy: type[Strategy]
+    seed: int
+    options: Any
+    by_bound: bool = False
+
+    def __call__(self, space: Space, hints: Hints) -> Strategy:
+        if self.by_bound:
+            from perfsearch.strategies._staged import ByBound
+
+            return ByBound(space, hints, self.seed, replace(self, by_bound=False))
+        return self.strategy(space, hints, self.seed, self.options)
+
+
+def strategy_factory(settings: Settings) -> StrategyFactory:
+    """The strategy that ``settings`` names, its options checked.
+
+    Raises:
+        BadInputError: no such strategy, a wrong option, or an optional package is missing.
+
+    """
+    name = settings.strategy.name
+    strategy: type[Strategy] = _load(strategies.load, "strategy", name)
+    options = build_options(strategy.Options, settings.strategy.options, "strategy")
+    return _Factory(strategy, settings.seed, options, is_auto(settings.runner.options))
+
+
+def build_runner(settings: Settings) -> Runner:
+    """The runner that ``settings`` names; it has started nothing yet.
+
+    Raises:
+        BadInputError: no such runner, it lacks ``settings.mode``, or anything that the runner
+            itself finds wrong (a missing GPU, an impossible batch, a factory that fails).
+
+    """
+    name = settings.runner.name
+    runner = _runner(settings)
+    modes = ["search", *(["profile"] if runner.trains else [])]
+    if settings.mode not in modes and _own(runner, settings.mode) is None:
+        own = [mode for mode in ("estimate", "simulate") if _own(runner, mode) is not None]
+        has = " and mode=".join([*modes, *own])
+        raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
+    of_script = runner.for_script(settings) if settings.workload.name == SCRIPT else None
+    if of_script is not None:
+        from perfsearch.runners._script.runner import Script
+
+        return Script.from_options(settings, *of_script)
+    return runner.from_settings(settings)
+
+
+def _runner(settings: Settings) -> type[Runner]:
+    runner: type[Runner] = _load(runners.load, "runner", settings.runner.name)
+    return runner
+
+
+def run(settings: Settings, open_view: ViewFactory) -> int:
+    """Do what ``settings.mode`` asks for; return the exit code.
+
+    Args:
+        settings: the checked configuration.
+        open_view: opens what shows it, once nothing is left that could be refused.
+
+    Raises:
+        BadInputError: something asked for cannot be done; nothing was started.
+
+    """
+    return _run(settings, open_view)[1]
+
+
+def run_search(settings: Settings, open_view: ViewFactory) -> Result:
+    """The same, returning what the search came to.
+
+    Args:
+        settings: the checked configuration.
+        open_view: as ``run`` takes it.
+
+    Raises:
+        BadInputError: something asked for cannot be done, or ``settings.mode`` is none of the
+            pipeline's.
+        Interrupted: a signal came; finished trials are recorded first.
+
+    """
+    if settings.mode not in _PIPELINE_MODES:
+        allowed = " and mode=".join(_PIPELINE_MODES)
+        raise ConfigError(
+            "mode", f"mode={settings.mode}: it has no result. From Python there is mode={allowed}."
+        )
+    result, _ = _run(settings, open_view)
+    assert result is not None
+    return result
+
+
+def _run(settings: Settings, open_view: ViewFactory) -> tuple[Result | None, int]:
+    """What the search came to, where there was one, and the exit code."""
+    settings = _runner(settings).settle(settings)
+    strategy = strategy_factory(settings)
+    directory = settings.run_dir or default_run_dir(settings)
+    _require_writable(directory)
+    foreign = _foreign_file(directory)
+    if foreign and settings.run_dir is not None and settings.mode in _PIPELINE_MODES:
+        raise ConfigError(
+            "run_dir",
+            f"run_dir={directory}: it holds {foreign!r} and no search of perfsearch, and files of "
+            "a search would be written among them. Name a new or an empty directory.",
+        )
+    runner = build_runner(settings)
+    with open_view(settings) as view:
+        own = _own(runner, settings.mode)
+        if own is None:
+            result = search(settings, runner, strategy, view)
+            if result.exit_code:
+                return result, int(result.exit_code)
+            return result, runner.follow_up(result.handed_over)
+        try:
+            return None, int(own(settings, view.note))
+        finally:
+            runner.close()
+            if not foreign and directory.is_dir():
+                (directory / _OWN_MODE).touch()
+
+
+def _own(runner: Any, mode: str) -> Callable[[Settings, Callable[[str], None]], int] | None:
+    """The runner's own way to do what ``mode`` asks for; ``None``: the pipeline does it."""
+    method = None if mode == "search" else getattr(runner, mode, None)
+    return method if callable(method) else None
+
+
+def _require_writable(directory: Path) -> None:
+    """Refuse a run directory that cannot be made or written, without making it."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            "run_dir",
+            f"run_dir={directory}: {existing} cannot be written ({error.strerror}). "
+            "Set run_dir=DIRECTORY to one that can.",
+        ) from error
+
+
+def _foreign_file(directory: Path) -> str:
+    """A file that is not perfsearch's, with which those of a search would mix; or empty."""
+    if not directory.is_dir() or any((directory / mark).exists() for mark in _MARKS):
+        return ""
+    return next((path.name for path in sorted(directory.iterdir())), "")
+
+
+def _load(load: Callable[[str], type[Any]], group: str, name: str) -> Any:
+    try:
+        found = load(name)
+    except LookupError as error:
+        raise ConfigError(group, str(error)) from error
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "perfsearch"):
+            raise
+        raise ConfigError(
+            group,
+            f"{group}={name}: needs the package {missing}, which is not installed. "
+            f"Install it, or choose another {group}.",
+        ) from error
+    for package, extra in found.requires.items():
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                group,
+                f"{group}={name}: needs the package {package}, which is not installed. "
+                f"Run: pip install 'perfsearch[{extra}]'",
+            )
+    return found

@@ -1,0 +1,363 @@
+"""What is taken over from an earlier search of a similar job, and how the journal keeps it.
+
+It is a belief of the strategy (``Hints.earlier``), never a trial: it is in no record, spends no
+budget and cannot be handed over. A resumed search takes it from its own journal.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfsearch.config_options import ConfigError
+from perfsearch.core.hints import Earlier
+from perfsearch.core.journal import JOURNAL, JournalError, legible, read
+from perfsearch.core.knob import Configuration, Value, same_value
+from perfsearch.core.objective import Metric, Objective
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.runners.base import Runner
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+    from perfsearch.tracking.earlier import EarlierSearches, StoredSearch
+
+
+KEY = "strategy.warm_start"
+AUTO = "auto"
+
+_LOOKED_AT = 20
+"""Searches of the store whose trials are looked at, the most similar first."""
+
+_RUN_ID = re.compile(r"^[0-9a-f]{32}$")
+
+
+@dataclass(frozen=True)
+class TakenOver:
+    """What a search starts from.
+
+    Attributes:
+        line: for people; empty where nothing was asked for.
+        earlier: what was found; ``None`` where there is nothing.
+        warning: why nothing is taken over though it was asked for; empty otherwise.
+
+    """
+
+    line: str = ""
+    earlier: Earlier | None = None
+    warning: str = ""
+
+    def definition(self) -> dict[str, Any]:
+        """Plain values for the journal; empty where there is nothing."""
+        if self.earlier is None:
+            return {}
+        costs = [[dict(configuration), log] for configuration, log in self.earlier.costs]
+        return {"earlier": {"source": self.earlier.source, "costs": costs}}
+
+
+def take_over(
+    settings: Settings, runner: Runner, defined: Mapping[str, Any], journal: Path | None
+) -> TakenOver:
+    """Find what ``strategy.warm_start`` asks for, or what an earlier part of this search found.
+
+    Args:
+        settings: of the search.
+        runner: open, so that its space is known.
+        defined: the definition of the search, as for the journal, without what is taken over.
+        journal: of the search that is resumed; ``None`` for a new one.
+
+    Raises:
+        ConfigError: what it names is not there, or has nothing that fits.
+        JournalError: the journal cannot be read.
+
+    """
+    asked = settings.strategy.options.get("warm_start")
+    if asked is None or settings.mode != "search" or not runner.space.knobs:
+        return TakenOver()
+    search_id = ""
+    if journal is not None:
+        header, events = read(journal)
+        search_id = str(header.get("search_id", ""))
+        opened = [e for e in events if e.name == "opened"]
+        last: Mapping[str, Any] = opened[-1].data.get("definition", {}) if opened else {}
+        if opened and {k: v for k, v in last.items() if k != "earlier"} == dict(defined):
+            return _as_before(last.get("earlier"), journal)
+    if asked == AUTO:
+        return _most_similar(settings, runner, search_id)
+    path = Path(str(asked))
+    if path.is_dir():
+        return _of_directory(path, settings, runner)
+    if _RUN_ID.match(str(asked)):
+        return _of_run(str(asked), settings, runner)
+    raise ConfigError(
+        KEY,
+        f"{KEY}={asked}: there is no such directory, and an MLflow run's id has 32 hexadecimal "
+        "digits. Allowed: null, auto, the run directory of an earlier search, the id of its run.",
+    )
+
+
+def _as_before(kept: Any, journal: Path) -> TakenOver:
+    if kept is None:
+        return TakenOver(f"{KEY}: nothing, as when this search began")
+    try:
+        costs = tuple((dict(configuration), float(log)) for configuration, log in kept["costs"])
+        return _taken(Earlier(str(kept["source"]), costs))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise JournalError(
+            f"{journal}: what it says of {KEY} is not what this version understands "
+            f"({type(error).__name__}: {error}). Use the version that wrote it, resume=never, or "
+            "another run_dir."
+        ) from error
+
+
+def _taken(earlier: Earlier) -> TakenOver:
+    best = 100.0 * (1.0 - math.exp(earlier.costs[0][1]))
+    return TakenOver(
+        f"{KEY}: {len(earlier.costs)} configurations of {earlier.source} are believed until this "
+        f"job's own trials disagree (the best saved {best:.1f}% there); none counts as a trial",
+        earlier,
+    )
+
+
+def _of_directory(path: Path, settings: Settings, runner: Runner) -> TakenOver:
+    """The journal of a run directory.
+
+    Raises:
+        ConfigError: it has none, or nothing in it fits.
+
+    """
+    try:
+        costs = in_directory(path, settings.objective.metric, runner)
+    except (JournalError, ValueError) as error:
+        raise ConfigError(KEY, f"{KEY}={path}: {error}") from error
+    return _required(costs, str(path), str(path))
+
+
+def _of_run(run_id: str, settings: Settings, runner: Runner) -> TakenOver:
+    """A search's run in the store.
+
+    Raises:
+        ConfigError: the store does not answer, has no such search, or nothing in it fits.
+
+    """
+    from perfsearch.tracking.earlier import EarlierSearchError, StoreError
+
+    _require_tracking(settings, run_id)
+    try:
+        store = _open_store(settings)
+        search = store.by_id(run_id)
+        costs = in_store(store, search, settings.objective.metric, runner)
+    except EarlierSearchError as error:
+        raise ConfigError(KEY, f"{KEY}={run_id}: {error}.") from error
+    except StoreError as error:
+        raise ConfigError(KEY, f"{KEY}={run_id}: {error}. See tracking.uri.") from error
+    return _required(costs, run_id, _name(search))
+
+
+def _most_similar(settings: Settings, runner: Runner, own_id: str) -> TakenOver:
+    """The search with these knobs whose job is most like this one, the latest of equals.
+
+    A store that fails costs a warning: the search goes on without it.
+    """
+    from perfsearch.tracking.earlier import StoreError
+
+    _require_tracking(settings, AUTO)
+    try:
+        store = _open_store(settings)
+        found = store.of_runner(settings.tracking.experiment, settings.runner.name)
+        others = [s for s in found if s.search_id != own_id]
+        others.sort(key=lambda s: -_alike(s.parameters, settings, runner))
+        for search in others[:_LOOKED_AT]:
+            costs = in_store(store, search, settings.objective.metric, runner)
+            earlier = costs.earlier(_name(search))
+            if earlier is not None:
+                return _taken(earlier)
+    except StoreError as error:
+        return TakenOver(warning=f"{KEY}={AUTO}: {error}; nothing is taken over")
+    return TakenOver(
+        f"{KEY}={AUTO}: no earlier search of runner={settings.runner.name} with these knobs is in "
+        f"the experiment {settings.tracking.experiment}; nothing is taken over"
+    )
+
+
+def _alike(parameters: Mapping[str, str], settings: Settings, runner: Runner) -> int:
+    """In how many facts two jobs agree: the workload, and what the runner's trials hold for."""
+    own = {f"identity/{name}": value for name, value in runner.identity().items()}
+    own["workload"] = settings.workload.name
+    return sum(parameters.get(name) == value for name, value in own.items())
+
+
+def _required(costs: EarlierCosts, name: str, source: str) -> TakenOver:
+    unknown, own = costs.unknown(), ", ".join(costs.runner.space.by_name)
+    if unknown:
+        raise ConfigError(
+            KEY,
+            f"{KEY}={name}: it searched {', '.join(unknown)}, which this search does not know. "
+            f"Its knobs are {own}. Name a search of the same runner.",
+        )
+    earlier = costs.earlier(source)
+    if earlier is None:
+        raise ConfigError(
+            KEY,
+            f"{KEY}={name}: {len(costs)} configurations measured there are ones of this search's "
+            f"knobs ({own}); at least {FEWEST} are needed. Name another search, or leave {KEY} "
+            "out.",
+        )
+    return _taken(earlier)
+
+
+def _require_tracking(settings: Settings, asked: str) -> None:
+    if not settings.tracking.enabled:
+        raise ConfigError(
+            KEY,
+            f"{KEY}={asked}: earlier searches are looked up in the tracking store, and "
+            "tracking.enabled=false. Name a run directory instead, or enable tracking.",
+        )
+
+
+def _open_store(settings: Settings) -> EarlierSearches:
+    from perfsearch.tracking.earlier import EarlierSearches
+    from perfsearch.tracking.uri import locate
+
+    return EarlierSearches(locate(settings.tracking.uri))
+
+
+def _name(search: StoredSearch) -> str:
+    return f"{search.name} (MLflow run {search.run_id})"
+
+
+# -----------------------------------------------------------------------------
+# Costs that an earlier search measured, in the knobs of this one.
+
+FEWEST = 3
+"""Configurations that an earlier search must have measured to be of use."""
+
+MOST = 100
+"""Configurations that are taken over: half of them the best, the others spread over the rest."""
+
+
+@dataclass
+class EarlierCosts:
+    """Costs of an earlier search's trials by configuration.
+
+    Attributes:
+        runner: of this search, open.
+        searched: names of the knobs that the earlier search varied.
+
+    """
+
+    runner: Runner
+    searched: set[str] = field(default_factory=set)
+    _costs: dict[str, list[float]] = field(default_factory=dict)
+    _points: dict[str, dict[str, Value]] = field(default_factory=dict)
+    _baseline: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Number of configurations."""
+        return len(self._points)
+
+    def add(self, whole: Configuration, cost: float, purpose: Purpose) -> None:
+        """Note a trial, if its configuration is one of this search's knobs.
+
+        Constraints may differ between two jobs, so that the configuration may be infeasible here.
+        """
+        space, pinned = self.runner.space, self.runner.pinned
+        if any(n in whole and not same_value(whole[n], v) for n, v in pinned.items()):
+            return
+        if any(k.name not in whole or not k.contains(whole[k.name]) for k in space.knobs):
+            return
+        point = space.canonical(whole)
+        key = key_of(point)
+        self._points[key] = point
+        self._costs.setdefault(key, []).append(cost)
+        if purpose in (Purpose.BASELINE, Purpose.SENTINEL):
+            self._baseline.append(cost)
+
+    def unknown(self) -> list[str]:
+        """Knobs that were searched there and are neither searched nor held here."""
+        return sorted(self.searched - self.runner.space.by_name.keys() - set(self.runner.pinned))
+
+    def earlier(self, source: str) -> Earlier | None:
+        """Costs over the baseline's, or over the median where no baseline was measured.
+
+        ``None`` where they are too few or of other knobs.
+        """
+        if len(self) < FEWEST or self.unknown():
+            return None
+        medians = {key: statistics.median(costs) for key, costs in self._costs.items()}
+        reference = statistics.median(self._baseline or medians.values())
+        logs = {key: round(math.log(cost / reference), 6) for key, cost in medians.items()}
+        ranked = sorted(self._points, key=lambda key: (logs[key], key))
+        if len(ranked) > MOST:
+            best, rest = ranked[: MOST // 2], ranked[MOST // 2 :]
+            kept = MOST - len(best)
+            ranked = best + [rest[i * len(rest) // kept] for i in range(kept)]
+        return Earlier(source, tuple((self._points[key], logs[key]) for key in ranked))
+
+
+def in_directory(path: Path, metric: Metric, runner: Runner) -> EarlierCosts:
+    """What the journal of a run directory holds.
+
+    Raises:
+        JournalError: there is none, or it cannot be read.
+        ValueError: a trial was not measured by ``metric``.
+
+    """
+    objective, costs = Objective(metric), EarlierCosts(runner)
+    pinned: dict[str, Value] = {}
+    latest: dict[int, tuple[Trial, dict[str, Value]]] = {}
+    journal = path / JOURNAL
+    for event in read(journal)[1]:
+        with legible(journal, event):
+            if event.name == "opened":
+                pinned = dict(event.data["definition"]["pinned"])
+            elif event.name == "finished":
+                trial = Trial.from_json(event.data["trial"])
+                latest[trial.number] = trial, pinned
+                costs.searched |= trial.configuration.keys()
+    for trial, held in latest.values():
+        if trial.status is Status.OK and trial.measurement is not None:
+            cost = objective.cost(trial.measurement)
+            costs.add({**held, **trial.configuration}, cost, trial.purpose)
+    return costs
+
+
+def in_store(
+    store: EarlierSearches, search: StoredSearch, metric: Metric, runner: Runner
+) -> EarlierCosts:
+    """What the trials' runs of a stored search hold.
+
+    Raises:
+        StoreError: the store does not answer.
+
+    """
+    from perfsearch.tracking.earlier import value_of
+    from perfsearch.tracking.names import clean_key, plain
+
+    costs = EarlierCosts(runner)
+    knobs = {clean_key(name): knob for name, knob in runner.space.by_name.items()}
+    held = {clean_key(name): plain(value) for name, value in runner.pinned.items()}
+    for trial in store.trials(search, metric):
+        costs.searched |= {_name_of(key, runner) for key in trial.configuration}
+        texts = {**search.pinned, **trial.configuration}
+        if any(texts.get(name, text) != text for name, text in held.items()):
+            continue
+        try:
+            whole = {knob.name: value_of(knob, texts[name]) for name, knob in knobs.items()}
+        except LookupError:
+            continue  # a value that is none of this search's
+        costs.add(whole, trial.cost, trial.purpose)
+    return costs
+
+
+def _name_of(key: str, runner: Runner) -> str:
+    """The knob that a param's key stands for, or the key itself."""
+    from perfsearch.tracking.names import clean_key
+
+    known: Iterable[str] = (*runner.space.by_name, *runner.pinned)
+    return next((name for name in known if clean_key(name) == key), key)

@@ -1,0 +1,609 @@
+"""An unchanged script, measured in starts of it in real processes (``workload=script``)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from perfsearch.config_options import ConfigError, build_options, option
+from perfsearch.config_schema import MetricsSettings, ObjectiveSettings
+from perfsearch.core import hardware
+from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.hardware import Environment, detect_hardware, threads_today
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration, Knob, Numerics, Scope, Value, same_value
+from perfsearch.core.narrow import SEARCH, KnobError, is_auto, narrow
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.instrument.facts import Facts, Orders
+from perfsearch.instrument.mapping import Mapped, current
+from perfsearch.instrument.presets import gather
+from perfsearch.instrument.report import without_effect
+from perfsearch.parallel import nccl
+from perfsearch.parallel.wrapper import DEFAULT_BUCKET_MB
+from perfsearch.run_knobs import plan as sort_knobs
+from perfsearch.runners import _ddp_knobs, _zero_knobs
+from perfsearch.runners._script import export as _script_export
+from perfsearch.runners._script import window
+from perfsearch.runners._script.group import ScriptGone
+from perfsearch.runners._script.start import Runs
+from perfsearch.runners._script.window import EndedError, validation_lines
+from perfsearch.runners._script_knobs import EFFECT_ORDER, declare
+from perfsearch.runners._script_objects import ScriptSurroundings
+from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
+from perfsearch.workers import processes
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+
+
+# -----------------------------------------------------------------------------
+# The keys of ``workload=script``.
+
+
+@dataclass(frozen=True)
+class ScriptOptions:
+    """The ``workload.*`` keys of ``workload=script``.
+
+    Attributes:
+        command: the script, or the module's name, and its arguments.
+        module: whether the first word of ``command`` is a module, as with ``python -m``.
+        map: ``NAME=ARGUMENT``: the script takes the knob by this argument.
+        map_file: ``FILE:KEY`` or ``NAME=FILE:KEY``: it reads the knob from this file.
+        preset: arguments of a framework: ``hf-trainer``, ``lightning``, ``accelerate``,
+            ``deepspeed``.
+        silence: further arguments in trials, so that they write no checkpoints and no logs.
+        samples_per_step: samples of a step over all ranks; ``null``: counted in the loader's
+            batches.
+        draws_in_loader: whether loading a sample draws random numbers, so that the number of loader
+            processes changes what is trained; ``null``: found out where it can be.
+
+    """
+
+    command: tuple[str | int | float | bool, ...]
+    module: bool = False
+    map: tuple[str, ...] = ()
+    map_file: tuple[str, ...] = ()
+    preset: Literal["hf-trainer", "lightning", "accelerate", "deepspeed"] | None = None
+    silence: tuple[str, ...] = ()
+    samples_per_step: int | None = option(None, low=1)
+    draws_in_loader: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError(
+                "workload.command",
+                "workload.command=[]: give the script and its arguments, as in "
+                "workload.command=[train.py,--epochs,'3']",
+            )
+        if not self.module and not Path(self.words[0]).is_file():
+            raise ConfigError(
+                "workload.command",
+                f"workload.command=[{self.words[0]},...]: there is no such script. Looked from "
+                f"{Path.cwd()}",
+            )
+
+    @property
+    def words(self) -> list[str]:
+        """The command as text."""
+        return [str(w).lower() if isinstance(w, bool) else str(w) for w in self.command]
+
+    @property
+    def names_mapped(self) -> list[str]:
+        """Knobs that the user maps, those of a preset apart."""
+        return [mapped.name for mapped in gather(self.map, self.map_file, None, ())[0]]
+
+    def maps(self) -> tuple[list[Mapped], list[str]]:
+        """Where knobs go, and the arguments that silence the script in trials.
+
+        Raises:
+            BadInputError: a map has a wrong form, or its file cannot be read.
+
+        """
+        maps, silence = gather(self.map, self.map_file, self.preset, self.words[1:])
+        return maps, [*self.silence, *silence]
+
+
+# -----------------------------------------------------------------------------
+# What a user asks of the timings of a script, and what of that there is not.
+
+_WINDOW = "its phases are timed in the scored steps of every trial, and looked at nowhere else"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The keys that a script may not be able to honour.
+
+    Attributes:
+        searches: whether anything but the script as it is will be measured.
+        by_bound: whether knobs are searched in the order of what they can give.
+        min_gain: ``objective.min_gain``.
+        metrics: the ``metrics.*`` keys.
+
+    """
+
+    searches: bool = True
+    by_bound: bool = False
+    min_gain: float = ObjectiveSettings.min_gain
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Wishes:
+        """Read them from the settings."""
+        return cls(
+            searches=settings.mode == "search",
+            by_bound=is_auto(settings.runner.options),
+            min_gain=settings.objective.min_gain,
+            metrics=settings.metrics,
+        )
+
+    def remarks(
+        self, on_gpu: bool, facts: Facts | None, unheeded: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """What has no effect, a line a key.
+
+        Args:
+            on_gpu: whether the script uses GPUs.
+            facts: what it has built; ``None`` where it did not get so far.
+            unheeded: what was asked of knobs and has no effect, and why.
+
+        """
+        lost = self._of_metrics()
+        if self.searches and facts is not None:
+            lost.update(unheeded or {})
+        unbounded = _why_unbounded(on_gpu, facts)
+        if unbounded and self.searches:
+            if self.by_bound:
+                lost["runner.knobs=auto"] = f"{unbounded}, so all knobs are searched together"
+            if self.min_gain not in (0, ObjectiveSettings.min_gain):
+                lost[f"objective.min_gain={self.min_gain:g}"] = unbounded
+        return [f"warning: {key} has no effect on this script: {why}" for key, why in lost.items()]
+
+    def _of_metrics(self) -> dict[str, str]:
+        lost: dict[str, str] = {}
+        if self.metrics.detail == "full":
+            lost["metrics.detail=full"] = _WINDOW
+        for name in ("begin_step", "end_step"):
+            step = getattr(self.metrics, name)
+            if step is not None:
+                lost[f"metrics.{name}={step}"] = (
+                    "the scored steps begin when step times have settled (3 to 8 steps)"
+                )
+        return lost
+
+
+def _why_unbounded(on_gpu: bool, facts: Facts | None) -> str:
+    """Why a script's phases do not bound what knobs can give; empty where they do."""
+    why = "its host works ahead of the GPU" if on_gpu else facts.why_unbounded() if facts else ""
+    return f"its phases do not bound what knobs can give, as {why}" if why else ""
+
+
+_NO_WISHES = Wishes()
+
+
+class Script(Runner):
+    """Searches what can be changed in a script from outside, without a change to it.
+
+    The script is started once before trial 0, to see what it builds; trial 0 goes on in that start.
+    Step-scope knobs are changed between two steps of a running script, where training the same
+    steps again gave the same losses; everything else starts it again.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``.
+        knobs: ``runner.knobs``.
+        options: the ``workload.*`` keys.
+        environment: where and within which limits to run.
+        batch: ``fixed`` or ``free``.
+        wishes: of its timings.
+
+    Attributes:
+        left_out: knobs that are not searched although they were asked for by default, and why.
+
+    Raises:
+        ValueError: a key has a value that cannot work here; nothing was started.
+
+    """
+
+    @classmethod
+    def from_options(cls, settings: Settings, device: str, knobs: Mapping[str, Any]) -> Script:
+        """Build it for the runner that was asked for.
+
+        Args:
+            settings: everything that the user has set.
+            device: ``runner.device``.
+            knobs: ``runner.knobs``, as the runner has understood them.
+
+        Raises:
+            BadInputError: with the message for the user.
+
+        """
+        if settings.mode not in ("search", "profile"):
+            raise ConfigError(
+                "mode",
+                f"mode={settings.mode}: workload=script has only mode=search and mode=profile.",
+            )
+        options = build_options(ScriptOptions, settings.workload.options, "workload")
+        if settings.runner.name == "zero":
+            knobs = without_file(knobs)
+        try:
+            return cls(
+                device,
+                knobs,
+                options,
+                environment_of(settings),
+                settings.batch,
+                Wishes.of(settings),
+            )
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
+
+    def __init__(
+        self,
+        device: str,
+        knobs: Mapping[str, Any],
+        options: ScriptOptions,
+        environment: Environment,
+        batch: Literal["fixed", "free"] = "fixed",
+        wishes: Wishes = _NO_WISHES,
+    ) -> None:
+        self._wishes = wishes
+        self.options = options
+        self._environment = environment
+        self.hardware = detect_hardware(device, environment)
+        self.devices = self.hardware.world_size
+        self._threads = threads_today(os.environ, self.hardware)
+        script, *arguments = options.words
+        maps, silence = options.maps()
+        self._where = ScriptSurroundings(
+            self.hardware,
+            {**os.environ, **environment.variables},
+            arguments,
+            maps,
+            self._threads,
+            None,
+            options.draws_in_loader,
+            batch == "free",
+            dict(knobs),
+            hardware.wrapper_parameters(),
+        )
+        self._runs = Runs(
+            Orders(script, options.module),
+            [*arguments, *silence],
+            maps,
+            {"OMP_NUM_THREADS": str(self._threads)},
+            self.hardware,
+            environment,
+        )
+        self._failure: Outcome | None = None
+        self._settle(None)
+
+    def _settle(self, facts: Facts | None) -> None:
+        """Settle knobs, space and baseline from what is known of the script."""
+        self._facts = facts
+        self._where = replace(self._where, facts=facts)
+        self._known = sort_script_knobs(self._where, self._environment.numerics)
+        self.space, self.baseline = self._known.space, self._known.baseline
+        self.pinned, self.left_out = self._known.pinned, self._known.left_out
+
+    def open(self, run_dir: Path) -> None:
+        """End what a killed controller left behind, and start the script to see what it builds."""
+        self._environment = replace(self._environment, run_dir=run_dir)
+        self._runs.environment = self._environment
+        processes.reap_groups(run_dir)
+        plan = Plan(
+            number=0,
+            time_limit_s=self._environment.limits.trial_s,
+            log_directory=run_dir / "logs" / "0000",
+        )
+        knobs = self._changed(self.baseline)
+        self._failure = self._runs.begin(knobs, plan, self._keeps)
+        start, given = self._runs.start, self.options.samples_per_step
+        if start is not None and start.took_no_batch and given is None:
+            self._failure = self._runs.failure(EndedError(window.UNCOUNTED), knobs)
+        if self._failure is None:
+            assert self._runs.start is not None
+            self._settle(self._runs.start.facts)
+        elif self._failure.status is Status.OOM:
+            self._settle(Facts.left(plan.log_directory))  # a smaller batch may fit
+        else:
+            self.space, self.baseline = Space([]), {}  # nothing would get further than today's
+        unheeded = self._known.unheeded(self._where.wanted, self.options.names_mapped)
+        self.remarks = self._wishes.remarks(bool(self.hardware.gpus), self._facts, unheeded)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether anything may be changed between two steps."""
+        return self._wishes.searches and any(knob.scope is Scope.STEP for knob in self.space.knobs)
+
+    def _changed(self, configuration: Configuration) -> dict[str, Value]:
+        return self._known.changed(configuration)
+
+    def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
+        """Measure in the running script where that is sound, else in a new start of it."""
+        if self._failure is not None and plan.purpose is Purpose.BASELINE and not plan.attempt:
+            failure, self._failure = self._failure, None
+            return replace(failure, fresh_process=True)
+        begin = time.monotonic()
+        deadline = begin + plan.time_limit_s
+        runs, knobs = self._runs, self._changed(configuration)
+        untouched = not plan.fresh and runs.is_waiting_with(knobs)
+        only_steps = self._known.scope(runs.differing(knobs)) <= {Scope.STEP}
+        goes_on = untouched or (
+            only_steps and not plan.fresh and runs.go_back(knobs, plan, deadline)
+        )
+        fresh = not goes_on
+        if fresh:
+            goes_back = self._keeps and plan.purpose is not Purpose.CONFIRM  # each has a start
+            failed = runs.begin(knobs, plan, goes_back)
+            if failed is not None:
+                return replace(failed, fresh_process=True)
+            deadline = time.monotonic() + plan.time_limit_s
+        ready_s = time.monotonic() - begin
+        group, start = runs.group, runs.start
+        assert group is not None and start is not None
+        gpus = self.hardware.gpus
+        surroundings = hardware.conditions(gpus, group.pids) if gpus else {}
+        try:
+            measurement = runs.score(plan, deadline, self._in_force(knobs))
+        except (ScriptGone, EndedError) as error:
+            if isinstance(error, EndedError) and not (fresh or untouched):
+                runs.end(kill=True)  # what was left of it was too short; a whole start may do
+                return self.measure(configuration, replace(plan, fresh=True))
+            return replace(runs.failure(error, knobs), fresh_process=fresh)
+        except BaseException:
+            runs.end(kill=True)
+            raise
+        measurement.environment.update(surroundings)
+        measurement.rewrap_seconds = 0.0 if fresh else ready_s
+        if self.options.samples_per_step is not None:
+            measurement.samples_per_step = self.options.samples_per_step
+        lost = without_effect(knobs, start.facts)
+        status, reason = window.judge_measurement(measurement, start.losses, lost)
+        return Outcome(
+            status,
+            None if status is Status.INVALID else measurement,
+            reason,
+            str(group.log),
+            fresh,
+        )
+
+    def _in_force(self, knobs: Mapping[str, Value]) -> dict[str, Value]:
+        """What no library can be asked for: arguments of the script, variables of NCCL."""
+        planned = sort_knobs(knobs, self._where.maps)
+        environ = {**os.environ, **planned.environment}
+        of_nccl = {name: knobs[name] for name in knobs if name in nccl.VARIABLES}
+        return {**planned.mapped, **nccl.read_back(environ, of_nccl)}
+
+    def identity(self) -> dict[str, str]:
+        """Command, ranks, devices and versions: what a result holds for."""
+        return {
+            "workload": "script " + " ".join(self.options.words),
+            **self.hardware.identity(),
+        }
+
+    def device_set(self) -> str:
+        """``cpu``, or the UUIDs of the GPUs used."""
+        return self.hardware.device_set
+
+    def hints(self, trials: Sequence[Trial]) -> Hints:
+        """The order of expected effects; the memory of a device."""
+        names = self.space.by_name
+        order = [n for n in EFFECT_ORDER if n in names]
+        return Hints(
+            baseline=dict(self.baseline),
+            effect_order=(*order, *(n for n in names if n not in order)),
+            memory_limit_gib=self.hardware.memory_gib,
+        )
+
+    def advice(self, trials: Sequence[Trial]) -> str:
+        """What to try where the script does not run as it is."""
+        command = ["-m"] if self.options.module else []
+        command += self.options.words
+        return "See whether it runs alone: torchrun --standalone " + " ".join(
+            [f"--nproc-per-node={self.hardware.nproc}", *command]
+        )
+
+    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
+        """Write the command, the environment and the few lines that make the script the same."""
+        return _script_export.export_files(
+            self._changed(configuration),
+            self._where.maps,
+            self.hardware,
+            self._threads,
+            self.options.words,
+            self.options.module,
+            list(self._where.facts.wrappers) if self._where.facts is not None else [],
+            directory,
+        )
+
+    def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
+        """What the baseline's window had besides training; what the best asks of the script."""
+        return validation_lines(trials) + _script_export.promises(self._changed(configuration))
+
+    def settings_of(self, configuration: Configuration) -> dict[str, Any]:
+        """Only what is not as the script has it: the rest stays the script's own."""
+        changed = self._changed(configuration)
+        return {"knobs": {n: v for n, v in changed.items() if n in self._known.declared}}
+
+    def close(self) -> None:
+        """End the script, and what an interrupt kept from becoming one."""
+        self._runs.close()
+        processes.reap_groups(self._environment.run_dir, grace_s=0.0)
+
+
+# -----------------------------------------------------------------------------
+# Which of a script's knobs are searched, and which are fixed.
+
+_OF_FILES = frozenset({*_ddp_knobs.EFFECT_ORDER, *_zero_knobs.EFFECT_ORDER})
+"""Knobs that ``conf/runner`` names; what it does not name is searched without being named."""
+
+
+_OF_ZERO_FILE = {
+    "bucket_cap_mb": DEFAULT_BUCKET_MB,
+    "forward_prefetch": 0,
+    "backward_prefetch": 0,
+    "cpu_offload": False,
+}
+"""What ``conf/runner/zero.yaml`` pins for built-in workloads."""
+
+
+_OF_OTHER_WORKLOADS = {
+    "compile_mode": "none",
+    "blocks_per_unit": 1,
+    "gradient_sync_each": False,
+    "reshard_group_size": 0,
+    "mixed_precision": "policy",
+    "optimizer_implementation": "default",
+}
+"""What ``conf/runner`` pins for built-in workloads and no script can have otherwise."""
+
+
+def without_file(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``runner.knobs`` of ``runner=zero`` without what its option file alone asks for."""
+    return {n: v for n, v in knobs.items() if n not in _OF_ZERO_FILE or v != _OF_ZERO_FILE[n]}
+
+
+@dataclass(frozen=True)
+class ScriptSpace:
+    """The knobs of a script, as far as they are known.
+
+    Attributes:
+        space: of the searched ones.
+        baseline: the script's own values of the searched ones.
+        pinned: knobs that the user has fixed, and their values.
+        declared: every knob that exists, by name.
+        left_out: knobs that are not searched, and why.
+
+    """
+
+    space: Space
+    baseline: dict[str, Value]
+    pinned: dict[str, Value]
+    declared: dict[str, Knob]
+    left_out: dict[str, str]
+    _arguments: Sequence[str]
+    _maps: Sequence[Mapped]
+
+    def changed(self, configuration: Configuration) -> dict[str, Value]:
+        """The knobs that are not as the script has them, and what follows from them."""
+        whole = {**self.pinned, **configuration}
+        asked: dict[str, Value] = {
+            name: value
+            for name, value in whole.items()
+            if value is not None and not same_value(value, self._today(name))
+        }
+        return self._with_accumulation(asked)
+
+    def _today(self, name: str) -> Value:
+        if name in self.baseline:
+            return self.baseline[name]
+        return self.declared[name].default if name in self.declared else None
+
+    def _with_accumulation(self, asked: dict[str, Value]) -> dict[str, Value]:
+        """Add the accumulation that keeps the global batch, where it is mapped."""
+        maps = {mapped.name: mapped for mapped in self._maps}
+        micro = asked.get("micro_batch")
+        if micro is None or "gradient_accumulation" not in maps:
+            return asked
+        names = ("micro_batch", "gradient_accumulation")
+        today = [int(current(self._arguments, maps[name]) or 0) for name in names]
+        share = today[0] * today[1]
+        if share % int(micro):
+            raise BadInputError(
+                f"runner.knobs.micro_batch={micro}: it does not divide the {share} samples that a "
+                "rank trains a step today"
+            )
+        return {**asked, "gradient_accumulation": share // int(micro)}
+
+    def unheeded(self, wanted: Mapping[str, Any], mapped: Sequence[str]) -> dict[str, str]:
+        """What the user named and what has no effect on this script, and why.
+
+        Args:
+            wanted: ``runner.knobs``; the option files' own values are nobody's wish.
+            mapped: names of the knobs that the user maps.
+
+        """
+        lost: dict[str, str] = {}
+        maps = {
+            m.name: f"--map{'-file' * bool(m.file)} {m.name}={m}"
+            for m in self._maps
+            if m.name in mapped
+        }
+        for name, why in self.left_out.items():
+            asked = wanted.get(name)
+            files = (SEARCH, None, _OF_ZERO_FILE.get(name), _OF_OTHER_WORKLOADS.get(name))
+            if name in maps:
+                lost[maps[name]] = why
+            elif not any(asked is file or asked == file for file in files):
+                lost[f"runner.knobs.{name}={asked}"] = why
+        for name in maps.keys() & self.declared.keys() - self.baseline.keys() - wanted.keys():
+            values = f"only {self.declared[name].default} is known of it. Name other values: "
+            lost[maps[name]] = f"{values}-o 'runner.knobs.{name}=[A,B]'"
+        if "micro_batch" in self.baseline.keys() | self.pinned.keys():
+            lost.pop(maps.get("gradient_accumulation", ""), None)  # it follows
+        return lost
+
+    def scope(self, names: set[str]) -> set[Scope]:
+        """What must restart to change these knobs."""
+        known = self.declared
+        return {known[n].scope if n in known else Scope.PROCESS for n in names}
+
+
+def sort_script_knobs(where: ScriptSurroundings, allowed: Numerics) -> ScriptSpace:
+    """Sort the knobs that a script has by what the user wants of them.
+
+    Raises:
+        KnobError: there is no such knob, or it cannot take the value.
+
+    """
+    declared, absent = declare(where)
+    mapped = frozenset(m.name for m in where.maps)
+    settings, left_out = _applicable(where.wanted, mapped, declared, absent, allowed)
+    searched, pinned = narrow(declared, settings, allowed)
+    left_out = {**{name: absent[name] for name in mapped & absent.keys()}, **left_out}
+    return ScriptSpace(
+        space=Space(searched),
+        baseline={knob.name: knob.default for knob in searched},
+        pinned=pinned,
+        declared={knob.name: knob for knob in declared},
+        left_out=left_out,
+        _arguments=where.arguments,
+        _maps=where.maps,
+    )
+
+
+def _applicable(
+    wanted: Mapping[str, Any],
+    mapped: frozenset[str],
+    declared: Sequence[Knob],
+    absent: Mapping[str, str],
+    allowed: Numerics,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What of ``runner.knobs`` there is in this script, and why the rest is left out.
+
+    The option files name knobs of other workloads too; they are left out without a word.
+    """
+    by_name = {knob.name: knob for knob in declared}
+    settings: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name, setting in wanted.items():
+        if name in by_name:
+            too_much = by_name[name].numerics.rank > allowed.rank
+            if too_much and setting == SEARCH:
+                left_out[name] = f"it is {by_name[name].numerics} and numerics={allowed}"
+            else:
+                settings[name] = setting
+        elif name in absent or name in _OF_FILES:
+            left_out[name] = absent.get(name, "it cannot be given to a script from outside")
+        else:
+            everything = {*by_name, *absent}
+            raise KnobError(f"runner.knobs.{name}: no such knob. {nearest(name, everything)}")
+    if SEARCH in [s for s in wanted.values() if isinstance(s, str)]:
+        for name in by_name.keys() - wanted.keys() - (_OF_FILES - mapped):
+            if by_name[name].numerics.rank <= allowed.rank and by_name[name].count != 1:
+                settings[name] = SEARCH
+    return settings, left_out

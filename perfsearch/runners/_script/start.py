@@ -1,0 +1,299 @@
+"""Starts of a script, and going back to the first step of a running one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from perfsearch.core.hardware import Environment, Hardware
+from perfsearch.core.knob import Value, same_value
+from perfsearch.core.trial import Measurement, loss_resolution
+from perfsearch.instrument.facts import Facts, Orders
+from perfsearch.instrument.mapping import Mapped, apply
+from perfsearch.run_knobs import plan as sort_knobs
+from perfsearch.runners._script import window
+from perfsearch.runners._script.group import Launchers, ScriptGone, ScriptGroup
+from perfsearch.runners._script.window import (
+    EndedError,
+    Start,
+    add_loss,
+    mean_loss,
+    receive_steps,
+    settle,
+)
+from perfsearch.runners._script.window import score as score_window
+from perfsearch.runners.base import Outcome, Plan
+
+_SAME_LOSS = 1e-5
+"""Relative difference up to which steps that were trained twice are the same steps, where their
+losses can be told so finely."""
+
+TRACED_STEPS = 3
+"""Steps after the scored ones that a trace covers."""
+
+_MOST_TO_PLACE = 4
+"""Steps within which one is found that takes as many batches as the second one did."""
+
+
+@dataclass
+class Runs:
+    """At most one start of the script, paused between two steps whenever nothing is measured.
+
+    Attributes:
+        orders: what each start is told; its knobs are filled in here.
+        arguments: the script's own.
+        maps: knobs that it takes by its arguments.
+        variables: environment of its processes as it is today.
+        hardware: where it runs.
+        environment: where it is on record, and time limits.
+        sound: whether training the same steps again gave the same losses; ``None``: not tried.
+        knobs: what is not as the script has it, in the present start.
+
+    """
+
+    orders: Orders
+    arguments: list[str]
+    maps: Sequence[Mapped]
+    variables: Mapping[str, str]
+    hardware: Hardware
+    environment: Environment
+    sound: bool | None = None
+    knobs: dict[str, Value] = field(default_factory=dict)
+    group: ScriptGroup | None = None
+    start: Start | None = None
+
+    def __post_init__(self) -> None:
+        self._launchers = Launchers(self.variables)
+
+    def begin(self, knobs: dict[str, Value], plan: Plan, keeps: bool) -> Outcome | None:
+        """Start the script and let it make two steps; return the failure, if it is one.
+
+        Args:
+            knobs: what is not to be as the script has it.
+            plan: of the trial.
+            keeps: whether the point after the first step is to be kept, to go back to.
+
+        """
+        self.end()
+        group = self.group = self._started(knobs, plan)
+        limit_s = self.environment.limits.startup_s + plan.time_limit_s
+        deadline = time.monotonic() + limit_s
+        try:
+            group.join()
+            first = receive_steps(group, plan, deadline - time.monotonic())
+            window.require_ranks_together(first, self.hardware.world_size)
+            start = Start(
+                Facts(**first[0]["facts"]),
+                first[0]["pulls"],
+                why_not_again=first[0]["why_not_again"],
+            )
+            if keeps and self.sound is not False:
+                start.kept = _keep(group, self.environment.limits.startup_s)
+            group.send({"op": "go"})
+            second = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
+        except (ScriptGone, EndedError) as error:
+            return self.failure(error, knobs)
+        except BaseException:
+            self.end(kill=True)
+            raise
+        start.facts = Facts(**second[0]["facts"])
+        pulls = {(a["pulls"], b["pulls"] - a["pulls"]) for a, b in zip(first, second, strict=True)}
+        start.pulls_per_step = next(iter(pulls))[1] if len(pulls) == 1 else None
+        start.seconds = [max(m["seconds"] for m in messages) for messages in (first, second)]
+        add_loss(start, mean_loss(second))
+        self.start, self.knobs = start, dict(knobs)
+        return None
+
+    def _started(self, knobs: dict[str, Value], plan: Plan) -> ScriptGroup:
+        planned = sort_knobs(knobs, self.maps)
+        files = plan.log_directory.absolute() / "files"
+        arguments, told = apply(self.arguments, self.maps, planned.mapped, files)
+        orders = Orders(
+            self.orders.script, self.orders.module, planned.objects, report=False, mapped=told
+        )
+        return ScriptGroup(
+            orders,
+            arguments,
+            {**self.variables, **planned.environment},
+            self.hardware.nproc,
+            self.environment,
+            self.hardware.gpus,
+            plan.log_directory,
+            partial(self._launchers.process, self.environment),
+        )
+
+    def close(self) -> None:
+        """End the start, if there is one, and what starts are forked from."""
+        self.end()
+        self._launchers.close(self.environment)
+
+    def failure(self, error: ScriptGone | EndedError, knobs: Mapping[str, Value]) -> Outcome:
+        """What came of a start that failed; nothing is left of it."""
+        assert self.group is not None
+        outcome = window.failed_outcome(self.group, error, knobs, self.maps)
+        self.end(kill=True)
+        return outcome
+
+    def is_waiting_with(self, knobs: Mapping[str, Value]) -> bool:
+        """Whether these knobs are in force in a start that has not been measured yet."""
+        return self.start is not None and bool(self.start.seconds) and knobs == self.knobs
+
+    def differing(self, knobs: Mapping[str, Value]) -> set[str]:
+        """Knobs that would have to change in the running script."""
+        return {
+            name
+            for name in knobs.keys() | self.knobs.keys()
+            if not same_value(knobs.get(name), self.knobs.get(name))
+        }
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether the running script may be taken back to its first step."""
+        start = self.start
+        return (
+            self.group is not None
+            and start is not None
+            and self.sound is not False
+            and not (start.kept or start.why_not_again)
+            and start.pulls_per_step is not None
+        )
+
+    def go_back(self, knobs: dict[str, Value], plan: Plan, deadline: float) -> bool:
+        """Take the running script back to its first step, with other knobs of step scope.
+
+        The first time, the same configuration is trained again first: unless its losses are the
+        ones that it had, nothing is ever changed in a running script. ``False`` where it has to be
+        started again.
+        """
+        if not self.can_go_back:
+            return False
+        group, start = self.group, self.start
+        assert group is not None and start is not None
+        try:
+            if start.seconds:
+                self._run_on(group, start, plan, deadline)
+            if self.sound is None:
+                before = list(start.losses or [])
+                if not self._rewind(group, start, self.knobs, plan, deadline):
+                    self.sound = False
+                    return False
+                while start.losses is not None and len(start.losses) < len(before):
+                    group.send({"op": "go"})
+                    messages = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
+                    add_loss(start, mean_loss(messages))
+                finest = loss_resolution(start.facts.loss_dtype)
+                self.sound = bool(before) and _same(before, start.losses or [], finest)
+            if self.sound:
+                return self._rewind(group, start, knobs, plan, deadline)
+        except (ScriptGone, EndedError):
+            self.end(kill=True)  # a new start will tell what is wrong, if anything is
+            return False
+        return False
+
+    @staticmethod
+    def _run_on(group: ScriptGroup, start: Start, plan: Plan, deadline: float) -> None:
+        """Let a start that nothing was measured in go on as if it were measured.
+
+        A search that is taken up again begins with one. Only batches that a script was given can be
+        given to it again, and only losses that it had can be compared.
+        """
+        settle(group, plan, start, deadline)
+        score_window(group, plan, start, deadline, lambda facts: {})
+        start.seconds = []
+
+    def _rewind(
+        self,
+        group: ScriptGroup,
+        start: Start,
+        knobs: dict[str, Value],
+        plan: Plan,
+        deadline: float,
+    ) -> bool:
+        """Train the steps after the first again; ``False`` where the place is not found."""
+        assert start.pulls_per_step is not None
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        for _ in range(_MOST_TO_PLACE):
+            # batches that a wrapper of the loader has taken in advance are used up by a step in the
+            # midst of an epoch; in the first of an epoch it takes others in advance
+            group.send({"op": "rewind", "place": start.first_pulls - start.pulls_per_step})
+            messages = receive_steps(group, plan, left())
+            if all(m["taken"] == start.pulls_per_step for m in messages):
+                break
+        else:
+            return False
+        group.send({"op": "change", "knobs": sort_knobs(knobs, self.maps).objects})
+        group.receive("changed", left())
+        self.knobs = dict(knobs)
+        start.losses, start.seconds = [], []
+        group.send({"op": "go"})
+        messages = receive_steps(group, plan, left())
+        start.seconds.append(max(m["seconds"] for m in messages))
+        add_loss(start, mean_loss(messages))
+        return True
+
+    def score(self, plan: Plan, deadline: float, asked: Mapping[str, Value]) -> Measurement:
+        """Measure what is in force.
+
+        Args:
+            plan: how.
+            deadline: monotonic time at which it is given up.
+            asked: values that only the controller knows to be in force, by knob.
+
+        Raises:
+            EndedError, ScriptGone: the script did not get so far.
+
+        """
+        assert self.group is not None and self.start is not None
+        settle(self.group, plan, self.start, deadline)
+        measurement = score_window(
+            self.group, plan, self.start, deadline, lambda facts: {**asked, **facts.values}
+        )
+        self.start.seconds = []  # another configuration begins from the point that was kept
+        if plan.trace:
+            traced_from = time.monotonic()
+            reason = self._trace(self.group, plan, deadline)
+            if reason:
+                measurement.environment["unsupported"] = {"close look": reason}
+            self.end(kill=bool(reason))  # the profiler's hooks stay in a GPU's driver
+            # System metrics are those of the steps before.
+            measurement.detail_seconds = time.monotonic() - traced_from
+        return measurement
+
+    @staticmethod
+    def _trace(group: ScriptGroup, plan: Plan, deadline: float) -> str:
+        """Have a few more steps traced; why that was not possible, or empty."""
+        directory = str(plan.log_directory.absolute())
+        group.send({"op": "trace", "count": TRACED_STEPS, "directory": directory})
+        try:
+            messages = group.receive("traced", max(0.0, deadline - time.monotonic()))
+        except ScriptGone as gone:
+            late = "the time for them was over" if gone.limit_s is not None else "it failed"
+            return f"{TRACED_STEPS} more steps were to be traced, and {late}"
+        if any(m["event"] == "ended" for m in messages):
+            return f"the script ended before {TRACED_STEPS} more steps were traced"
+        return next((m["reason"] for m in messages if m["reason"]), "")
+
+    def end(self, kill: bool = False) -> None:
+        """End the start, if there is one."""
+        group, self.group, self.start = self.group, None, None
+        if group is not None:
+            group.end(kill)
+
+
+def _keep(group: ScriptGroup, limit_s: float) -> str:
+    """Have the ranks keep the present point; why one of them cannot."""
+    group.send({"op": "keep"})
+    return next((m["reason"] for m in group.receive("kept", limit_s) if m["reason"]), "")
+
+
+def _same(before: Sequence[float], again: Sequence[float], finest: float) -> bool:
+    return len(before) == len(again) and all(
+        math.isfinite(a) and abs(a - b) <= max(_SAME_LOSS * max(1.0, abs(a)), finest * abs(a))
+        for a, b in zip(before, again, strict=True)
+    )

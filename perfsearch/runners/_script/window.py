@@ -1,0 +1,397 @@
+"""From what the ranks of a script say to a measurement."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from perfsearch.core.knob import Value
+from perfsearch.core.trial import Measurement, Status, Trial
+from perfsearch.instrument.facts import FIRST_LOSSES, Facts
+from perfsearch.instrument.mapping import Mapped
+from perfsearch.runners._script.group import Message, ScriptGone, ScriptGroup
+from perfsearch.runners.base import Outcome, Plan
+from perfsearch.workers.failures import Failure, refusal
+from perfsearch.workers.messages import rank_log
+from perfsearch.workers.phases import phases_of
+from perfsearch.workers.results import combine
+from perfsearch.workers.settling import detailed_each, is_detailed, is_steady, steps_to_fill
+
+MIN_DISCARDED = 3
+
+MAX_DISCARDED = 8
+
+
+class EndedError(Exception):
+    """The script came to its own end before it was measured, or its ranks part.
+
+    Attributes:
+        status: what it counts as.
+
+    """
+
+    def __init__(self, message: str, status: Status = Status.INVALID) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass
+class Start:
+    """What is known of one start of a script after its second step.
+
+    Attributes:
+        facts: of rank 0.
+        first_pulls: batches that each rank had taken when it had made its first step.
+        pulls_per_step: batches that each rank takes for a step; ``None`` where ranks differ.
+        losses: mean over ranks of the losses since the first step; ``None``: none were seen.
+        kept: why the point after the first step could not be kept; empty where it was.
+        why_not_again: why step-scope knobs cannot be changed in this process.
+        seconds: of the slowest rank, a number for each step so far.
+
+    """
+
+    facts: Facts
+    first_pulls: int = 0
+    pulls_per_step: int | None = None
+    losses: list[float] | None = field(default_factory=list)
+    kept: str = "it was not asked for"
+    why_not_again: str = ""
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def took_no_batch(self) -> bool:
+        """Whether the ranks took no batch of a loader."""
+        return self.first_pulls == self.pulls_per_step == 0
+
+
+def receive_steps(group: ScriptGroup, plan: Plan, limit_s: float) -> list[Message]:
+    """The word of each rank on one step.
+
+    Args:
+        group: the start.
+        plan: how it is measured, for what an end that comes too early is told of.
+        limit_s: seconds to wait.
+
+    Raises:
+        EndedError: the script ended, on some ranks or on all.
+        ScriptGone: a rank failed, or the time is over.
+
+    """
+    low, high = plan.scored_steps
+    needed = (
+        f"the window begins after {MIN_DISCARDED} to {MAX_DISCARDED} steps and covers {low} to "
+        f"{high}, as many as fill {plan.scored_seconds:g} s: {MAX_DISCARDED + high} steps are "
+        "always enough"
+    )
+    return _all_the_same(group.receive("step", limit_s), needed)
+
+
+def _all_the_same(messages: list[Message], needed: str) -> list[Message]:
+    ended = [rank for rank, m in enumerate(messages) if m["event"] == "ended"]
+    if not ended:
+        return messages
+    steps = [m["step"] for m in messages]
+    if len(ended) == len(messages) and len(set(steps)) == 1:
+        made = f"made {steps[0]} steps" if steps[0] else "made no step of a torch optimizer"
+        raise EndedError(
+            f"the script {made} and ended, before it could be measured. Give it more to do "
+            f"(epochs, steps, samples): {needed}. Steps of the optimizer that stepped first are "
+            "counted, and none of one that the script puts in its place later"
+        )
+    raise EndedError(disagreement(steps, ended))
+
+
+def disagreement(steps: Sequence[int], ended: Sequence[int]) -> str:
+    """Ranks that part, in words."""
+    counts = ", ".join(f"rank {rank} made {n}" for rank, n in enumerate(steps))
+    who = " and ".join(f"rank {rank}" for rank in ended)
+    return (
+        f"the ranks disagree on the number of steps: {counts}, and {who} has ended. Give each "
+        "the same number of batches (DistributedSampler with drop_last=True, or so many steps)"
+    )
+
+
+def mean_loss(messages: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean over ranks; ``None`` where one saw none."""
+    losses = [m["loss"] for m in messages]
+    return None if any(v is None for v in losses) else sum(losses) / len(losses)
+
+
+def settle(group: ScriptGroup, plan: Plan, start: Start, deadline: float) -> None:
+    """Let steps be made until their times look alike on the slowest rank.
+
+    ``start.seconds`` holds the times of the steps since the configuration was put into force, the
+    last of them not yet answered.
+    """
+    while True:
+        spent = sum(start.seconds[1:])
+        enough = len(start.seconds) >= MAX_DISCARDED or spent > 2 * plan.scored_seconds
+        settled = len(start.seconds) >= MIN_DISCARDED and enough
+        if settled or is_steady(start.seconds, least=MIN_DISCARDED):
+            return
+        group.send({"op": "go"})
+        messages = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
+        start.seconds.append(max(m["seconds"] for m in messages))
+        add_loss(start, mean_loss(messages))
+
+
+def add_loss(start: Start, loss: float | None) -> None:
+    """Keep the loss of one more step, as long as it is one that is compared."""
+    if loss is None or start.losses is None:
+        start.losses = None
+    elif len(start.losses) < FIRST_LOSSES:
+        start.losses.append(loss)
+
+
+def least_wait_ms(waits_ms: Sequence[Sequence[float]]) -> dict[str, float]:
+    """How long the rank that comes last to each step's communication waits; empty if unknown.
+
+    Args:
+        waits_ms: by rank and step; NaN where a step does not say.
+
+    """
+    least = statistics.fmean(min(of_ranks) for of_ranks in zip(*waits_ms, strict=True))
+    return {"comm_least_ms": least} if not math.isnan(sum(map(sum, waits_ms))) else {}
+
+
+def steps_to_keep(count: int, aside: Sequence[Sequence[int]]) -> list[int]:
+    """Steps of a window in which no rank ran a round of validation; all where each had one.
+
+    Args:
+        count: steps of the window.
+        aside: of each rank, the steps in which it did.
+
+    """
+    left_out = {step for steps in aside for step in steps}
+    return [step for step in range(count) if step not in left_out] or list(range(count))
+
+
+def _of_validation(
+    seconds: Sequence[float], aside: Sequence[int], messages: Sequence[Message]
+) -> dict[str, Any]:
+    """What is kept of the steps that had a round of validation; empty where there were none."""
+    count = len({step for m in messages for step in m["aside"]})
+    if not count:
+        return {}
+    times_ms = [1e3 * seconds[step] for step in aside]
+    mean_ms = statistics.fmean(times_ms) if times_ms else None
+    return {"validation": {"steps": count, "of": len(seconds), "step_ms": mean_ms}}
+
+
+def validation_lines(trials: Sequence[Trial]) -> list[str]:
+    """How many steps of the baseline had a round of validation; empty where none had."""
+    measurement = trials[0].measurement if trials else None
+    seen = None if measurement is None else measurement.environment.get("validation")
+    if measurement is None or seen is None:
+        return []
+    if seen["step_ms"] is None:
+        return ["a round of validation ran beside every step of the baseline, and is in its time"]
+    return [
+        f"beside {seen['steps']} of {seen['of']} steps of the baseline a round of validation ran: "
+        f"{seen['step_ms']:.3g} ms with it, {1e3 * measurement.step_time_s:.3g} ms without, which "
+        "is what is scored"
+    ]
+
+
+def _of_rank(
+    message: Message, detailed: Sequence[int], in_force: Mapping[str, Value]
+) -> dict[str, Any]:
+    """What a rank says of the steps whose phases were timed."""
+    phases_ms, timing = phases_of(
+        [message["step_seconds"][place] for place in detailed],
+        [message["phase_seconds"][place] for place in detailed],
+    )
+    timing["detailed_step_ms"] = timing["phases_step_ms"]
+    return {
+        "status": "ok",
+        "reason": "",
+        "agreed": {},
+        "phases_ms": phases_ms,
+        "peaks": message["peaks"],
+        "in_force": in_force,
+        "evidence": {**message["timing"], **timing},
+        "environment": {**message["place"], "loss_dtype": message["facts"].get("loss_dtype", "")},
+    }
+
+
+def score(
+    group: ScriptGroup,
+    plan: Plan,
+    start: Start,
+    deadline: float,
+    in_force: Callable[[Facts], dict[str, Value]],
+) -> Measurement:
+    """Have the scored window run, and put together what the ranks say of it.
+
+    Raises:
+        EndedError: the script ended inside the window.
+        ScriptGone: a rank failed, or the time is over.
+
+    """
+    # the last step may hold a round of validation, which would leave few steps to score
+    step_s = min(start.seconds[-1], statistics.median_low(start.seconds))
+    count = steps_to_fill(plan.scored_seconds, step_s, plan.scored_steps)
+    each = detailed_each(step_s, count)
+    group.send({"op": "score", "count": count, "each": each})
+    found = group.receive("window", max(0.0, deadline - time.monotonic()))
+    settled = len(start.seconds)
+    needed = (
+        f"{settled} steps until step times have settled and {count} of {1e3 * step_s:.3g} ms to "
+        f"measure were {settled + count} steps and {sum(start.seconds) + count * step_s:.2g} s "
+        f"here; {MAX_DISCARDED + plan.scored_steps[1]} steps are always enough"
+    )
+    messages = _all_the_same(found, needed)
+    for place in range(count):
+        losses = [m["losses"][place] for m in messages]
+        add_loss(start, None if any(v is None for v in losses) else statistics.fmean(losses))
+    facts = Facts(**messages[0]["facts"])
+    start.facts, start.why_not_again = facts, messages[0]["why_not_again"]
+    seconds = [max(times) for times in zip(*(m["step_seconds"] for m in messages), strict=True)]
+    kept = steps_to_keep(count, [m["aside"] for m in messages])
+    aside = sorted(set(range(count)) - set(kept))
+    timed = [place for place in range(count) if is_detailed(place, each)]
+    detailed = [place for place in timed if place not in aside] or timed
+    results = [_of_rank(m, detailed, in_force(Facts(**m["facts"]))) for m in messages]
+    least = least_wait_ms([[m["waits_ms"][place] for place in detailed] for m in messages])
+    for result in results:
+        result["evidence"].update(least)
+    measurement = Measurement(
+        step_seconds=[seconds[place] for place in kept],
+        samples_per_step=round(sum(m["samples"] for m in messages) / count),
+        tokens_per_step=round(sum(m["tokens"] for m in messages) / count) or None,
+        discarded_steps=len(start.seconds) + len(aside),
+        discarded_seconds=sum(start.seconds) + sum(seconds[place] for place in aside),
+    )
+    for name, value in combine(results)["measurement"].items():
+        setattr(measurement, name, value)
+    measurement.environment.update(_of_validation(seconds, aside, messages))
+    if all(m["bounds"] for m in messages):
+        evidence = measurement.bottleneck_evidence
+        evidence["with_everything_ms"] = evidence["phases_step_ms"]
+    if messages[0]["sync_points"]:
+        measurement.environment["sync_points"] = messages[0]["sync_points"]
+    measurement.first_losses = [v for v in start.losses or [] if math.isfinite(v)]
+    return measurement
+
+
+# -----------------------------------------------------------------------------
+# Why a script did not get as far as a measurement, in words that say what to do.
+
+UNCOUNTED = (
+    "no batch of a DataLoader was seen, so that samples cannot be counted. Give "
+    "workload.samples_per_step=N, the samples of a step over all ranks"
+)
+
+_LAUNCHER_REFUSED = re.compile(r"launcher: UsageError: (.*)")
+"""How torchrun's own parser ends."""
+
+
+def failed_outcome(
+    group: ScriptGroup,
+    error: ScriptGone | EndedError,
+    changed: Mapping[str, Value],
+    maps: Sequence[Mapped],
+) -> Outcome:
+    """The outcome of a start that failed; what is left of it is ended.
+
+    Args:
+        group: the start.
+        error: how it was noticed.
+        changed: knobs that were not as the script has them.
+        maps: where knobs go in the script's arguments.
+
+    """
+    log = str(group.log)
+    if isinstance(error, EndedError):
+        return Outcome(error.status, None, str(error), log)
+    steps, ended, tails = list(group.steps), list(group.ended), group.tails()
+    failure = group.why_gone(error)
+    if ended and len(ended) < group.nproc:
+        return Outcome(Status.INVALID, None, disagreement(steps, ended), log)
+    refused = _LAUNCHER_REFUSED.match(failure.reason)
+    if refused:
+        variables = ", ".join(sorted(n for n in os.environ if n.startswith("PET_")))
+        reason = f"torchrun refused its options: {refused[1]}"
+        reason += f" (it takes options from the environment, too: {variables})" * bool(variables)
+        return Outcome(Status.INVALID, None, reason, str(group.launcher_log))
+    path = rank_log(group.logs, failure.rank or 0)
+    log = str(path if path.exists() or failure.rank is not None else group.launcher_log)
+    tail = tails.get(failure.rank or 0, "") or next(iter(group.tails().values()), "")
+    return Outcome(*_status_and_reason(failure, tail, steps, changed, maps, error), log_path=log)
+
+
+def _status_and_reason(
+    failure: Failure,
+    tail: str,
+    steps: Sequence[int],
+    changed: Mapping[str, Value],
+    maps: Sequence[Mapped],
+    error: ScriptGone,
+) -> tuple[Status, None, str]:
+    reason = failure.reason
+    if "exit code" in reason:
+        refused = refusal(tail)
+        if refused:
+            blamed = [m for m in maps if m.argument and m.argument in refused]
+            reason += f": {refused}"
+            if blamed:
+                reason += f" (from --map {blamed[0].name}={blamed[0].argument})"
+            return Status.INVALID, None, reason
+    if failure.status is Status.TIMEOUT:
+        made = ", ".join(f"rank {rank} made {n} steps" for rank, n in enumerate(steps))
+        reason = f"no answer in {round(error.limit_s or 0.0, 1):g} s: {made}"
+        if failure.standing:
+            reason += f"; {failure.standing}"
+        if not any(steps):
+            reason += ". A step is counted when a torch optimizer has stepped; if the script only "
+            reason += "begins slowly, raise limits.trial_s"
+        return failure.status, None, reason
+    if not any(steps) and failure.status in (Status.CRASH, Status.INVALID):
+        reason += " (before the first step)"
+    return failure.status, None, reason
+
+
+def judge_measurement(
+    measurement: Measurement, losses: Sequence[float] | None, lost: Mapping[str, str]
+) -> tuple[Status, str]:
+    """Status and reason of a script that got as far as a measurement.
+
+    Args:
+        measurement: what was measured.
+        losses: of the first steps; ``None`` where none were seen.
+        lost: knobs that are not in force, and why.
+
+    """
+    if not measurement.samples_per_step:
+        return Status.INVALID, UNCOUNTED
+    bad = next((loss for loss in losses or () if not math.isfinite(loss)), None)
+    if bad is not None:
+        return Status.DIVERGED, f"the loss is {bad} in one of the first steps"
+    if lost:
+        return Status.NOT_APPLIED, "; ".join(lost.values())
+    return Status.OK, ""
+
+
+def require_ranks_together(first: Sequence[Mapping[str, Any]], world_size: int) -> None:
+    """Refuse a script whose ranks each train alone.
+
+    Raises:
+        EndedError: they do.
+
+    """
+    joined = first[0]["joined"]
+    if world_size > 1 and joined == 1 and not first[0]["facts"]["wrappers"]:
+        raise EndedError(
+            f"its {world_size} ranks train apart from each other: no process group was made, and "
+            "the model is wrapped in no DistributedDataParallel or FSDP. Wrap it "
+            "(init_process_group, DistributedDataParallel(model)), or search one rank: nproc=1"
+        )
+
+
+__all__ = ["EndedError", "ScriptGone", "Start", "receive_steps", "score", "settle"]

@@ -1,0 +1,1 @@
+"""DistributedDataParallel's communication, optimizer, loader and process settings."""

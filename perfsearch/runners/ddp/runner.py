@@ -1,0 +1,295 @@
+"""DistributedDataParallel's knobs, measured on real ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfsearch.config_options import build_options
+from perfsearch.core import hardware
+from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.hardware import (
+    Environment,
+    GroupSpec,
+    Hardware,
+    detect_hardware,
+    threads_today,
+)
+from perfsearch.core.hints import Hints
+from perfsearch.core.knob import Configuration, Knob, Scope, Value
+from perfsearch.core.narrow import SEARCH, KnobError, expanded, narrow
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Trial
+from perfsearch.parallel import nccl
+from perfsearch.runners import _ddp_knobs, _ddp_starts, _nccl_knobs
+from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
+from perfsearch.runners.ddp import export as _ddp_export
+from perfsearch.workers import processes
+from perfsearch.workers.messages import TrialRequest
+from perfsearch.workers.pool import Pool
+from perfsearch.workloads.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+
+
+@dataclass(frozen=True)
+class DdpOptions:
+    """The ``runner.*`` keys of this runner.
+
+    Attributes:
+        device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
+        knobs: ``runner.knobs``, as ``perfsearch.core.narrow`` reads it, or ``auto``.
+
+    """
+
+    device: str = "auto"
+    knobs: Mapping[str, Any] = field(
+        default_factory=lambda: {
+            name: "none" if name == "compile_mode" else SEARCH for name in _ddp_knobs.EFFECT_ORDER
+        }
+    )
+
+
+class DDP(Runner):
+    """Searches what DistributedDataParallel, its optimizer, loader and NCCL can be told.
+
+    Nothing is started before the first ``measure``. Groups of ranks stay warm between trials as
+    long as their process-scope values allow; ``close`` ends them.
+
+    Args:
+        options: the ``runner.*`` keys.
+        workload: the ``workload.*`` keys.
+        environment: where and within which limits to run.
+
+    Attributes:
+        pinned: knobs that every configuration shares, the baseline too.
+        left_out: knobs that are not searched although they were asked for by default, and why.
+
+    Raises:
+        ValueError: a key has a value that cannot work here; nothing was started.
+
+    """
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Runner:
+        """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
+        options = _options(settings)
+        try:
+            workload = WorkloadSpec.from_mapping(
+                {"name": settings.workload.name, **settings.workload.options}
+            )
+            return cls(options, workload, environment_of(settings))
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
+
+    @classmethod
+    def for_script(cls, settings: Settings) -> tuple[str, Mapping[str, Any]]:
+        """What the script runner is told of ``runner.*``."""
+        options = _options(settings)
+        return options.device, options.knobs
+
+    def __init__(
+        self, options: DdpOptions, workload: WorkloadSpec, environment: Environment
+    ) -> None:
+        self._environment = environment
+        self.hardware = detect_hardware(options.device, environment)
+        self.devices = self.hardware.world_size
+        self.workload = workload.resolve(
+            self.hardware.device, self.hardware.memory_gib, self.hardware.world_size
+        )
+        self._surroundings = _ddp_knobs.Surroundings(
+            self.hardware,
+            self.workload.traits,
+            {**os.environ, **environment.variables},
+            hardware.wrapper_parameters(),
+        )
+        declared, absent = _ddp_knobs.declare(self._surroundings)
+        settings, self.left_out = _applicable(options.knobs, declared, absent, environment)
+        searched, self.pinned = narrow(declared, settings, environment.numerics)
+        rules = _nccl_knobs.constraints([knob.name for knob in searched], self.pinned)
+        self.space = Space(searched, rules)
+        self.baseline = {knob.name: knob.default for knob in searched}
+        self._scopes = {knob.name: knob.scope for knob in declared}
+        self._pool = Pool(environment, self.hardware.gpus)
+
+    def open(self, run_dir: Path) -> None:
+        """End the processes that a killed controller of this search left behind."""
+        self._environment = replace(self._environment, run_dir=run_dir)
+        self._pool = Pool(self._environment, self.hardware.gpus)
+        processes.reap_groups(run_dir)
+
+    def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
+        """Train the configuration in a group of ranks that fits it."""
+        whole = {**self.pinned, **configuration}
+        group_scope = {n: v for n, v in whole.items() if self._scopes[n] is Scope.GROUP}
+        assert self.workload.global_batch is not None
+        request = TrialRequest(
+            serial=0,
+            recipe="training.ddp",
+            configuration=whole,
+            group_values=group_scope,
+            group_env=nccl.environment(whole, nccl.GROUP_VARIABLES),
+            samples_per_step=self.workload.global_batch,
+        )
+        spec = self._group_spec(whole)
+        return measure_in_group(self._pool, spec, request, plan, self.workload.samples_per_step)
+
+    def _group_spec(self, whole: Mapping[str, Value]) -> GroupSpec:
+        variables = nccl.environment(whole, nccl.PROCESS_VARIABLES)
+        watched = any(
+            name in self.space.by_name or self.pinned.get(name) for name in nccl.GROUP_VARIABLES
+        )
+        return group_spec(
+            self._environment, self.hardware, self.workload, variables, capture_nccl=watched
+        )
+
+    def identity(self) -> dict[str, str]:
+        """Model, ranks, devices and versions: what a result holds for."""
+        return {
+            "workload": f"{self.workload.name}/{self.workload.size}/{self.workload.factory or ''}",
+            "global_batch": str(self.workload.global_batch),
+            **self.hardware.identity(),
+        }
+
+    def device_set(self) -> str:
+        """``cpu``, or the UUIDs of the GPUs used."""
+        return self.hardware.device_set
+
+    def hints(self, trials: Sequence[Trial]) -> Hints:
+        """The order of expected effects; the memory of a device."""
+        order = tuple(n for n in _ddp_knobs.EFFECT_ORDER if n in self.space.by_name)
+        return Hints(
+            baseline=dict(self.baseline),
+            effect_order=order,
+            starts=tuple(_ddp_starts.starts(self.space.by_name, self.baseline)),
+            memory_limit_gib=self.hardware.memory_gib,
+        )
+
+    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
+        """Write ``env.sh`` and ``ddp.py``: the same without perfsearch."""
+        whole = {**self.pinned, **configuration}
+        return _ddp_export.write(whole, self.hardware, self._surroundings.threads, directory)
+
+    def close(self) -> None:
+        """End the warm group, and what an interrupt kept from becoming one."""
+        self._pool.close()
+        processes.reap_groups(self._environment.run_dir, grace_s=0.0)
+
+
+def _options(settings: Settings) -> DdpOptions:
+    chosen = expanded(settings.runner.options, DdpOptions().knobs)
+    return build_options(DdpOptions, chosen, "runner")
+
+
+def _applicable(
+    knobs: Mapping[str, Any],
+    declared: Sequence[Knob],
+    absent: Mapping[str, str],
+    environment: Environment,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Drop what is searched by default but cannot be here; refuse what was asked for expressly."""
+    by_name = {knob.name: knob for knob in declared}
+    settings: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name, setting in knobs.items():
+        searched = isinstance(setting, str) and setting == SEARCH
+        if name in absent:
+            if not searched and setting is not None and setting is not False and setting != 0:
+                raise KnobError(
+                    f"runner.knobs.{name}={setting}: {absent[name]}. Leave the key out."
+                )
+            left_out[name] = absent[name]
+        elif name not in by_name:
+            everything = {*by_name, *absent}
+            raise KnobError(f"runner.knobs.{name}: no such knob. {nearest(name, everything)}")
+        elif searched and by_name[name].numerics.rank > environment.numerics.rank:
+            left_out[name] = f"it is {by_name[name].numerics} and numerics={environment.numerics}"
+        else:
+            settings[name] = setting
+    return settings, left_out
+
+
+# -----------------------------------------------------------------------------
+# Between a runner's plan and the ranks: what every runner with worker processes shares.
+
+
+def group_spec(
+    environment: Environment,
+    hardware: Hardware,
+    workload: WorkloadSpec,
+    variables: Mapping[str, str],
+    capture_nccl: bool = False,
+) -> GroupSpec:
+    """The processes that a configuration needs.
+
+    Args:
+        environment: what the user asked for.
+        hardware: where they run.
+        workload: what they train, resolved.
+        variables: process-scope environment of the configuration.
+        capture_nccl: whether NCCL logs what it uses.
+
+    """
+    whole = dict(environment.variables)
+    user = {**os.environ, **whole}
+    whole["OMP_NUM_THREADS"] = str(threads_today(user, hardware))
+    if hardware.device == "cuda":
+        # a failed collective is broken off by the ranks themselves, not by ending the process
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        whole[name] = user.get(name, "0")
+    if environment.interface:
+        whole["GLOO_SOCKET_IFNAME"] = whole["NCCL_SOCKET_IFNAME"] = environment.interface
+    whole.update(variables)
+    return GroupSpec(
+        workload=asdict(workload),
+        device=hardware.device,
+        nproc=hardware.nproc,
+        nnodes=hardware.nnodes,
+        rdzv_endpoint=environment.rdzv_endpoint,
+        interface=environment.interface,
+        seed=environment.seed,
+        env=whole,
+        capture_nccl=capture_nccl,
+    )
+
+
+def measure_in_group(
+    pool: Pool, spec: GroupSpec, request: TrialRequest, plan: Plan, samples_per_step: int | None
+) -> Outcome:
+    """Have a request measured as planned.
+
+    Args:
+        pool: of the runner.
+        spec: processes that it needs.
+        request: recipe and configuration; what the plan says is filled in here.
+        plan: how.
+        samples_per_step: what throughput counts for a step; ``None``: the global batch.
+
+    """
+    request = replace(
+        request,
+        scored_steps=plan.scored_steps,
+        scored_seconds=plan.scored_seconds,
+        stop_above_s=plan.stop_above_cost_s,
+        timeout_s=plan.time_limit_s,
+        log_directory=str(plan.log_directory),
+        detail=plan.detail,
+        begin_step=plan.begin_step,
+        end_step=plan.end_step,
+        trace=plan.trace,
+    )
+    result = pool.measure(spec, request, plan.time_limit_s, plan.fresh)
+    if result.measurement is not None and samples_per_step is not None:
+        result.measurement.samples_per_step = samples_per_step
+    return Outcome(
+        result.status,
+        result.measurement,
+        result.reason,
+        str(result.log),
+        result.fresh,
+        extra={"info": result.info},
+    )

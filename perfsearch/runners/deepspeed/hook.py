@@ -1,0 +1,608 @@
+"""The steps of an engine: let their times settle, score a window of them, and say what was seen."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import inspect
+import json
+import math
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+
+from perfsearch.workers import measure
+from perfsearch.workers.phases import phases_of
+from perfsearch.workers.trial import FIRST_LOSSES, MAX_DISCARDED, RankResult
+
+_FIELDS = {
+    "reduce_bucket_size": "reduce_bucket_size",
+    "allgather_bucket_size": "allgather_bucket_size",
+    "overlap_comm": "overlap_comm",
+    "reduce_scatter": "reduce_scatter",
+    "contiguous_gradients": "contiguous_gradients",
+    "allgather_partitions": "allgather_partitions",
+    "round_robin_gradients": "round_robin_gradients",
+    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+    "stage3_param_persistence_threshold": "param_persistence_threshold",
+    "stage3_max_live_parameters": "max_live_parameters",
+    "stage3_max_reuse_distance": "max_reuse_distance",
+    "sub_group_size": "sub_group_size",
+}
+"""Knobs by the name that DeepSpeed's own settings have for them."""
+
+_BYTES_A_PARAMETER = 16
+"""Of a checkpoint: weights, the optimizer's copy of them and its two states, at most."""
+
+
+class Window:
+    """Counts global steps; collectives run before and after the scored ones, never between.
+
+    Args:
+        request: the trial.
+        engine: DeepSpeed's.
+
+    """
+
+    def __init__(self, request: Request, engine: Any) -> None:
+        self._request = request
+        self._engine = engine
+        self._device = torch.device(engine.device)
+        self._clock = measure.make_clock(self._device)
+        self._begin = time.perf_counter()
+        self._discarded: list[float] = []
+        self._count: int | None = None
+        self._scored = 0
+        self._losses: list[torch.Tensor] = []
+        self._loss_dtype = ""
+        self._now: list[torch.Tensor] = []
+        self._divided = False
+        self._fed: int | None = None
+        self._pruned = ""
+
+    def mark(self, phase: str) -> None:
+        """Note that a phase of the step ends here."""
+        if self._count is not None:
+            self._clock.mark(phase)
+
+    def fed(self, samples: int | None) -> None:
+        """Note how many samples the model was given at once."""
+        if self._fed is None:
+            self._fed = samples
+
+    def loss(self, loss: Any, divided: bool) -> None:
+        """Note the loss of a micro-batch.
+
+        Args:
+            loss: as it was given to the backward pass.
+            divided: whether the script has divided it by the accumulation.
+
+        """
+        if isinstance(loss, torch.Tensor):
+            self._now.append(loss.detach().float().reshape(()))
+            self._loss_dtype = str(loss.dtype).removeprefix("torch.")
+            self._divided = divided
+
+    def stepped(self) -> bool:
+        """Note that a global step ended; return whether the trial is over."""
+        self._take_losses()
+        if self._count is None:
+            return self._settle()
+        self._clock.mark("optimizer")
+        self._clock.mark("step")
+        self._scored += 1
+        return self._scored >= self._count
+
+    def _take_losses(self) -> None:
+        if self._now:
+            total = torch.stack(self._now).sum()
+            whole = total if self._divided else total / len(self._now)
+            self._losses = [*self._losses[:FIRST_LOSSES], whole]
+        self._now = []
+
+    def _settle(self) -> bool:
+        measure.synchronize(self._device)
+        now = time.perf_counter()
+        self._discarded += measure.slowest([now - self._begin], self._device)
+        if not self._is_steady():
+            self._begin = time.perf_counter()
+            return False
+        # The first step makes the optimizer's state and compiles; it tells nothing of the others.
+        typical = min(self._discarded[1:] or self._discarded)
+        limit = self._request.stop_above_s
+        if limit is not None and typical > limit:
+            self._pruned = f"steps take {typical:.4g} s, more than {limit:.4g} s"
+            return True
+        steps = self._request.profile_steps
+        self._count = (
+            measure.steps_to_fill(
+                self._request.scored_seconds, self._discarded[-1], self._request.scored_steps
+            )
+            if steps is None
+            else steps[1] - steps[0] + 1
+        )
+        self._clock = measure.make_clock(self._device)
+        self._clock.mark("start")
+        return False
+
+    def _is_steady(self) -> bool:
+        steps = self._request.profile_steps
+        if steps is not None:
+            return len(self._discarded) >= steps[0] - 1
+        spent = sum(self._discarded[1:])
+        enough = len(self._discarded) >= MAX_DISCARDED or spent > 2 * self._request.scored_seconds
+        return measure.is_steady(self._discarded) or (len(self._discarded) >= 3 and enough)
+
+    def write(self, rank: int) -> None:
+        """Agree with the other ranks on what was measured, and leave this one's part of it."""
+        measure.synchronize(self._device)
+        result = self._pruned_result() if self._pruned else self._scored_result()
+        if self._request.survive and result.status == "ok":
+            self._save_checkpoint(rank)
+            result.peaks = measure.read_peaks(self._device)
+        write_whole(result_file(self._request.log_directory, rank), asdict(result))
+        measure.slowest([0.0], self._device)
+
+    def _agreed(self) -> dict[str, Any]:
+        return {
+            "discarded_steps": len(self._discarded),
+            "discarded_seconds": sum(self._discarded),
+            "samples_per_step": int(self._engine.train_batch_size()),
+        }
+
+    def _pruned_result(self) -> RankResult:
+        agreed = {**self._agreed(), "step_seconds": self._discarded[1:]}
+        return RankResult("pruned", self._pruned, agreed, peaks=measure.read_peaks(self._device))
+
+    def _scored_result(self) -> RankResult:
+        seconds, by_step = self._clock.read_steps()
+        phases_ms, timing = phases_of(seconds, by_step)
+        agreed = self._agreed()
+        agreed["step_seconds"] = measure.slowest(seconds, self._device)
+        values: list[float] = []
+        if self._losses:
+            values = measure.mean_over_ranks(torch.stack(self._losses).to(self._device))
+        finite = [v for v in values[:FIRST_LOSSES] if math.isfinite(v)]
+        agreed["first_losses"] = finite
+        result = RankResult(
+            "ok",
+            agreed=agreed,
+            phases_ms=phases_ms,
+            peaks=measure.read_peaks(self._device),
+            in_force=self._in_force(),
+            evidence={**self._evidence(), **timing},
+            environment={"loss_dtype": self._loss_dtype},
+        )
+        bad = next((i for i, v in enumerate(values) if not math.isfinite(v)), None)
+        if bad is not None:
+            where = f"step {bad + 1}" if bad < FIRST_LOSSES else "the last scored step"
+            result.status, result.reason = "diverged", f"the loss is {values[bad]} at {where}"
+        return result
+
+    def _in_force(self) -> dict[str, Any]:
+        """What DeepSpeed itself says is in force."""
+        engine = self._engine
+        settings = engine._config.zero_config
+        found: dict[str, Any] = {
+            "zero_stage": int(engine.zero_optimization_stage()),
+            "micro_batch": int(engine.train_micro_batch_size_per_gpu()),
+            "gradient_accumulation": int(engine.gradient_accumulation_steps()),
+        }
+        for name, field in _FIELDS.items():
+            value = getattr(settings, field, None)
+            if value is not None:
+                found[name] = bool(value) if isinstance(value, bool) else int(value)
+        for name in ("offload_optimizer", "offload_param"):
+            part = getattr(settings, name, None)
+            device = getattr(part, "device", None)
+            found[name] = str(getattr(device, "value", device) or "none")
+        return found
+
+    def _evidence(self) -> dict[str, float]:
+        counts = [
+            (int(getattr(p, "ds_numel", p.numel())), p.requires_grad)
+            for p in self._engine.module.parameters()
+        ]
+        evidence = {
+            "parameters": float(sum(n for n, _ in counts)),
+            "trainable_parameters": float(sum(n for n, trains in counts if trains)),
+        }
+        if self._fed is not None:
+            evidence["fed_samples"] = float(self._fed)
+        return evidence
+
+    def _save_checkpoint(self, rank: int) -> None:
+        """Save one as a real run does, and remove it; left out where the disk is too small."""
+        directory = Path(self._request.log_directory) / "checkpoint"
+        needed = _BYTES_A_PARAMETER * self._evidence()["parameters"]
+        free = shutil.disk_usage(self._request.log_directory).free
+        too_small = measure.slowest([float(free < 2 * needed)], self._device)[0]
+        if too_small:
+            print(f"no checkpoint is saved: {free / 2**30:.1f} GiB are free", flush=True)
+            return
+        self._engine.save_checkpoint(str(directory))
+        measure.slowest([0.0], self._device)
+        if rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+# -----------------------------------------------------------------------------
+# DeepSpeed's engine, wrapped: which calls are a step, and what passes through them.
+
+_LEAVING_S = 10.0
+"""After that long a rank whose script holds on to it is ended all the same."""
+
+
+class Hook:
+    """Wraps ``deepspeed.initialize`` and the methods of the engine that make a step.
+
+    The first engine that the job makes is the one that is measured.
+
+    Args:
+        rank: this process.
+        module: DeepSpeed, just imported.
+
+    """
+
+    def __init__(self, rank: Rank, module: ModuleType) -> None:
+        self._rank = rank
+        self._window: Window | None = None
+        self._engine: Any = None
+        self._in_backward = False
+        deepspeed: Any = module
+        deepspeed.initialize = self._around_initialize(deepspeed.initialize)
+        kind = deepspeed.DeepSpeedEngine
+        kind.forward = self._around_forward(kind.forward)
+        kind.backward = self._around_backward(kind.backward)
+        kind.step = self._around_step(kind.step)
+        pipeline = getattr(deepspeed, "PipelineEngine", None)
+        if pipeline is not None:
+            pipeline.train_batch = self._around_train_batch(pipeline.train_batch)
+        tensor: Any = torch.Tensor
+        tensor.backward = self._around_tensor_backward(tensor.backward)
+
+    def _around_initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            if self._engine is not None:
+                return original(*args, **kwargs)
+            self._rank.phase = "build"
+            bound = signature.bind(*args, **kwargs)
+            if self._rank.request.config:
+                _replace_config(bound.arguments, self._rank.request.config)
+            made = original(*bound.args, **bound.kwargs)
+            self._engine = made[0]
+            self._window = Window(self._rank.request, self._engine)
+            self._rank.phase = "train"
+            return made
+
+        return initialize
+
+    def _measures(self, engine: Any) -> bool:
+        return engine is self._engine and self._window is not None
+
+    def _around_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            window = self._window
+            if window is None or not self._measures(engine) or not engine.training:
+                return original(engine, *args, **kwargs)
+            window.fed(_batch_size(args, kwargs))
+            window.mark("dataloader_next")
+            result = original(engine, *args, **kwargs)
+            window.mark("forward")
+            return result
+
+        return forward
+
+    def _around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(engine: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+            window = self._window
+            if window is None or not self._measures(engine):
+                return original(engine, loss, *args, **kwargs)
+            self._in_backward = True
+            try:
+                result = original(engine, loss, *args, **kwargs)
+            finally:
+                self._in_backward = False
+            # whoever says that DeepSpeed need not divide has divided by the accumulation already
+            window.loss(loss, divided=kwargs.get("scale_wrt_gas", True) is False)
+            window.mark("backward")
+            return result
+
+        return backward
+
+    def _around_tensor_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(tensor, *args, **kwargs)
+            if self._window is not None and not self._in_backward and tensor.numel() == 1:
+                self._window.loss(tensor, divided=False)
+                self._window.mark("backward")
+            return result
+
+        return backward
+
+    def _around_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            before = engine.global_steps
+            result = original(engine, *args, **kwargs)
+            if self._measures(engine) and engine.global_steps > before:
+                self._stepped()
+            return result
+
+        return step
+
+    def _around_train_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train_batch(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            self._in_backward = True  # its micro-batches' losses come back as one
+            try:
+                result = original(engine, *args, **kwargs)
+            finally:
+                self._in_backward = False
+            if self._window is not None and self._measures(engine):
+                self._window.loss(result, divided=True)
+                self._stepped()
+            return result
+
+        return train_batch
+
+    def _stepped(self) -> None:
+        assert self._window is not None
+        self._rank.steps += 1
+        if self._window.stepped():
+            self._window.write(self._rank.rank)
+            self._rank.finished = True
+            self._leave()
+
+    def _leave(self) -> None:
+        """End the script here, on every rank after the same step."""
+
+        def end() -> None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+        timer = threading.Timer(_LEAVING_S, end)
+        timer.daemon = True
+        timer.start()
+        raise SystemExit(0)
+
+
+def _replace_config(arguments: dict[str, Any], path: str) -> None:
+    """Give ``initialize`` another configuration, wherever it would have found its own."""
+    given = arguments.get("args")
+    if given is not None and getattr(given, "deepspeed_config", None) is not None:
+        given.deepspeed_config = path
+        return
+    arguments.pop("config_params", None)
+    arguments["config"] = path
+
+
+def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Length of the first dimension of the first tensor that the model is given."""
+    for value in _leaves([*args, *kwargs.values()]):
+        if isinstance(value, torch.Tensor) and value.dim():
+            return int(value.shape[0])
+    return None
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, Mapping):
+            yield from _leaves(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+# -----------------------------------------------------------------------------
+# A rank of a DeepSpeed job: its log, its end, and the moment in which it imports DeepSpeed.
+#
+# Nothing heavy is imported before the job does so itself: a script may set variables first that
+# torch or DeepSpeed read when they are imported.
+
+_POLL_S = 2.0
+
+
+class Rank:
+    """What is known of this process before and after DeepSpeed is there.
+
+    Args:
+        request: the trial.
+        rank: of this process.
+
+    Attributes:
+        phase: ``start``, ``build`` (inside ``deepspeed.initialize``) or ``train``.
+        finished: whether the trial's result is written.
+        steps: global steps so far.
+
+    """
+
+    def __init__(self, request: Request, rank: int) -> None:
+        self.request = request
+        self.rank = rank
+        self.phase = "start"
+        self.finished = False
+        self.steps = 0
+        self.hook: Hook | None = None
+
+    def imported(self, module: ModuleType) -> None:
+        """Wrap what is needed of DeepSpeed, which the job has just imported."""
+        self.hook = Hook(self, module)
+
+    def failed(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Leave the exception that ends this rank where the controller looks for it."""
+        from perfsearch.workers.rank import report_error
+
+        report_error(self.request.log_directory, self.rank, error, self.phase)
+
+    def ended(self) -> None:
+        """Say how far a script came that ended before the trial did."""
+        if not self.finished:
+            write_whole(
+                ended_file(self.request.log_directory, self.rank),
+                {"steps": self.steps, "phase": self.phase},
+            )
+
+
+def enter_trial(path: str, rank: int) -> None:
+    """Take part in the trial that the file at ``path`` describes."""
+    from perfsearch.workers.rank import switch_log
+
+    me = Rank(Request.read(path), rank)
+    switch_log(me.request.log_directory, rank)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    above = Path(error_file).parents if error_file else ()  # DIRECTORY/RUN/ATTEMPT/RANK/error.json
+    if rank == 0 and len(above) > 3:  # unless it is the user's own
+        write_whole(torch_logs_file(me.request.log_directory), {"directory": str(above[3])})
+    _watch(me.request.controller)
+    sys.excepthook = me.failed
+    atexit.register(me.ended)
+    sys.meta_path.insert(0, AfterImport("deepspeed", me.imported))
+
+
+def _watch(controller: Sequence[float]) -> None:
+    """End this rank when the controller is gone; its launcher then ends the others."""
+    from perfsearch.workers import processes
+    from perfsearch.workers.processes import EXIT_ORPHANED
+
+    def look() -> None:
+        while processes.is_alive(int(controller[0]), controller[1]):
+            time.sleep(_POLL_S)
+        os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=look, name="perfsearch-watch", daemon=True).start()
+
+
+class AfterImport(MetaPathFinder):
+    """Calls back once a module has been imported, and is then gone.
+
+    Args:
+        name: of the module.
+        call: with the module.
+
+    """
+
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._call = call
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Let the others find the module, and add the call to its loading."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        original = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            original(module)
+            self._call(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+# -----------------------------------------------------------------------------
+# What the controller asks of the ranks, and where they leave their answers. No torch here.
+
+VARIABLE = "PERFSEARCH_DEEPSPEED"
+"""Environment variable with the path of the request."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One trial.
+
+    Attributes:
+        log_directory: where ranks log and answer.
+        controller: its process, and when that was started.
+        config: path of the trial's configuration, to be put in the place of one that the script
+            names itself; empty where the command names it.
+        scored_steps: smallest and largest number of scored steps.
+        scored_seconds: wall time that they should cover.
+        profile_steps: first and last scored step, where the user sets them.
+        stop_above_s: end early once a step takes longer.
+        survive: whether a checkpoint is saved, too.
+
+    """
+
+    log_directory: str
+    controller: tuple[int, float]
+    config: str = ""
+    scored_steps: tuple[int, int] = (8, 60)
+    scored_seconds: float = 1.0
+    profile_steps: tuple[int, int] | None = None
+    stop_above_s: float | None = None
+    survive: bool = False
+
+    @property
+    def path(self) -> Path:
+        """Where it is written."""
+        return Path(self.log_directory) / "request.json"
+
+    def write(self) -> None:
+        """Leave it for the ranks."""
+        self.path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: str) -> Request:
+        """As a rank finds it."""
+        record: dict[str, Any] = json.loads(Path(path).read_text())
+        low, high = record["scored_steps"]
+        steps = record["profile_steps"]
+        first_and_last = None if steps is None else (int(steps[0]), int(steps[1]))
+        pid, started = record["controller"]
+        record["controller"] = (int(pid), float(started))
+        return cls(**{**record, "scored_steps": (low, high), "profile_steps": first_and_last})
+
+
+def result_file(directory: str | Path, rank: int) -> Path:
+    """Where a rank leaves what it measured."""
+    return Path(directory) / f"rank{rank}.result.json"
+
+
+def ended_file(directory: str | Path, rank: int) -> Path:
+    """Where a rank whose script ended first says how far it came."""
+    return Path(directory) / f"rank{rank}.ended.json"
+
+
+def torch_logs_file(directory: str | Path) -> Path:
+    """Where a rank that torch's launcher started says in which directory that one logs."""
+    return Path(directory) / "torch_logs.json"
+
+
+def write_whole(path: Path, record: Mapping[str, Any]) -> None:
+    """Write it whole or not at all."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(record))
+    unfinished.rename(path)

@@ -1,0 +1,34 @@
+"""Read by every Python process of a DeepSpeed job that is being measured."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+
+
+def _run_the_users_own() -> None:
+    """Read the ``sitecustomize`` that this one stands before, if there is one."""
+    elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _take_part() -> None:
+    if "RANK" not in os.environ or "PERFSEARCH_DEEPSPEED" not in os.environ:
+        return  # a launcher, or a process that the job started with an environment of its own
+    root = str(next(above.parent for above in _HERE.parents if above.name == "perfsearch"))
+    if root not in sys.path:
+        sys.path.append(root)
+    from perfsearch.runners.deepspeed.hook import enter_trial
+
+    enter_trial(os.environ["PERFSEARCH_DEEPSPEED"], int(os.environ["RANK"]))
+
+
+_run_the_users_own()
+_take_part()

@@ -1,0 +1,1 @@
+"""Plans by operator: the runner over ``perfsearch.soap``."""

@@ -1,0 +1,513 @@
+"""What is printed and written of plans: tables, timelines, simulated against measured times."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import re
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfsearch.config_options import show
+from perfsearch.core.errors import nearest
+from perfsearch.core.knob import Configuration, Kind, Knob, Numerics, Value
+from perfsearch.core.narrow import SEARCH, KnobError, narrow
+from perfsearch.core.space import key_of
+from perfsearch.core.trial import Status, Trial
+from perfsearch.soap import formats
+from perfsearch.soap.executor.execute import OperatorTime
+from perfsearch.soap.graph import Graph, Operator
+from perfsearch.soap.plan import OperatorConfiguration, Plan, PlanError, validate_plan
+from perfsearch.soap.simulator.problem import Problem
+from perfsearch.soap.simulator.simulator import busy_lines, chrome_trace
+
+if TYPE_CHECKING:
+    from perfsearch.soap.simulator.simulator import Estimate, Found, Simulator
+
+
+_SMALL_GIB = 0.1
+
+
+def import_plan(path: Path, graph: Graph, devices: int) -> Plan:
+    """Read a strategy, ours or FlexFlow's.
+
+    Raises:
+        PlanError: it is neither, or does not fit; the operator is named.
+
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot be read as text: {error}") from error
+    if formats.is_flexflow(text):
+        return formats.parse_flexflow(text, graph, devices)
+    return formats.parse_plan(text, graph, devices)
+
+
+def walk_line(found: Found, host_us: float = 0.0) -> str:
+    """How a search in the simulator went; ``host_us`` is the least that a step takes anyway."""
+    best = f", best {1e3 * found.plans[0][0]:.4g} ms" if found.plans else ", none fits"
+    if found.plans and host_us > 1e6 * found.plans[0][0]:
+        best += f" of the devices, where loading and launching take {host_us / 1e3:.4g} ms"
+    return (
+        f"simulated {found.proposals} proposals in {found.seconds:.2f} s "
+        f"({found.proposals_per_s:,.0f}/s), {found.accepted} accepted, "
+        f"{found.infeasible} beyond memory{best}"
+    )
+
+
+def simulation(simulator: Simulator, plan: Plan) -> list[str]:
+    """What is expected of a plan, line by line."""
+    found = simulator.estimate(plan)
+    devices = simulator.problem.machine.devices
+    small = max(found.memory_gib) < _SMALL_GIB
+    memory = ", ".join(f"{gib * (1024 if small else 1):.4g}" for gib in found.memory_gib)
+    fits = "" if found.fits else ": more than there is"
+    return [
+        *formats.plan_table(simulator.problem.graph, plan),
+        f"predicted step {1e3 * found.seconds:.4g} ms",
+        f"predicted memory by device, {'MiB' if small else 'GiB'}: {memory} "
+        f"(of {size(simulator.problem.machine.memory_gib)}){fits}",
+        *busy_lines(simulator.timeline(plan), devices),
+    ]
+
+
+def found_lines(simulator: Simulator, found: Found, start: Plan) -> list[str]:
+    """What a search in the simulator alone came to."""
+    lines = [
+        f"iter({n}) cur({1e3 * current:.4g}) next({1e3 * proposed:.4g}) best({1e3 * best:.4g})"
+        for n, current, proposed, best in found.series[:: max(1, len(found.series) // 20)]
+    ]
+    lines.append(walk_line(found))
+    if not found.plans:
+        return [*lines, nothing_fits(simulator, start)]
+    before = simulator.estimate(start).seconds
+    plan = found.plans[0][1]
+    seconds = simulator.estimate(plan).seconds  # the search may have gone by the devices alone
+    lines += simulation(simulator, plan)
+    return [*lines, f"predicted gain over the start: {before / seconds:.3f}x, not measured"]
+
+
+def size(gib: float) -> str:
+    """Memory in MiB where GiB would round it away."""
+    return f"{gib:.2f} GiB" if gib >= _SMALL_GIB else f"{1024 * gib:.4g} MiB"
+
+
+def nothing_fits(simulator: Simulator, start: Plan) -> str:
+    """By how much a search in the simulator lacked memory."""
+    held, needed = simulator.problem.machine.memory_gib, simulator.estimate(start).peak_gib
+    return (
+        f"no plan that was tried fits the {size(held)} of a device; the one to start from needs "
+        f"{size(needed)} on one. More devices or a smaller workload.global_batch need less"
+    )
+
+
+def write_timeline(simulator: Simulator, plan: Plan, path: Path) -> None:
+    """Write the simulated step as a Chrome trace."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(chrome_trace(simulator.timeline(plan))))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A strategy's simulated and measured step."""
+
+    trials: tuple[int, ...]
+    simulated_ms: float
+    measured_ms: float
+    simulated_gib: float
+    measured_gib: float | None
+
+    @property
+    def error(self) -> float:
+        """Share of the measured time by which the simulated one is off."""
+        return self.simulated_ms / self.measured_ms - 1
+
+
+def compare(
+    trials: Sequence[Trial], estimate: Callable[[Configuration], Estimate]
+) -> list[Compared]:
+    """Each executed strategy once, the median of its trials."""
+    by_key: dict[str, list[Trial]] = {}
+    for trial in trials:
+        if trial.status is Status.OK and trial.measurement is not None:
+            by_key.setdefault(key_of(trial.configuration), []).append(trial)
+    found = []
+    for same in by_key.values():
+        expected = estimate(same[0].configuration)
+        measured = [t.measurement for t in same if t.measurement is not None]
+        peaks = [m.peak_allocated_gib for m in measured if m.peak_allocated_gib is not None]
+        found.append(
+            Compared(
+                tuple(t.number for t in same),
+                1e3 * expected.seconds,
+                1e3 * statistics.median(m.step_time_s for m in measured),
+                expected.peak_gib,
+                statistics.median(peaks) if peaks else None,
+            )
+        )
+    return found
+
+
+def accuracy_lines(compared: Sequence[Compared]) -> list[str]:
+    """How well the simulator foretold what was measured, the baseline aside.
+
+    Its step is what the machine was fitted to.
+    """
+    errors = [abs(c.error) for c in compared if 0 not in c.trials]
+    if not errors:
+        return []
+    return [
+        f"simulated against measured step of {len(errors)} "
+        f"{'strategy' if len(errors) == 1 else 'strategies'} beside the baseline: median error "
+        f"{100 * statistics.median(errors):.1f}%, worst {100 * max(errors):.1f}%"
+    ]
+
+
+def write_csv(compared: Sequence[Compared], path: Path) -> None:
+    """A row an executed strategy."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["trials", "simulated_ms", "measured_ms", "error", "simulated_gib", "measured_gib"]
+        )
+        for row in compared:
+            writer.writerow(
+                [
+                    " ".join(map(str, row.trials)),
+                    f"{row.simulated_ms:.6g}",
+                    f"{row.measured_ms:.6g}",
+                    f"{row.error:.4f}",
+                    f"{row.simulated_gib:.6g}",
+                    "" if row.measured_gib is None else f"{row.measured_gib:.6g}",
+                ]
+            )
+
+
+# -----------------------------------------------------------------------------
+# How well the simulator foretold single operators: a row a strategy and operator.
+
+HEADER = (
+    "trials",
+    "operator",
+    "kind",
+    "dims",
+    "devices",
+    "simulated_forward_ms",
+    "measured_forward_ms",
+    "simulated_backward_ms",
+    "measured_backward_ms",
+    "simulated_communication_ms",
+    "measured_communication_ms",
+    "simulated_ms",
+    "measured_ms",
+    "error",
+    "simulated_overhead_ms",
+)
+WORST = 3
+"""Operators that are named at the end of a search."""
+
+
+@dataclass(frozen=True)
+class OperatorCompared:
+    """One operator of a strategy that was run.
+
+    Attributes:
+        trials: of the strategy, in which it was timed.
+        operator: which.
+        configuration: its degrees and devices.
+        simulated: what the simulator says.
+        measured: the median of the trials.
+        overhead_ms: what the simulator adds to it, beside its own times, so that whole steps come
+            out right; it was calibrated by a step, not by operators, and none of it was timed.
+
+    """
+
+    trials: tuple[int, ...]
+    operator: Operator
+    configuration: OperatorConfiguration
+    simulated: OperatorTime
+    measured: OperatorTime
+    overhead_ms: float = 0.0
+
+    @property
+    def off_ms(self) -> float:
+        """By how much the simulated time is too long."""
+        return self.simulated.whole_ms - self.measured.whole_ms
+
+    @property
+    def error(self) -> float | None:
+        """The same as a share of the measured time; ``None`` where nothing was measured."""
+        return self.off_ms / self.measured.whole_ms if self.measured.whole_ms > 0 else None
+
+
+def compare_operators(
+    trials: Sequence[Trial],
+    graph: Graph,
+    plan_of: Callable[[Configuration], Plan],
+    simulate: Callable[[Plan], Mapping[str, OperatorTime]],
+    overhead_ms: float = 0.0,
+) -> list[OperatorCompared]:
+    """Every operator of each strategy in whose trials operators were timed.
+
+    Args:
+        trials: of the search.
+        graph: of the job.
+        plan_of: the whole plan of a configuration.
+        simulate: what a plan's operators take.
+        overhead_ms: of each operator, beside that.
+
+    """
+    by_key: dict[str, list[Trial]] = {}
+    for trial in trials:
+        if trial.status is Status.OK and _times(trial):
+            by_key.setdefault(key_of(trial.configuration), []).append(trial)
+    found = []
+    for same in by_key.values():
+        plan = plan_of(same[0].configuration)
+        simulated, numbers = simulate(plan), tuple(trial.number for trial in same)
+        for operator in graph.planned:
+            timed = [t[operator.name] for t in map(_times, same) if operator.name in t]
+            if timed:
+                found.append(
+                    OperatorCompared(
+                        numbers,
+                        operator,
+                        plan[operator.name],
+                        simulated[operator.name],
+                        _median(timed),
+                        overhead_ms,
+                    )
+                )
+    return found
+
+
+def _times(trial: Trial) -> dict[str, OperatorTime]:
+    if trial.measurement is None:
+        return {}
+    told = trial.measurement.environment.get("operators", {})
+    return {name: OperatorTime.from_json(record) for name, record in told.items()}
+
+
+def _median(times: Sequence[OperatorTime]) -> OperatorTime:
+    return OperatorTime(*map(statistics.median, zip(*map(astuple, times), strict=True)))
+
+
+def write_operators_csv(compared: Iterable[OperatorCompared], path: Path) -> None:
+    """A row an operator of an executed strategy."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(HEADER)
+        writer.writerows(map(_cells, compared))
+
+
+def _cells(row: OperatorCompared) -> list[str]:
+    pairs = zip(astuple(row.simulated), astuple(row.measured), strict=True)
+    times = [number for pair in pairs for number in pair]
+    times += [row.simulated.whole_ms, row.measured.whole_ms]
+    return [
+        " ".join(map(str, row.trials)),
+        row.operator.name,
+        row.operator.kind,
+        "x".join(map(str, row.configuration.degrees)),
+        " ".join(map(str, row.configuration.devices)),
+        *(f"{number:.6g}" for number in times),
+        "" if row.error is None else f"{row.error:.4f}",
+        f"{row.overhead_ms:.6g}",
+    ]
+
+
+def worst_lines(compared: Sequence[OperatorCompared]) -> list[str]:
+    """The operators of a strategy that are furthest off, in milliseconds of a step."""
+    worst = sorted(compared, key=lambda row: -abs(row.off_ms))[:WORST]
+    if not worst:
+        return []
+    return ["operators furthest from what was simulated, in ms:", *map(_line, worst)]
+
+
+def _line(row: OperatorCompared) -> str:
+    names = ("forward", "backward", "communication")
+    pairs = zip(names, astuple(row.simulated), astuple(row.measured), strict=True)
+    parts = ", ".join(f"{name} {a:.3f} for {b:.3f}" for name, a, b in pairs)
+    error = "" if row.error is None else f" ({100 * row.error:+.0f}%)"
+    whole = f"simulated {row.simulated.whole_ms:.3f} for {row.measured.whole_ms:.3f} measured"
+    return f"  [{row.operator.name}] {whole}{error}: {parts}"
+
+
+# -----------------------------------------------------------------------------
+# Between plans and configurations: a knob an operator, whose values are written like
+# ``4x1@0,1``.
+#
+# Before the ``@`` stand the number of parts along each dimension of the output, behind it the
+# devices of the parts in row-major order. A scalar's has nothing before it.
+
+_FORM = re.compile(r"^(\d+(x\d+)*)?@\d+(,\d+)*$", re.ASCII)
+
+
+def plan_to_knob(configuration: OperatorConfiguration) -> str:
+    """A knob's value."""
+    degrees = "x".join(map(str, configuration.degrees))
+    return f"{degrees}@{','.join(map(str, configuration.devices))}"
+
+
+def plan_of_knob(value: Value) -> OperatorConfiguration:
+    """What ``written`` wrote.
+
+    Raises:
+        ValueError: it is of another form.
+
+    """
+    if not isinstance(value, str) or not _FORM.match(value):
+        raise ValueError(
+            "its form is PARTS@DEVICES: parts along each dimension of the output, as in 2x1, then "
+            "a device for each part, as in 0,1"
+        )
+    degrees, _, devices = value.partition("@")
+    return OperatorConfiguration(
+        tuple(int(d) for d in degrees.split("x")) if degrees else (),
+        tuple(int(d) for d in devices.split(",")),
+    )
+
+
+def configuration_of(plan: Plan) -> dict[str, Value]:
+    """The whole configuration of a plan."""
+    return {name: plan_to_knob(chosen) for name, chosen in plan.items()}
+
+
+def plan_of(configuration: Configuration) -> Plan:
+    """The plan of a whole configuration."""
+    return {name: plan_of_knob(value) for name, value in configuration.items()}
+
+
+def by_operator(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``runner.knobs`` with whole names: those with dots come as groups from a command line."""
+    found: dict[str, Any] = {}
+    for name, setting in settings.items():
+        inside = by_operator(setting) if setting and isinstance(setting, Mapping) else {"": setting}
+        found.update({f"{name}.{rest}" if rest else str(name): v for rest, v in inside.items()})
+    return found
+
+
+def allowed_configurations(
+    graph: Graph, start: Plan, settings: Mapping[str, Any], devices: int
+) -> dict[str, tuple[OperatorConfiguration, ...]]:
+    """What operators with an entry in ``runner.knobs`` may have.
+
+    Raises:
+        KnobError: an entry is for no operator, or a value is not one that its operator can have.
+
+    """
+    found = {}
+    for name, setting in settings.items():
+        if name not in start:
+            raise KnobError(f"runner.knobs.{name}: no such operator. {nearest(name, start)}")
+        if setting == SEARCH:
+            continue
+        values = setting if isinstance(setting, list | tuple) else [setting]
+        chosen = []
+        for value in values:
+            try:
+                chosen.append(plan_of_knob(value))
+                validate_plan(graph, {**start, name: chosen[-1]}, devices)
+            except ValueError as error:
+                raise KnobError(
+                    f"runner.knobs.{name}={show(value)}: a value such as "
+                    f"{plan_to_knob(start[name])} is needed ({error})"
+                ) from error
+        if isinstance(setting, list | tuple) and start[name] not in chosen:
+            chosen.append(start[name])  # the baseline's, which a search begins with
+        found[name] = tuple(chosen)
+    return found
+
+
+def knobs(
+    problem: Problem, baseline: Plan, settings: Mapping[str, Any]
+) -> tuple[list[Knob], dict[str, Value]]:
+    """Split operators into those searched and those pinned.
+
+    Args:
+        problem: the choices.
+        baseline: the defaults.
+        settings: ``runner.knobs``: what an operator may have, all that there is without an entry.
+
+    Raises:
+        KnobError: an operator that there is not, or a value that it cannot have.
+
+    """
+    declared = []
+    for place, operator in enumerate(problem.operators):
+        values = tuple(plan_to_knob(c) for c in problem.configurations(place))
+        declared.append(
+            Knob(
+                operator.name,
+                Kind.CATEGORICAL,
+                plan_to_knob(baseline[operator.name]),
+                values,
+                numerics=Numerics.REORDERED,
+                help=f"parts and devices of {operator.kind} {list(operator.shape)}",
+            )
+        )
+    asked = {knob.name: SEARCH if len(knob.values) > 1 else knob.default for knob in declared}
+    return narrow(declared, {**asked, **settings}, Numerics.REORDERED)
+
+
+def neighbours(graph: Graph, searched: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """For each searched operator those that it feeds or is fed by, in the graph's order."""
+    found: dict[str, list[str]] = {name: [] for name in searched}
+    for source, target, _ in graph.edges:
+        if source in found and target in found:
+            found[source].append(target)
+            found[target].append(source)
+    return {name: tuple(dict.fromkeys(beside)) for name, beside in found.items()}
+
+
+# -----------------------------------------------------------------------------
+# Files of a strategy that was found, and how well the simulator foretold what was executed.
+
+
+def write_strategy(
+    simulator: Simulator, plan: Plan, devices: int, export_to: str | None, directory: Path
+) -> list[Path]:
+    """The strategy as YAML, its timeline and, where it is regular, a DTensor plan.
+
+    Args:
+        simulator: of the job.
+        plan: to write.
+        devices: of the machine.
+        export_to: another place that the user wants the YAML in.
+        directory: made where it is missing.
+
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    graph = simulator.problem.graph
+    text = formats.dump_plan(graph, plan, devices)
+    written = [directory / "strategy.yaml", *([] if export_to is None else [Path(export_to)])]
+    for path in written:
+        path.write_text(text)
+    timeline = directory / "timeline.json"
+    write_timeline(simulator, plan, timeline)
+    written.append(timeline)
+    with contextlib.suppress(formats.NotRegular):  # one mesh only
+        code = formats.render(graph, plan, devices)
+        (directory / "dtensor_plan.py").write_text(code)
+        written.append(directory / "dtensor_plan.py")
+    return written
+
+
+def write_tables(
+    compared: Sequence[Compared],
+    operators: Sequence[OperatorCompared],
+    directory: Path,
+) -> list[Path]:
+    """Simulated against measured times, by strategy and by operator."""
+    whole = directory / "simulated_against_measured.csv"
+    write_csv(compared, whole)
+    parts = directory / "simulated_against_measured_by_operator.csv"
+    write_operators_csv(operators, parts)
+    return [whole, parts]

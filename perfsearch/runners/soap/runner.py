@@ -1,0 +1,421 @@
+"""Per-operator parallelisation, searched in a simulator and really run (Jia et al. 2019)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from perfsearch.config_options import build_options
+from perfsearch.core import hardware
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hardware import Environment, Hardware, detect_hardware
+from perfsearch.core.hints import PROPAGATION, Hints, Prediction, Walk, WalkRequest
+from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Status, Trial
+from perfsearch.runners.base import Outcome, Runner, environment_of
+from perfsearch.runners.base import Plan as MeasuringPlan
+from perfsearch.runners.ddp import runner
+from perfsearch.runners.soap import job as _soap_given
+from perfsearch.runners.soap import job as _soap_tables
+from perfsearch.runners.soap import report
+from perfsearch.runners.soap.job import Identity, SoapOptions
+from perfsearch.soap import formats
+from perfsearch.soap.plan import Plan
+from perfsearch.workers import processes
+from perfsearch.workers.messages import TrialRequest
+from perfsearch.workers.pool import Pool
+from perfsearch.workloads.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from perfsearch.config import Settings
+    from perfsearch.runners.soap.job import Job
+    from perfsearch.soap.simulator.simulator import Found, Simulator
+
+
+class Soap(Runner):
+    """Searches how each operator is split and placed; data parallelism is the baseline.
+
+    Its knobs are the operators of the model, which are known once the job was described; so
+    ``space`` and ``baseline`` are there after ``open``. ``docs/soap.md`` says how to pin one.
+
+    Args:
+        options: the ``runner.*`` keys.
+        workload: the ``workload.*`` keys.
+        environment: where and within which limits to run.
+        metric: ``objective.metric``.
+        planning: nothing will be run, so the devices need not be here.
+
+    Raises:
+        ValueError: a key has a value that cannot work here; nothing was started.
+
+    """
+
+    requires: ClassVar = {"numba": "soap"}
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Soap:
+        """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
+        options = build_options(SoapOptions, settings.runner.options, "runner")
+        try:
+            workload = WorkloadSpec.from_mapping(
+                {"name": settings.workload.name, **settings.workload.options}
+            )
+            planning = settings.mode != "search"
+            metric = settings.objective.metric
+            return cls(options, workload, environment_of(settings), metric, planning)
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
+
+    def __init__(
+        self,
+        options: SoapOptions,
+        workload: WorkloadSpec,
+        environment: Environment,
+        metric: str = "throughput",
+        planning: bool = False,
+    ) -> None:
+        self.options = options
+        self._environment = environment
+        self._metric = metric
+        self.hardware = detect_hardware(options.device, environment)
+        self.devices = self.hardware.world_size
+        self._given = None
+        if options.tables is None:
+            self.workload = workload.resolve(
+                self.hardware.device, self.hardware.memory_gib, self.devices
+            )
+        else:
+            self._given = _soap_tables.read_tables(Path(options.tables))
+            self.devices = self._given.machine.devices
+            self.workload = _soap_given.workload_of_tables(
+                self._given, options.tables, workload, self.hardware, environment.nproc, planning
+            )
+        self.space = Space([])
+        self.baseline: dict[str, Value] = {}
+        self.pinned: dict[str, Value] = {}
+        self._ranks = Ranks(environment, self.hardware, self.workload)
+        self._trials: Sequence[Trial] = ()
+        self._job: Job | None = None
+
+    @property
+    def job(self) -> Job:
+        """What is known of the job; there after ``open``."""
+        assert self._job is not None
+        return self._job
+
+    @property
+    def inputs(self) -> _soap_tables.Inputs:
+        """Graph, machine and costs; known after ``open``."""
+        return self.job.inputs
+
+    @property
+    def simulator(self) -> Simulator:
+        """Predicts; there after ``open``."""
+        return self.job.simulator
+
+    def open(self, run_dir: Path) -> None:
+        """End what a killed controller left behind, describe the job, and set up the space."""
+        self._environment = replace(self._environment, run_dir=run_dir)
+        self._ranks = Ranks(self._environment, self.hardware, self.workload)
+        processes.reap_groups(run_dir)
+        self.prepare(run_dir / "soap")
+        self.simulator.compile(self.job.first_plan)  # not in the time that a search may take
+
+    def prepare(self, directory: Path) -> None:
+        """Get graph, machine and costs, and the space that follows from them.
+
+        Raises:
+            BadInputError: the job cannot be captured, or a file does not fit it.
+
+        """
+        from perfsearch.runners.soap.job import Job
+
+        if self._given is not None:
+            inputs = self._given
+            inputs.write(directory)
+        else:
+            cache = self.options.cache or "~/.cache/perfsearch/soap"
+            inputs = _soap_tables.measured_tables(
+                directory,
+                Path(cache).expanduser(),
+                self.hardware.device_name,
+                hardware.torch_version(),
+                self.devices,
+                Identity.of(self.workload),
+                self._profile,
+            )
+        self._job = Job(inputs, self.options, self.devices)
+        self.space = Space(self._job.searched)
+        self.baseline, self.pinned = self._job.baseline, self._job.pinned
+
+    def _profile(self, directory: Path, known: list[str], machine: Path | None) -> None:
+        """Have the ranks capture the job and measure what is not known."""
+        self._ranks.describe(directory, known, machine, self.devices, self.options)
+
+    def measure(self, configuration: Configuration, plan: MeasuringPlan) -> Outcome:
+        """Train the configuration."""
+        text = formats.dump_plan(self.inputs.graph, self.plan(configuration), self.devices)
+        return self._ranks.train(text, self.job.replays, plan)
+
+    def plan(self, configuration: Configuration) -> Plan:
+        """The plan of a configuration of the space."""
+        return self.job.plan(configuration)
+
+    def identity(self) -> dict[str, str]:
+        """Model, ranks, devices and versions: what a result holds for."""
+        return {
+            "workload": f"{self.workload.name}/{self.workload.size}/{self.workload.factory or ''}",
+            "global_batch": str(self.workload.global_batch),
+            **self.hardware.identity(),
+            "world_size": str(self.devices),
+        }
+
+    def device_set(self) -> str:
+        """``cpu``, or the UUIDs of the GPUs used."""
+        return self.hardware.device_set
+
+    def hints(self, trials: Sequence[Trial]) -> Hints:
+        """Predicted times and peaks, the memory of a device, and a walk in the simulator."""
+        self._trials = trials
+        return Hints(
+            baseline=dict(self.baseline),
+            memory_limit_gib=self.inputs.machine.memory_gib,
+            predict=lambda configuration: self.predict(configuration, trials),
+            start=self.job.start,
+            walk=self._walk,
+            neighbours=report.neighbours(self.inputs.graph, self.baseline),
+        )
+
+    def predict(self, configuration: Configuration, trials: Sequence[Trial]) -> Prediction:
+        """Simulated time and memory, on a machine that the baseline has told what is beside."""
+        self.job.calibrate(trials, self._environment.run_dir / "soap")
+        found = self.simulator.estimate(self.plan(configuration))
+        assert self.workload.global_batch is not None
+        samples = self.workload.samples_per_step or self.workload.global_batch
+        per = 1 if self._metric == "latency" else samples
+        return Prediction(found.peak_gib, found.seconds / per)
+
+    def screen(self, configuration: Configuration) -> str | None:
+        """Refuse what does not fit by the simulator's account."""
+        found = self.simulator.estimate(self.plan(configuration))
+        if found.fits:
+            return None
+        return (
+            f"it needs {report.size(found.peak_gib)} on one device, of "
+            f"{report.size(self.inputs.machine.memory_gib)}"
+        )
+
+    def _walk(self, request: WalkRequest) -> Walk:
+        self.job.calibrate(self._trials, self._environment.run_dir / "soap")
+        found = walk_chain(self.job.walked, self.plan(request.start), request)
+        points = [self.job.searched_of(plan) for _, plan in found.plans] or [dict(request.start)]
+        line = report.walk_line(found, self.inputs.machine.host_us * self.job.replays)
+        lines = [self.job.coverage.line(), line]
+        if not found.plans:
+            lines.append(report.nothing_fits(self.simulator, self.plan(request.start)))
+        return Walk(points, found.series, "\n".join(lines))
+
+    def simulate(self, settings: Settings, note: Callable[[str], None]) -> int:
+        """Print what is expected of a strategy, without a search (``mode=simulate``)."""
+        self.prepare(self._environment.run_dir / "soap")
+        note(_soap_given.describe_tables(self.inputs, self.options.tables))
+        plan = self.job.first_plan
+        for line in report.simulation(self.simulator, plan):
+            note(line)
+        path = self._environment.run_dir / "timeline.json"
+        report.write_timeline(self.simulator, plan, path)
+        note(f"timeline for chrome://tracing: {path}")
+        return 0
+
+    def estimate(self, settings: Settings, note: Callable[[str], None]) -> int:
+        """Search in the simulator alone, and print what was found (``mode=estimate``)."""
+        self.prepare(self._environment.run_dir / "soap")
+        note(_soap_given.describe_tables(self.inputs, self.options.tables))
+        options = settings.strategy.options
+        start = self.job.first_plan
+        how = [options.get(name) for name in ("alpha", "return_every", "propagation")]
+        request = WalkRequest({}, options.get("proposals"), settings.seed, *how)
+        found = walk_chain(self.job.walked, start, request)
+        if settings.strategy.name not in ("mcmc", "auto"):
+            note(f"searched by a Markov chain: strategy={settings.strategy.name} needs trials")
+        for line in report.found_lines(self.simulator, found, start):
+            note(line)
+        if self.options.export_to is not None and found.plans:
+            text = formats.dump_plan(self.inputs.graph, found.plans[0][1], self.devices)
+            Path(self.options.export_to).write_text(text)
+            note(f"written: {self.options.export_to}")
+        return 0 if found.plans else 1
+
+    def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
+        """The strategy as FlexFlow prints it, and how well the simulator foretold the trials."""
+        self.job.calibrate(trials, self._environment.run_dir / "soap")
+        lines = formats.plan_table(self.inputs.graph, self.plan(configuration))
+        own = [t for t in trials if key_of(t.configuration) == key_of(configuration)]
+        worst = report.worst_lines(self._operators_of(own))
+        return [*lines, *report.accuracy_lines(self._compared(trials)), *worst]
+
+    def _operators_of(self, trials: Sequence[Trial]) -> list[report.OperatorCompared]:
+        overhead_ms = 2e-3 * self.inputs.machine.task_us  # forward and backward
+        return report.compare_operators(
+            trials, self.inputs.graph, self.plan, self.simulator.by_operator, overhead_ms
+        )
+
+    def _compared(self, trials: Sequence[Trial]) -> list[report.Compared]:
+        return report.compare(trials, lambda c: self.simulator.estimate(self.plan(c)))
+
+    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
+        """Write the strategy, its timeline, and simulated against measured times."""
+        strategies = report.write_strategy(
+            self.simulator,
+            self.plan(configuration),
+            self.devices,
+            self.options.export_to,
+            directory,
+        )
+        tables = report.write_tables(
+            self._compared(self._trials), self._operators_of(self._trials), directory
+        )
+        return [*strategies, *tables]
+
+    def settings_of(self, configuration: Configuration) -> dict[str, Any]:
+        """Every operator pinned, and nothing imported."""
+        pinned = {**self.pinned, **configuration}
+        return {"knobs": pinned, "import_from": None, "export_to": None}
+
+    def close(self) -> None:
+        """End the warm group."""
+        self._ranks.close()
+        processes.reap_groups(self._environment.run_dir, grace_s=0.0)
+
+
+# -----------------------------------------------------------------------------
+# How a chain walks in the simulator, where the user leaves that to the runner.
+
+PROPOSALS = 200_000
+ALPHA = 1.0
+RETURNS = 100
+"""Times that a chain goes back to its best plan, unless it is told when to."""
+
+
+def walk_chain(simulator: Simulator, start: Plan, request: WalkRequest) -> Found:
+    """Walk from ``start``; what ``request`` leaves open is as was found best."""
+    from perfsearch.soap.simulator.chain import ChainOptions
+
+    proposals = PROPOSALS if request.proposals is None else request.proposals
+    every = proposals // RETURNS if request.return_every is None else request.return_every
+    options = ChainOptions(
+        alpha=ALPHA if request.alpha is None else request.alpha,
+        carry=PROPAGATION if request.propagation is None else request.propagation,
+        return_every=every,
+    )
+    return simulator.search(start, proposals, options, request.seed)
+
+
+# -----------------------------------------------------------------------------
+# Requests of ``runner=soap`` to its ranks: describe the job, or train a plan.
+
+
+class Ranks:
+    """The processes of a search; started when they are first asked for something.
+
+    Args:
+        environment: where and within which limits to run.
+        hardware: what they run on.
+        workload: what they train, resolved.
+
+    """
+
+    def __init__(
+        self, environment: Environment, hardware: Hardware, workload: WorkloadSpec
+    ) -> None:
+        self._environment, self._hardware, self._workload = environment, hardware, workload
+        self._pool = Pool(environment, hardware.gpus)
+        self._not_examined: set[str] = set()
+
+    def train(self, strategy: str, replays: bool, plan: MeasuringPlan) -> Outcome:
+        """Train the text of a strategy as planned, and time its operators afterwards.
+
+        A strategy whose trial had to be repeated without that is not asked for it again.
+        """
+        options = {"cuda_graph": replays, "examine": strategy not in self._not_examined}
+        outcome = self._ask("soap.recipe", {"plan": strategy}, options, plan)
+        found = outcome.measurement
+        if outcome.status is Status.OK and found and "operators" not in found.environment:
+            self._not_examined.add(strategy)
+        return outcome
+
+    def describe(
+        self,
+        directory: Path,
+        known: list[str],
+        machine: Path | None,
+        devices: int,
+        options: SoapOptions,
+    ) -> None:
+        """Have the job captured and measured, and the files left in a directory.
+
+        Args:
+            directory: of the files.
+            known: keys of costs that need not be measured.
+            machine: file of one whose transfers are known.
+            devices: to plan for.
+            options: of the runner.
+
+        Raises:
+            BadInputError: it failed; the message has the reason and the log.
+
+        """
+        memory_gib = self._hardware.memory_gib
+        if memory_gib is None:
+            pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            memory_gib = pages / 2**30 / self._hardware.nproc
+        wanted = {
+            "directory": str(directory.absolute()),
+            "samples": self._workload.global_batch,
+            "devices": devices,
+            "device_name": self._hardware.device_name,
+            "memory_gib": memory_gib,
+            "known": known,
+            "machine": None if machine is None else str(machine.absolute()),
+            "roles": list(options.split),
+        }
+        plan = MeasuringPlan(
+            number=-1,
+            time_limit_s=self._environment.limits.trial_s,
+            scored_steps=(1, 1),
+            scored_seconds=0.0,
+            log_directory=self._environment.run_dir / "logs" / "profile",
+        )
+        outcome = self._ask("soap.profile", {}, wanted, plan)
+        if outcome.status is not Status.OK:
+            raise BadInputError(
+                f"runner=soap: the job could not be described: {outcome.reason}. Full log: "
+                f"{outcome.log_path}"
+            )
+
+    def _ask(
+        self,
+        recipe: str,
+        configuration: dict[str, Any],
+        options: dict[str, Any],
+        plan: MeasuringPlan,
+    ) -> Outcome:
+        assert self._workload.global_batch is not None
+        request = TrialRequest(
+            serial=0,
+            recipe=recipe,
+            configuration=configuration,
+            samples_per_step=self._workload.global_batch,
+            recipe_options=options,
+        )
+        spec = runner.group_spec(self._environment, self._hardware, self._workload, {})
+        counted = self._workload.samples_per_step if recipe == "soap.recipe" else None
+        return runner.measure_in_group(self._pool, spec, request, plan, counted)
+
+    def close(self) -> None:
+        """End them."""
+        self._pool.close()

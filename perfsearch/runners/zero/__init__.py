@@ -1,0 +1,1 @@
+"""ZeRO stages, micro-batch and activation checkpointing, with torch alone."""

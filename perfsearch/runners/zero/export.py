@@ -1,0 +1,487 @@
+"""The same configuration for DeepSpeed, HF Trainer and Accelerate, as far as each can say it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perfsearch.core.hardware import Hardware
+from perfsearch.core.knob import Value
+from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.metrics.memory import MemoryFacts
+from perfsearch.parallel.wrapper import DEFAULT_BUCKET_MB, wrapper_arguments
+from perfsearch.runners._zero_batch import Batch
+
+_MIB = 2**20
+
+Form = tuple[dict[str, Any] | None, str]
+"""A form, or why there is none."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the forms need beside the knobs.
+
+    Attributes:
+        world_size: ranks.
+        nodes: they run on.
+        on_gpu: whether on GPUs.
+        half: whether mixed precision computes in two bytes.
+        block_class: name of the class of the repeated blocks; empty where there is none.
+
+    """
+
+    world_size: int
+    nodes: int
+    on_gpu: bool
+    half: bool
+    block_class: str
+
+
+def _number(whole: Mapping[str, Value], name: str) -> int:
+    return int(whole.get(name) or 0)
+
+
+def deepspeed(whole: Mapping[str, Value], job: Job) -> dict[str, Any]:
+    """``ds_config.json``; optimizer and schedule stay the client's."""
+    stage = _number(whole, "zero_stage")
+    zero: dict[str, Any] = {"stage": stage}
+    bucket = float(whole.get("bucket_cap_mb") or DEFAULT_BUCKET_MB)
+    if stage in (0, 1) and bucket != DEFAULT_BUCKET_MB:
+        zero["reduce_bucket_size"] = int(bucket * _MIB / (2 if job.half else 4))
+    if stage >= 2 and whole.get("cpu_offload"):
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    if stage == 3 and _number(whole, "shard_group_size"):
+        zero["mics_shard_size"] = _number(whole, "shard_group_size")
+    if stage == 3 and _number(whole, "reshard_group_size"):
+        zero["zero_hpz_partition_size"] = _number(whole, "reshard_group_size")
+    micro, times = _number(whole, "micro_batch"), _number(whole, "gradient_accumulation")
+    form: dict[str, Any] = {
+        "train_batch_size": micro * times * job.world_size,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": times,
+        "zero_optimization": zero,
+    }
+    if job.half:
+        form["bf16"] = {"enabled": True}
+    return form
+
+
+def deepspeed_notes(whole: Mapping[str, Value]) -> Iterator[str]:
+    """What ``ds_config.json`` cannot say."""
+    every = _number(whole, "activation_checkpointing")
+    if every:
+        yield (
+            "ds_config.json: DeepSpeed checkpoints activations where the model calls it; wrap "
+            f"{'every block' if every == 1 else f'one block in {every}'} as zero.py does"
+        )
+    if _number(whole, "zero_stage") == 2:
+        yield (
+            "ds_config.json: DeepSpeed's stage 2 keeps whole parameters between steps, torch's "
+            "form of it (zero.py) spreads them; its memory and speed were not measured"
+        )
+    yield "ds_config.json was derived from the torch form and not run under DeepSpeed"
+
+
+def trainer(whole: Mapping[str, Value], job: Job) -> Form:
+    """Arguments of ``transformers.TrainingArguments``."""
+    every, stage = _number(whole, "activation_checkpointing"), _number(whole, "zero_stage")
+    reason = _inexpressible(whole, job)
+    if reason:
+        return None, reason
+    form: dict[str, Any] = {
+        "per_device_train_batch_size": _number(whole, "micro_batch"),
+        "gradient_accumulation_steps": _number(whole, "gradient_accumulation"),
+    }
+    if job.half:
+        form["bf16"] = True
+    if not job.on_gpu:
+        form["use_cpu"] = True
+    if every and stage < 2:
+        form["gradient_checkpointing"] = True
+        form["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if stage == 1:
+        return None, "Trainer has no ZeroRedundancyOptimizer; use ds_config.json or zero.py"
+    if stage == 0:
+        bucket = float(whole.get("bucket_cap_mb") or DEFAULT_BUCKET_MB)
+        if bucket != DEFAULT_BUCKET_MB:
+            form["ddp_bucket_cap_mb"] = int(bucket)
+        return form, ""
+    offload = " offload" if whole.get("cpu_offload") else ""
+    form["fsdp"] = ("full_shard" if stage == 3 else "shard_grad_op") + offload + " auto_wrap"
+    form["fsdp_config"] = {
+        "fsdp_version": 2,
+        "reshard_after_forward": stage == 3,
+        "transformer_layer_cls_to_wrap": [job.block_class],
+        "activation_checkpointing": bool(every),
+    }
+    return form, ""
+
+
+def accelerate(whole: Mapping[str, Value], job: Job) -> Form:
+    """A configuration file of ``accelerate launch`` with FSDP2."""
+    stage = _number(whole, "zero_stage")
+    if stage < 2:
+        return None, f"stage {stage} does not shard parameters, so FSDP has nothing to do"
+    reason = _inexpressible(whole, job)
+    if reason:
+        return None, reason
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "mixed_precision": "bf16" if job.half else "no",
+        "num_machines": job.nodes,
+        "num_processes": job.world_size,
+        "use_cpu": not job.on_gpu,
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": stage == 3,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": job.block_class,
+            "fsdp_offload_params": bool(whole.get("cpu_offload")),
+            "fsdp_activation_checkpointing": bool(_number(whole, "activation_checkpointing")),
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        },
+    }, ""
+
+
+def fsdp_notes(whole: Mapping[str, Value], job: Job) -> Iterator[str]:
+    """What Trainer's and Accelerate's forms of a sharded stage cannot say."""
+    micro, times = _number(whole, "micro_batch"), _number(whole, "gradient_accumulation")
+    if times > 1:
+        # accelerate launch refuses a file with a key that it does not know
+        yield (
+            "accelerate_fsdp.yaml has no place for accumulation: build "
+            f"Accelerator(gradient_accumulation_steps={times}) in the script, or set "
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={times}, and load batches of {micro}"
+        )
+    else:
+        yield f"accelerate_fsdp.yaml has no place for the batch: load batches of {micro}"
+    if job.half:
+        yield (
+            "Trainer and Accelerate also reduce gradients in bfloat16 by default; zero.py, as "
+            "measured, in float32"
+        )
+
+
+def _inexpressible(whole: Mapping[str, Value], job: Job) -> str:
+    """Why Trainer and Accelerate cannot say it."""
+    if _number(whole, "activation_checkpointing") > 1:
+        return "it checkpoints all blocks or none, not every second or fourth"
+    if _number(whole, "zero_stage") < 2:
+        return ""
+    if not job.block_class:
+        return "it wraps blocks by the name of their class, and the job names no blocks"
+    for name in ("shard_group_size", "reshard_group_size", "gradient_sync_each"):
+        if whole.get(name):
+            return f"it has no {name}={whole[name]}"
+    if (_number(whole, "blocks_per_unit") or 1) > 1:
+        return "it gathers each block by itself"
+    return ""
+
+
+def as_yaml(form: Mapping[str, Any], indent: str = "") -> str:
+    """Nested mappings of plain scalars as YAML."""
+    lines = []
+    for name, value in form.items():
+        if isinstance(value, Mapping):
+            lines.append(f"{indent}{name}:\n{as_yaml(value, indent + '  ')}")
+        else:
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            lines.append(f"{indent}{name}: {text!r}\n" if text in ("no", "") else
+                         f"{indent}{name}: {text}\n")  # fmt: skip
+    return "".join(lines)
+
+
+# -----------------------------------------------------------------------------
+# A configuration in the forms that a job can use without perfsearch.
+
+
+def export_files(
+    configuration: Mapping[str, Value],
+    batch: Batch,
+    hardware: Hardware,
+    facts: MemoryFacts | None,
+    trials: Sequence[Trial],
+    directory: Path,
+) -> list[Path]:
+    """Write every form that fits, and a note on what the forms leave out.
+
+    Args:
+        configuration: every knob, pinned ones included.
+        batch: the arithmetic of batches.
+        hardware: where it was found.
+        facts: of the job's tensors, where they are known.
+        trials: of the search, for the summary.
+        directory: made when it is missing.
+
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    whole = {**configuration, "gradient_accumulation": batch.accumulation_of(configuration)}
+    job = Job(
+        world_size=hardware.world_size,
+        nodes=hardware.nnodes,
+        on_gpu=hardware.device == "cuda",
+        half=facts is not None and facts.cast_bytes == 2,
+        block_class="" if facts is None else facts.block_class,
+    )
+    files: dict[str, str] = {
+        "zero.py": training_code(whole, job),
+        "ds_config.json": _as_json(deepspeed(whole, job)),
+    }
+    notes = list(deepspeed_notes(whole))
+    for name, (form, reason) in {
+        "hf_trainer_args.json": trainer(whole, job),
+        "accelerate_fsdp.yaml": accelerate(whole, job),
+    }.items():
+        if form is None:
+            notes.append(f"{name} is not written: {reason}")
+        elif name.endswith(".json"):
+            files[name] = _as_json(form)
+        else:
+            files[name] = as_yaml(form)
+            notes += fsdp_notes(whole, job)
+    files["summary.txt"] = tuning_summary(trials, batch, configuration)
+    if notes:
+        files["notes.txt"] = "\n".join([*notes, ""])
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    return [directory / name for name in files]
+
+
+def _as_json(form: Mapping[str, Any]) -> str:
+    return json.dumps(form, indent=2) + "\n"
+
+
+def tuning_summary(trials: Sequence[Trial], batch: Batch, pinned: Mapping[str, Value]) -> str:
+    """A table in the manner of DeepSpeed's autotuner: a row for each tuning space.
+
+    Args:
+        trials: of the search.
+        batch: the arithmetic of batches.
+        pinned: values of the knobs that trials do not name, as they all share them.
+
+    """
+    tried = [t for t in trials if t.purpose in (Purpose.BASELINE, Purpose.SEARCH)]
+    spaces: dict[str, list[Trial]] = {}
+    for trial in tried:
+        spaces.setdefault(_space(trial, pinned), []).append(trial)
+    rows = [["tuning_space", "num_experiments", "best_metric_val", "best_exp_name"]]
+    for name, members in sorted(spaces.items()):
+        rows.append([name, str(len(members)), *_best(members, pinned)])
+    rows.append(["all", str(len(tried)), *_best(tried, pinned)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+             for row in rows]  # fmt: skip
+    seconds = sum(t.seconds for t in trials)
+    failed = sum(t.status.is_failure for t in tried)
+    lines += [
+        "",
+        f"Tuning took {seconds:.1f} s in {len(trials)} experiment{'s' * (len(trials) != 1)}, "
+        "confirmation included; "
+        f"{failed} of the {len(tried)} above failed ("
+        f"{sum(t.status is Status.OOM for t in tried)} out of memory).",
+        f"batch={batch.rule}, global batch of the baseline {batch.global_batch}; metric: the "
+        "objective of the search, single readings.",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _space(trial: Trial, pinned: Mapping[str, Value]) -> str:
+    whole = {**pinned, **trial.configuration}
+    every = whole.get("activation_checkpointing")
+    name = f"z{whole.get('zero_stage') or 0}"
+    return f"{name}_ac{every}" if every else name
+
+
+def _best(trials: Sequence[Trial], pinned: Mapping[str, Value]) -> list[str]:
+    valid = [t for t in trials if t.status is Status.OK and t.cost is not None]
+    if not valid:
+        return ["none", "none"]
+    best = min(valid, key=lambda t: t.cost or 0.0)
+    micro = {**pinned, **best.configuration}.get("micro_batch")
+    name = _space(best, pinned) + ("" if micro is None else f"_tmbspg{micro}")
+    return [f"{best.objective:.2f}", f"{name} (trial {best.number})"]
+
+
+# -----------------------------------------------------------------------------
+# A configuration as lines of Python that build exactly it with torch alone.
+
+_HEAD = '''"""Built from a measured configuration; call `build`, then `train_step` each step.
+
+`blocks` are the repeated modules of `model` in order; `make_optimizer(parameters)` makes yours;
+`loss_of(model, batch)` is the mean loss of a batch; `micro_batches` has {times} batches of {micro}.
+"""
+'''
+
+
+def training_code(whole: Mapping[str, Value], job: Job) -> str:
+    """The whole file."""
+    stage = _number(whole, "zero_stage")
+    head = _HEAD.format(
+        times=_number(whole, "gradient_accumulation"), micro=_number(whole, "micro_batch")
+    )
+    body = _replicated(whole, job) if stage < 2 else _sharded(whole, job)
+    parts = [head, *_imports(whole, job), "", "", "def build(model, blocks, make_optimizer):"]
+    parts += [f"    {line}".rstrip() for line in [*_checkpointing(whole), *body]]
+    parts += ["", "", *_train_step(whole, job)]
+    return "\n".join([*parts, ""])
+
+
+def _imports(whole: Mapping[str, Value], job: Job) -> list[str]:
+    stage = _number(whole, "zero_stage")
+    lines = ["import contextlib", "", "import torch"]
+    if stage >= 2:
+        names = ["MixedPrecisionPolicy"] if _by_policy(whole, job) else []
+        names = (["CPUOffloadPolicy"] if whole.get("cpu_offload") else []) + names
+        lines += [
+            "from torch.distributed.device_mesh import init_device_mesh",
+            f"from torch.distributed.fsdp import {', '.join([*names, 'fully_shard'])}",
+        ]
+    if stage == 1:
+        lines.append("from torch.distributed.optim import ZeroRedundancyOptimizer")
+    if stage < 2:
+        lines.append("from torch.nn.parallel import DistributedDataParallel")
+    if _number(whole, "activation_checkpointing"):
+        lines.append("from torch.utils.checkpoint import checkpoint")
+    return lines
+
+
+def _by_policy(whole: Mapping[str, Value], job: Job) -> bool:
+    sharded = _number(whole, "zero_stage") >= 2
+    return job.half and sharded and whole.get("mixed_precision") != "autocast"
+
+
+def _checkpointing(whole: Mapping[str, Value]) -> list[str]:
+    every = _number(whole, "activation_checkpointing")
+    if not every:
+        return []
+    chosen = "blocks" if every == 1 else f"blocks[{every - 1}::{every}]"
+    return [
+        f"for block in {chosen}:",
+        "    def forward(*args, own=block.forward, **kwargs):",
+        "        return checkpoint(own, *args, use_reentrant=False, **kwargs)",
+        "    block.forward = forward",
+    ]
+
+
+def _fused(whole: Mapping[str, Value]) -> list[str]:
+    choice = whole.get("optimizer_implementation")
+    if choice in (None, "default"):
+        return []
+    return [f"# make_optimizer must give its optimizer {choice}=True"]
+
+
+def _replicated(whole: Mapping[str, Value], job: Job) -> list[str]:
+    arguments = ["model"]
+    if job.on_gpu:
+        arguments.append("device_ids=[torch.cuda.current_device()]")
+    arguments += [f"{name}={value!r}" for name, value in wrapper_arguments(whole).items()]
+    lines = [f"net = DistributedDataParallel({', '.join(arguments)})", *_fused(whole)]
+    if _number(whole, "zero_stage") == 0:
+        return [*lines, "return net, make_optimizer(model.parameters())"]
+    return [
+        *lines,
+        "whole = make_optimizer([p for p in model.parameters() if p.requires_grad])",
+        "groups = [{'params': list(group['params'])} for group in whole.param_groups]",
+        "def mine(parts, **_):  # this rank's parameters, in the groups that they were in",
+        "    for group, part in zip(whole.param_groups, parts, strict=True):",
+        "        group['params'] = part['params']",
+        "    kept = {p for part in parts for p in part['params']}",
+        "    for parameter in [p for p in whole.state if p not in kept]:",
+        "        del whole.state[parameter]",
+        "    return whole",
+        "return net, ZeroRedundancyOptimizer(groups, mine)",
+    ]
+
+
+def _sharded(whole: Mapping[str, Value], job: Job) -> list[str]:
+    stage, group = _number(whole, "zero_stage"), _number(whole, "shard_group_size")
+    kind = "cuda" if job.on_gpu else "cpu"
+    if group:
+        shape = f"({job.world_size // group}, {group}), mesh_dim_names=('replicate', 'shard')"
+    else:
+        shape = f"({job.world_size},), mesh_dim_names=('shard',)"
+    reshard: bool | int = False if stage == 2 else _number(whole, "reshard_group_size") or True
+    lines = [
+        f"mesh = init_device_mesh({kind!r}, {shape})",
+        f"how = dict(mesh=mesh, reshard_after_forward={reshard})",
+    ]
+    if _by_policy(whole, job):
+        lines += [
+            "how['mp_policy'] = MixedPrecisionPolicy(",
+            "    param_dtype=torch.bfloat16, reduce_dtype=torch.float32",
+            ")",
+        ]
+    if whole.get("cpu_offload"):
+        lines.append("how['offload_policy'] = CPUOffloadPolicy()")
+    size = _number(whole, "blocks_per_unit") or 1
+    if size == 1:
+        lines += ["for block in blocks:", "    fully_shard(block, **how)"]
+    else:
+        lines += [
+            f"for first in range(0, len(blocks), {size}):",
+            f"    unit = list(blocks[first : first + {size}])",
+            "    fully_shard(unit if len(unit) > 1 else unit[0], **how)",
+        ]
+    if _by_policy(whole, job):
+        lines += [
+            "how['mp_policy'] = MixedPrecisionPolicy(",
+            "    param_dtype=torch.bfloat16, reduce_dtype=torch.float32,",
+            "    output_dtype=torch.float32,  # of the outermost module alone",
+            ")",
+        ]
+    lines += ["fully_shard(model, **how)"]
+    if isinstance(reshard, bool):
+        lines += [f"model.set_reshard_after_forward({reshard})  # the outermost module too"]
+    lines += _prefetch(whole, size)
+    trainable = "[p for p in model.parameters() if p.requires_grad]"
+    return [*lines, *_fused(whole), f"return model, make_optimizer({trainable})"]
+
+
+def _prefetch(whole: Mapping[str, Value], size: int) -> list[str]:
+    ahead, behind = _number(whole, "forward_prefetch"), _number(whole, "backward_prefetch")
+    if not ahead and not behind:
+        return []
+    lines = [f"units = blocks[::{size}]", "for place, unit in enumerate(units):"]
+    if ahead:
+        nearby = f"list(units[place + 1 : place + {1 + ahead}])"
+        lines.append(f"    unit.set_modules_to_forward_prefetch({nearby})")
+    if behind:
+        lines.append(
+            "    unit.set_modules_to_backward_prefetch("
+            f"list(units[max(0, place - {behind}) : place])[::-1])"
+        )
+    return lines
+
+
+def _train_step(whole: Mapping[str, Value], job: Job) -> list[str]:
+    sharded, times = _number(whole, "zero_stage") >= 2, _number(whole, "gradient_accumulation")
+    autocast = job.half and not _by_policy(whole, job)
+    lines = ["def train_step(net, optimizer, loss_of, micro_batches):"]
+    lines += ["    for number, batch in enumerate(micro_batches, start=1):"]
+    last = f"number == {times}"
+    if sharded:
+        sync = "True" if whole.get("gradient_sync_each") else last
+        lines += [
+            f"        net.set_requires_gradient_sync({sync})",
+            f"        net.set_is_last_backward({last})",
+            "        waiting = contextlib.nullcontext()",
+        ]
+    else:
+        lines += [f"        waiting = contextlib.nullcontext() if {last} else net.no_sync()"]
+    scale = f" / {times}" if times > 1 else ""
+    lines += ["        with waiting:"]
+    if autocast:
+        kind = "cuda" if job.on_gpu else "cpu"
+        lines += [f"            with torch.autocast({kind!r}, torch.bfloat16):"]
+        lines += [f"                loss = loss_of(net, batch){scale}"]
+    else:
+        lines += [f"            loss = loss_of(net, batch){scale}"]
+    lines += ["            loss.backward()", "    optimizer.step()"]
+    return [*lines, "    optimizer.zero_grad(set_to_none=True)"]

@@ -1,0 +1,1 @@
+"""From a PyTorch model and loss to the graph that is planned."""

@@ -1,0 +1,681 @@
+"""From a traced program to the graph of operators."""
+
+from __future__ import annotations
+
+import operator as operators
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from perfsearch.soap.capture.lower import (
+    RULES,
+    TAKE_PARAMETERS,
+    Autocast,
+    Call,
+    Lowered,
+    Slot,
+    Value,
+    Writes,
+    batch_size,
+    draws_random,
+    dtype_name,
+    gives_many,
+    least_flops,
+    loss_and_scale,
+    module_of,
+    out_of_place,
+    place_of,
+    require_real,
+    require_same_dtype,
+    require_tensors,
+    same,
+    schema_name,
+    shape_of,
+    unsplit,
+)
+from perfsearch.soap.capture.trace import CaptureError, Loss, Program, trace
+from perfsearch.soap.graph import (
+    INPUT,
+    WHOLE,
+    Graph,
+    Operator,
+    Parameter,
+    Role,
+    Same,
+    Shape,
+    Stage,
+    Whole,
+)
+from perfsearch.soap.parts import is_real
+from perfsearch.soap.rules.base import read, sizes
+from perfsearch.soap.rules.dense import embedding_bag
+from perfsearch.soap.rules.loss import LOSSES, total
+from perfsearch.soap.rules.pointwise import pointwise
+
+_CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_size"})
+_HAVE_RULES = frozenset({"dropout", "scaled_dot_product_attention"})
+_DRAWING = frozenset({"dropout", "attention"})
+
+
+def capture(
+    model: nn.Module, loss: Loss, batch: Any, autocast: torch.dtype | None = None
+) -> Captured:
+    """Capture a training step.
+
+    Args:
+        model: unmodified, in the mode that it is trained in; may be on any device.
+        loss: mean loss of the model on a batch.
+        batch: of the global batch's size.
+        autocast: dtype that the step is cast to where that is safe; ``None``: nothing is.
+
+    Raises:
+        CaptureError: it cannot be traced, or draws or writes what cannot be split.
+
+    """
+    program = trace(model, loss, batch)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return _Capture(program, parameters, Autocast(autocast)).run()
+
+
+@dataclass
+class _Capture:
+    program: Program
+    trained: dict[str, nn.Parameter]
+    autocast: Autocast
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    calls: dict[fx.Node, Call] = field(default_factory=dict)
+    sources: dict[str, Call] = field(default_factory=dict)
+    drafts: list[Draft] = field(default_factory=list)
+
+    def run(self) -> Captured:
+        nodes = list(self.program.graph.nodes)
+        whole_output = next(n for n in nodes if n.op == "output").args[0]
+        while isinstance(whole_output, list | tuple):
+            whole_output = whole_output[0]
+        self.output, self.scale = loss_and_scale(whole_output, LOSSES)
+        self.writes = Writes(nodes, self.program.buffers)
+        self.batch = batch_size(nodes, self.program.leaves)
+        for node in nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._placeholder(node)
+            elif node.op == "call_function" and node not in self.writes.skipped:
+                self._call(node)
+                if node is self.output and self.drafts[-1].kind != WHOLE:
+                    break  # what follows is its factor, or not needed for it
+                if node is self.output:
+                    self.output, self.scale = whole_output, 1.0
+        if self.output not in self.values:
+            raise CaptureError("the loss does not depend on the model by tensors")
+        graph = assemble(self.drafts, self.values[self.output].name, self.batch)
+        named = {d.name for d in self.drafts if d.kind == INPUT}
+        return Captured(
+            graph=graph,
+            leaves=tuple(self.program.leaves),
+            buffers={p: n for p, n in self.program.buffers.items() if p in named},
+            constants=self.program.constants,
+            counters=self.writes.counters,
+            tracer=self.program.tracer,
+        )
+
+    def _placeholder(self, node: fx.Node) -> None:
+        name, program = node.name, self.program
+        if name in program.parameters:
+            tensor = self.trained[program.parameters[name]]
+            # of a tied tensor, the first of its names
+            key = next(n for n, other in self.trained.items() if other is tensor)
+            labels = (Role.PARAMETER,) * tensor.dim()
+            self.values[node] = Value(
+                key, tuple(tensor.shape), dtype_name(tensor), labels, True, tensor.requires_grad
+            )
+            return
+        tensor = node.meta["val"] if "val" in node.meta else program.constants.get(name)
+        if tensor is None:
+            return  # a function of its own, which is refused where it is called
+        shape = tuple(int(size) for size in tensor.shape)
+        leaf = name in program.leaves
+        labels = tuple(
+            Role.SAMPLE if leaf and dim == 0 else Role.ATTRIBUTE for dim in range(len(shape))
+        )
+        self.values[node] = Value(name, shape, dtype_name(tensor), labels, local=True, sampled=leaf)
+        self.drafts.append(Draft(name, INPUT, self.values[node], None, (), "", ""))
+
+    def _call(self, node: fx.Node) -> None:
+        call = self._as_call(node)
+        self.calls[node] = call
+        if call.name in _CHECKS or (call.name != "getitem" and gives_many(node)):
+            return
+        if draws_random(node) and call.name not in _HAVE_RULES:
+            raise unsplit(node, call.name)
+        lowered = self._lower(call)
+        if lowered is None and call.name in _HAVE_RULES and call.get("dropout_p"):
+            raise unsplit(node, call.name)
+        lowered = lowered or self._fallback(call)
+        self._add(node, call, lowered)
+
+    def _as_call(self, node: fx.Node) -> Call:
+        if node.target is operators.getitem:
+            made, index = node.args
+            if made in self.values:
+                raise CaptureError(f"a tensor is indexed outside torch; {place_of(node)}")
+            arguments: dict[str, Any] = {"made": self.calls[made], "index": index}
+            name = "getitem"
+        else:
+            name = schema_name(node)
+            if name not in _CHECKS:
+                require_tensors(node, name, self.values, self.writes.skipped)
+            arguments = self._arguments(node)
+        value = node.meta.get("val")
+        if node in self.writes.in_place:
+            name = name.removesuffix("_")
+            require_same_dtype(node)
+        return Call(
+            name=name,
+            target=out_of_place(node.target) if node in self.writes.in_place else node.target,
+            arguments=arguments,
+            shape=shape_of(node),
+            dtype=dtype_name(value) if isinstance(value, torch.Tensor) else "",
+            is_output=node is self.output,
+            sources=self.sources,
+        )
+
+    def _arguments(self, node: fx.Node) -> dict[str, Any]:
+        schema = node.target._schema.arguments
+        given: dict[str, Any] = {a.name: a.default_value for a in schema if a.has_default_value()}
+        given.update({a.name: v for a, v in zip(schema, node.args, strict=False)})
+        given.update(node.kwargs)
+        return {a.name: self._value(given[a.name]) for a in schema if a.name in given}
+
+    def _value(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self.values.get(argument, self.calls.get(argument))
+        if isinstance(argument, list | tuple):
+            return [self._value(part) for part in argument]
+        return argument
+
+    def _lower(self, call: Call) -> Lowered | None:
+        if call.is_output and call.name in ("mean", "sum") and call.get("dim") is None:
+            return total(call)
+        made = call.get("made")
+        if isinstance(made, Call) and made.name == "embedding_bag":
+            if call["index"] == 0:
+                return embedding_bag(replace(made, shape=call.shape, dtype=call.dtype))
+            return None
+        rule = RULES.get(call.name)
+        if rule is None:
+            tags = getattr(call.target, "tags", ())
+            return pointwise(call) if torch.Tag.pointwise in tags else None
+        if call.name in TAKE_PARAMETERS:
+            lowered = rule(call)
+            if lowered is not None:
+                return lowered
+        return rule(self._without_parameters(call))
+
+    def _without_parameters(self, call: Call) -> Call:
+        """Give each parameter an operator of its own, so that it is a tensor like any other."""
+        made = call.get("made")
+        inner = {"made": self._without_parameters(made)} if isinstance(made, Call) else {}
+        arguments = {n: self._as_tensor(v) for n, v in call.arguments.items()}
+        return replace(call, arguments={**arguments, **inner})
+
+    def _as_tensor(self, argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [self._as_tensor(part) for part in argument]
+        if not isinstance(argument, Value) or not argument.parameter:
+            return argument
+        name = f"parameter:{argument.name}"
+        count = len(argument.shape)
+        value = Value(
+            name, argument.shape, argument.dtype, argument.labels, local=True, weighted=True
+        )
+        if all(draft.name != name for draft in self.drafts):
+            lowered = Lowered("parameter", argument.labels, (True,) * count)
+            lowered.operand(argument, same(count), "value")
+            self._append(name, value, lowered, argument.name, "")
+        return value
+
+    def _fallback(self, call: Call) -> Lowered:
+        """The function as it stands, whole, on one device."""
+        call = self._without_parameters(call)
+        output = None
+        if call.name == "getitem":
+            output, call = call["index"], call["made"]
+        lowered = Lowered(WHOLE, (Role.ATTRIBUTE,) * 0, ())
+        lowered.attributes = {
+            "target": str(call.target),
+            "arguments": {n: self._slots(v, lowered) for n, v in call.arguments.items()},
+            "output": output,
+        }
+        lowered.flops = least_flops(call, lowered)
+        return lowered
+
+    def _slots(self, argument: Any, lowered: Lowered) -> Any:
+        if isinstance(argument, list | tuple):
+            return [self._slots(part, lowered) for part in argument]
+        if not isinstance(argument, Value):
+            return argument
+        slot = lowered.operand(argument, [Whole(size) for size in argument.shape])
+        assert isinstance(slot, Slot)
+        return slot
+
+    def _add(self, node: fx.Node, call: Call, lowered: Lowered) -> None:
+        if lowered.kind == WHOLE:
+            lowered.labels = (Role.ATTRIBUTE,) * len(call.shape)
+            lowered.splittable = (False,) * len(call.shape)
+        dtype = self.autocast.apply(lowered, call)
+        if node is self.output and self.scale != 1.0:
+            lowered.attributes["scale"] = self.scale
+        drawn = lowered.kind in _DRAWING and lowered.attributes["probability"] > 0
+        local = not drawn and lowered.kind != "batch_norm"
+        local = local and all(value.local for value, _ in lowered.operands)
+        # what only parameters and places decide is computed wherever it is needed, as in data
+        # parallelism; what depends on samples and has parameters is placed
+        sampled = any(value.sampled for value, _ in lowered.operands)
+        weighted = bool(lowered.parameters) or any(v.weighted for v, _ in lowered.operands)
+        local = local and not (sampled and weighted)
+        shape = call.shape if lowered.shape is None else lowered.shape
+        strides = node.meta["val"].stride() if lowered.shape is None else ()
+        value = Value(
+            node.name,
+            shape,
+            dtype,
+            lowered.labels,
+            local=local,
+            strides=strides,
+            sampled=sampled,
+            weighted=weighted,
+        )
+        if weighted:
+            require_real(node, dtype)
+        self.values[node] = value
+        self.sources[node.name] = call
+        self._append(node.name, value, lowered, module_of(node), place_of(node))
+
+    def _append(self, name: str, value: Value, lowered: Lowered, module: str, place: str) -> None:
+        parameters = tuple(
+            Parameter(n, v.shape, v.dtype, v.name, axes, v.trained)
+            for n, (v, axes) in lowered.parameters.items()
+        )
+        self.drafts.append(Draft(name, lowered.kind, value, lowered, parameters, module, place))
+
+
+# -----------------------------------------------------------------------------
+# From lowered calls to operators: what belongs together is joined, and everything is named.
+
+_JOINED = frozenset({"pointwise", "cast", "dropout", "reshape", "permute", "expand"})
+"""Kinds that are computed with their only input's operator."""
+
+_ELEMENTWISE = frozenset({"pointwise", "cast", "dropout"})
+_ONLY_ELEMENTWISE = frozenset({"batch_norm"})
+"""Heads whose parts must not overlap, as those behind a reshape may."""
+
+_ALONE = frozenset({"whole", "elementwise_loss", "class_loss", "total"})
+
+
+def assemble(drafts: Sequence[Draft], output: str, batch: int) -> Graph:
+    """Join, drop what the loss does not need, name, and put together.
+
+    Args:
+        drafts: in the order of the program.
+        output: name of the loss's draft.
+        batch: samples.
+
+    """
+    needed = _needed(drafts, output)
+    _freeze(drafts, output)
+    joined, owner = _join([d for d in drafts if d.name in needed], output)
+    names = _names(joined)
+    final = {old: names[head] for old, head in owner.items()}
+    operators = tuple(_operator(draft, names[draft.name], final) for draft in joined)
+    local = frozenset(names[d.name] for d in joined if d.value.local)
+    return Graph(operators, local, final[output], batch)
+
+
+def _needed(drafts: Sequence[Draft], output: str) -> set[str]:
+    by_name = {draft.name: draft for draft in drafts}
+    needed: set[str] = set()
+    # what is drawn is drawn, whether the loss needs it or not
+    waiting = [output, *(d.name for d in drafts if d.kind == "dropout")]
+    while waiting:
+        name = waiting.pop()
+        if name in needed:
+            continue
+        needed.add(name)
+        lowered = by_name[name].lowered
+        if lowered is not None:
+            waiting += [value.name for value, _ in lowered.operands]
+    return needed | {d.name for d in drafts if d.kind == INPUT}
+
+
+def _freeze(drafts: Sequence[Draft], output: str) -> None:
+    """Parameters that the loss has no gradient by are not trained: theirs is none, not zero."""
+    reached = {output}
+    trained: set[str] = set()
+    for draft in reversed(drafts):
+        lowered = draft.lowered
+        if lowered is None or draft.name not in reached:
+            continue
+        if lowered.attributes.get("detach") or not is_real(draft.value.dtype):
+            continue
+        reached |= {value.name for value, _ in lowered.operands}
+        trained |= {parameter.key for parameter in draft.parameters}
+    for draft in drafts:
+        draft.parameters = tuple(
+            replace(p, trained=p.trained and p.key in trained) for p in draft.parameters
+        )
+
+
+def _join(drafts: Sequence[Draft], output: str) -> tuple[list[Draft], dict[str, str]]:
+    uses = Counter(
+        value.name for d in drafts if d.lowered is not None for value, _ in d.lowered.operands
+    )
+    readers = Counter(p.key for d in drafts for p in d.parameters)
+    owner: dict[str, str] = {}
+    heads: dict[str, Draft] = {}
+    for draft in drafts:
+        head = _head(draft, owner, heads, uses)
+        if head is None:
+            heads[draft.name] = draft
+            owner[draft.name] = draft.name
+        elif takes_apart(head, draft, readers):
+            take_apart(head, draft)
+            owner[draft.name] = head.name
+        else:
+            head.followers.append(draft)
+            owner[draft.name] = head.name
+    return list(heads.values()), owner
+
+
+def _head(
+    draft: Draft, owner: Mapping[str, str], heads: Mapping[str, Draft], uses: Mapping[str, int]
+) -> Draft | None:
+    """The operator that a draft is computed with."""
+    lowered = draft.lowered
+    if lowered is None or draft.kind not in _JOINED or draft.parameters:
+        return None
+    if len(lowered.operands) != 1:
+        return None
+    before = lowered.operands[0][0]
+    head = heads[owner[before.name]]
+    if uses[before.name] != 1 or head.kind == INPUT or head.value.local or head.kind in _ALONE:
+        return None
+    if head.kind in _ONLY_ELEMENTWISE and draft.kind not in _ELEMENTWISE:
+        return None
+    return head
+
+
+def _names(drafts: Sequence[Draft]) -> dict[str, str]:
+    """The path of the module that owns the parameters, else that of the caller and the kind."""
+    names: dict[str, str] = {}
+    taken: Counter[str] = Counter()
+    for draft in drafts:
+        name = draft.name
+        if draft.kind == "parameter":
+            name = draft.parameters[0].key
+        elif draft.parameters and draft.parameters[0].name in ("weight", "bias"):
+            name = draft.module or draft.parameters[0].key.rpartition(".")[0] or draft.kind
+        elif draft.kind != INPUT:
+            label = draft.name if draft.kind in ("pointwise", "call", "whole") else draft.kind
+            name = f"{draft.module}.{label}" if draft.module else label
+        taken[name] += 1
+        names[draft.name] = name if taken[name] == 1 else f"{name}_{taken[name]}"
+    return names
+
+
+def _operator(draft: Draft, name: str, final: Mapping[str, str]) -> Operator:
+    if draft.lowered is None:
+        value = draft.value
+        return Operator(name, INPUT, (), (), value.shape, value.dtype, (None,) * len(value.shape))
+    stages = tuple(_stage(part) for part in draft.stages)
+    operands = draft.lowered.operands
+    operator = Operator(
+        name=name,
+        kind=draft.kind,
+        inputs=tuple(final[value.name] for value, _ in operands),
+        input_shapes=tuple(value.shape for value, _ in operands),
+        shape=draft.output.shape,
+        dtype=draft.output.dtype,
+        roles=(),
+        parameters=draft.parameters,
+        stages=stages,
+        flops=sum(part.lowered.flops for part in draft.stages if part.lowered is not None),
+        source=draft.place,
+    )
+    return replace(operator, roles=_roles(draft))
+
+
+def _stage(draft: Draft) -> Stage:
+    assert draft.lowered is not None
+    return Stage(
+        kind=draft.kind,
+        shape=draft.value.shape,
+        reads=tuple(axes for _, axes in draft.lowered.operands),
+        attributes=draft.lowered.attributes,
+        dtype=draft.value.dtype,
+    )
+
+
+def _roles(draft: Draft) -> tuple[Role | None, ...]:
+    """What each dimension is, where splitting it leaves each part less to compute."""
+    labels = draft.output.labels
+    return tuple(label if _splits(draft, dim) else None for dim, label in enumerate(labels))
+
+
+def _splits(draft: Draft, dim: int) -> bool:
+    size = draft.output.shape[dim]
+    if size < 2:
+        return False
+    rectangle = tuple(
+        (0, -(-size // 2) if d == dim else full) for d, full in enumerate(draft.output.shape)
+    )
+    for part in reversed(draft.stages):
+        assert part.lowered is not None
+        shape = part.value.shape
+        narrowed = [
+            d for d, (n, full) in enumerate(zip(sizes(rectangle), shape, strict=True)) if n < full
+        ]
+        if not narrowed or not all(part.lowered.splittable[d] for d in narrowed):
+            return False
+        if part is not draft:
+            before = read(part.lowered.operands[0][1], rectangle)
+            assert before is not None
+            rectangle = before
+    return True
+
+
+# -----------------------------------------------------------------------------
+# Linear layers whose outputs are taken apart at once, as heads are: split by any of the blocks.
+#
+# The rows of such a weight lie (projections, heads, width of a head), say. A part that has some
+# of the heads reads rows from several places, which are one rectangle of the weight so viewed.
+
+
+def takes_apart(head: Draft, follower: Draft, readers: Mapping[str, int]) -> bool:
+    """Whether a reshape does nothing but split the last dimension of a linear layer.
+
+    Args:
+        head: an operator.
+        follower: what is to be joined to it.
+        readers: how many operators read each parameter; a shared one has one view only.
+
+    """
+    lead = len(head.value.shape) - 1
+    return (
+        head.kind == "linear"
+        and follower.kind == "reshape"
+        and not head.followers
+        and len(follower.value.shape) > len(head.value.shape)
+        and follower.value.shape[:lead] == head.value.shape[:lead]
+        and all(readers[parameter.key] == 1 for parameter in head.parameters)
+    )
+
+
+def take_apart(head: Draft, follower: Draft) -> None:
+    """Make the linear layer give what the reshape gave."""
+    assert head.lowered is not None
+    lead = len(head.value.shape) - 1
+    blocks = follower.value.shape[lead:]
+    labels = (*head.value.labels[:lead], *(Role.PARAMETER for _ in blocks))
+    head.lowered.labels = labels
+    head.lowered.splittable = (True,) * len(labels)
+    head.lowered.attributes["blocks"] = len(blocks)
+    head.parameters = tuple(_viewed(p, lead, blocks) for p in head.parameters)
+    head.value = replace(follower.value, labels=labels)
+
+
+def _viewed(parameter: Parameter, lead: int, blocks: Shape) -> Parameter:
+    rows = tuple(Same(lead + i) for i in range(len(blocks)))
+    rest = parameter.shape[1:]
+    return replace(
+        parameter,
+        shape=(*blocks, *rest),
+        axes=(*rows, *(Whole(size) for size in rest)),
+    )
+
+
+# -----------------------------------------------------------------------------
+# How much of a model has rules for splitting it.
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a search can split, and what runs whole on one device.
+
+    Attributes:
+        operators: that a plan configures.
+        flops: of their forward passes.
+        missing: those of them that have no rule.
+
+    """
+
+    operators: int
+    flops: float
+    missing: tuple[Operator, ...]
+
+    @property
+    def operators_share(self) -> float:
+        """Of operators, those with a rule; 1 is all."""
+        return 1.0 - len(self.missing) / self.operators if self.operators else 1.0
+
+    @property
+    def flops_share(self) -> float:
+        """Of FLOPs, those of operators with a rule."""
+        missing = sum(operator.flops for operator in self.missing)
+        return 1.0 - missing / self.flops if self.flops else 1.0
+
+    def line(self) -> str:
+        """For the terminal."""
+        covered = self.operators - len(self.missing)
+        text = (
+            f"{covered} of {self.operators} operators ({self.flops_share:.1%} of forward FLOPs) "
+            "can be split"
+        )
+        if self.missing:
+            names = ", ".join(_described(operator) for operator in self.missing[:3])
+            more = len(self.missing) - 3
+            text += f"; whole on one device: {names}" + (f" and {more} more" if more > 0 else "")
+        return text
+
+    def refusal(self, least: float) -> str | None:
+        """Why a search is not worth while; ``None`` where it is.
+
+        Args:
+            least: smallest acceptable share, of operators as well as of FLOPs.
+
+        """
+        share = min(self.operators_share, self.flops_share)
+        if share >= least:
+            return None
+        listed = "\n".join(f"  {_described(operator)}" for operator in self.missing)
+        return (
+            f"{share:.1%} of the model has rules for splitting, and {least:.1%} is asked for. "
+            f"Without a rule:\n{listed}\n"
+            "Replace these by functions that have one, or lower the threshold: they then run "
+            "whole, on one device each."
+        )
+
+
+def coverage(graph: Graph) -> Coverage:
+    """Look for rules of all operators that a plan configures."""
+    planned = graph.planned
+    return Coverage(
+        operators=len(planned),
+        flops=sum(operator.flops for operator in planned),
+        missing=tuple(operator for operator in planned if operator.kind == WHOLE),
+    )
+
+
+def _described(operator: Operator) -> str:
+    target = operator.attributes.get("target", operator.kind)
+    place = f" at {operator.source}" if operator.source else ""
+    return f"{operator.name} ({target}){place}"
+
+
+# -----------------------------------------------------------------------------
+# What a model was captured as.
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as operators, and what the graph alone does not hold.
+
+    Attributes:
+        graph: of operators.
+        leaves: names of the inputs that are the batch's tensors, in ``tree_flatten`` order.
+        buffers: name of an input to the qualified name of the model's buffer.
+        constants: tensors by name of the input.
+        counters: buffers that a step adds a number to, such as batch norm's.
+        tracer: ``export`` or ``fx``.
+
+    """
+
+    graph: Graph
+    leaves: tuple[str, ...]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    counters: tuple[tuple[str, int], ...]
+    tracer: str
+
+
+# -----------------------------------------------------------------------------
+# An operator in the making.
+
+
+@dataclass
+class Draft:
+    """An operator in the making.
+
+    Attributes:
+        name: of the traced call.
+        kind: of the first stage.
+        value: the output.
+        lowered: the first stage; ``None`` for inputs.
+        parameters: of the first stage.
+        module: path of the module that calls it.
+        place: in the user's code.
+        followers: stages that were joined.
+        output: of the last stage.
+
+    """
+
+    name: str
+    kind: str
+    value: Value
+    lowered: Lowered | None
+    parameters: tuple[Parameter, ...]
+    module: str
+    place: str
+    followers: list[Draft] = field(default_factory=list)
+
+    @property
+    def stages(self) -> list[Draft]:
+        """The first and those that follow."""
+        return [self, *self.followers]
+
+    @property
+    def output(self) -> Value:
+        """Of the last stage."""
+        return self.stages[-1].value

@@ -1,0 +1,392 @@
+"""An unmodified model and its loss as a program of torch functions."""
+
+from __future__ import annotations
+
+import operator
+import operator as operators
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class CaptureError(ValueError):
+    """The model cannot be captured; the message names the place in the user's code."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What was traced.
+
+    Attributes:
+        graph: of torch functions, batch tensors and the model's tensors as placeholders.
+        parameters: placeholder to qualified name in the model.
+        buffers: placeholder to qualified name in the model, of buffers and constants.
+        leaves: placeholders of the batch's tensors, in ``tree_flatten`` order.
+        constants: by placeholder, tensors that are neither of the model nor of the batch.
+        tracer: ``export`` or ``fx``.
+
+    """
+
+    graph: fx.Graph
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    leaves: list[str]
+    constants: dict[str, torch.Tensor]
+    tracer: str
+
+
+class _Whole(nn.Module):  # type: ignore[misc]
+    """Model and loss as one module of the batch's leaves."""
+
+    def __init__(self, model: nn.Module, loss: Loss, spec: TreeSpec) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self._spec = spec
+
+    def forward(self, *leaves: Any) -> torch.Tensor:
+        """The loss."""
+        return self._loss(self.model, tree_unflatten(list(leaves), self._spec))
+
+
+def trace(model: nn.Module, loss: Loss, batch: Any) -> Program:
+    """Trace a training step's forward pass and loss by torch.export, by fx where that fails.
+
+    Args:
+        model: in the mode that it is trained in; nothing of it is changed.
+        loss: of the model and a batch.
+        batch: of the size that is trained; its values are not looked at.
+
+    Raises:
+        CaptureError: neither can trace it.
+
+    """
+    leaves, spec = tree_flatten(batch)
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        odd = next(type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        raise CaptureError(f"the batch holds a {odd}: only tensors can be shared out")
+    module = _Whole(model, loss, spec)
+    program, moved = _watched(module, leaves)
+    if moved:
+        # what a first step sets up stays as it is in a second one
+        with _as_left(moved):
+            program, moved = _watched(module, leaves)
+    if moved:
+        owner, name = next(iter(moved))
+        raise CaptureError(
+            f"the forward pass changes {name} of {type(owner).__name__} in each step, and a graph "
+            "would have one value of it for all steps; count outside the model"
+        )
+    return program
+
+
+@contextmanager
+def _as_left(moved: Mapping[Attribute, Any]) -> Iterator[None]:
+    """Give attributes the values that a step has left; torch.export takes them back."""
+    before = {(owner, name): vars(owner).get(name) for owner, name in moved}
+    for (owner, name), value in moved.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name), value in before.items():
+            setattr(owner, name, value)
+
+
+def _watched(module: _Whole, leaves: list[torch.Tensor]) -> tuple[Program, dict[Attribute, Any]]:
+    """The program, and what the forward pass has changed of its modules' plain attributes."""
+    unseen = Unseen(module.model)
+    try:
+        with unseen.watch():
+            try:
+                program = _exported(module, leaves)
+            except Exception as error:
+                try:
+                    program = _traced(module, leaves)
+                except Exception as second:
+                    raise CaptureError(_why_neither(error, second)) from second
+    except CaptureError:
+        if not unseen.found:
+            raise
+    if unseen.found:
+        raise CaptureError(unseen.found[0])
+    if any(isinstance(tensor, FakeTensor) for tensor in program.constants.values()):
+        raise CaptureError(
+            "a tensor that the step computes would be a constant, as by .data; use detach()"
+        )
+    return program, unseen.moved
+
+
+def _why_neither(export: Exception, fx_error: Exception) -> str:
+    """What the two tracers failed at, and where."""
+    where = _line_of(fx_error)
+    if "DataDependent" in type(fx_error).__name__:
+        return (
+            "the model cannot be captured as a graph: its course depends on a number that is read "
+            f"from a tensor (float(), .item(), if, a shape){where}; {_first_line(fx_error)}"
+        )
+    return (
+        f"the model cannot be captured as a graph{where}. torch.export: {_first_line(export)}; "
+        f"fx: {_first_line(fx_error)}"
+    )
+
+
+def _line_of(error: Exception) -> str:
+    """The innermost line on the way to an error that is the user's, or of one of torch's layers."""
+    torch_room, layers = str(Path(torch.__file__).parent), str(Path(nn.__file__).parent / "modules")
+    own = (str(Path(layers) / "module.py"), __file__)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        theirs = frame.filename.startswith(f"{torch_room}{os.sep}")
+        layer = frame.filename.startswith(f"{layers}{os.sep}")
+        if frame.filename not in own and (layer or not theirs) and os.path.isabs(frame.filename):
+            return f", at {frame.filename}:{frame.lineno}"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _strip(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _exported(module: _Whole, leaves: list[torch.Tensor]) -> Program:
+    program = torch.export.export(module, tuple(leaves), strict=False)
+    inline_without_gradients(program.graph)
+    signature = program.graph_signature
+    constants = {**program.constants}
+    # non-persistent buffers are among the constants too; the model has them under their names
+    buffers = {p: _strip(n) for p, n in signature.inputs_to_buffers.items()}
+    lifted = {
+        placeholder: constants[name]
+        for placeholder, name in signature.inputs_to_lifted_tensor_constants.items()
+    }
+    return Program(
+        graph=program.graph,
+        parameters={p: _strip(n) for p, n in signature.inputs_to_parameters.items()},
+        buffers=buffers,
+        leaves=list(signature.user_inputs),
+        constants=lifted,
+        tracer="export",
+    )
+
+
+def _traced(module: _Whole, leaves: list[torch.Tensor]) -> Program:
+    """By concrete values: any Python is followed, with the values that it has here."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    parameters = dict(module.named_parameters())
+    buffers = dict(module.named_buffers())
+    count, rest = len(parameters), len(parameters) + len(buffers)
+    names = [*parameters, *buffers]
+
+    def step(*tensors: torch.Tensor) -> torch.Tensor:
+        state = dict(zip(names, tensors[:rest], strict=True))
+        return torch.func.functional_call(module, state, tensors[rest:])
+
+    tensors = (*parameters.values(), *buffers.values(), *leaves)
+    made = make_fx(step, tracing_mode="fake", pre_dispatch=True)(*tensors)
+    places = [node.name for node in made.graph.nodes if node.op == "placeholder"]
+    lifted = {}
+    for node in made.graph.nodes:
+        if node.op == "get_attr":
+            lifted[node.name] = operators.attrgetter(node.target)(made)
+    return Program(
+        graph=made.graph,
+        parameters={p: _strip(n) for p, n in zip(places[:count], parameters, strict=True)},
+        buffers={p: _strip(n) for p, n in zip(places[count:rest], buffers, strict=True)},
+        leaves=places[rest:],
+        constants=lifted,
+        tracer="fx",
+    )
+
+
+# -----------------------------------------------------------------------------
+# Parts of a traced program that lie in a function of their own: what runs under ``no_grad``.
+
+
+def inline_without_gradients(graph: fx.Graph) -> None:
+    """Put what is computed under ``no_grad`` into the graph itself, its results detached.
+
+    Other nested functions stay, and so do those within these.
+    """
+    for node in list(graph.nodes):
+        if _name(node) != "wrap_with_set_grad_enabled":
+            continue
+        enabled, inner, *operands = node.args
+        body = getattr(graph.owning_module, inner.target).graph
+        if enabled or any(n.op in ("get_attr", "call_module") for n in body.nodes):
+            continue
+        results = _copied(graph, body, operands, node)
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        if not inner.users:
+            graph.erase_node(inner)
+
+
+def _copied(graph: fx.Graph, body: fx.Graph, operands: list[Any], before: fx.Node) -> list[Any]:
+    places = [n for n in body.nodes if n.op == "placeholder"]
+    known = dict(zip(places, operands, strict=True))
+    results: list[Any] = []
+    with graph.inserting_before(before):
+        for node in body.nodes:
+            if node.op == "output":
+                results = [_detached(graph, known[n]) for n in node.args[0]]
+            elif node.op != "placeholder":
+                known[node] = graph.node_copy(node, known.__getitem__)
+    return results
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return node
+    detached = graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = dict(node.meta)
+    return detached
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", "")) if node.op == "call_function" else ""
+
+
+# -----------------------------------------------------------------------------
+# What a training step does that a traced program does not show: looked for while it is traced.
+
+_OWN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}")
+_SCALARS = (bool, int, float, str)
+Attribute = tuple[nn.Module, str]
+
+
+class Unseen:
+    """Findings of one trace.
+
+    Args:
+        model: that is traced.
+
+    Attributes:
+        found: what a graph would get wrong, with the line of the user's code; empty: nothing.
+        moved: plain attributes of modules that the forward pass changes, and their last values.
+
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: list[str] = [*_hooks(model)]
+        self.moved: dict[Attribute, Any] = {}
+        self._first: dict[Attribute, Any] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Look at what is done within it."""
+        drawn = _drawn()
+        function, module, tensor = torch.autograd.Function, nn.Module, torch.Tensor
+        apply, assign, hook = function.__dict__["apply"], module.__setattr__, tensor.register_hook
+        function.apply = classmethod(self._applying(apply.__func__))
+        module.__setattr__ = self._assigning(assign)
+        tensor.register_hook = self._hooking(hook)
+        inference = torch.inference_mode
+        enter, inference.__enter__ = inference.__enter__, self._entering(inference.__enter__)
+        try:
+            yield
+        finally:
+            inference.__enter__ = enter
+            function.apply, module.__setattr__, tensor.register_hook = apply, assign, hook
+        for name, state in _drawn().items():
+            if state != drawn.get(name, state):
+                self.found.append(
+                    f"the forward pass draws from {name}, which a graph would do once for all "
+                    "steps; draw from torch, or not at all"
+                )
+        self.moved = {k: v for k, v in self.moved.items() if self._first[k] != v}
+
+    def _applying(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        def run(kind: type, *arguments: Any, **keywords: Any) -> Any:
+            if kind.__name__ == "CheckpointFunction":
+                self._note("checkpointing with use_reentrant=True; give use_reentrant=False")
+            elif not kind.__module__.startswith("torch."):
+                self._note(
+                    f"{kind.__qualname__} is an autograd.Function, whose own backward pass a "
+                    "graph does not have; write it with torch's functions, or detach()"
+                )
+            return apply(kind, *arguments, **keywords)
+
+        return run
+
+    def _assigning(self, assign: Callable[..., None]) -> Callable[..., None]:
+        def run(owner: nn.Module, name: str, value: Any) -> None:
+            buffers = owner.__dict__.get("_buffers", {})
+            if name in buffers and buffers[name] is not value and _is_users(sys._getframe(1)):
+                self._note(
+                    f"the forward pass gives buffer {name} of {type(owner).__name__} a new value, "
+                    "which a graph would not keep"
+                )
+            if isinstance(value, _SCALARS) and _is_users(sys._getframe(1)):
+                self._first.setdefault((owner, name), vars(owner).get(name))
+                self.moved[owner, name] = value
+            assign(owner, name, value)
+
+        return run
+
+    def _hooking(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tensor: torch.Tensor, function: Any) -> Any:
+            if _is_users(sys._getframe(1)):
+                self._note("a hook on a gradient would not be called")
+            return hook(tensor, function)
+
+        return run
+
+    def _entering(self, enter: Callable[..., None]) -> Callable[..., None]:
+        def run(mode: torch.inference_mode) -> None:
+            if mode.mode:
+                self._note("inference_mode would be left out; use no_grad")
+            enter(mode)
+
+        return run
+
+    def _note(self, what: str) -> None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and not _is_users(frame):
+            frame = frame.f_back
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "the loss function"
+        self.found.append(f"{what}; {place}")
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(_OWN)
+
+
+def _hooks(model: nn.Module) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if parameter._backward_hooks or after:
+            yield f"parameter {name} has a hook on its gradient, which would not be called"
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            yield f"module {name or 'itself'} has a backward hook, which would not be called"
+
+
+def _drawn() -> dict[str, Any]:
+    """States of generators that are not torch's."""
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy.random"] = (kind, keys.tobytes(), *rest)
+    return states

@@ -1,0 +1,394 @@
+"""A training step as operators: what each computes, from what, and where it may be split."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from functools import cached_property
+from typing import Any
+
+INPUT = "input"
+"""Kind of the operators that stand for tensors of the batch, and for buffers."""
+
+WHOLE = "whole"
+"""Kind of operators without a rule: they run whole, on one device."""
+
+
+class Role(StrEnum):
+    """What a dimension of an operator's output is, so what splitting it means (Jia et al. 2019)."""
+
+    SAMPLE = "sample"
+    ATTRIBUTE = "attribute"
+    PARAMETER = "parameter"
+
+
+@dataclass(frozen=True, eq=False)
+class Parameter:
+    """A trained tensor, as one operator sees it.
+
+    Attributes:
+        name: within the operator: ``weight``, ``bias``.
+        shape: of the whole tensor, as the operator views it: the rows of a linear layer may be
+            taken apart in blocks.
+        dtype: torch's name of it, such as ``float32``.
+        key: qualified name in the model; equal keys are the same (tied) tensor.
+        axes: what a rectangle of the first stage's output reads of it.
+        trained: whether it has a gradient.
+
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    key: str
+    axes: tuple[Axis, ...]
+    trained: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One torch function. An operator is one, and those of one input that were joined to it.
+
+    Attributes:
+        kind: name of the function that computes it.
+        shape: of its whole output.
+        reads: per input, what a rectangle of the output reads of each dimension.
+        attributes: plain values that the function needs.
+        dtype: of its output.
+
+    """
+
+    kind: str
+    shape: Shape
+    reads: tuple[tuple[Axis, ...], ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """What is placed and split as one.
+
+    A loss has the shape of its terms before they are summed, so that it can be split; each part
+    gives its share of the sum.
+
+    Attributes:
+        name: unique in the graph.
+        kind: of its first stage; ``input`` for tensors of the batch and buffers.
+        inputs: names of operators.
+        input_shapes: theirs.
+        shape: of the whole output.
+        dtype: of the output, as torch names it.
+        roles: what each dimension of the output is; ``None``: it may not be split.
+        parameters: what it trains.
+        stages: what it computes, in order; empty for inputs.
+        flops: of the forward pass, whole.
+        source: where the user's code calls it.
+
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    input_shapes: tuple[Shape, ...]
+    shape: Shape
+    dtype: str
+    roles: tuple[Role | None, ...]
+    parameters: tuple[Parameter, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    flops: float = 0.0
+    source: str = ""
+
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """Those of the first stage."""
+        return self.stages[0].attributes if self.stages else {}
+
+    @property
+    def whole(self) -> Rectangle:
+        """All of the output."""
+        return tuple((0, size) for size in self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A training step up to its loss.
+
+    Attributes:
+        operators: in topological order, which is the order of the user's code.
+        inputs: names of those that every device can have without a transfer: tensors of the
+            batch, buffers, and what is computed from them, or from parameters but no samples. A
+            plan leaves them out: a device computes as much of them as its parts read, and a
+            parameter that is read this way is replicated as far as that goes.
+        output: name of the loss.
+        batch: samples.
+
+    """
+
+    operators: tuple[Operator, ...]
+    inputs: frozenset[str]
+    output: str
+    batch: int
+
+    @cached_property
+    def by_name(self) -> dict[str, Operator]:
+        """Operators by name."""
+        return {operator.name: operator for operator in self.operators}
+
+    @cached_property
+    def planned(self) -> tuple[Operator, ...]:
+        """The operators that a plan configures, in topological order."""
+        return tuple(o for o in self.operators if o.name not in self.inputs)
+
+    @cached_property
+    def edges(self) -> tuple[tuple[str, str, int], ...]:
+        """Producer, consumer and the consumer's input number, where something may be moved."""
+        return tuple(
+            (name, operator.name, index)
+            for operator in self.planned
+            for index, name in enumerate(operator.inputs)
+            if name not in self.inputs
+        )
+
+
+# -----------------------------------------------------------------------------
+# Which indices of an input's dimension a range of the output's indices reads.
+
+Range = tuple[int, int]
+"""Half-open."""
+
+Rectangle = tuple[Range, ...]
+"""Half-open range per dimension."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All of it, whatever part of the output is computed."""
+
+    size: int
+
+    def reads(self, rectangle: Rectangle) -> Range:
+        """The range of this dimension that the rectangle of the output needs."""
+        return (0, self.size)
+
+
+@dataclass(frozen=True)
+class Same:
+    """Index for index as dimension ``dim`` of the output."""
+
+    dim: int
+
+    def reads(self, rectangle: Rectangle) -> Range:
+        """The range of this dimension that the rectangle of the output needs."""
+        return rectangle[self.dim]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window that slides over a padded dimension, as convolution and pooling have it."""
+
+    dim: int
+    size: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int = 1
+
+    def reads(self, rectangle: Rectangle) -> Range:
+        """The range of this dimension that the rectangle of the output needs, its halo included."""
+        low, high = rectangle[self.dim]
+        first = low * self.stride - self.padding
+        last = (high - 1) * self.stride - self.padding + self.dilation * (self.kernel - 1)
+        start = min(max(first, 0), self.size - 1)
+        return (start, max(min(last, self.size - 1), start) + 1)
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Every ``step``-th index from ``start`` on, as a slice takes them."""
+
+    dim: int
+    start: int
+    step: int = 1
+
+    def reads(self, rectangle: Rectangle) -> Range:
+        """The range of this dimension that the rectangle of the output needs."""
+        low, high = rectangle[self.dim]
+        return (self.start + low * self.step, self.start + (high - 1) * self.step + 1)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """``size`` indices that lie from ``offset`` on in the output, as concatenation puts them."""
+
+    dim: int
+    offset: int
+    size: int
+
+    def reads(self, rectangle: Rectangle) -> Range:
+        """The range of this dimension that the rectangle of the output needs; may be empty."""
+        low, high = rectangle[self.dim]
+        start, end = max(low - self.offset, 0), min(high - self.offset, self.size)
+        return (start, end) if start < end else (0, 0)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """One index that the output has no dimension for."""
+
+    index: int
+
+    def reads(self, rectangle: Rectangle) -> Range:
+        """The range of this dimension that the rectangle of the output needs."""
+        return (self.index, self.index + 1)
+
+
+@dataclass(frozen=True)
+class Unfolded:
+    """Split by a reshape; dimension ``dim`` of the output counts blocks of ``block`` of these."""
+
+    dim: int
+    block: int
+
+    def reads(self, rectangle: Rectangle) -> Range:
+        """The range of this dimension that the rectangle of the output needs."""
+        low, high = rectangle[self.dim]
+        return (low * self.block, high * self.block)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The outermost of dimensions that a reshape merged into ``dim``; one is ``block`` of those.
+
+    Where a range of the output begins or ends within a block, the whole block is read.
+    """
+
+    dim: int
+    block: int
+
+    def reads(self, rectangle: Rectangle) -> Range:
+        """The range of this dimension that the rectangle of the output needs."""
+        low, high = rectangle[self.dim]
+        return (low // self.block, -(-high // self.block))
+
+
+Axis = Whole | Same | Window | Strided | Joined | Fixed | Unfolded | Folded
+"""One dimension of an input, as a function of the output's rectangle."""
+
+
+# -----------------------------------------------------------------------------
+# A graph as JSON, so that a captured model can be planned for without capturing it again.
+
+SCHEMA = 1
+_CLASSES = {c.__name__: c for c in (*Axis.__args__, Graph, Operator, Parameter, Stage)}
+
+
+def dump_graph(captured: Graph) -> str:
+    """Everything that planning needs of a graph."""
+    return json.dumps({"schema": SCHEMA, "graph": _plain(captured)})
+
+
+def parse_graph(text: str) -> Graph:
+    """Read what ``dump`` wrote.
+
+    Raises:
+        ValueError: it is of another version, or damaged.
+
+    """
+    record = json.loads(text)
+    if record.get("schema") != SCHEMA:
+        raise ValueError(f"a graph of schema {record.get('schema')!r}; {SCHEMA} is needed")
+    made = _made(record["graph"])
+    if not isinstance(made, Graph):
+        raise ValueError("not a graph")
+    return made
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return {"enum": value.value}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if type(value).__name__ not in _CLASSES:
+            return {"text": repr(value)}
+        fields = dataclasses.fields(value)
+        return {
+            "class": type(value).__name__,
+            **{f.name: _plain(getattr(value, f.name)) for f in fields},
+        }
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(part) for part in value]}
+    if isinstance(value, frozenset):
+        return {"set": sorted(value)}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, dict):
+        return {"map": [[_plain(k), _plain(v)] for k, v in value.items()]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return {"text": repr(value)}
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_made(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if "class" in value:
+        fields = {k: _made(v) for k, v in value.items() if k != "class"}
+        return _CLASSES[value["class"]](**fields)
+    if "enum" in value:
+        return Role(value["enum"])
+    if "tuple" in value:
+        return tuple(_made(part) for part in value["tuple"])
+    if "set" in value:
+        return frozenset(value["set"])
+    if "text" in value:
+        return value["text"]
+    return {_made(k): _made(v) for k, v in value["map"]}
+
+
+# -----------------------------------------------------------------------------
+# Arithmetic of rectangles.
+
+
+def intersection(a: Rectangle, b: Rectangle) -> Rectangle | None:
+    """What both cover; ``None`` where that is nothing."""
+    common = tuple(
+        (max(low, other_low), min(high, other_high))
+        for (low, high), (other_low, other_high) in zip(a, b, strict=True)
+    )
+    return common if all(low < high for low, high in common) else None
+
+
+def hull(rectangles: Iterable[Rectangle]) -> Rectangle:
+    """The smallest rectangle around all of them."""
+    return tuple(
+        (min(low for low, _ in ranges), max(high for _, high in ranges))
+        for ranges in zip(*rectangles, strict=True)
+    )
+
+
+def volume(rectangle: Rectangle) -> int:
+    """Number of elements."""
+    return math.prod(high - low for low, high in rectangle)
+
+
+def within(inner: Rectangle, outer: Rectangle) -> tuple[slice, ...]:
+    """Slices that cut ``inner`` out of a tensor that holds ``outer``."""
+    return tuple(
+        slice(low - start, high - start)
+        for (low, high), (start, _) in zip(inner, outer, strict=True)
+    )
+
+
+def holds(outer: Rectangle, inner: Rectangle) -> bool:
+    """Whether ``outer`` covers all of ``inner``."""
+    return all(
+        start <= low and high <= end for (low, high), (start, end) in zip(inner, outer, strict=True)
+    )

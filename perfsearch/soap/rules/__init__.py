@@ -1,0 +1,1 @@
+"""How each kind of operator may be split, and what its parts need of one another."""

@@ -1,0 +1,171 @@
+"""Rules of matrix products, embeddings and attention."""
+
+from __future__ import annotations
+
+import math
+
+from perfsearch.soap.capture.lower import (
+    Call,
+    Lowered,
+    Value,
+    broadcast,
+    broadcast_labels,
+    rule,
+    same,
+    whole,
+)
+from perfsearch.soap.graph import Axis, Role, Same, Shape, Unfolded, Whole
+
+
+@rule("linear")
+def linear(call: Call) -> Lowered | None:
+    """The output's last dimension is one of the weight: a parameter split, the input whole."""
+    value, weight, bias = call["input"], call["weight"], call["bias"]
+    if len(weight.shape) != 2 or value.parameter:
+        return None
+    last = len(call.shape) - 1
+    lowered = Lowered(
+        "linear",
+        (*value.labels[:-1], Role.PARAMETER),
+        (True,) * len(call.shape),
+        attributes={"bias": bias is not None},
+        flops=2.0 * math.prod(call.shape) * value.shape[-1],
+        precision="lower",
+    )
+    lowered.operand(value, (*same(last), Whole(value.shape[-1])))
+    lowered.operand(weight, (Same(last), Whole(weight.shape[1])), "weight")
+    lowered.operand(bias, (Same(last),), "bias")
+    if not weight.parameter or (bias is not None and not bias.parameter):
+        return None
+    return lowered
+
+
+@rule("matmul", "bmm", "mm")
+def matmul(call: Call) -> Lowered | None:
+    """Batched; the summed dimension is whole."""
+    left, right = (v for v in call.arguments.values() if isinstance(v, Value))
+    if len(left.shape) < 2 or len(right.shape) < 2:
+        return None
+    count = len(call.shape)
+    rows: tuple[Axis, ...] = (Same(count - 2), Whole(left.shape[-1]))
+    columns: tuple[Axis, ...] = (Whole(right.shape[-2]), Same(count - 1))
+    batch = call.shape[:-2]
+    labels = broadcast_labels([_batch_of(left), _batch_of(right)], batch)
+    column_label = Role.PARAMETER if right.parameter else Role.ATTRIBUTE
+    row_label = left.labels[-2]
+    lowered = Lowered(
+        "matmul",
+        (*labels, row_label, column_label),
+        (True,) * count,
+        flops=2.0 * math.prod(call.shape) * left.shape[-1],
+        precision="lower",
+    )
+    lowered.attributes = {
+        "operands": [
+            lowered.operand(left, (*broadcast(left.shape[:-2], batch), *rows)),
+            lowered.operand(right, (*broadcast(right.shape[:-2], batch), *columns)),
+        ]
+    }
+    return lowered
+
+
+def _batch_of(value: Value) -> Value:
+    return Value(value.name, value.shape[:-2], value.dtype, value.labels[:-2])
+
+
+@rule("embedding")
+def embedding(call: Call) -> Lowered | None:
+    """Rows are whole; the width may be split.
+
+    A sparse gradient is a dense one here: optimizers that take both come to the same weights.
+    """
+    weight, indices = call["weight"], call["indices"]
+    if not weight.parameter or indices.parameter or call["scale_grad_by_freq"]:
+        return None
+    count = len(call.shape)
+    lowered = Lowered(
+        "embedding",
+        (*indices.labels, Role.PARAMETER),
+        (True,) * count,
+        attributes={"padding_idx": call["padding_idx"]},
+    )
+    lowered.operand(indices, same(count - 1))
+    lowered.operand(weight, (Whole(weight.shape[0]), Same(count - 1)), "weight")
+    return lowered
+
+
+@rule("embedding_bag")
+def embedding_bag(call: Call) -> Lowered | None:
+    """Sum or mean of rows. Bags of one size split over samples, ragged ones by width only."""
+    weight, indices, offsets = call["weight"], call["indices"], call["offsets"]
+    weights = call["per_sample_weights"]
+    if not weight.parameter or call["mode"] not in (0, 1) or call["scale_grad_by_freq"]:
+        return None
+    if weights is not None or call["include_last_offset"]:
+        return None
+    bags = call.shape[0]
+    size = _bag_size(call.sources.get(offsets.name), indices.shape, bags)
+    lowered = Lowered(
+        "embedding_bag",
+        (indices.labels[0], Role.PARAMETER),
+        (size is not None, True),
+        attributes={
+            "mode": ("sum", "mean")[call["mode"]],
+            "bag_size": size,
+            "padding_idx": call.get("padding_idx", -1),
+        },
+        flops=float(math.prod(indices.shape) * call.shape[1]),
+    )
+    if size is not None:
+        lowered.operand(indices, (Unfolded(0, size),))
+    else:
+        lowered.operand(indices, whole(indices.shape))
+        lowered.operand(offsets, whole(offsets.shape))
+    lowered.operand(weight, (Whole(weight.shape[0]), Same(1)), "weight")
+    return lowered
+
+
+def _bag_size(offsets: Call | None, indices: Shape, bags: int) -> int | None:
+    """Entries of a bag, where the offsets are an arithmetic sequence that covers all indices."""
+    if offsets is None or offsets.name != "arange" or len(indices) != 1:
+        return None
+    start, step = offsets.get("start", 0), offsets.get("step", 1)
+    return int(step) if start == 0 and step * bags == indices[0] else None
+
+
+@rule("scaled_dot_product_attention")
+def attention(call: Call) -> Lowered | None:
+    """By sample, head, query position and value width; keys and values are whole."""
+    query, key, value, mask = (call[n] for n in ("query", "key", "value", "attn_mask"))
+    if call["enable_gqa"] or any(v.parameter for v in (query, key, value)):
+        return None
+    count = len(call.shape)
+    batch = call.shape[:-2]
+    labels = broadcast_labels([_batch_of(query), _batch_of(key), _batch_of(value)], batch)
+    scores = (*batch, query.shape[-2], key.shape[-2])
+    lowered = Lowered(
+        "attention",
+        (*labels, query.labels[-2], value.labels[-1]),
+        (*(True for _ in batch), True, False),
+        attributes={
+            "causal": bool(call["is_causal"]),
+            "scale": call["scale"],
+            "probability": float(call["dropout_p"]),
+            "scores": scores,
+        },
+        flops=2.0 * math.prod(scores) * (query.shape[-1] + value.shape[-1]),
+        precision="lower",
+    )
+    lowered.operand(
+        query, (*broadcast(query.shape[:-2], batch), Same(count - 2), Whole(query.shape[-1]))
+    )
+    for operand in (key, value):
+        axes = (*broadcast(operand.shape[:-2], batch), *whole(operand.shape[-2:]))
+        lowered.operand(operand, axes)
+    if mask is not None:
+        if mask.parameter:
+            return None
+        axes = broadcast(mask.shape, scores)
+        # the last dimension of the scores is no dimension of the output
+        lowered.operand(mask, (*axes[:-1], Whole(mask.shape[-1])))
+    return lowered

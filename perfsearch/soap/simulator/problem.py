@@ -1,0 +1,499 @@
+"""From a graph, costs and a machine to the arrays that the simulator runs on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from perfsearch.soap.graph import Graph, Operator, Rectangle, Role
+from perfsearch.soap.parts import (
+    Layout,
+    class_key,
+    degrees_of,
+    gradients,
+    item_bytes,
+    owned_keys,
+    partial_sum_partners,
+    placements,
+    summed_bytes,
+)
+from perfsearch.soap.parts import (
+    layout as layout_of,
+)
+from perfsearch.soap.plan import OperatorConfiguration, Plan, PlanError, parameters
+from perfsearch.soap.rules.base import input_rectangle
+from perfsearch.soap.simulator import machine as machines
+from perfsearch.soap.simulator import memory as table
+from perfsearch.soap.simulator.machine import KINDS, Machine, ShardCost
+from perfsearch.soap.simulator.memory import Integers, Reals
+
+CURVE_BYTES = [256 * 4**p for p in range(12)]
+"""Sizes at which the compiled simulator knows a transfer's time."""
+
+_GIB = 2**30
+
+
+CostOf = Callable[[Operator, Rectangle, tuple[bool, ...]], ShardCost]
+"""Cost of the part of an operator that computes a rectangle; which inputs get a gradient."""
+
+
+@dataclass
+class Class:
+    """Operators that only differ in name: their layouts, and the configurations of each."""
+
+    example: Operator
+    gradients: tuple[bool, ...]
+    only: tuple[OperatorConfiguration, ...] | None = None
+    layouts: list[Layout] = field(default_factory=list)
+    device_lists: list[list[tuple[int, ...]]] = field(default_factory=list)
+    numbers: dict[OperatorConfiguration, int] = field(default_factory=dict)
+    """Configuration to its number among all classes'."""
+
+
+class Problem:
+    """A graph on a machine, as tables, and the way between plans and configuration numbers.
+
+    Args:
+        graph: the job's.
+        machine: to plan for.
+        cost_of: times of parts.
+        roles: of dimensions that may be split.
+        extra: plans whose configurations must be among those that can be simulated.
+        allowed: for some operators all that they may have beside ``extra``.
+
+    Attributes:
+        tables: for the compiled simulator.
+        curves: times of transfers, for the same.
+        classes: of operators.
+        class_of: (operators), index of each one's class.
+        edges: producer, consumer and the consumer's input number, in order of consumers.
+
+    Raises:
+        ValueError: an operator has a type or shape that cannot be planned.
+
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        machine: Machine,
+        cost_of: CostOf,
+        roles: frozenset[Role] = frozenset(Role),
+        extra: tuple[Plan, ...] = (),
+        allowed: Mapping[str, tuple[OperatorConfiguration, ...]] | None = None,
+    ) -> None:
+        self.graph = graph
+        self.machine = machine
+        self.operators = graph.planned
+        self._owned = owned_keys(graph)
+        self.classes: list[Class] = []
+        self.class_of: list[int] = []
+        place_of = {o.name: i for i, o in enumerate(self.operators)}
+        edges = [(place_of[source], place_of[target], i) for source, target, i in graph.edges]
+        self.edges = sorted(edges, key=lambda edge: (edge[1], edge[2]))
+        self._classify(allowed or {})
+        self._configure(roles, extra)
+        self.tables = self._build(cost_of)
+        self.curves = curves_of(machine)
+
+    def numbers_of(self, plan: Plan) -> Integers:
+        """Configuration numbers of a plan.
+
+        Raises:
+            PlanError: an operator's configuration is not among those of its class.
+
+        """
+        numbers = np.zeros(len(self.operators), dtype=np.int64)
+        for place, operator in enumerate(self.operators):
+            known = self.classes[self.class_of[place]].numbers
+            if plan[operator.name] not in known:
+                chosen = plan[operator.name]
+                raise PlanError(
+                    f"operator {operator.name}: degrees {list(chosen.degrees)} on devices "
+                    f"{list(chosen.devices)} are not among what is simulated here"
+                )
+            numbers[place] = known[plan[operator.name]]
+        return numbers
+
+    def plan_of(self, numbers: Integers) -> Plan:
+        """The plan of configuration numbers."""
+        return {
+            operator.name: self._by_number[int(number)]
+            for operator, number in zip(self.operators, numbers, strict=True)
+        }
+
+    def configurations(self, operator: int) -> list[OperatorConfiguration]:
+        """What an operator may have, in the order of their numbers."""
+        return list(self.classes[self.class_of[operator]].numbers)
+
+    def _classify(self, allowed: Mapping[str, tuple[OperatorConfiguration, ...]]) -> None:
+        found: dict[Hashable, int] = {}
+        for operator in self.operators:
+            only = allowed.get(operator.name)
+            key = (class_key(self.graph, operator, self._owned[operator.name]), only)
+            if key not in found:
+                found[key] = len(self.classes)
+                self.classes.append(Class(operator, gradients(self.graph, operator), only))
+            self.class_of.append(found[key])
+
+    def _configure(self, roles: frozenset[Role], extra: tuple[Plan, ...]) -> None:
+        asked: list[dict[tuple[int, ...], list[tuple[int, ...]]]] = [{} for _ in self.classes]
+        for index, kind in enumerate(self.classes):
+            if kind.only is not None:
+                for chosen in kind.only:
+                    asked[index].setdefault(chosen.degrees, []).append(chosen.devices)
+                continue
+            for degrees in degrees_of(kind.example, self.machine.devices, roles):
+                asked[index][degrees] = placements(degrees, self.machine.devices)
+        for plan in extra:
+            for place, operator in enumerate(self.operators):
+                chosen = plan[operator.name]
+                if self.classes[self.class_of[place]].only is not None:
+                    continue
+                lists = asked[self.class_of[place]].setdefault(chosen.degrees, [])
+                if chosen.devices not in lists:
+                    lists.append(chosen.devices)
+        number = 0
+        for kind, of_class in zip(self.classes, asked, strict=True):
+            owned = self._owned[kind.example.name]
+            for degrees, lists in of_class.items():
+                kind.layouts.append(
+                    layout_of(
+                        kind.example,
+                        degrees,
+                        owned,
+                        self.machine.state_per_weight,
+                        self.machine.updates_rows,
+                    )
+                )
+                kind.device_lists.append(lists)
+                for devices in lists:
+                    kind.numbers[OperatorConfiguration(degrees, devices)] = number
+                    number += 1
+        self._by_number = [c for kind in self.classes for c in kind.numbers]
+
+    def _build(self, cost_of: CostOf) -> Integers:
+        return tables(self, cost_of)
+
+
+def behaviour(machine: Machine, host_is_free: bool) -> dict[int, int]:
+    """The scalars that say how the execution behaves."""
+    transfer, sync = round(1e3 * machine.transfer_host_us), round(1e3 * machine.sync_host_us)
+    return {
+        table.TRANSFER_HOST_NS: transfer,
+        table.SYNC_HOST_NS: sync,
+        table.SYNC_ON_LINK: int(machine.sync_on_link),
+        table.COPY_NS: round(1e3 * machine.copy_us),
+        table.COPY_NS_PER_MIB: round(1e3 * machine.copy_us_per_mib),
+        table.OPTIMIZER_NS: round(1e3 * machine.optimizer_us),
+        table.STEP_NS: round(1e3 * machine.step_us),
+        table.HOST_NS: round(1e3 * machine.host_us),
+        table.HOST_IS_FREE: int(host_is_free and not transfer and not sync),
+    }
+
+
+def curves_of(machine: Machine) -> Reals:
+    """Sizes of the curves' points, then nanoseconds by side, kind, members and size."""
+    times = np.zeros((2, len(KINDS), machine.devices + 1, len(CURVE_BYTES)))
+    for side, curves in enumerate((machine.within, machine.across or machine.within)):
+        for row, kind in enumerate(KINDS):
+            for count in range(1, machine.devices + 1) if kind in curves else ():
+                curve = machines.at_members(curves[kind], count)
+                for column, size in enumerate(CURVE_BYTES):
+                    times[side, row, count, column] = 1e3 * machines.at_size(curve, size)
+    return np.concatenate([np.array(CURVE_BYTES, dtype=np.float64), times.ravel()])
+
+
+def bucket_bytes(graph: Graph, machine: Machine) -> int:
+    """Size of the buckets in which small gradients are summed: what there is, up to the limit."""
+    limit = math.ceil(machine.bucket_mib * 2**20)
+    sizes = (
+        item_bytes(p.dtype) * math.prod(p.shape) for p in parameters(graph).values() if p.trained
+    )
+    return min(limit, sum(size for size in sizes if size < limit))
+
+
+def _curves(machine: Machine, devices: Sequence[int]) -> Mapping[str, machines.Curve]:
+    nodes = {device // machine.devices_per_node for device in devices}
+    return machine.across if len(nodes) > 1 else machine.within
+
+
+def sync_us(machine: Machine, devices: tuple[int, ...], size: int, bucket: int) -> float:
+    """Time of summing a gradient over devices beside computing; small ones share a latency.
+
+    Args:
+        machine: has the times of collectives.
+        devices: that hold the gradient.
+        size: of the gradient, bytes.
+        bucket: by ``bucket_bytes``.
+
+    """
+    curve = machines.at_members(_curves(machine, devices)["all_reduce"], len(devices))
+    if size >= bucket:
+        return machine.sync_slowdown * machines.at_size(curve, size)
+    return machine.sync_slowdown * machines.at_size(curve, bucket) * size / bucket
+
+
+def sums_us(
+    machine: Machine, kind: Class, parts: Sequence[Rectangle], devices: Sequence[int]
+) -> list[tuple[float, float]]:
+    """By part, how long it exchanges sums with others within its forward and backward task.
+
+    Empty where the operator has none. That parts wait for one another there is left out.
+
+    Args:
+        machine: has the times of collectives.
+        kind: of the operator.
+        parts: of it.
+        devices: that have them.
+
+    """
+    found = []
+    for part, mine in zip(parts, partial_sum_partners(kind.example, parts), strict=False):
+        members = [devices[place] for place in mine]
+        sizes = summed_bytes(kind.example, part, kind.gradients[0])
+        curve = machines.at_members(_curves(machine, members)["all_reduce"], len(members))
+        alone = len(members) < 2
+        forward, backward = (
+            0.0 if alone or not size else machines.at_size(curve, size) for size in sizes
+        )
+        found.append((forward, backward))
+    return found
+
+
+def pack_us(machine: Machine, size: int) -> float:
+    """Time of packing a gradient into its bucket and taking it out; a large one stays in place."""
+    mib = size / 2**20
+    if mib >= machine.bucket_mib:
+        return 0.0
+    return 2 * machine.copy_us_per_mib * mib
+
+
+def capacity_bytes(machine: Machine) -> int:
+    """The hard limit of a device."""
+    return math.floor(machine.memory_gib * _GIB)
+
+
+def needed(kind: Class, index: int, part: Rectangle, dims: int) -> Rectangle:
+    """What a part reads of an input, an empty rectangle where that is nothing."""
+    rectangle = input_rectangle(kind.example, index, part)
+    return rectangle if rectangle is not None else ((0, 0),) * dims
+
+
+# -----------------------------------------------------------------------------
+# Writes a problem's arrays.
+
+
+def tables(problem: Problem, cost_of: CostOf) -> Integers:
+    """All of a job's arrays in one."""
+    machine, count = problem.machine, len(problem.operators)
+    found = {**_classes(problem, cost_of), **_edges(problem)}
+    found[table.NODE_OF] = np.arange(machine.devices) // machine.devices_per_node
+    found[table.CAPACITY] = np.full(machine.devices, capacity_bytes(machine))
+    hosts = found[table.PARTS].reshape(-1, table.P_WIDTH)
+    hosts = hosts[:, [table.P_FORWARD_HOST, table.P_BACKWARD_HOST]]
+    scalars = {
+        table.OPERATORS: count,
+        table.DEVICES: machine.devices,
+        table.CONFIGS: len(found[table.CONFIG]),
+        table.EDGES: len(problem.graph.edges),
+        table.NEED_COUNT: int(found[table.NEED_OF].max(initial=0)) + 1,
+        table.POINTS: len(CURVE_BYTES),
+        **behaviour(machine, host_is_free=not hosts.any()),
+    }
+    packed = table.pack(scalars, found, table.T_SCALARS, table.T_TABLES)
+    _make_absolute(packed, len(found[table.CONFIG]), len(found[table.EDGE_CLASS]))
+    return packed
+
+
+def _make_absolute(packed: Integers, configs: int, edge_classes: int) -> None:
+    """Turn places within tables into places within the whole."""
+    rows = packed[packed[table.CONFIG] :][: configs * table.C_WIDTH].reshape(configs, -1)
+    for column, of in (
+        (table.C_DEVICES, table.DEVICE_LISTS),
+        (table.C_ROWS, table.PARTS),
+        (table.C_GROUPS, table.SYNC_GROUPS),
+        (table.C_TIMES, table.SYNC_TIMES),
+    ):
+        rows[:, column] += packed[of]
+    rows = packed[packed[table.EDGE_CLASS] :][: edge_classes * table.E_WIDTH]
+    rows = rows.reshape(edge_classes, -1)
+    rows[:, table.E_NEEDS] += packed[table.NEEDS]
+    rows[:, table.E_NEED_OF] += packed[table.NEED_OF]
+
+
+class _Pool:
+    """Numbers laid end to end."""
+
+    def __init__(self) -> None:
+        self.values: list[int] = []
+
+    def add(self, values: Iterable[int]) -> int:
+        """Append, and return where they begin."""
+        start = len(self.values)
+        self.values.extend(values)
+        return start
+
+    def rectangles(self, rectangles: Iterable[Rectangle]) -> int:
+        """Append low and high of every dimension."""
+        return self.add(bound for rectangle in rectangles for r in rectangle for bound in r)
+
+    def array(self) -> Integers:
+        """All of them."""
+        return _array(self.values)
+
+
+def _array(values: Sequence[Any]) -> Integers:
+    return np.array(values, dtype=np.int64)
+
+
+def _nanoseconds(microseconds: float) -> int:
+    return max(0, round(1e3 * microseconds))
+
+
+def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
+    machine = problem.machine
+    bucket = bucket_bytes(problem.graph, machine)
+    class_first, layout_first = [0], [0]
+    parts, devices, groups, times = _Pool(), _Pool(), _Pool(), _Pool()
+    configs: list[list[int]] = []
+    layouts = 0
+    for kind in problem.classes:
+        for layout, lists in zip(kind.layouts, kind.device_lists, strict=True):
+            costs = [cost_of(kind.example, part, kind.gradients) for part in layout.parts]
+            rows_of: dict[tuple[tuple[float, float], ...], int] = {}
+            at = len(groups.values)
+            for group, size in layout.syncs:
+                packing = _nanoseconds(pack_us(machine, size))
+                groups.add([len(group), packing, *group])
+            for chosen in lists:
+                sums = [
+                    _nanoseconds(sync_us(machine, tuple(chosen[m] for m in group), size, bucket))
+                    for group, size in layout.syncs
+                ]
+                waits = tuple(sums_us(machine, kind, layout.parts, chosen))
+                if waits not in rows_of:  # else as on other devices
+                    rows_of[waits] = parts.add(_part_rows(machine, layout, costs, waits))
+                rows = rows_of[waits]
+                record = [layouts, len(chosen), devices.add(chosen), rows, len(sums), at]
+                configs.append([*record, times.add(sums), 0])
+            layouts += 1
+            layout_first.append(len(configs))
+        class_first.append(layouts)
+    return {
+        table.OPERATOR_CLASS: _array(problem.class_of),
+        table.CLASS_FIRST: _array(class_first),
+        table.LAYOUT_FIRST: _array(layout_first),
+        table.CONFIG: _array(configs).reshape(-1, table.C_WIDTH),
+        table.PARTS: parts.array(),
+        table.DEVICE_LISTS: devices.array(),
+        table.SYNC_GROUPS: groups.array(),
+        table.SYNC_TIMES: times.array(),
+    }
+
+
+def _part_rows(
+    machine: Machine,
+    layout: Layout,
+    costs: Sequence[ShardCost],
+    waits: Sequence[tuple[float, float]],
+) -> Iterator[int]:
+    """What ``PARTS`` has of a layout on some devices, by ``tasks.sums_us`` of these."""
+    for place, cost in enumerate(costs):
+        forward, backward = waits[place] if waits else (0.0, 0.0)
+        own_backward = cost.rows_us if layout.by_rows else cost.backward_us
+        microseconds = (
+            cost.forward_us + forward + machine.task_us,
+            own_backward + backward + machine.task_us,
+            cost.forward_host_us + (machine.sync_host_us if forward else 0.0),
+            cost.backward_host_us + (machine.sync_host_us if backward else 0.0),
+        )
+        yield from map(_nanoseconds, microseconds)
+        yield layout.resident_bytes[place]
+        yield _nanoseconds(machine.optimizer_us_per_mib * layout.weight_bytes[place] / 2**20)
+
+
+def _edges(problem: Problem) -> dict[int, Integers]:
+    edges = problem.edges
+    kinds: dict[tuple[int, int, int], int] = {}
+    edge_class = [
+        kinds.setdefault((problem.class_of[s], problem.class_of[t], i), len(kinds))
+        for s, t, i in edges
+    ]
+    rectangles, needs, copies = _Pool(), _Pool(), _Pool()
+    owned = [
+        rectangles.rectangles(layout.parts) for kind in problem.classes for layout in kind.layouts
+    ]
+    records: list[list[int]] = []
+    need_of = _Pool()
+    offset_of: dict[int, tuple[Rectangle, ...]] = {}
+    shared: dict[tuple[tuple[Rectangle, ...], tuple[int, ...]], int] = {}
+    for source, target, index in kinds:
+        producer, consumer = problem.classes[source], problem.classes[target]
+        dims = len(producer.example.shape)
+        offsets = []
+        for layout in consumer.layouts:
+            read = tuple(needed(consumer, index, p, dims) for p in layout.parts)
+            offsets.append(rectangles.rectangles(read))
+            offset_of[offsets[-1]] = read
+        size, gradient = item_bytes(producer.example.dtype), consumer.gradients[index]
+        back, on = (
+            copies.add(_matches(consumer, producer)),
+            copies.add(_matches(producer, consumer)),
+        )
+        numbers = [
+            shared.setdefault((offset_of[offset], devices), len(shared))
+            for offset, lists in zip(offsets, consumer.device_lists, strict=True)
+            for devices in lists
+        ]
+        places = [needs.add(offsets), need_of.add(numbers)]
+        records.append([size, int(gradient), dims, *places, back, on])
+    outs: list[list[int]] = [[] for _ in problem.operators]
+    for number, (source, _, _) in enumerate(edges):
+        outs[source].append(number)
+    count = len(problem.operators)
+    consumers = [target for _, target, _ in edges]
+    return {
+        table.EDGE: _array([[s, t, k] for (s, t, _), k in zip(edges, edge_class, strict=True)]),
+        table.IN_FIRST: np.searchsorted(consumers, range(count + 1)),
+        table.OUT_FIRST: _array([0, *np.cumsum([len(out) for out in outs]).tolist()]),
+        table.OUT_EDGES: _array([number for out in outs for number in out]),
+        table.EDGE_CLASS: _array(records).reshape(-1, table.E_WIDTH),
+        table.NEEDS: needs.array(),
+        table.NEED_OF: need_of.array(),
+        table.OWNED: _array(owned),
+        table.RECTANGLES: rectangles.array(),
+        table.COPIES: copies.array(),
+        **_live([(s, t) for s, t, _ in edges], count),
+    }
+
+
+def _matches(own: Class, other: Class) -> list[int]:
+    """For each configuration the other class's with the same parts on the same devices, or -1."""
+    found = []
+    rank = len(other.example.shape)
+    for chosen in own.numbers:
+        number = other.numbers.get(chosen, -1) if rank == len(own.example.shape) else -1
+        if number < 0 and rank and chosen.degrees and all(d == 1 for d in chosen.degrees[1:]):
+            degrees = (chosen.degrees[0], *[1] * (rank - 1))
+            number = other.numbers.get(OperatorConfiguration(degrees, chosen.devices), -1)
+        found.append(number)
+    return found
+
+
+def _live(edges: Sequence[tuple[int, int]], count: int) -> dict[int, Integers]:
+    """The edges across each boundary between operators."""
+    across: list[list[int]] = [[] for _ in range(count)]
+    for number, (source, target) in enumerate(edges):
+        for boundary in range(source, target):
+            across[boundary].append(number)
+    pool = _Pool()
+    first = [pool.add(live) for live in across]
+    return {table.LIVE_FIRST: _array([*first, len(pool.values)]), table.LIVE: pool.array()}
+
+
+__all__ = ["Class", "CostOf", "Problem", "ShardCost", "item_bytes"]

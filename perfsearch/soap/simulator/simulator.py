@@ -1,0 +1,299 @@
+"""Predicted time and memory of plans, and a search over them, for one job on one machine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from perfsearch.soap.executor.execute import OperatorTime
+from perfsearch.soap.graph import Graph, Role
+from perfsearch.soap.plan import OperatorConfiguration, Plan
+from perfsearch.soap.simulator import memory as at
+from perfsearch.soap.simulator.chain import NEVER, ChainOptions, Engine
+from perfsearch.soap.simulator.machine import Machine
+from perfsearch.soap.simulator.problem import CostOf, Problem
+
+_KINDS = {
+    at.FORWARD: "forward",
+    at.BACKWARD: "backward",
+    at.SEND_FORWARD: "transfer",
+    at.SEND_BACKWARD: "transfer of gradients",
+    at.SYNCHRONISE: "sum of gradients",
+    at.OPTIMIZE: "optimizer",
+    at.COPY: "copy",
+    at.COPY_SUM: "copy",
+}
+_OF_EDGES = (at.SEND_FORWARD, at.SEND_BACKWARD, at.COPY)
+POINTS = 1000
+"""Points of a search's series at most."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is expected of a plan.
+
+    Attributes:
+        seconds: of a step.
+        peak_gib: of the fullest device.
+        memory_gib: of each device.
+        fits: whether every device's memory suffices.
+        launching_seconds: how long launching its tasks keeps the busiest host.
+
+    """
+
+    seconds: float
+    peak_gib: float
+    memory_gib: tuple[float, ...]
+    fits: bool
+    launching_seconds: float = 0.0
+
+
+def _seconds(nanoseconds: int) -> float:
+    return nanoseconds / 1e9 if 0 <= nanoseconds < NEVER else math.inf
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        plans: the best distinct ones with their predicted seconds, best first.
+        series: iteration, then current, proposed and best seconds; infinite where a plan is beyond
+            memory.
+        proposals: simulated.
+        accepted: of these.
+        infeasible: of these, beyond memory.
+        seconds: that it took.
+
+    """
+
+    plans: list[tuple[float, Plan]]
+    series: list[tuple[int, float, float, float]] = field(default_factory=list)
+    proposals: int = 0
+    accepted: int = 0
+    infeasible: int = 0
+    seconds: float = 0.0
+
+    @property
+    def proposals_per_s(self) -> float:
+        """How fast it was."""
+        return self.proposals / self.seconds if self.seconds > 0 else 0.0
+
+
+class Simulator:
+    """Simulates one job on one machine.
+
+    Args:
+        graph: of the job.
+        machine: to plan for.
+        cost_of: times of parts.
+        roles: of dimensions that a search may split.
+        extra: plans that must be among those that can be simulated, whatever the search offers.
+        allowed: for some operators all that they may have; ``extra`` must keep to it.
+
+    Attributes:
+        problem: the choices.
+
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        machine: Machine,
+        cost_of: CostOf,
+        roles: frozenset[Role] = frozenset(Role),
+        extra: tuple[Plan, ...] = (),
+        allowed: Mapping[str, tuple[OperatorConfiguration, ...]] | None = None,
+    ) -> None:
+        self.problem = Problem(graph, machine, cost_of, roles, extra, allowed)
+        self._engine = Engine(self.problem.tables, self.problem.curves)
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """Simulate a plan whole.
+
+        Raises:
+            PlanError: it has a configuration that is not among the choices.
+
+        """
+        nanoseconds = self._engine.start(self.problem.numbers_of(plan))
+        memory = tuple((self._engine.memory_bytes() / 2**30).tolist())
+        launching = self._engine.host_ns() / 1e9
+        return Estimate(nanoseconds / 1e9, max(memory), memory, self._engine.fits(), launching)
+
+    def compile(self, start: Plan) -> None:
+        """Compile what ``search`` runs, or take it from the disk: minutes on a busy machine, once.
+
+        Args:
+            start: any plan.
+
+        """
+        engine = Engine(self.problem.tables, self.problem.curves)
+        engine.start(self.problem.numbers_of(start))
+        engine.walk(0)
+
+    def search(self, start: Plan, proposals: int, options: ChainOptions, seed: int) -> Found:
+        """Walk from a plan; the same arguments give the same result, bit for bit."""
+        every = max(1, -(-proposals // POINTS))
+        options = ChainOptions(
+            alpha=options.alpha,
+            carry=options.carry,
+            kept=options.kept,
+            every=every,
+            points=proposals // every,
+            return_every=options.return_every,
+        )
+        engine = Engine(self.problem.tables, self.problem.curves, seed, options)
+        engine.start(self.problem.numbers_of(start))
+        engine.walk(0)  # compiles, or takes the compiled code from the disk
+        begin = time.perf_counter()
+        engine.walk(proposals)
+        seconds = time.perf_counter() - begin
+        return Found(
+            plans=[(ns / 1e9, self.problem.plan_of(numbers)) for ns, numbers in engine.best()],
+            series=[
+                (int(n), _seconds(current), _seconds(proposed), _seconds(best))
+                for n, current, proposed, best in engine.series().tolist()
+            ],
+            proposals=proposals,
+            accepted=engine[at.ACCEPTED],
+            infeasible=engine[at.INFEASIBLE_COUNT],
+            seconds=seconds,
+        )
+
+    def drift(self, start: Plan, changes: int, seed: int) -> Plan:
+        """A plan some random proposals away that fits memory: all are accepted, whatever they cost.
+
+        Args:
+            start: where to begin.
+            changes: proposals.
+            seed: of the draws.
+
+        """
+        options = ChainOptions(alpha=0.0)
+        engine = Engine(self.problem.tables, self.problem.curves, seed, options)
+        engine.start(self.problem.numbers_of(start))
+        engine.walk(changes)
+        return self.problem.plan_of(engine.current())
+
+    def by_operator(self, plan: Plan) -> dict[str, OperatorTime]:
+        """What each operator takes of a plan's step, each time on its slowest device.
+
+        A transfer belongs to the first operator that reads what it moves. What tasks take beside
+        their own time (``Machine.task_us``, ``Machine.sync_slowdown``) is left out.
+        """
+        machine = self.problem.machine
+        beside_ms = round(1e3 * machine.task_us) / 1e6
+        shape = (len(self.problem.operators), 3, machine.devices)
+        found = np.zeros(shape)
+        for kind, subject, device, begin, end in self._engine.trace(
+            self.problem.numbers_of(plan)
+        ).tolist():
+            if kind == at.OPTIMIZE:
+                continue
+            operator = self.problem.edges[subject][1] if kind in _OF_EDGES else subject
+            column = {at.FORWARD: 0, at.BACKWARD: 1}.get(kind, 2)
+            own_ms = (end - begin) / 1e6 - (beside_ms if column < 2 else 0.0)
+            own_ms /= machine.sync_slowdown if kind == at.SYNCHRONISE else 1.0
+            found[operator, column, device] += own_ms
+        slowest = np.round(found.max(axis=2), 6).tolist()
+        return {
+            operator.name: OperatorTime(*times)
+            for operator, times in zip(self.problem.operators, slowest, strict=True)
+        }
+
+    def timeline(self, plan: Plan) -> list[Task]:
+        """Every task of a plan's step."""
+        names = [o.name for o in self.problem.operators]
+        edges = self.problem.edges
+        found = []
+        for kind, subject, device, begin, end in self._engine.trace(
+            self.problem.numbers_of(plan)
+        ).tolist():
+            name = "weights"
+            if kind in _OF_EDGES:
+                source, target, _ = edges[subject]
+                name = f"{names[source]} to {names[target]}"
+            elif subject >= 0:
+                name = names[subject]
+            found.append(Task(_KINDS[kind], name, device, begin / 1e3, end / 1e3))
+        return found
+
+
+# -----------------------------------------------------------------------------
+# A simulated step's tasks, and their form for chrome://tracing and Perfetto.
+
+_ROWS = {
+    "forward": (0, "computing"),
+    "backward": (0, "computing"),
+    "optimizer": (0, "computing"),
+    "copy": (0, "computing"),
+    "transfer": (1, "link"),
+    "transfer of gradients": (1, "link"),
+    "sum of gradients": (2, "sums of gradients"),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task on one device.
+
+    Attributes:
+        kind: what it does.
+        name: operator, or the two that an edge connects.
+        device: where.
+        begin_us: from the step's begin.
+        end_us: the same.
+
+    """
+
+    kind: str
+    name: str
+    device: int
+    begin_us: float
+    end_us: float
+
+
+def chrome_trace(tasks: Sequence[Task]) -> dict[str, Any]:
+    """The tasks as a Chrome trace, a process a device and a thread a timeline."""
+    events: list[dict[str, Any]] = []
+    for device in sorted({task.device for task in tasks}):
+        events.append(_named("process_name", device, 0, f"device {device}"))
+        for row, name in sorted(set(_ROWS.values())):
+            events.append(_named("thread_name", device, row, name))
+    for task in tasks:
+        row, _ = _ROWS[task.kind]
+        events.append(
+            {
+                "ph": "X",
+                "name": task.name,
+                "cat": task.kind,
+                "pid": task.device,
+                "tid": row,
+                "ts": task.begin_us,
+                "dur": task.end_us - task.begin_us,
+                "args": {"kind": task.kind},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _named(what: str, device: int, row: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": device, "tid": row, "args": {"name": name}}
+
+
+def busy_lines(tasks: Sequence[Task], devices: int) -> list[str]:
+    """A line a device: how long it computes, moves and sums."""
+    lines = []
+    for device in range(devices):
+        own = [task for task in tasks if task.device == device]
+        sums = {name: 0.0 for _, name in _ROWS.values()}
+        for task in own:
+            sums[_ROWS[task.kind][1]] += task.end_us - task.begin_us
+        shown = ", ".join(f"{name} {us / 1e3:.3f} ms" for name, us in sums.items())
+        lines.append(f"device {device}: {shown}")
+    return lines

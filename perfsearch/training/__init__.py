@@ -1,0 +1,1 @@
+"""What a rank builds and how its steps are timed: wrappers, sharding, process groups, state."""

@@ -1,0 +1,223 @@
+"""The contract between the loop that measures and a recipe that builds a training step."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from perfsearch.core.knob import Value
+from perfsearch.training.process_groups import Groups
+from perfsearch.workloads.base import Job
+
+Mark = Callable[[str], None]
+"""Called at the end of each phase of a step; repeated phases of one step add up."""
+
+NextBatch = Callable[[], Any]
+"""Gives the next micro-batch, on the device; marks its own phases."""
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How a rank loads its share of the data.
+
+    Attributes:
+        micro_batch: samples a rank takes at once; the share of a step is a multiple of it.
+        workers: loader processes; 0 loads in the training process.
+        prefetch_factor: batches that each of them keeps ready.
+        pin_memory: whether batches are copied to page-locked memory.
+        channels_last: whether image batches are laid out with channels innermost.
+
+    """
+
+    micro_batch: int
+    workers: int = 0
+    prefetch_factor: int | None = None
+    pin_memory: bool = False
+    channels_last: bool = False
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a recipe builds from.
+
+    Attributes:
+        configuration: every knob, pinned ones included; ``None`` is the library's own default.
+        groups: the present process groups.
+        local_batch: samples that one rank trains in one step.
+        job: gives model, data, loss and optimizer in the state that every trial starts from;
+            with ``reuse=False`` the model is a new object that the recipe may take apart.
+        options: further plain values from the runner.
+        host_job: gives the same with a new model that is still on the host; its values may be
+            shared and must not be written before they are moved.
+
+    """
+
+    configuration: Mapping[str, Value]
+    groups: Groups
+    local_batch: int
+    job: Callable[[bool], Job]
+    options: Mapping[str, Any]
+    host_job: Callable[[], Job]
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.groups.device
+
+
+class TrainStep(ABC):
+    """One configuration, built and ready to train.
+
+    Attributes:
+        job: what it trains.
+        loader: how its data is loaded.
+        compiles: whether its first steps compile, which is accounted for apart.
+        marks_communication: whether ``run`` marks ``comm_exposed`` after ``backward``: how long the
+            step waits for communication when everything is computed.
+
+    """
+
+    job: Job
+    loader: LoaderOptions
+    compiles: bool = False
+    marks_communication: bool = False
+
+    @abstractmethod
+    def run(self, next_batch: NextBatch, mark: Mark) -> torch.Tensor:
+        """Train one global batch.
+
+        Marks ``forward``, ``backward`` and ``optimizer``, in that order, without waiting for the
+        device.
+
+        Returns:
+            This rank's mean loss, detached.
+
+        """
+
+    @abstractmethod
+    def in_force(self) -> dict[str, Value]:
+        """What the libraries say is in effect, by knob name where it can be read back."""
+
+    def evidence(self) -> dict[str, float]:
+        """Numbers for the diagnosis, in the unit that the name ends with."""
+        return {}
+
+    def alone(self) -> AbstractContextManager[Any] | None:
+        """Within it ``run`` exchanges no gradients; ``None`` where it cannot do without.
+
+        What the step then takes less is the most that better communication can give. The ranks'
+        weights part, so it comes last in a trial.
+        """
+        return None
+
+    def survive(self) -> None:  # noqa: B027 - a recipe may have nothing to try
+        """Do what a real run does now and then and needs more memory for; an error ends the trial.
+
+        Called on every rank after the scored steps, where ``recipe_options`` has ``survive``.
+        """
+
+    def examine(self, next_batch: NextBatch) -> dict[str, Any]:
+        """Run further steps to tell what a step is made of: plain values, the same on all ranks.
+
+        They are kept with the measurement's ``environment``. Called on every rank when all else of
+        a trial is done, where ``recipe_options`` has ``examine``; an error does not cost the score.
+        """
+        return {}
+
+    def close(self) -> None:  # noqa: B027 - a recipe may have nothing to undo
+        """Give back what was built; torch's global switches are restored by the loop."""
+
+
+class Recipe(Protocol):
+    """A module that ranks can build from."""
+
+    def build(self, context: BuildContext) -> TrainStep:
+        """Put the configuration into force."""
+        ...
+
+
+def load(name: str) -> Recipe:
+    """Import the recipe ``name``, a module below ``perfsearch``, such as ``training.ddp``.
+
+    Raises:
+        ValueError: the name is not that of a module.
+
+    """
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"recipe {name!r} is not a module name")
+    recipe: Recipe = importlib.import_module(f"perfsearch.{name}")  # type: ignore[assignment]
+    return recipe
+
+
+# -----------------------------------------------------------------------------
+# The backward pass, its own work told from the communication that nothing overlaps.
+
+
+def run_backward(loss: torch.Tensor, mark: Mark, split: bool) -> None:
+    """Run it, and mark ``backward``; with ``split`` its end of computing, then ``comm_exposed``.
+
+    DistributedDataParallel waits for its all-reduces in a callback at the end of the backward pass,
+    which it registers with the last gradient. One that is registered with the first gradient runs
+    before it, when everything is computed (on a GPU: queued on the stream that then waits).
+    """
+    if not split:
+        loss.backward()
+        mark("backward")
+        return
+
+    def at_first_gradient(gradient: torch.Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: mark("backward"))
+
+    loss.register_hook(at_first_gradient)
+    loss.backward()
+    mark("comm_exposed")
+
+
+# -----------------------------------------------------------------------------
+# How an optimizer walks over its parameters: one by one, in lists, or in one kernel.
+
+DEFAULT = "default"
+IMPLEMENTATIONS = (DEFAULT, "foreach", "fused")
+
+
+def apply_implementation(optimizer: torch.optim.Optimizer, choice: Value) -> None:
+    """Make a new optimizer, that has not stepped, use the named implementation.
+
+    Args:
+        optimizer: any optimizer; those of torch keep the choice in their parameter groups.
+        choice: ``default`` or ``None`` leaves it as the user made it.
+
+    Raises:
+        ValueError: its class has no such implementation.
+
+    """
+    if choice in (None, DEFAULT):
+        return
+    if choice not in IMPLEMENTATIONS:
+        raise ValueError(f"optimizer_implementation={choice}: one of {', '.join(IMPLEMENTATIONS)}")
+    for group in optimizer.param_groups:
+        if choice not in group:
+            raise ValueError(
+                f"optimizer_implementation={choice}: {type(optimizer).__name__} has no {choice} "
+                "implementation"
+            )
+        for name in ("foreach", "fused"):
+            if name in group:
+                group[name] = name == choice
+    if choice == "fused":
+        optimizer._step_supports_amp_scaling = True  # as its constructor does
+
+
+def implementation_of(optimizer: torch.optim.Optimizer) -> str:
+    """Which implementation all parameter groups name."""
+    names = {
+        "fused" if group.get("fused") else "foreach" if group.get("foreach") else DEFAULT
+        for group in optimizer.param_groups
+    }
+    return names.pop() if len(names) == 1 else "mixed"

@@ -1,0 +1,258 @@
+"""A process that has imported what takes long, and forks launchers from what it has in hand."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from perfsearch.workers import processes, trial
+from perfsearch.workers.messages import EXIT_FILE, LAUNCHER_REPORT, TORCH_LOGS, Startup
+from perfsearch.workers.processes import EXIT_ORPHANED, watch_controller
+
+_ORPHAN_CHECK_S = 2.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+Request = Mapping[str, Any]
+"""A line on standard input: ``directory`` of a group, its ``environment``, the variables to
+``unset``, the ``log``, and whatever ``run`` wants."""
+
+
+def serve_forks(
+    controller_pid: int,
+    controller_started: float,
+    run: Callable[[Request], int],
+    prepare: Callable[[Request], None] = lambda request: None,
+) -> int:
+    """Fork for each line on standard input, until it closes or the controller is gone.
+
+    Args:
+        controller_pid: whose end ends this.
+        controller_started: when that process was started.
+        run: called in the fork; gives its exit code.
+        prepare: called before the fork, which then begins with what that left.
+
+    """
+    _adopt_orphans()
+    directories: dict[int, Path] = {}
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    unread = b""
+    while True:
+        ready, _, _ = select.select([0, wake_read], [], [], _ORPHAN_CHECK_S)
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+        _reap(directories)
+        if not processes.is_alive(controller_pid, controller_started):
+            return EXIT_ORPHANED
+        if 0 not in ready:
+            continue
+        chunk = os.read(0, 65_536)
+        if not chunk:
+            return 0
+        *lines, unread = (unread + chunk).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            prepare(request)
+            pid = os.fork()
+            if pid == 0:
+                os.close(wake_read)
+                os.close(wake_write)
+                _become(request, run)
+            directories[pid] = Path(request["directory"])
+            answer = {"pid": pid, "started": processes.started_at(pid)}
+            os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def _become(request: Request, run: Callable[[Request], int]) -> NoReturn:
+    """In the fork: a session, environment and log of its own, then ``run``; never returns."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        os.environ.update(request["environment"])
+        for name in request["unset"]:
+            os.environ.pop(name, None)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        code = run(request)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # taking torch's modules down costs a second and frees nothing
+
+
+def _reap(directories: dict[int, Path]) -> None:
+    """Leave the exit code of each fork that ended where the controller looks for it."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        directory = directories.pop(pid, None)  # none of an orphan that was adopted
+        if directory is not None and directory.exists():
+            unfinished = directory / f"{EXIT_FILE}.tmp"
+            unfinished.write_text(str(os.waitstatus_to_exitcode(status)))
+            unfinished.rename(directory / EXIT_FILE)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of every descendant that loses its own, so that none gets out of sight.
+
+    One that has also lost its environment could not be found by the group's token.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+# -----------------------------------------------------------------------------
+# The launcher: ``python -m perfsearch.workers.forkserver``, started once by the controller.
+#
+# It imports torch once and then forks for every group of ranks that it is asked for on standard
+# input, so that new processes cost no import. In the fork torch's own launcher (torchrun's
+# agent) runs the ranks, forked in their turn. Nothing but importing is done before a fork, and
+# drawing the weights of a built-in workload (``prepared``): no CUDA context and no thread, and
+# ranks seed their own random numbers. So a forked process is as fresh as a new one, apart from
+# what libraries read of the environment while they are imported (see ``preload.LATE_PREFIXES``).
+
+RENDEZVOUS_FILE = "rendezvous"
+
+
+def torchrun_arguments(startup: Startup, directory: Path) -> list[str]:
+    """The command line for torch's launcher."""
+    spec = startup.spec
+    arguments = [f"--nproc-per-node={spec.nproc}", "--max-restarts=0", "--rdzv-backend=c10d"]
+    arguments.append(f"--log-dir={directory / TORCH_LOGS}")  # by default a new one, never removed
+    if spec.nnodes == 1:
+        # Through a file: torch's TCP store listens on every interface, and reads pickles.
+        arguments += ["--nnodes=1", "--rdzv-conf=store_type=file", "--local-addr=localhost"]
+        arguments += [f"--rdzv-endpoint={directory / RENDEZVOUS_FILE}"]
+        arguments += [f"--rdzv-id={directory.name}"]
+    else:
+        arguments += [f"--nnodes={spec.nnodes}", f"--rdzv-endpoint={spec.rdzv_endpoint}"]
+        arguments += ["--rdzv-id=perfsearch"]
+    return [*arguments, "--start-method=fork", "-m", "perfsearch.workers.rank", str(directory)]
+
+
+def run_group(directory: Path) -> int:
+    """Run the group until its ranks end; 0 when all of them did so on purpose."""
+    from torch.distributed import run
+
+    from perfsearch.workers.rank import serve
+
+    startup = Startup.read(directory)
+    watch_controller(startup, directory)
+    if startup.spec.nnodes == 1:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # nobody needs that one either
+    return run_ranks(
+        directory,
+        lambda: run.parse_args(torchrun_arguments(startup, directory)),
+        (serve, [str(directory)]),
+    )
+
+
+def _prepare(request: Mapping[str, Any]) -> None:
+    spec = Startup.read(Path(request["directory"])).spec
+    trial.prepare_job(spec.workload, spec.seed)
+
+
+def _run(request: Mapping[str, Any]) -> int:
+    # torch's launcher asks whether there is a GPU. Asked of NVML, that leaves CUDA untouched;
+    # asked of CUDA, no fork from here could use it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    return run_group(Path(request["directory"]))
+
+
+_NEEDED_BY_RANKS = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
+    "torch.distributed.optim",
+    "torch.distributed.run",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch.utils.flop_counter",
+    "perfsearch.training.ddp",
+    "perfsearch.workers.rank",
+    "perfsearch.workers.rank",
+    "perfsearch.workers.trial",
+    "perfsearch.workloads.gpt",
+)
+
+
+def _import_what_ranks_need() -> None:
+    for name in _NEEDED_BY_RANKS:
+        importlib.import_module(name)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``CONTROLLER_PID STARTED``: fork groups on demand. ``DIRECTORY``: run that group here."""
+    if len(arguments) == 1:
+        return run_group(Path(arguments[0]))
+    _import_what_ranks_need()
+    os.write(1, b'{"ready": true}\n')
+    return serve_forks(int(arguments[0]), float(arguments[1]), _run, _prepare)
+
+
+# -----------------------------------------------------------------------------
+# torch's elastic agent, run until its ranks end, and a word to the controller on how they did.
+
+
+def run_ranks(
+    directory: Path,
+    options: Callable[[], argparse.Namespace],
+    entry: tuple[Callable[..., Any], list[str]] | None = None,
+) -> int:
+    """Run the ranks that torchrun's options ask for; 0 when all of them ended on purpose.
+
+    Args:
+        directory: of the group; a report of what failed is left there, unless it is gone.
+        options: makes torchrun's options. An error in it is reported, too.
+        entry: a function that each rank calls and its arguments; ``None``: the script that the
+            options name.
+
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    report: dict[str, Any] = {"failures": [], "error": None}
+    try:
+        config, command, given = run.config_from_args(options())
+        entrypoint, arguments = entry or (command, given)
+        elastic_launch(config=config, entrypoint=entrypoint)(*arguments)
+    except ChildFailedError as error:
+        report["failures"] = [
+            {"rank": rank, "exit_code": failure.exitcode, "time": failure.timestamp}
+            for rank, failure in error.failures.items()
+        ]
+    except Exception as error:
+        report["error"] = {"type": type(error).__name__, "message": str(error)}
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    else:
+        return 0
+    if directory.exists():
+        (directory / LAUNCHER_REPORT).write_text(json.dumps(report))
+    return 1
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

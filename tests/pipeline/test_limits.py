@@ -1,0 +1,209 @@
+"""Time that is over, and failures in a row."""
+
+import time
+
+import pytest
+from pipeline.conftest import Search
+from support.synthetic import SyntheticRunner
+
+from perfsearch.core.objective import Budget
+from perfsearch.core.trial import Purpose, Status
+from perfsearch.pipeline.session import CUT_OFF
+from perfsearch.runners.base import Outcome
+
+
+def hang(seconds: float, purpose: Purpose):
+    """As a group does: what lasts longer than its limit is a timeout."""
+
+    def fail(configuration, plan):
+        if plan.purpose is not purpose or plan.number < 2:
+            return None
+        time.sleep(min(seconds, plan.time_limit_s))
+        if seconds < plan.time_limit_s:
+            return None
+        return Outcome(Status.TIMEOUT, reason=f"took longer than {plan.time_limit_s:g} s")
+
+    return fail
+
+
+def test_a_trial_is_cut_off_when_the_search_is_over(search: Search) -> None:
+    runner = SyntheticRunner(fail=hang(30, Purpose.SEARCH))
+    begin = time.monotonic()
+    result = search(
+        runner, budget={"trials": 9, "seconds": 0.3}, limits={"grace_s": 0.2}, sentinel_every=0
+    )
+    assert time.monotonic() - begin < 10
+    cut = [t for t in result.trials if t.status is Status.INTERRUPTED]
+    assert [(t.number, t.reason) for t in cut] == [(2, CUT_OFF)]
+    assert result.reason == "budget.seconds=0.3 spent"
+    assert result.exit_code == 0
+    limited = next(p for p in runner.plans if p.number == 2)
+    assert limited.time_limit_s <= 0.5
+
+
+def test_confirmation_ends_too(search: Search) -> None:
+    runner = SyntheticRunner(fail=hang(30, Purpose.CONFIRM))
+    begin = time.monotonic()
+    result = search(runner, confirm={"seconds": 0.3}, limits={"grace_s": 0.2}, budget={"trials": 3})
+    assert time.monotonic() - begin < 10
+    assert result.verdict.winner is None
+    assert "too few repeats" in result.verdict.reason
+    assert result.trials[-1].reason == CUT_OFF
+
+
+def test_without_a_baseline_a_confirmation_that_is_cut_off_claims_nothing(search: Search) -> None:
+    slow = hang(30, Purpose.CONFIRM)
+
+    def fail(configuration, plan):
+        if plan.purpose is Purpose.BASELINE:
+            return Outcome(Status.OOM, reason="oom")
+        return slow(configuration, plan)
+
+    result = search(
+        SyntheticRunner(fail=fail),
+        confirm={"seconds": 0.1},
+        limits={"grace_s": 0.1},
+        budget={"trials": 3},
+    )
+    assert result.verdict.interval is None
+    assert "not confirmed in confirm.seconds" in result.verdict.reason
+    assert "no speed-up can be stated" in result.verdict.reason
+    assert result.best != {"bucket": 1, "view": False}, "it does not run"
+
+
+def test_what_is_cut_off_in_a_later_block_leaves_the_whole_blocks(search: Search) -> None:
+    def fail(configuration, plan):
+        if plan.purpose is Purpose.CONFIRM and plan.number >= 11:
+            time.sleep(plan.time_limit_s)
+            return Outcome(Status.TIMEOUT, reason="slow")
+        return None
+
+    result = search(
+        SyntheticRunner(fail=fail),
+        confirm={"seconds": 0.3, "finalists": 1, "max_repeats": 8, "precision": 1e-6},
+        limits={"grace_s": 0.2},
+        budget={"trials": 4},
+        sentinel_every=0,
+    )
+    assert result.verdict.interval is not None
+    assert {len(c) for c in result.verdict.costs.values()} == {3}
+
+
+def test_hardware_hours_are_a_time_limit_too() -> None:
+    budget = Budget(seconds=100.0, gpu_hours=0.1)
+    assert budget.seconds_left(10.0, devices=8) == pytest.approx(35.0)
+    assert budget.seconds_left(90.0, devices=1) == pytest.approx(10.0)
+    assert budget.seconds_left(900.0, devices=1) == 0.0
+    assert Budget().seconds_left(5.0, devices=1) is None
+
+
+def failing_from(number: int, interrupted_at: int = -1):
+    def fail(configuration, plan):
+        if plan.number == interrupted_at:
+            raise KeyboardInterrupt
+        return Outcome(Status.OOM, reason="oom") if plan.number >= number else None
+
+    return fail
+
+
+def test_failures_in_a_row_are_counted_over_a_resume(search: Search) -> None:
+    """wandb/wandb#1655: a search that is started again and again does not fail for ever."""
+    options = {"limits": {"consecutive_failures": 4}, "sentinel_every": 0}
+    with pytest.raises(KeyboardInterrupt):
+        search(SyntheticRunner(fail=failing_from(2, interrupted_at=4)), **options)
+    result = search(SyntheticRunner(fail=failing_from(2)), **options)
+    assert result.exit_code == 3
+    failed = [t.number for t in result.trials if t.status is Status.OOM]
+    assert failed[:4] == [2, 3, 4, 5]
+    assert {t.purpose for t in result.trials if t.number > 5} == {Purpose.CONFIRM}
+
+
+def closure(reason="rank {}: step() needs a closure", status=Status.CRASH, interrupted_at=-1):
+    def fail(configuration, plan):
+        if plan.number == interrupted_at:
+            raise KeyboardInterrupt
+        return Outcome(status, reason=reason.format(plan.number))
+
+    return fail
+
+
+def test_trials_that_fail_as_the_baseline_did_end_the_search(search: Search) -> None:
+    result = search(SyntheticRunner(fail=closure()))
+    assert result.exit_code == 1
+    assert [t.number for t in result.trials] == [0, 1, 2, 3, 4]
+    assert "as the baseline does, whatever is changed: crash, step() needs" in result.reason
+    assert f"warning: search ended: {result.reason}" in search.view.text
+
+
+def test_while_a_knob_was_not_changed_it_may_be_to_blame(search: Search) -> None:
+    def fail(configuration, plan):
+        same = "step() needs a closure"
+        return None if configuration["view"] else Outcome(Status.CRASH, reason=same)
+
+    result = search(SyntheticRunner(fail=fail), strategy={"name": "grid"})
+    assert any(t.status is Status.OK for t in result.trials)
+    assert "as the baseline does" not in result.reason
+
+
+def test_they_end_it_after_a_resume_too_and_can_be_run_again(search: Search) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        search(SyntheticRunner(fail=closure(interrupted_at=4)))
+    result = search(SyntheticRunner(fail=closure()))
+    assert [p.number for p in search.runner.plans] == [4]
+    assert "every trial fails as the baseline does" in result.reason
+    again = search(resume="failed")
+    assert sorted(p.number for p in search.runner.plans if p.purpose is not Purpose.CONFIRM) == [
+        0, 1, 2, 3, 4,
+    ]  # fmt: skip
+    assert again.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(Status.OOM, "oom"), (Status.TIMEOUT, "slow"), (Status.CRASH, "at address {}")],
+)
+def test_what_a_search_may_mend_is_left_to_the_limit(search: Search, status, reason) -> None:
+    result = search(SyntheticRunner(fail=closure(reason, status)))
+    assert "limits.consecutive_failures=8" in result.reason
+
+
+def test_a_stop_at_the_first_failure_holds_over_a_resume(search: Search) -> None:
+    def killed_after(name, **data):
+        event = append(name, **data)
+        if name == "told" and data["trial"] == 2:
+            raise KeyboardInterrupt
+        return event
+
+    from perfsearch.core.journal import Journal
+
+    append = None
+    real = Journal.append
+
+    def patched(self, name, **data):
+        nonlocal append
+        append = real.__get__(self)
+        return killed_after(name, **data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "append", patched)
+        with pytest.raises(KeyboardInterrupt):
+            search(SyntheticRunner(fail=failing_from(2)), on_failure="stop")
+    result = search(on_failure="stop")
+    assert result.exit_code == 3
+    assert search.runner.plans == [] or all(
+        p.purpose is Purpose.CONFIRM for p in search.runner.plans
+    )
+
+
+def test_who_is_killed_again_and_again_is_not_to_blame(search: Search) -> None:
+    def killed(configuration, plan):
+        if plan.number == 3:
+            return Outcome(Status.KILLED, reason="rank 1 was ended by SIGKILL")
+        return None
+
+    result = search(SyntheticRunner(fail=killed))
+    trial = next(t for t in result.trials if t.number == 3)
+    assert trial.status is Status.KILLED
+    assert trial.cost is None
+    assert not trial.status.is_failure
+    assert sum(p.number == 3 for p in search.runner.plans) == 3

@@ -1,0 +1,353 @@
+import contextlib
+import json
+import math
+import re
+
+import pytest
+from pipeline.conftest import Search
+from support.synthetic import SyntheticRunner
+
+from perfsearch.core.journal import read
+from perfsearch.core.trial import Measurement, Purpose, Status
+from perfsearch.pipeline.session import loss_disagreement
+from perfsearch.runners.base import Outcome
+from perfsearch.view import result_cells
+
+
+def oom_where(condition):
+    return lambda c, p: Outcome(Status.OOM, reason="out of memory") if condition(c, p) else None
+
+
+def test_a_real_gain_is_found_confirmed_and_handed_over(search: Search) -> None:
+    result = search()
+    assert result.exit_code == 0
+    assert result.trials[0].purpose is Purpose.BASELINE
+    assert result.verdict.winner is not None
+    interval = result.verdict.interval
+    assert interval is not None
+    assert 1 < interval.low < interval.ratio < interval.high
+    assert result.best == {"bucket": 32, "view": True}
+    assert (result.run_dir / "best" / "config.yaml").exists()
+    assert (result.run_dir / "best" / "apply" / "env.sh").read_text() == "export BUCKET=32\n"
+    assert search.runner.closed
+    assert search.tracker.status == "FINISHED"
+
+
+def test_no_gain_hands_over_the_baseline(search: Search) -> None:
+    """flexflow/flexflow-train#217: never hand over something slower than the default."""
+    result = search(SyntheticRunner(gain=-0.2))
+    assert result.exit_code == 0
+    assert result.verdict.winner is None
+    assert "no gain" in result.verdict.reason
+    assert result.best == {"bucket": 1, "view": False}
+
+
+def test_the_best_was_itself_measured_and_says_where(search: Search) -> None:
+    """orobix/quadra#118, hydra-ecosystem/hydra#2828: trial number of the best, among those run."""
+    result = search()
+    import json
+
+    summary = json.loads((result.run_dir / "best" / "summary.json").read_text())
+    trial = next(t for t in result.trials if t.number == summary["trial"])
+    assert trial.status is Status.OK
+    assert trial.configuration == result.best
+
+
+def test_confirmation_is_interleaved_in_fresh_processes(search: Search) -> None:
+    """Lightning-AI/pytorch-lightning#8028: what won in warm processes is measured in fresh ones."""
+    result = search()
+    confirm = [p for p in search.runner.plans if p.purpose is Purpose.CONFIRM]
+    assert confirm
+    assert all(p.fresh for p in confirm)
+    numbers = {p.number for p in confirm}
+    costs = result.verdict.costs
+    assert len({len(c) for c in costs.values()}) == 1, "every block has every arm"
+    assert numbers.isdisjoint({t.number for t in result.trials if t.purpose is Purpose.SEARCH})
+
+
+def test_budget_counts_search_trials_only(search: Search) -> None:
+    result = search(budget={"trials": 6, "seconds": None}, sentinel_every=2)
+    purposes = [t.purpose for t in result.trials]
+    assert purposes.count(Purpose.SEARCH) == 6
+    assert purposes.count(Purpose.SENTINEL) == 3
+    assert result.reason == "budget.trials=6 spent"
+
+
+def test_a_space_that_is_used_up_ends_the_search(search: Search) -> None:
+    """automl/SMAC3#959: a 6-point space with budget 50 ends with 'space exhausted'."""
+    result = search(budget={"trials": 50, "seconds": None}, sentinel_every=0)
+    searched = [t for t in result.trials if t.purpose is Purpose.SEARCH]
+    assert len(searched) <= 12
+    assert "space exhausted" in result.reason
+
+
+def test_every_started_trial_ends_with_a_status(search: Search) -> None:
+    """optuna/optuna#386: a trial that fails is recorded all the same."""
+    result = search(SyntheticRunner(fail=oom_where(lambda c, p: c["bucket"] == 8)))
+    _, events = read(result.run_dir / "journal.jsonl")
+    started = {e.data["trial"] for e in events if e.name == "started"}
+    finished = {e.data["trial"]["number"] for e in events if e.name == "finished"}
+    assert started == finished
+    assert any(t.status is Status.OOM and t.cost is None for t in result.trials)
+
+
+def test_a_failing_baseline_is_reported_first_and_rescued(search: Search) -> None:
+    """automl/SMAC3#410: a failure of the very first run follows the same policy as any other."""
+    result = search(SyntheticRunner(fail=oom_where(lambda c, p: c["bucket"] == 1)))
+    assert "warning: the baseline failed: oom, out of memory" in search.view.text
+    assert result.exit_code == 0
+    assert result.verdict.winner is not None
+    assert result.best["bucket"] != 1
+    assert result.verdict.interval is None, "no speed-up over something that does not run"
+    rate = result.verdict.reason.partition("does, at ")[2].partition(" samples/s")[0]
+    assert float(rate) > 0
+    assert "the baseline does not run (oom)" in result.verdict.reason
+    summary = json.loads((result.run_dir / "best" / "summary.json").read_text())
+    assert (summary["is_baseline"], summary["speed_up"]) == (False, None)
+    assert summary["numbers"]["objective/value"] == pytest.approx(float(rate), rel=1e-3)
+
+
+def test_a_rescue_needs_no_confirmation_to_be_handed_over(search: Search) -> None:
+    runner = SyntheticRunner(fail=oom_where(lambda c, p: c["bucket"] == 1))
+    result = search(runner, confirm={"max_repeats": 0})
+    assert result.best["bucket"] != 1
+    assert "confirm.max_repeats=0" in result.verdict.reason
+
+
+def test_where_the_baseline_fails_a_failing_finalist_gives_way_to_the_next(search: Search) -> None:
+    """Those that fit in the search only are gone through in order."""
+
+    def fail(configuration, plan):
+        too_tight = configuration["bucket"] == 32 and plan.purpose is Purpose.CONFIRM
+        if configuration["bucket"] == 1 or too_tight:
+            return Outcome(Status.OOM, reason="out of memory")
+        return None
+
+    result = search(SyntheticRunner(fail=fail), confirm={"finalists": 1})
+    assert result.verdict.winner is not None
+    assert result.best["bucket"] not in (1, 32)
+    confirmed = [t.status for t in result.trials if t.purpose is Purpose.CONFIRM]
+    assert confirmed[0] is Status.OOM
+    assert confirmed[-1] is Status.OK
+
+
+def test_nothing_succeeds(search: Search) -> None:
+    """automl/SMAC3#14: exit code 1 and a count by cause."""
+    limits = {"consecutive_failures": 4}
+    result = search(SyntheticRunner(fail=oom_where(lambda c, p: True)), limits=limits)
+    assert result.exit_code == 1
+    assert "no trial succeeded: 4 oom" in result.verdict.reason
+    assert not (result.run_dir / "best").exists()
+
+
+def test_failures_in_a_row_stop_it(search: Search) -> None:
+    """wandb/wandb#1655: a finite number of failures in a row stops the search."""
+    runner = SyntheticRunner(fail=oom_where(lambda c, p: p.number >= 3))
+    result = search(runner, limits={"consecutive_failures": 3}, sentinel_every=0)
+    assert result.exit_code == 3
+    assert "limits.consecutive_failures=3" in result.reason
+    assert sum(t.status is Status.OOM for t in result.trials if t.purpose is Purpose.SEARCH) == 3
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_on_failure(search: Search, policy: str) -> None:
+    """hydra-ecosystem/hydra#2824: fail-fast exists, and going on does too."""
+    runner = SyntheticRunner(fail=oom_where(lambda c, p: p.number == 2))
+    result = search(runner, on_failure=policy)
+    assert result.exit_code == (3 if policy == "stop" else 0)
+
+
+def test_infrastructure_failures_are_retried_and_not_scored(search: Search) -> None:
+    """pytorch/pytorch#91940: a taken port is not the configuration's fault."""
+
+    def port_taken_once(configuration, plan):
+        if plan.number == 4 and plan.attempt == 0:
+            return Outcome(Status.INFRASTRUCTURE, reason="address already in use")
+        return None
+
+    result = search(SyntheticRunner(fail=port_taken_once))
+    trial = next(t for t in result.trials if t.number == 4)
+    assert trial.status is Status.OK
+    attempts = [(p.attempt, p.fresh) for p in search.runner.plans if p.number == 4]
+    assert attempts == [(0, False), (1, True)]
+
+
+def test_infrastructure_that_stays_broken_is_bounded(search: Search) -> None:
+    def always(configuration, plan):
+        return Outcome(Status.INFRASTRUCTURE, reason="rendezvous refused")
+
+    result = search(SyntheticRunner(fail=always), limits={"consecutive_failures": 2})
+    assert result.exit_code == 1
+    assert len(search.runner.plans) == 2 * 3
+
+
+def test_other_losses_are_diverged_and_never_best(search: Search) -> None:
+    def wrong(configuration, plan):
+        if not configuration["view"]:
+            return None
+        return Outcome(Status.OK, Measurement([0.001] * 8, 32, first_losses=[3.0, 9.9]))
+
+    result = search(SyntheticRunner(fail=wrong))
+    wrong_trials = [t for t in result.trials if t.configuration["view"]]
+    assert wrong_trials
+    assert all(t.status is Status.DIVERGED and t.cost is None for t in wrong_trials)
+    assert "loss of step 1 is 9.9" in wrong_trials[0].reason
+    assert result.best["view"] is False
+
+
+def test_an_objective_that_is_no_number_fails_that_trial_only(search: Search) -> None:
+    """hydra-ecosystem/hydra#2237: NaN marks the trial failed and the search proceeds."""
+
+    def nan(configuration, plan):
+        if plan.number != 3:
+            return None
+        return Outcome(Status.OK, Measurement([math.inf] * 8, 32, first_losses=[3.0, 2.5]))
+
+    result = search(SyntheticRunner(fail=nan))
+    assert next(t for t in result.trials if t.number == 3).status is Status.DIVERGED
+    assert result.exit_code == 0
+
+
+def test_screened_configurations_cost_no_trial(search: Search) -> None:
+    runner = SyntheticRunner(screen=lambda c: "too large" if c["bucket"] >= 8 else None)
+    result = search(runner, budget={"trials": 50, "seconds": None})
+    assert all(t.configuration["bucket"] < 8 for t in result.trials)
+    _, events = read(result.run_dir / "journal.jsonl")
+    assert sum(e.name == "screened" for e in events) == 6
+
+
+def test_drift_of_the_baseline_starts_the_processes_anew(search: Search) -> None:
+    def slower_later(configuration, plan):
+        if plan.number < 6 or configuration != {"bucket": 1, "view": False}:
+            return None
+        return Outcome(Status.OK, Measurement([0.13] * 8, 32, first_losses=[3.0, 2.5]))
+
+    search(SyntheticRunner(fail=slower_later, spread=0.002), sentinel_every=5)
+    assert "the baseline now reads -23" in search.view.text
+    after = next(p for p in search.runner.plans if p.number == 7)
+    assert after.fresh
+
+
+def test_a_finalist_that_fails_when_confirmed_is_out(search: Search) -> None:
+    def only_warm(configuration, plan):
+        if configuration == {"bucket": 32, "view": True} and plan.purpose is Purpose.CONFIRM:
+            return Outcome(Status.OOM, reason="out of memory in a fresh process")
+        return None
+
+    result = search(SyntheticRunner(fail=only_warm))
+    assert result.best != {"bucket": 32, "view": True}
+    assert "in fresh processes" in search.view.text
+
+
+def test_the_search_says_after_how_many_steps_it_has_paid_for_itself(search: Search) -> None:
+    search()
+    assert "has paid for itself after" in search.view.text
+
+
+def test_it_pays_for_itself_by_samples_where_the_batch_is_free(search: Search) -> None:
+    """Steps that are half as long again, of twice as many samples, save a quarter."""
+
+    def larger(configuration, plan):
+        step, samples = (0.15, 64) if configuration["view"] else (0.1, 32)
+        steps = [step * (1 + 0.001 * (i % 3)) for i in range(8)]
+        return Outcome(Status.OK, Measurement(steps, samples, first_losses=[3.0]))
+
+    search(SyntheticRunner(fail=larger), batch="free")
+    text = search.view.text
+    assert "the global batch is 64, the baseline's is 32" in text
+    assert re.search(r"has paid for itself after \d+ steps of 32 samples", text)
+
+
+def test_it_ends_when_a_trial_costs_more_than_it_can_save(search: Search) -> None:
+    settings = {"strategy": {"name": "bayes"}, "sentinel_every": 0}
+    result = search(budget={"trials": 12, "seconds": None, "remaining_steps": 0}, **settings)
+    assert "budget.remaining_steps=0: the next trial would cost" in result.reason
+    many = search(budget={"trials": 12, "seconds": None, "remaining_steps": 10**9}, **settings)
+    assert "remaining_steps" not in many.reason
+
+
+@pytest.mark.parametrize("key", ["finalists", "max_repeats"])
+def test_without_confirmation_nothing_is_claimed(search: Search, key: str) -> None:
+    result = search(confirm={key: 0})
+    assert result.verdict.reason == f"not confirmed (confirm.{key}=0), so no gain is claimed"
+
+
+def test_one_repeat_gives_no_interval(search: Search) -> None:
+    result = search(confirm={"max_repeats": 1})
+    assert result.exit_code == 0
+    assert result.verdict.winner is None
+    assert "too few repeats for an interval" in result.verdict.reason
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("bfloat16", "ok"), ("float32", "diverged")])
+def test_a_loss_is_compared_as_finely_as_its_type_can_tell(
+    search: Search, dtype: str, status: str
+) -> None:
+    """HF models in bf16: losses of other micro-batches are rounded by up to 0.8%."""
+
+    def other(configuration, plan):
+        if plan.number == 0:
+            return Outcome(Status.OOM, reason="oom")
+        if plan.number != 2:
+            return None
+        measurement = Measurement([0.13] * 8, 32, first_losses=[3.0156, 2.5])
+        measurement.environment["loss_dtype"] = dtype
+        return Outcome(Status.OK, measurement)
+
+    result = search(SyntheticRunner(fail=other))
+    trial = next(t for t in result.trials if t.number == 2)
+    assert trial.status == status
+    if status == "diverged":
+        assert "where trial 1's is 3 (" in trial.reason
+
+
+def test_a_small_loss_is_not_compared_by_what_a_large_one_can_tell() -> None:
+    assert "tolerance" in loss_disagreement([0.02], [0.0265], 1e-3, resolution=2**-7)
+    assert not loss_disagreement([0.02], [0.02015], 1e-4, resolution=2**-7)
+
+
+def test_readings_that_agree_by_chance_are_no_proof(search: Search) -> None:
+    result = search(SyntheticRunner(spread=0.0, gain=0.01), confirm={"max_repeats": 2})
+    assert result.verdict.winner is None
+
+
+def test_a_gain_that_too_few_pairs_leave_open_says_what_to_raise(search: Search) -> None:
+    found = search(SyntheticRunner(spread=0.3, gain=0.5, seed=3), confirm={"max_repeats": 2})
+    interval = found.verdict.interval
+    assert interval is not None
+    assert interval.low < 1.0 < interval.ratio
+    assert "no gain is claimed" in found.verdict.reason
+    assert "more than confirm.max_repeats=2 pairs would tell more" in found.verdict.reason
+
+
+def test_a_search_without_a_new_best_runs_out_of_patience(search: Search) -> None:
+    """No configuration is better than the baseline, so the third search trial is the last."""
+    result = search(SyntheticRunner(gain=-0.2), budget={"trials": 10, "patience": 3})
+    assert result.reason == "budget.patience=3: no new best in 3 trials"
+    assert len([t for t in result.trials if t.purpose is Purpose.SEARCH]) == 3
+
+
+@pytest.mark.parametrize(("gain", "label"), [(0.2, "best so far"), (-0.2, "fastest other")])
+@pytest.mark.parametrize("ended_by", ["budget", "signal"])
+def test_the_closing_table_calls_nothing_best_that_is_slower_than_the_baseline(
+    search: Search, gain: float, label: str, ended_by: str
+) -> None:
+    def ends(configuration, plan):
+        if ended_by == "signal" and plan.number == 4:
+            raise KeyboardInterrupt
+        return None
+
+    with contextlib.suppress(KeyboardInterrupt):
+        search(SyntheticRunner(gain=gain, fail=ends), confirm={"max_repeats": 0})
+    assert [row["label"] for row in search.view.rows] == ["baseline", label]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_single_pair_is_what_the_closing_table_goes_by(search: Search, seed: int) -> None:
+    """The search's own reading is not set beside another one's objective."""
+    search(SyntheticRunner(spread=0.4, gain=0.1, seed=seed), confirm={"max_repeats": 1})
+    baseline, other = search.view.rows
+    assert baseline["confirmed"] and other["confirmed"]
+    ratio = other["objective"] / baseline["objective"]
+    assert other["label"] == ("best so far" if ratio > 1 else "fastest other")
+    assert result_cells([baseline, other])[2][4].startswith(f"{ratio:.3f}x (one reading each")

@@ -1,0 +1,84 @@
+"""What a search over a script hands over."""
+
+import yaml
+
+from perfsearch.core.hardware import Hardware
+from perfsearch.instrument.mapping import Mapped
+from perfsearch.run_arguments import split
+from perfsearch.run_search import workload
+from perfsearch.runners._script import export
+from perfsearch.runners._script.runner import ScriptOptions
+
+MAPS = [Mapped("micro_batch", "--bs"), Mapped("gradient_accumulation", "--acc", default=1)]
+
+
+def test_the_hand_over_is_a_command_and_the_lines_to_change(tmp_path):
+    changed = {
+        "bucket_cap_mb": 100.0, "dataloader_workers": 2, "optimizer_implementation": "fused",
+        "micro_batch": 4, "gradient_accumulation": 2, "nccl_algo": "Ring", "zero_stage": 2,
+        "fsdp_backward_prefetch": "post",
+    }  # fmt: skip
+    files = export.export_files(
+        changed, MAPS, Hardware("cuda", 4, 1, (), 8), 1, ["train.py", "--bs", "8", "it's"], False,
+        ["ddp"],
+        tmp_path,
+    )  # fmt: skip
+    assert {f.name for f in files} == {"run.sh", "changes.py", "start.py"}
+    script = (tmp_path / "run.sh").read_text()
+    assert "export NCCL_ALGO=Ring" in script
+    command = 'torchrun --standalone --nproc-per-node=4 "$(dirname "$0")/start.py" train.py --bs 4'
+    assert f"{command} 'it'\"'\"'s' --acc 2" in script
+    lines = (tmp_path / "changes.py").read_text()
+    for piece in ("bucket_cap_mb=100.0", "num_workers=2", "fused=True", "BACKWARD_POST",
+                  "reshard_after_forward=False"):  # fmt: skip
+        assert piece in lines
+    for name in ("changes.py", "start.py"):
+        compile((tmp_path / name).read_text(), name, "exec")
+
+
+def test_what_only_the_first_steps_have_shown_is_said(tmp_path):
+    changed = {"static_graph": True, "find_unused_parameters": False, "bucket_cap_mb": 8.0}
+    graph, unused = export.promises(changed)
+    assert graph.startswith("static_graph=true promises that every step uses the same parameters")
+    assert unused.startswith("find_unused_parameters=false promises") and "'~runner" in unused
+    hardware = Hardware("cpu", 2, 1, (), 8)
+    export.export_files(changed, [], hardware, 1, ["train.py"], False, ["ddp"], tmp_path)
+    assert f"# {graph}\n# {unused}\n" in (tmp_path / "changes.py").read_text()
+    assert not export.promises({"static_graph": False, "find_unused_parameters": True})
+
+
+def test_without_anything_to_build_differently_the_command_is_the_hand_over(tmp_path):
+    hardware = Hardware("cpu", 2, 1, (), 8)
+    changed = {"micro_batch": 2}
+    files = export.export_files(changed, MAPS, hardware, 3, ["pkg.t"], True, [], tmp_path)
+    assert [f.name for f in files] == ["run.sh"]
+    assert (tmp_path / "run.sh").read_text() == (
+        "#!/bin/sh\nexport OMP_NUM_THREADS=3\n"
+        "torchrun --standalone --nproc-per-node=2 -m pkg.t --bs 2\n"
+    )
+
+
+def test_arguments_come_back_from_the_written_configuration(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    odd = ["--lr=1e-3", "1e-3", "a,b", "{}", "true", "it's", "", "0x1f", "null"]
+    given = workload(split(["--search", "--map", "micro_batch=--bs", str(script), *odd]))
+    back = yaml.safe_load(yaml.safe_dump(given))
+    options = ScriptOptions(tuple(back["command"]), map=tuple(back["map"]))
+    assert options.words == [str(script), *odd]
+    assert options.maps() == ([Mapped("micro_batch", "--bs")], [])
+
+
+def test_offloading_is_handed_over_with_a_group_for_both_memories(tmp_path):
+    changed = {"cpu_offload": True, "forward_prefetch": 1, "zero_stage": 3}
+    export.export_files(
+        changed, [], Hardware("cuda", 4, 1, (), 8), 1, ["train.py"], False, ["fully_shard"],
+        tmp_path,
+    )  # fmt: skip
+    lines = (tmp_path / "changes.py").read_text()
+    for piece in ("CPUOffloadPolicy", "cpu:gloo,cuda:nccl", "[the next 1]",
+                  '"reshard_after_forward": true, "cpu_offload": true'):  # fmt: skip
+        assert piece in lines
+    program = (tmp_path / "start.py").read_text()
+    compile(program, "start.py", "exec")
+    assert "cpu:gloo,cuda:nccl" in program and "CPUOffloadPolicy" in program

@@ -1,0 +1,197 @@
+import re
+
+import pytest
+
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hardware import Hardware
+from perfsearch.core.knob import Numerics, Scope
+from perfsearch.instrument.facts import Facts
+from perfsearch.instrument.mapping import Mapped
+from perfsearch.runners._script.runner import sort_script_knobs
+from perfsearch.runners._script_knobs import declare
+from perfsearch.runners._script_objects import ScriptSurroundings
+
+DDP = Facts(
+    ["ddp"],
+    1,
+    ["AdamW"],
+    {
+        "bucket_cap_mb": 50.0,
+        "first_bucket_mb": 50.0,
+        "gradient_as_bucket_view": False,
+        "static_graph": False,
+        "find_unused_parameters": False,
+        "dataloader_workers": 3,
+        "persistent_workers": False,
+        "pin_memory": False,
+        "optimizer_implementation": "default",
+    },
+)
+BATCH = (
+    Mapped("micro_batch", "--bs"),
+    Mapped("gradient_accumulation", "--accumulate", default=1),
+)
+SEARCHED = {"bucket_cap_mb": "search", "dataloader_workers": "search"}
+
+
+def where(facts=DDP, arguments=(), maps=(), wanted=None, cores=8, device="cpu", **more):
+    hardware = Hardware(device, 2, 1, (), cores)
+    wanted = SEARCHED if wanted is None else wanted
+    takes = frozenset({"bucket_cap_mb_list"})
+    return ScriptSurroundings(
+        hardware, {}, arguments, maps, 1, facts, wanted=wanted, torch_takes=takes, **more
+    )
+
+
+def settled(*args, numerics=Numerics.REORDERED, **more):
+    return sort_script_knobs(where(*args, **more), numerics)
+
+
+def test_the_scripts_own_values_are_the_baseline():
+    known = settled()
+    assert known.baseline["bucket_cap_mb"] == 50.0
+    assert known.baseline["dataloader_workers"] == 3
+    assert known.space.by_name["dataloader_workers"].values == (0, 1, 2, 3, 4)
+    assert known.changed(known.baseline) == {}
+    assert known.changed({**known.baseline, "bucket_cap_mb": 8.0}) == {"bucket_cap_mb": 8.0}
+
+
+def test_what_the_script_does_not_build_is_left_out_with_the_reason():
+    known = settled(Facts(["fully_shard"], 0, ["SGD"], {"zero_stage": 3}))
+    assert set(known.left_out) == {"bucket_cap_mb", "dataloader_workers"}
+    assert "no DistributedDataParallel" in known.left_out["bucket_cap_mb"]
+    assert "no DataLoader" in known.left_out["dataloader_workers"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "scope"),
+    [
+        (Facts(["fully_shard"], values={"zero_stage": 3}), Scope.STEP),
+        (Facts(["fsdp1"], values={"zero_stage": 2}), Scope.PROCESS),
+    ],
+)
+def test_only_fully_shard_changes_its_stage_in_a_running_script(facts, scope):
+    knob = {k.name: k for k in declare(where(facts))[0]}["zero_stage"]
+    assert (knob.scope, knob.default) == (scope, facts.values["zero_stage"])
+
+
+@pytest.mark.parametrize(
+    ("today", "more", "values"),
+    [
+        (0, {}, (0, 1)),
+        (1, {}, (0, 1)),
+        (2, {}, None),
+        (2, {"draws_in_loader": False}, (0, 1, 2, 4)),
+    ],
+)
+def test_samples_that_workers_share_out_are_not_shared_out_otherwise(today, more, values):
+    streamed = Facts(["ddp"], 1, [], {"dataloader_workers": today}, shared_out=True)
+    found = settled(streamed, **more)
+    knob = found.space.by_name.get("dataloader_workers")
+    assert (knob and knob.values) == values
+    assert ("dataloader_workers" in found.left_out) == (values is None)
+
+
+def test_only_implementations_that_the_optimizer_has_are_searched():
+    def found(names):
+        facts = Facts(["ddp"], optimizers=["RMSprop"], implementations=names)
+        knobs, absent = declare(where(facts))
+        return {k.name: k.values for k in knobs}.get("optimizer_implementation"), absent
+
+    assert found(["default", "foreach"])[0] == ("default", "foreach")
+    assert "has no other" in found(["default"])[1]["optimizer_implementation"]
+    assert found(None)[0] == ("default", "foreach", "fused")
+    own = Facts(["ddp"], 0, ["Adam"], {"optimizer_implementation": "fused"})
+    knob = {k.name: k for k in declare(where(own))[0]}["optimizer_implementation"]
+    assert (knob.default, knob.values) == ("fused", ("foreach", "fused"))
+
+
+def test_gradients_that_are_accumulated_leave_no_static_graph():
+    facts = Facts(["ddp"], values={"static_graph": False}, accumulates=True)
+    assert "no_sync" in declare(where(facts))[1]["static_graph"]
+    assert "static_graph" in settled(DDP, wanted={"static_graph": "search"}).baseline
+
+
+@pytest.mark.parametrize(
+    ("maps", "wanted", "says"),
+    [
+        (BATCH, SEARCHED, []),
+        (BATCH[:1], {}, ["--map micro_batch=--bs: .*map gradient_accumulation too"]),
+        (BATCH[1:], {}, ["--map gradient_accumulation=--accumulate: it follows from micro_batch"]),
+        ((Mapped("micro_batch", "--nope"),), {}, ["--nope: its value today is not among"]),
+        ((Mapped("foo", "--foo"),), {}, ["--map foo=--foo: only 3 is known.*foo=.A,B."]),
+        ((Mapped("foo", "--foo"),), {"foo": [3, 4]}, []),
+        ((), {"zero_stage": 2}, ["runner.knobs.zero_stage=2: the script makes no FSDP module"]),
+        ((), {"compile_mode": "default"}, ["runner.knobs.compile_mode=default: it cannot be"]),
+        ((), {"compile_mode": "none", "zero_stage": "search", "cpu_offload": False}, []),
+    ],
+)
+def test_what_was_asked_for_and_has_no_effect_is_told(maps, wanted, says):
+    arguments = ["--bs", "4", "--accumulate", "2", "--foo", "3"]
+    known = settled(DDP, arguments, maps, wanted)
+    told = [f"{key}: {why}" for key, why in known.unheeded(wanted, [m.name for m in maps]).items()]
+    assert len(told) == len(says)
+    for line, pattern in zip(told, says, strict=True):
+        assert re.search(pattern, line), line
+
+
+def test_a_loader_that_draws_is_not_searched_unless_altering():
+    drawing = Facts(["ddp"], 1, [], {"dataloader_workers": 0}, draws_in_loader=True)
+    assert "dataloader_workers" not in settled(drawing).baseline
+    assert "altering" in settled(drawing).left_out["dataloader_workers"]
+    assert "dataloader_workers" in settled(drawing, numerics=Numerics.ALTERING).baseline
+    assert "dataloader_workers" in settled(drawing, draws_in_loader=False).baseline
+
+
+def test_micro_batch_keeps_the_global_batch_by_accumulation():
+    known = settled(arguments=["--bs", "8", "--accumulate", "2"], maps=BATCH)
+    knob = known.space.by_name["micro_batch"]
+    assert knob.values == (1, 2, 4, 8, 16) and knob.default == 8
+    changed = known.changed({**known.baseline, "micro_batch": 4})
+    assert changed == {"micro_batch": 4, "gradient_accumulation": 4}
+    assert known.changed(known.baseline) == {}
+    assert known.scope({"micro_batch", "gradient_accumulation"}) == {Scope.PROCESS}
+
+
+def test_micro_batch_alone_needs_a_free_batch():
+    only = where(arguments=["--bs=8"], maps=BATCH[:1])
+    assert "map gradient_accumulation too" in declare(only)[1]["micro_batch"]
+    free = settled(arguments=["--bs=8"], maps=BATCH[:1], free=True)
+    assert free.space.by_name["micro_batch"].values == (2, 4, 8, 16, 32, 64)
+
+
+def test_a_pinned_micro_batch_must_divide_the_share():
+    known = settled(arguments=["--bs", "12"], maps=BATCH, wanted={**SEARCHED, "micro_batch": 4})
+    assert known.changed(known.baseline) == {"micro_batch": 4, "gradient_accumulation": 3}
+    with pytest.raises(BadInputError, match="does not divide the 12 samples"):
+        known.changed({**known.baseline, "micro_batch": 5})
+
+
+def test_any_argument_becomes_a_knob_with_the_users_values():
+    maps = [Mapped("precision", "--precision")]
+    known = settled(
+        arguments=["--precision", "fp32"], maps=maps, wanted={"precision": ["fp32", "tf32"]}
+    )
+    assert known.space.by_name["precision"].values == ("fp32", "tf32")
+    assert known.changed({"precision": "tf32"}) == {"precision": "tf32"}
+    assert known.scope({"precision"}) == {Scope.PROCESS}
+
+
+def test_knobs_that_no_file_names_are_searched_unless_all_is_named_by_hand():
+    assert "persistent_workers" in settled().baseline
+    by_hand = settled(wanted={"bucket_cap_mb": [1, 25, 50]})
+    assert set(by_hand.baseline) == {"bucket_cap_mb"}
+    assert by_hand.pinned["dataloader_workers"] == 3 and by_hand.changed({}) == {}
+
+
+def test_looking_for_unused_parameters_can_only_be_turned_off():
+    asks = Facts(["ddp"], values={"find_unused_parameters": True})
+    names = {k.name for k in declare(where(asks))[0]}
+    assert "find_unused_parameters" in names
+    assert "find_unused_parameters" in declare(where())[1]
+
+
+def test_an_unknown_knob_is_refused_and_those_of_other_workloads_are_not():
+    assert "compile_mode" in settled(wanted={**SEARCHED, "compile_mode": "none"}).left_out
+    with pytest.raises(BadInputError, match="bucket_cap_m: no such knob"):
+        settled(wanted={"bucket_cap_m": 1})

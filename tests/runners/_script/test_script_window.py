@@ -1,0 +1,120 @@
+"""The scored window of a script: its steps, its rounds of validation, its trace."""
+
+import re
+import time
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from support.script_starts import Group
+
+from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.instrument.facts import Facts
+from perfsearch.runners._script.group import ScriptGone
+from perfsearch.runners._script.start import Runs
+from perfsearch.runners._script.window import (
+    EndedError,
+    Start,
+    receive_steps,
+    score,
+    validation_lines,
+)
+from perfsearch.runners.base import Plan
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"event": "ended", "step": 4}] * 2, "made 4 steps and ended"),
+        ([{"event": "ended", "step": 0}] * 2, "made no step of a torch optimizer"),
+        ([{"event": "step", "step": 9}, {"event": "ended", "step": 8}], "rank 0 made 9, rank 1"),
+    ],
+)
+def test_a_script_that_ends_too_early_says_so(messages, says):
+    with pytest.raises(EndedError, match=says):
+        receive_steps(Group(messages=messages), Plan(1), 1.0)
+
+
+def test_a_script_that_ends_too_early_says_how_much_would_do():
+    group = Group(messages=[{"event": "ended", "step": 64}] * 2)
+    with pytest.raises(EndedError, match=r"after 3 to 8 steps and covers 8 to 60.* 1 s: 68 steps"):
+        receive_steps(group, Plan(1), 1.0)
+    start = Start(Facts(), seconds=[0.5, 0.005, 0.005])
+    with pytest.raises(
+        EndedError,
+        match=r"made 64 steps.*settled and 60 of 5 ms.* 63 steps and .* s here; 68 steps",
+    ):
+        score(group, Plan(1), start, time.monotonic() + 1.0, lambda facts: {})
+
+
+def of_a_window(step_seconds, aside):
+    """What a rank says of its window."""
+    return {
+        "event": "window", "step": 9, "step_seconds": step_seconds, "aside": aside,
+        "phase_seconds": [{"forward": s / 2, "other": s / 2} for s in step_seconds],
+        "timing": {}, "sync_points": {}, "bounds": False, "waits_ms": [float("nan")] * 4,
+        "losses": [1.0] * 4, "samples": 64, "tokens": 0, "peaks": {}, "why_not_again": "",
+        "place": {"host": "a", "device": "cpu"}, "facts": Facts().to_json(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "none"), [(0, 0, True), (5, 0, False), (0, 1, False), (0, None, False)]
+)
+def test_a_script_without_batches_is_known_before_trial_0(first, later, none):
+    assert Start(Facts(), first_pulls=first, pulls_per_step=later).took_no_batch is none
+
+
+@pytest.mark.parametrize(
+    ("aside", "seconds", "discarded"),
+    [(([1], []), [0.1, 0.1, 0.2], (4, 1.3)), (([0, 1], [1, 2, 3]), [0.1, 0.9, 0.1, 0.2], (3, 0.4))],
+)
+def test_steps_with_a_round_of_validation_on_any_rank_are_not_scored(aside, seconds, discarded):
+    ranks = [[0.1, 0.9, 0.1, 0.1], [0.1, 0.1, 0.1, 0.2]]
+    group = Group(messages=[of_a_window(*rank) for rank in zip(ranks, aside, strict=True)])
+    start = Start(Facts(), seconds=[0.1, 0.1, 0.2])
+    plan = Plan(1, scored_seconds=0.8, scored_steps=(4, 4))
+    found = score(group, plan, start, time.monotonic() + 1.0, lambda facts: {})
+    assert found.step_seconds == seconds
+    assert found.samples_per_step == 32
+    assert (found.discarded_steps, found.discarded_seconds) == (
+        discarded[0],
+        pytest.approx(discarded[1]),
+    )
+    slowest = sum(sum(rank) / 4 for rank in ranks) / 2 if len(seconds) == 4 else (0.1 + 0.4 / 3) / 2
+    assert sum(found.phases_ms.values()) == pytest.approx(1e3 * slowest)
+    trial = Trial(0, {}, Purpose.BASELINE, Status.OK, found)
+    (line,) = validation_lines([trial])
+    if len(seconds) == 4:
+        assert line.startswith("a round of validation ran beside every step")
+    else:
+        assert "beside 1 of 4 steps of the baseline" in line
+        assert "900 ms with it, 100 ms without" in line
+    found.environment.pop("validation")
+    assert validation_lines([trial]) == validation_lines([]) == []
+
+
+def test_a_round_of_validation_in_the_last_step_does_not_shorten_the_window():
+    group = Group(messages=[{"event": "ended", "step": 5}] * 2)
+    start = Start(Facts(), seconds=[0.2, 0.01, 0.01, 0.9])
+    with pytest.raises(EndedError):
+        score(group, Plan(1, scored_seconds=0.3), start, time.monotonic() + 1.0, lambda facts: {})
+    assert group.told == {"op": "score", "count": 30, "each": 3}
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"event": "traced", "reason": ""}] * 2, "^$"),
+        ([{"event": "traced", "reason": ""}, {"event": "traced", "reason": "no CUPTI"}], "CUPTI"),
+        ([{"event": "traced", "reason": ""}, {"event": "ended"}], "ended before 3 more steps"),
+        (ScriptGone(2.0), "the time for them was over"),
+        (ScriptGone(), "and it failed"),
+    ],
+)
+def test_what_kept_a_trace_from_being_made_is_told(messages, says):
+    group = Group(messages=[] if isinstance(messages, ScriptGone) else messages)
+    if isinstance(messages, ScriptGone):
+        group.receive = Mock(side_effect=messages)
+    assert re.search(says, Runs._trace(group, Plan(number=4), deadline=0.0))
+    assert group.told["count"] == 3 and Path(group.told["directory"]).is_absolute()

@@ -1,0 +1,105 @@
+"""What ``runner=zero`` hands over."""
+
+import ast
+import json
+
+import pytest
+import yaml
+from support.zero_cases import make, trial
+
+from perfsearch.core.trial import Status
+
+
+def exported(tmp_path, **configuration):
+    runner = make(knobs={"zero_stage": "search", "blocks_per_unit": 1})
+    trials = [trial(0, {"zero_stage": 0}, 50.0), trial(1, {"zero_stage": 2}, 40.0),
+              trial(2, {"zero_stage": 3}, status=Status.OOM)]  # fmt: skip
+    trials[1].cost, trials[1].objective, trials[1].seconds = 0.05 / 64, 1280.0, 2.5
+    runner.hints(trials)
+    whole = {**runner.pinned, "zero_stage": 0, **configuration}
+    files = runner.export(whole, tmp_path)
+    assert all(path.exists() for path in files)
+    return {path.name: path.read_text() for path in files}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("every", [0, 2])
+def test_the_torch_form_is_python(tmp_path, stage, every):
+    files = exported(
+        tmp_path, zero_stage=stage, activation_checkpointing=every, micro_batch=8,
+        blocks_per_unit=2, forward_prefetch=1, backward_prefetch=1, shard_group_size=2,
+    )  # fmt: skip
+    tree = ast.parse(files["zero.py"])
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert names == ["build", "train_step"]
+    deepspeed = json.loads(files["ds_config.json"])
+    assert deepspeed["train_batch_size"] == 64
+    assert deepspeed["train_micro_batch_size_per_gpu"] == 8
+    assert deepspeed["gradient_accumulation_steps"] == 2
+    assert deepspeed["zero_optimization"]["stage"] == stage
+    assert ("hf_trainer_args.json" in files) == (not every and stage == 0)
+    if every:
+        assert "not every second or fourth" in files["notes.txt"]
+
+
+def test_trainer_and_accelerate_get_what_they_can_say(tmp_path):
+    files = exported(tmp_path, zero_stage=3, activation_checkpointing=1, micro_batch=4)
+    trainer = json.loads(files["hf_trainer_args.json"])
+    assert trainer["fsdp"] == "full_shard auto_wrap"
+    assert trainer["gradient_accumulation_steps"] == 4
+    assert trainer["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["Block"]
+    accelerate = yaml.safe_load(files["accelerate_fsdp.yaml"])
+    assert accelerate["fsdp_config"]["fsdp_version"] == 2
+    assert accelerate["fsdp_config"]["fsdp_reshard_after_forward"] is True
+    assert accelerate["num_processes"] == 4
+    assert "gradient_accumulation_steps=4" in files["notes.txt"]
+    assert "load batches of 4" in files["notes.txt"]
+    assert "wrap every block as zero.py does" in files["notes.txt"]
+
+
+LOADED_BY_ACCELERATE = {
+    "compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes",
+    "use_cpu", "fsdp_config",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerate_knows_every_key_of_its_file(tmp_path, stage):
+    files = exported(tmp_path, zero_stage=stage, micro_batch=4)
+    assert set(yaml.safe_load(files["accelerate_fsdp.yaml"])) == LOADED_BY_ACCELERATE
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    loaded = config_args.load_config_from_file(str(tmp_path / "accelerate_fsdp.yaml"))
+    assert loaded.num_processes == 4
+    assert loaded.fsdp_config["fsdp_reshard_after_forward"] is (stage == 3)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_trainer_takes_arguments_found_on_cpus(tmp_path, stage):
+    files = exported(tmp_path, zero_stage=stage, micro_batch=4)
+    trainer = json.loads(files["hf_trainer_args.json"])
+    assert trainer["use_cpu"] is True  # without it Trainer looks for a GPU, and refuses bf16
+    transformers = pytest.importorskip("transformers")
+    made = transformers.TrainingArguments(str(tmp_path), **trainer)
+    assert made.gradient_accumulation_steps == 4
+
+
+def test_the_summary_names_what_is_pinned(tmp_path):
+    runner = make(knobs={"zero_stage": 3, "micro_batch": 4, "activation_checkpointing": "search"})
+    done = trial(0, {"activation_checkpointing": 0}, 50.0)
+    done.cost, done.objective = 0.05 / 64, 1280.0
+    runner.hints([done])
+    runner.export(runner.baseline, tmp_path)
+    rows = (tmp_path / "summary.txt").read_text().splitlines()
+    assert rows[1].split() == ["z3", "1", "1280.00", "z3_tmbspg4", "(trial", "0)"]
+
+
+def test_the_summary_has_a_row_for_each_space_and_the_total_time(tmp_path):
+    text = exported(tmp_path, zero_stage=2)["summary.txt"]
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    assert rows["tuning_space"] == [
+        "tuning_space", "num_experiments", "best_metric_val", "best_exp_name"
+    ]  # fmt: skip
+    assert rows["z2"][:3] == ["z2", "1", "1280.00"]
+    assert rows["z3"] == ["z3", "1", "none", "none"]
+    assert rows["all"][1:3] == ["3", "1280.00"]
+    assert "Tuning took 2.5 s in 3 experiments" in text
