@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from perfsearch.config import validate
+from perfsearch.config.schema import validate
 from perfsearch.core.trial import Purpose
 from perfsearch.runners.base import Plan
 from perfsearch.runners.deepspeed.runner import DeepSpeed

@@ -107,7 +107,7 @@ class _Case:
         environment = {**os.environ, MARK: self.mark, "MLFLOW_DISABLE_TELEMETRY": "true"}
         with (self.directory / "output.txt").open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "perfsearch.cli", *self.arguments],
+                [sys.executable, "-m", "perfsearch.cli.search", *self.arguments],
                 cwd=self.directory,
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -128,7 +128,7 @@ def _be_command(directory: Path, arguments: list[str], prepare: Callable[[], Non
         for source, target in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
         prepare()
-        from perfsearch import cli
+        from perfsearch.cli import search as cli
 
         code = int(cli.main(arguments))
     except BaseException:

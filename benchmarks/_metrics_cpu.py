@@ -15,7 +15,8 @@ from typing import Any
 
 from _metrics_store import ROOT, Store
 
-from perfsearch.core.hardware import Environment, Limits
+from perfsearch.core.hardware import Environment
+from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Measurement, Purpose
 from perfsearch.metrics.bounds import bounds
 from perfsearch.metrics.diagnosis import diagnose

@@ -6,16 +6,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from perfsearch.config import validate
+from perfsearch.cli.view import View
+from perfsearch.config.schema import validate
 from perfsearch.core.journal import Journal
-from perfsearch.core.objective import Objective
 from perfsearch.core.trial import Trial
 from perfsearch.pipeline import baseline, confirm
 from perfsearch.pipeline import baseline as gains
 from perfsearch.pipeline import explore as searching
 from perfsearch.pipeline.search import build_runner, strategy_factory
 from perfsearch.pipeline.session import Session, Verdict
-from perfsearch.view import View
 
 
 class NoTracker:
@@ -51,7 +50,7 @@ def search(
         try:
             trials: list[Trial] = []
             strategy = strategy_factory(settings)(runner.space, runner.hints(trials))
-            objective = Objective(settings.objective.metric)
+            objective = settings.objective
             journal = Journal(Path(name) / "journal.jsonl", {})
             session = Session(
                 settings, runner, strategy, journal, View(objective), NoTracker(),  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from typing import Any
 
 from _store import Store
 
-from perfsearch.config import validate
+from perfsearch.config.schema import validate
 from perfsearch.core.trial import Purpose
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.base import Runner
@@ -71,7 +71,7 @@ class Bench:
     def command(self, runner: str, factory: str, batch: int, run_dir: Path, *more: str) -> int:
         """Run the command as a user does, its output shown."""
         line = [
-            sys.executable, "-m", "perfsearch.cli", f"runner={runner}", "workload=custom",
+            sys.executable, "-m", "perfsearch.cli.search", f"runner={runner}", "workload=custom",
             f"workload.factory=_soap_jobs:{factory}", f"workload.global_batch={batch}",
             "workload.draws_in_loader=false",
             f"nproc={self.ranks}", f"runner.device={self.device}", f"run_dir={run_dir}",

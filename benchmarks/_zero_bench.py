@@ -13,7 +13,7 @@ from typing import Any
 
 from _store import Store
 
-from perfsearch.config import Settings, validate
+from perfsearch.config.schema import Settings, validate
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Measurement, Purpose, Trial
 from perfsearch.runners.base import Plan

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from perfsearch.config import validate
+from perfsearch.config.schema import validate
 from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Purpose

@@ -100,10 +100,6 @@ def run(faults: Sequence[Fault], store: Path | None, home: Path) -> list[Outcome
 
 def _import_everything() -> None:
     """What a command imports, so that its fork need not."""
-    import perfsearch.cli
-    import perfsearch.pipeline.search
-    import perfsearch.tracking.mlflow
-    import perfsearch.view  # noqa: F401
 
 
 def line_of(outcome: Outcome) -> str:

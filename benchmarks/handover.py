@@ -140,7 +140,7 @@ class Bench:
 
     def _perfsearch_run(self, *words: str) -> list[str]:
         nproc = f"--nproc-per-node={self.options.nproc}"
-        return [sys.executable, "-m", "perfsearch.run", nproc, *words]
+        return [sys.executable, "-m", "perfsearch.cli.run", nproc, *words]
 
     def rate(self, arm: str) -> float:
         """Samples per second of one start."""

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from ddp_grid import read_grid
 
-from perfsearch.compose import compose
-from perfsearch.config import validate
+from perfsearch.config.compose import compose
+from perfsearch.config.schema import validate
 from perfsearch.core.knob import Configuration, Scope, Value
 from perfsearch.core.objective import Objective
 from perfsearch.core.space import key_of

@@ -38,10 +38,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from perfsearch.config import validate  # noqa: E402
+from perfsearch.cli.view import open_view  # noqa: E402
+from perfsearch.config.schema import validate  # noqa: E402
 from perfsearch.core.trial import Trial  # noqa: E402
 from perfsearch.pipeline import search  # noqa: E402
-from perfsearch.view import open_view  # noqa: E402
 
 SCRIPTS = ROOT / "examples" / "scripts"
 TCP = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}

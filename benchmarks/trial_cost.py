@@ -50,7 +50,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         run_dir = Path(name) / "run"
         command = [
-            *(sys.executable, "-m", "perfsearch.cli", "runner=ddp"),
+            *(sys.executable, "-m", "perfsearch.cli.search", "runner=ddp"),
             *(f"strategy={options.strategy}", f"run_dir={run_dir}", "budget.seconds=null"),
             *(f"budget.trials={options.trials}", "confirm.max_repeats=3"),
             *options.overrides,

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from perfsearch.config import validate
+from perfsearch.cli.view import View
+from perfsearch.config.schema import validate
 from perfsearch.core.trial import Purpose
 from perfsearch.pipeline.search import build_runner, search, strategy_factory
 from perfsearch.pipeline.session import Result
-from perfsearch.view import View
 
 GAIN = 1.03
 STEP_S = 0.1

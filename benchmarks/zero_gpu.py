@@ -32,15 +32,14 @@ import _zero_report
 from _zero_bench import LLAMA, Bench, NoTracker, visit
 
 from perfsearch import strategies
-from perfsearch.config import Settings
+from perfsearch.cli.view import View
+from perfsearch.config.schema import Settings
 from perfsearch.core.journal import Journal
-from perfsearch.core.objective import Objective
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.pipeline import baseline
 from perfsearch.pipeline import explore as searching
 from perfsearch.pipeline.session import Session
-from perfsearch.view import View
 
 PER_GPU = 16
 """Samples a rank of the baseline's global batch."""
@@ -130,7 +129,7 @@ def run_search(bench: Bench, part: str, name: str, settings: Settings) -> None:
         kind = strategies.load(settings.strategy.name)
         options = kind.Options(**settings.strategy.options)
         strategy = kind(runner.space, runner.hints(trials), settings.seed, options)
-        objective = Objective(settings.objective.metric)
+        objective = settings.objective
         journal = Journal(Path(directory) / "journal.jsonl", {})
         session = Session(
             settings, runner, strategy, journal, View(objective), NoTracker(),  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """Renders the reference pages from the code, so that they cannot say otherwise.
 
-``python docs/generate.py`` writes ``docs/keys.md``, ``docs/strategies.md``, ``docs/runners.md``
-and the comments beside the knobs in ``conf/runner/*.yaml`` (which ``--help`` shows);
+``python docs/generate.py`` writes ``docs/keys.md``, ``docs/strategies.md``, ``docs/runners.md``,
+the settings in ``conf/config.yaml``, and the comments beside the knobs in ``conf/runner/*.yaml``
+(which ``--help`` shows);
 ``--check`` writes nothing and exits with 1 where one of them is out of date.
 """
 
@@ -10,20 +11,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import itertools
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from perfsearch import runners, strategies
-from perfsearch.config import GROUPS
-from perfsearch.config_options import describe_type, show
+from perfsearch.cli.help import settings_keys
+from perfsearch.config.options import describe_type, show
+from perfsearch.config.schema import GROUPS
 from perfsearch.core.docstrings import attribute_help, summary
 from perfsearch.core.knob import Knob
-from perfsearch.help import settings_keys
 
 ROOT = Path(__file__).parent.parent
+_SETTINGS = "# Written by docs/generate.py from perfsearch/config/schema.py.\n"
+_HYDRAS = "# Hydra composes"
+"""What stands before and after the settings in ``conf/config.yaml``."""
+
 _MADE = "<!-- Written by docs/generate.py; edit the code instead. -->\n"
 
 
@@ -35,6 +42,9 @@ def pages() -> dict[Path, str]:
         docs / "strategies.md": strategies_page(),
         docs / "runners.md": runners_page(),
     }
+    defaults = ROOT / "conf" / "config.yaml"
+    if defaults.exists():
+        made[defaults] = with_settings(defaults.read_text())
     for name in runners.names():
         file = ROOT / "conf" / "runner" / f"{name}.yaml"
         knobs = declared_knobs(name)
@@ -209,6 +219,30 @@ def knob_row(knob: Knob) -> tuple[str, ...]:
         text += f"; matters where `{other}` is {' or '.join(show(v) for v in allowed)}"
     default = f"`{show(knob.default)}`"
     return (f"`{knob.name}`", values + unit, default, knob.scope.value, knob.numerics.value, text)
+
+
+def with_settings(text: str) -> str:
+    """The file of all defaults with each setting as the schema has it, under its meaning."""
+    head, below = text.split(_SETTINGS, 1)
+    tail = below[below.index(_HYDRAS) :]
+    lines: list[str] = []
+    above: list[str] = []
+    for key, allowed, default, meaning in settings_keys():
+        if key in GROUPS:
+            continue
+        *groups, name = key.split(".")
+        pairs = zip(above, groups, strict=False)
+        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        if not groups or not shared:
+            lines.append("")
+        lines += [f"{'  ' * depth}{groups[depth]}:" for depth in range(shared, len(groups))]
+        above, indent = groups, "  " * len(groups)
+        says = f"{plain(meaning).rstrip('.')} [{allowed}]"
+        lines += textwrap.wrap(
+            says, 100, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+        )
+        lines.append(f"{indent}{name}: {default}")
+    return f"{head}{_SETTINGS}" + "\n".join(lines) + f"\n\n{tail}"
 
 
 def with_comments(text: str, knobs: Sequence[Knob]) -> str:

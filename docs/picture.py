@@ -12,9 +12,9 @@ from typing import Self
 
 from rich.console import Console
 
-from perfsearch import cli, view
-from perfsearch.core.objective import Objective
-from perfsearch.view_live import LiveView
+from perfsearch.cli import search as cli
+from perfsearch.cli import view
+from perfsearch.cli.view import LiveView
 
 _WIDTH = 150
 
@@ -32,7 +32,7 @@ def main() -> int:
     console = Console(record=True, force_terminal=True, width=_WIDTH, highlight=False)
     console.print(f"$ perfsearch {' '.join(arguments)}", markup=False)
     view.open_view = lambda settings: RecordedView(
-        Objective(settings.objective.metric), settings.budget.trials, console=console
+        settings.objective, settings.budget.trials, console=console
     )
     code = cli.main(arguments)
     drawn = console.export_svg(title="perfsearch")

@@ -35,7 +35,7 @@ def command(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     from support import front_fakes
 
-    from perfsearch import cli
+    from perfsearch.cli import search as cli
 
     front_fakes.install(monkeypatch.setattr)
     front_fakes.calls.clear()

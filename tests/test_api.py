@@ -40,7 +40,7 @@ def test_it_may_be_called_again_and_is_the_commands_search(table):
     third = search(table)
     assert first.run_dir != second.run_dir
     assert third.run_dir.name.startswith(first.run_dir.name)
-    from perfsearch import cli
+    from perfsearch.cli import search as cli
 
     arguments = ["runner=replay", "runner.table=table.csv", "strategy=grid"]
     arguments += ["tracking.enabled=false", "confirm.finalists=0", "resume=never"]
@@ -102,7 +102,7 @@ def test_bad_input_is_refused_with_the_commands_words(
 
 
 def test_a_factory_of_a_module_is_given_by_name():
-    from perfsearch.compose import compose
+    from perfsearch.config.compose import compose
     from perfsearch.workloads.mlp import build
 
     workload = compose([], {"workload": build})["workload"]
@@ -111,7 +111,7 @@ def test_a_factory_of_a_module_is_given_by_name():
 
 
 def test_mappings_are_merged_and_lists_replace():
-    from perfsearch.compose import compose
+    from perfsearch.config.compose import compose
 
     keys = {"name": "ddp", "knobs": {"bucket_cap_mb": [1, 2], "pin_memory": None}}
     composed = compose(["seed=3"], {"runner": keys, "budget": {"trials": 4}})

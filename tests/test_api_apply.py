@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from perfsearch.api_apply import read_knobs
+from perfsearch.api import read_knobs
 from perfsearch.core.errors import BadInputError
 
 KNOBS = {"bucket_cap_mb": 8.0, "optimizer_implementation": "fused", "compile_mode": "none"}

@@ -42,7 +42,7 @@ def run(directory, fault=None):
     mark = uuid.uuid4().hex
     with (directory / "output.txt").open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "perfsearch.cli", *SEARCH],
+            [sys.executable, "-m", "perfsearch.cli.search", *SEARCH],
             cwd=directory,
             env={**os.environ, MARK: mark, "MLFLOW_DISABLE_TELEMETRY": "true"},
             stdout=output,
@@ -103,7 +103,7 @@ def test_a_daemonic_process_can_run_a_search_with_loader_processes(directory):
 
     def child():
         os.chdir(directory)
-        from perfsearch.cli import main
+        from perfsearch.cli.search import main
 
         arguments = [a for a in SEARCH if not a.startswith(("+runner", "budget.trials"))]
         knobs = "+runner.knobs={dataloader_workers: 1}"

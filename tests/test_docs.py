@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perfsearch import strategies
-from perfsearch.config_options import build_options
+from perfsearch.config.options import build_options
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.space import Space

@@ -48,7 +48,7 @@ def test_a_script_trains_the_same_tuned_and_untuned(script, tmp_path):
     plain, _ = run(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node=2", *command)
     written = "".join(f"{name}: {str(value).lower()}\n" for name, value in knobs.items())
     (tmp_path / "knobs.yaml").write_text(written)
-    start = ["-m", "perfsearch.run", "--nproc-per-node=2", "--knobs", "knobs.yaml", *options]
+    start = ["-m", "perfsearch.cli.run", "--nproc-per-node=2", "--knobs", "knobs.yaml", *options]
     tuned, told = run(tmp_path, *start, *command)
     assert losses(plain), plain
     assert losses(tuned) == pytest.approx(losses(plain), rel=1e-3)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.config import Settings, validate
-from perfsearch.config_options import plain_value
+from perfsearch.cli.view import View
+from perfsearch.config.options import plain_value
+from perfsearch.config.schema import Settings, validate
 from perfsearch.core.journal import EVENTS
 from perfsearch.pipeline.search import search, strategy_factory
 from perfsearch.runners.replay import Replay
-from perfsearch.view import View
 
 DATA = Path(__file__).parent / "data"
 

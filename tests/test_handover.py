@@ -255,7 +255,8 @@ def test_what_a_search_over_a_script_hands_over_is_in_force_without_perfsearch(t
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     plain = start([sys.executable, *launch, str(script)], tmp_path)
     alone = start(["sh", str(apply / "run.sh")], tmp_path)
-    knobs = ["-m", "perfsearch.run", "--nproc-per-node=2", "--knobs", str(tmp_path / "knobs.yaml")]
+    file = str(tmp_path / "knobs.yaml")
+    knobs = ["-m", "perfsearch.cli.run", "--nproc-per-node=2", "--knobs", file]
     ours = start([sys.executable, *knobs, str(script)], tmp_path, blocked=False)
     assert len(plain["bucket_bytes"]) == 1 and plain["implementation"] == [None, None]
     assert (plain["loader_processes"], plain["threads"]) == (0, 1)

@@ -9,9 +9,9 @@ import pytest
 HEAVY = {"torch", "mlflow", "sklearn", "nevergrad", "optuna", "rich", "pynvml", "pandas"}
 
 CASES = {
-    "perfsearch.cli": HEAVY | {"hydra", "omegaconf"},
-    "perfsearch.config": HEAVY | {"hydra", "omegaconf", "numpy"},
-    "perfsearch.view": HEAVY | {"hydra", "omegaconf"},
+    "perfsearch.cli.search": HEAVY | {"hydra", "omegaconf"},
+    "perfsearch.config.schema": HEAVY | {"hydra", "omegaconf", "numpy"},
+    "perfsearch.cli.view": HEAVY | {"hydra", "omegaconf"},
     "perfsearch.pipeline.search": {"torch", "mlflow", "sklearn", "nevergrad", "hydra", "omegaconf"},
     "perfsearch.workers.rank": {"mlflow", "sklearn", "nevergrad", "hydra", "omegaconf", "rich"},
 }

@@ -1,5 +1,7 @@
 """The project as it is installed: a wheel outside the repository, and the setup lines."""
 
+import ast
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -92,6 +94,35 @@ def test_every_dependency_is_pinned_inside_its_range():
         pin = pins.get(canonicalize_name(requirement.name))
         assert pin is not None, f"{requirement.name} is not pinned in constraints.txt"
         assert requirement.specifier.contains(pin), f"{text}, but {pin} is pinned"
+
+
+def imported_packages():
+    """What the modules of perfsearch import from outside, with one of them that does."""
+    found = {}
+    for path in (ROOT / "perfsearch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            found.update({name.partition(".")[0]: path.relative_to(ROOT) for name in names})
+    return {n: p for n, p in found.items() if n not in {*sys.stdlib_module_names, "perfsearch"}}
+
+
+def test_every_package_that_is_imported_is_declared():
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {k: v for k, v in project["optional-dependencies"].items() if k != "dev"}
+    texts = [*project["dependencies"], *(r for group in extras.values() for r in group)]
+    declared = {canonicalize_name(Requirement(text).name) for text in texts}
+    provided = importlib.metadata.packages_distributions()
+    undeclared = {
+        name: str(path)
+        for name, path in imported_packages().items()
+        if not declared & {canonicalize_name(d) for d in provided.get(name, [name])}
+    }
+    assert undeclared == {}
 
 
 def test_the_version_is_said_once():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core.knob import Numerics
+from perfsearch.core.objective import Limits
 
 
 @dataclass(frozen=True)
@@ -259,22 +260,6 @@ def wait_until_free(
 # Where and within which limits a runner's processes run.
 
 CPU_RANKS = 2
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The ``limits.*`` keys that concern processes.
-
-    Attributes:
-        startup_s: longest start-up of a group, importing torch and building the model included.
-        trial_s: longest trial, start-up apart.
-        grace_s: how long processes may take to end, or ranks to recover from a failure.
-
-    """
-
-    startup_s: float = 120.0
-    trial_s: float = 300.0
-    grace_s: float = 10.0
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from perfsearch.core.option import option
 from perfsearch.core.trial import Measurement
 
 CONFIDENCE = 0.95
@@ -179,9 +180,17 @@ class Metric(StrEnum):
 
 @dataclass(frozen=True)
 class Objective:
-    """The optimised metric, in its own direction for people and as a cost for strategies."""
+    """What is optimised, in its own direction for people and as a cost for strategies.
+
+    Attributes:
+        metric: samples per second, milliseconds a step, or floating-point operations per second.
+        min_gain: relative gain below which no search is started: the baseline's timings bound what
+            its knobs can give; 0 searches always.
+
+    """
 
     metric: Metric = Metric.THROUGHPUT
+    min_gain: float = option(0.03, low=0)
 
     @property
     def unit(self) -> str:
@@ -235,7 +244,7 @@ def log_cost_error(measurement: Measurement) -> float | None:
 
 
 # -----------------------------------------------------------------------------
-# How much a search may spend.
+# How much a search may spend, and how long one of its parts may take.
 
 
 @dataclass(frozen=True)
@@ -252,11 +261,11 @@ class Budget:
 
     """
 
-    trials: int | None = 25
-    seconds: float | None = None
-    gpu_hours: float | None = None
-    remaining_steps: int | None = None
-    patience: int | None = None
+    trials: int | None = option(25, low=0)
+    seconds: float | None = option(180.0, above=0)
+    gpu_hours: float | None = option(None, above=0)
+    remaining_steps: int | None = option(None, low=0)
+    patience: int | None = option(None, low=1)
 
     def seconds_left(self, seconds: float, devices: int) -> float | None:
         """Search time that is left after ``seconds``; ``None`` without a limit."""
@@ -274,3 +283,27 @@ class Budget:
         if self.gpu_hours is not None and seconds * devices / 3600 >= self.gpu_hours:
             return f"budget.gpu_hours={self.gpu_hours:g} spent"
         return None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on everything that may hang or fail.
+
+    Attributes:
+        startup_s: seconds for processes to start and join, importing torch and building the model
+            included.
+        trial_s: seconds for a trial, start-up apart.
+        grace_s: seconds between asking a process to end and killing it.
+        consecutive_failures: failed trials in a row that stop the search.
+        loss_tolerance: largest difference of a first loss, relative to the baseline's, at which a
+            trial still counts as the same computation. Where that loss is below 1 it is absolute,
+            but at most 5% of the largest of them; what the loss's type can tell (0.8% in
+            bfloat16) is allowed in any case.
+
+    """
+
+    startup_s: float = option(180.0, above=0)
+    trial_s: float = option(300.0, above=0)
+    grace_s: float = option(10.0, low=0)
+    consecutive_failures: int = option(8, low=1)
+    loss_tolerance: float = option(1e-3, above=0)

@@ -12,7 +12,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
+from perfsearch.core.option import option
 from perfsearch.core.trial import Measurement
 from perfsearch.metrics.throughput import mfu_of
 
@@ -511,6 +513,14 @@ class Severity(StrEnum):
     INFO = "info"
 
 
+def _share(default: float) -> Any:
+    return option(default, low=0, high=1)
+
+
+def _percent(default: float) -> Any:
+    return option(default, low=0, high=100)
+
+
 @dataclass(frozen=True)
 class Thresholds:
     """When a rule fires. Shares are of the mean step time, from 0 to 1.
@@ -539,23 +549,32 @@ class Thresholds:
 
     """
 
-    reserved_memory: float = 0.95
-    input_moderate: float = 0.05
-    input_high: float = 0.20
-    cpu_busy_percent: float = 90.0
-    iowait_percent: float = 30.0
-    disk_busy_percent: float = 90.0
-    network_megabytes_per_s: float = 50.0
-    to_device: float = 0.05
-    straggler_excess: float = 0.05
-    comm_moderate: float = 0.10
-    comm_high: float = 0.25
-    device_busy: float = 0.80
-    sync_wait: float = 0.05
-    optimizer: float = 0.15
-    other: float = 0.10
-    uneven: float = 0.20
-    compute: float = 0.90
+    reserved_memory: float = _share(0.95)
+    input_moderate: float = _share(0.05)
+    input_high: float = _share(0.20)
+    cpu_busy_percent: float = _percent(90.0)
+    iowait_percent: float = _percent(30.0)
+    disk_busy_percent: float = _percent(90.0)
+    network_megabytes_per_s: float = option(50.0, above=0)
+    to_device: float = _share(0.05)
+    straggler_excess: float = _share(0.05)
+    comm_moderate: float = _share(0.10)
+    comm_high: float = _share(0.25)
+    device_busy: float = _share(0.80)
+    sync_wait: float = _share(0.05)
+    optimizer: float = _share(0.15)
+    other: float = _share(0.10)
+    uneven: float = _share(0.20)
+    compute: float = _share(0.90)
+
+    def __post_init__(self) -> None:
+        for name in ("input", "comm"):
+            moderate, high = getattr(self, f"{name}_moderate"), getattr(self, f"{name}_high")
+            if moderate > high:
+                raise ValueError(
+                    f"metrics.thresholds.{name}_moderate={moderate:g}: allowed is at most "
+                    f"{name}_high={high:g}. Lower the one or raise the other."
+                )
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perfsearch.config_options import ConfigError, build_options, option
+from perfsearch.config.options import ConfigError, build_options
 from perfsearch.core.errors import nearest
 from perfsearch.core.knob import Numerics
+from perfsearch.core.option import option
 
 PREFIX = "autotune"
 

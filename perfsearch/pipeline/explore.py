@@ -39,7 +39,7 @@ def run(session: Session) -> str:
 
     """
     session.view.stage("search", session.strategy.describe())
-    budget, served = session.settings.budget.budget(), 0
+    budget, served = session.settings.budget, 0
     _check_breakers(session)
     _sentinel(session)
     while True:

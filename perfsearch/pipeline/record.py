@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfsearch.config import to_plain
+from perfsearch.config.schema import to_plain
 from perfsearch.core.journal import JOURNAL
 from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of

@@ -26,7 +26,7 @@ from perfsearch.pipeline.explore import screened_trial
 from perfsearch.runners.base import Runner
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config.schema import Settings
     from perfsearch.pipeline.session import Session
 
 

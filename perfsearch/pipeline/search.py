@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfsearch import runners, strategies
-from perfsearch.config import Settings, default_run_dir
-from perfsearch.config_options import ConfigError, build_options
+from perfsearch.config.options import ConfigError, build_options
+from perfsearch.config.schema import Settings, default_run_dir
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hints import Hints
 from perfsearch.core.journal import JOURNAL, Journal, JournalWriteError
 from perfsearch.core.narrow import is_auto
-from perfsearch.core.objective import Objective
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Status, Trial
@@ -141,7 +140,7 @@ def _session(
     trials: list[Trial] = []
     hints = replace(runner.hints(trials), earlier=taken_over.earlier)
     strategy = strategy_factory(runner.space, hints)
-    objective = Objective(settings.objective.metric)
+    objective = settings.objective
     return Session(
         settings,
         runner,

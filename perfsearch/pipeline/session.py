@@ -24,7 +24,7 @@ from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from perfsearch.config import MetricsSettings, Settings
+    from perfsearch.config.schema import MetricsSettings, Settings
     from perfsearch.metrics.system import SystemSampler
     from perfsearch.tracking import Tracker
 

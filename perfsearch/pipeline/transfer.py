@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfsearch.config_options import ConfigError
+from perfsearch.config.options import ConfigError
 from perfsearch.core.hints import Earlier
 from perfsearch.core.journal import JOURNAL, JournalError, legible, read
 from perfsearch.core.knob import Configuration, Value, same_value
@@ -24,7 +24,7 @@ from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.runners.base import Runner
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config.schema import Settings
     from perfsearch.tracking.earlier import EarlierSearches, StoredSearch
 
 

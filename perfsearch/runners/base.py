@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from perfsearch.config import default_run_dir
-from perfsearch.core.hardware import Environment, Limits
+from perfsearch.config.schema import default_run_dir
+from perfsearch.core.hardware import Environment
 from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config.schema import Settings
 
 
 @dataclass(frozen=True)
@@ -183,12 +183,11 @@ class Runner(ABC):
 
 def environment_of(settings: Settings) -> Environment:
     """Where and within which limits the settings let processes run."""
-    limits = settings.limits
     return Environment(
         run_dir=(settings.run_dir or default_run_dir(settings)).absolute(),
         nproc=None if settings.nproc == "auto" else settings.nproc,
         nnodes=settings.nnodes,
         seed=settings.seed,
         numerics=settings.numerics,
-        limits=Limits(limits.startup_s, limits.trial_s, limits.grace_s),
+        limits=settings.limits,
     )

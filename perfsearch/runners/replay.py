@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perfsearch.config_options import build_options, option
+from perfsearch.config.options import build_options
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Configuration, Kind, Knob, Value
 from perfsearch.core.objective import Metric
+from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Measurement, Status, Trial
 from perfsearch.metrics.memory import MemoryFacts
@@ -30,7 +31,7 @@ from perfsearch.runners.zero.memory import FILE as FACTS_FILE
 from perfsearch.runners.zero.memory import HEADROOM, Memory
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config.schema import Settings
 
 
 _LEAST_STEP_SHARE = 0.05

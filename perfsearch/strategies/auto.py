@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from perfsearch.core.knob import Value
+from perfsearch.core.option import option
 from perfsearch.core.trial import Trial
 from perfsearch.strategies.base import Strategy
 from perfsearch.strategies.bayes import Bayes
@@ -31,15 +32,9 @@ class Auto(Strategy):
 
         """
 
-        try_all: int = 8
-        min_gain: float = 0.0005
+        try_all: int = option(8, low=0)
+        min_gain: float = option(0.0005, low=0, below=1)
         warm_start: str | None = None
-
-        def __post_init__(self) -> None:
-            if self.try_all < 0:
-                raise ValueError(f"strategy.try_all={self.try_all}: allowed is 0 or more.")
-            if not 0 <= self.min_gain < 1:
-                raise ValueError(f"strategy.min_gain={self.min_gain}: allowed is 0 to below 1.")
 
     @cached_property
     def _choice(self) -> tuple[str, Strategy]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.option import option
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Trial
 from perfsearch.strategies._candidates import (
@@ -97,24 +98,12 @@ class Bayes(Strategy):
 
         """
 
-        alpha: float | None = None
-        initial_points: int | None = None
-        max_samples: int | None = None
-        xi: float = 0.0
-        min_gain: float = 0.0005
+        alpha: float | None = option(None, above=0, high=1)
+        initial_points: int | None = option(None, low=1)
+        max_samples: int | None = option(None, low=1)
+        xi: float = option(0.0, low=0, below=1)
+        min_gain: float = option(0.0005, low=0, below=1)
         warm_start: str | None = None
-
-        def __post_init__(self) -> None:
-            if self.alpha is not None and not 0 < self.alpha <= 1:
-                raise ValueError(f"strategy.alpha={self.alpha}: allowed is above 0 to 1, or null.")
-            for key in ("initial_points", "max_samples"):
-                value = getattr(self, key)
-                if value is not None and value < 1:
-                    raise ValueError(f"strategy.{key}={value}: allowed is 1 or more, or null.")
-            for key in ("xi", "min_gain"):
-                value = getattr(self, key)
-                if not 0 <= value < 1:
-                    raise ValueError(f"strategy.{key}={value}: allowed is 0 to below 1.")
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)

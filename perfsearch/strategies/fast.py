@@ -8,6 +8,7 @@ from typing import Any
 
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Configuration, Knob, Value, same_value
+from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
 from perfsearch.strategies._history import Record
@@ -45,17 +46,10 @@ class Fast(Strategy):
 
         """
 
-        early_stopping: int = 5
-        num_trials: int = 50
-        num_micro_batches: int = 3
-        plateau: float = 0.05
-
-        def __post_init__(self) -> None:
-            for key in ("early_stopping", "num_trials", "num_micro_batches"):
-                if getattr(self, key) < 1:
-                    raise ValueError(f"strategy.{key}={getattr(self, key)}: allowed is 1 or more.")
-            if not 0 <= self.plateau < 1:
-                raise ValueError(f"strategy.plateau={self.plateau}: allowed is 0 to below 1.")
+        early_stopping: int = option(5, low=1)
+        num_trials: int = option(50, low=1)
+        num_micro_batches: int = option(3, low=1)
+        plateau: float = option(0.05, low=0, below=1)
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)

@@ -9,6 +9,7 @@ from typing import Any
 
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Knob, Value
+from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
 from perfsearch.strategies._history import EXHAUSTED, Record
@@ -31,13 +32,7 @@ class Grid(Strategy):
 
         """
 
-        points_per_knob: int = 5
-
-        def __post_init__(self) -> None:
-            if self.points_per_knob < 2:
-                raise ValueError(
-                    f"strategy.points_per_knob={self.points_per_knob}: allowed is 2 or more."
-                )
+        points_per_knob: int = option(5, low=2)
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)

@@ -12,6 +12,7 @@ import numpy as np
 
 from perfsearch.core.hints import PROPAGATION, Hints, WalkRequest
 from perfsearch.core.knob import Value, same_value
+from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
 from perfsearch.strategies._history import Record
@@ -68,20 +69,12 @@ class Mcmc(Strategy):
 
         """
 
-        alpha: float | None = None
-        proposals: int | None = None
-        chains: int = 1
-        return_every: int | None = None
-        propagation: float | None = None
+        alpha: float | None = option(None, low=0)
+        proposals: int | None = option(None, low=0)
+        chains: int = option(1, low=1)
+        return_every: int | None = option(None, low=0)
+        propagation: float | None = option(None, low=0, high=1)
         start: Mapping[str, Value] | None = None
-
-        def __post_init__(self) -> None:
-            for key, least in (("alpha", 0), ("proposals", 0), ("chains", 1), ("return_every", 0)):
-                value = getattr(self, key)
-                if value is not None and not (math.isfinite(value) and value >= least):
-                    raise ValueError(f"strategy.{key}={value}: allowed is {least} or more.")
-            if self.propagation is not None and not 0 <= self.propagation <= 1:
-                raise ValueError(f"strategy.propagation={self.propagation}: allowed is 0 to 1.")
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)

@@ -11,6 +11,7 @@ from typing import Any
 from perfsearch.core.errors import nearest
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Knob, Value
+from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
 from perfsearch.strategies._candidates import Projection
@@ -73,7 +74,7 @@ class Nevergrad(Strategy):
         """
 
         optimizer: str = "TwoPointsDE"
-        planned_trials: int = 60
+        planned_trials: int = option(60, low=1)
 
         def __post_init__(self) -> None:
             if self.optimizer in REFUSED:
@@ -85,10 +86,6 @@ class Nevergrad(Strategy):
                 raise ValueError(
                     f"strategy.optimizer={self.optimizer}: not among those tested. "
                     f"{nearest(self.optimizer, ALLOWED)}"
-                )
-            if self.planned_trials < 1:
-                raise ValueError(
-                    f"strategy.planned_trials={self.planned_trials}: allowed is 1 or more."
                 )
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:

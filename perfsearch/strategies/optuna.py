@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Knob, Value
+from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
 from perfsearch.strategies._candidates import Projection
 from perfsearch.strategies._history import Record
 from perfsearch.strategies.base import Strategy
-
-_SAMPLERS = ("tpe", "gp")
 
 
 class Optuna(Strategy):
@@ -38,16 +37,8 @@ class Optuna(Strategy):
 
         """
 
-        sampler: str = "tpe"
-        startup_trials: int = 10
-
-        def __post_init__(self) -> None:
-            if self.sampler not in _SAMPLERS:
-                raise ValueError(f"strategy.sampler={self.sampler}: allowed: tpe, gp.")
-            if self.startup_trials < 1:
-                raise ValueError(
-                    f"strategy.startup_trials={self.startup_trials}: allowed is 1 or more."
-                )
+        sampler: Literal["tpe", "gp"] = "tpe"
+        startup_trials: int = option(10, low=1)
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)

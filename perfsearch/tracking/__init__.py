@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from perfsearch.tracking.base import NoTracker, Tracker
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config.schema import Settings
 
 __all__ = ["Tracker", "open_tracker"]
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perfsearch.cli.terminal import open_standard_streams, require_current_directory
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.journal import JOURNAL
 from perfsearch.core.trial import Trial
-from perfsearch.surroundings import open_standard_streams, require_current_directory
 from perfsearch.tracking import names, owner, recorded, spool
 from perfsearch.tracking.mirror import Mirror
 from perfsearch.tracking.recorded import SyncError, read_trials

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core import hardware
-from perfsearch.core.hardware import Gpu, GroupSpec, Limits
+from perfsearch.core.hardware import Gpu, GroupSpec
+from perfsearch.core.objective import Limits
 from perfsearch.workers import failures, processes
 from perfsearch.workers.failures import (
     Evidence,

@@ -14,7 +14,6 @@ from support.synthetic import KeptTracker, KeptView, SyntheticRunner
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Kind, Knob, Numerics, same_value
 from perfsearch.core.narrow import narrow
-from perfsearch.core.objective import Objective
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.pipeline import confirm
@@ -185,7 +184,7 @@ def two_arms(seed: int) -> tuple[bool, bool]:
     settings = make_settings(confirm={"precision": 1e-6, "max_repeats": 6})
     strategy = load("random")(runner.space, Hints(baseline=runner.baseline), seed)
     parts = (runner, strategy, journal, KeptView(), KeptTracker())
-    session = Session(settings, *parts, Path("unused"), Objective(settings.objective.metric))
+    session = Session(settings, *parts, Path("unused"), settings.objective)
     for arm, configuration in configurations.items():
         session.run(configuration, Purpose.SEARCH if arm else Purpose.BASELINE)
     single = session.best

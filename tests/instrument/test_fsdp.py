@@ -54,7 +54,7 @@ def plain(tmp_path_factory):
     """Losses of the untouched script, and what it says could be changed."""
     directory = tmp_path_factory.mktemp("plain")
     return run(
-        directory, "-m", "perfsearch.run", "--nproc-per-node=2", ON_CPU, PLUGIN, "--steps", "4"
+        directory, "-m", "perfsearch.cli.run", "--nproc-per-node=2", ON_CPU, PLUGIN, "--steps", "4"
     )
 
 
@@ -84,7 +84,7 @@ def test_knobs_reach_the_plugins_modules_with_and_without_perfsearch(
 ):
     command = [ON_CPU, PLUGIN, "--steps", "4", *options]
     (tmp_path / "knobs.yaml").write_text(json.dumps(knobs))
-    start = ["-m", "perfsearch.run", "--nproc-per-node=2", "--knobs", "knobs.yaml"]
+    start = ["-m", "perfsearch.cli.run", "--nproc-per-node=2", "--knobs", "knobs.yaml"]
     tuned, told = run(tmp_path, *start, *command)
     assert "without effect" not in told
     for name, value in knobs.items():
@@ -125,7 +125,7 @@ def test_the_trainer_with_fsdp_2_trains_the_same_tuned_and_untuned(tmp_path, whe
     command = [TRAINER, *TRAINING]
     if where == "cpu":
         command = [ON_CPU, *command, "--use_cpu", "True", "--ddp_backend", "gloo"]
-    start = ["-m", "perfsearch.run", "--nproc-per-node=2"]
+    start = ["-m", "perfsearch.cli.run", "--nproc-per-node=2"]
     plain, offered = run(tmp_path, *start, *command)
     tuned, told = run(tmp_path, *start, "--knobs", "knobs.yaml", "--preset", "hf-trainer", *command)
     assert "zero_stage=3" in offered and "bucket_cap_mb" not in offered
@@ -144,6 +144,6 @@ def test_on_the_cpu_the_trainer_takes_ddp_by_itself(tmp_path):
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "os._exit(0)  # torch's own threads now and then abort a process that takes them down\n"
     )
-    start = ["-m", "perfsearch.run", "--nproc-per-node=2", "once.py", TRAINER, *TRAINING]
+    start = ["-m", "perfsearch.cli.run", "--nproc-per-node=2", "once.py", TRAINER, *TRAINING]
     _, offered = run(tmp_path, *start, "--use_cpu", "True", "--ddp_backend", "gloo")
     assert "bucket_cap_mb" in offered and "zero_stage" not in offered

@@ -5,7 +5,7 @@ import json
 import pytest
 from support.online_fakes import BASELINE, facts
 
-from perfsearch.config_options import ConfigError
+from perfsearch.config.options import ConfigError
 from perfsearch.core.errors import BadInputError
 from perfsearch.online.knobs import make_space
 from perfsearch.online.options import TUNABLE, AutotuneOptions

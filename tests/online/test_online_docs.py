@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.config_options import show
+from perfsearch.config.options import show
 from perfsearch.online import log
 from perfsearch.online.options import TUNABLE, AutotuneOptions
 

@@ -45,7 +45,7 @@ def run(module, directory, steps, *options):
     wrapped = directory / "script.py"
     wrapped.write_text(SAYING.format(module=module, method=method))
     command = [
-        *(sys.executable, "-m", "perfsearch.run", "--standalone", "--nproc-per-node=2"),
+        *(sys.executable, "-m", "perfsearch.cli.run", "--standalone", "--nproc-per-node=2"),
         *(*options, str(wrapped), str(SCRIPTS / script)),
         *(a.format(steps=steps) for a in arguments),
     ]

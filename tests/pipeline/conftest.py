@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.synthetic import KeptTracker, KeptView, SyntheticRunner
 
-from perfsearch.config import Settings, validate
+from perfsearch.config.schema import Settings, validate
 from perfsearch.pipeline.search import search as run_search
 from perfsearch.pipeline.session import Result
 from perfsearch.strategies import load

@@ -94,7 +94,7 @@ def test_hardware_hours_are_a_time_limit_too() -> None:
     assert budget.seconds_left(10.0, devices=8) == pytest.approx(35.0)
     assert budget.seconds_left(90.0, devices=1) == pytest.approx(10.0)
     assert budget.seconds_left(900.0, devices=1) == 0.0
-    assert Budget().seconds_left(5.0, devices=1) is None
+    assert Budget(seconds=None).seconds_left(5.0, devices=1) is None
 
 
 def failing_from(number: int, interrupted_at: int = -1):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.config import validate
-from perfsearch.config_options import ConfigError
+from perfsearch.cli.view import open_view
+from perfsearch.config.options import ConfigError
+from perfsearch.config.schema import validate
 from perfsearch.pipeline import search
 from perfsearch.runners.replay import Replay
-from perfsearch.view import open_view
 
 TABLE = Path(__file__).parents[1] / "data" / "ddp_gpt2small_4xh100_tcp.csv"
 

@@ -7,11 +7,11 @@ import pytest
 from pipeline.conftest import Search
 from support.synthetic import SyntheticRunner
 
+from perfsearch.cli.view import result_cells
 from perfsearch.core.journal import read
 from perfsearch.core.trial import Measurement, Purpose, Status
 from perfsearch.pipeline.session import loss_disagreement
 from perfsearch.runners.base import Outcome
-from perfsearch.view import result_cells
 
 
 def oom_where(condition):

@@ -14,7 +14,7 @@ import pytest
 from pipeline.conftest import Search, make_settings
 from support.synthetic import SyntheticRunner
 
-from perfsearch.config_options import ConfigError
+from perfsearch.config.options import ConfigError
 from perfsearch.core.journal import JournalError, read
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.space import Space

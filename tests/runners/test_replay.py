@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.config import validate
+from perfsearch.config.schema import validate
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.knob import Kind
 from perfsearch.core.trial import Status

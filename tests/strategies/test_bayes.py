@@ -87,15 +87,6 @@ def test_alpha_fixes_the_noise(alpha: float) -> None:
     assert len(drive(strategy, 8)) == 8
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("alpha", 0.0), ("alpha", 1.5), ("initial_points", 0), ("max_samples", 0), ("min_gain", 1.0)],
-)
-def test_bad_options_name_the_key(key: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"strategy\.{key}={value}"):
-        Bayes.Options(**{key: value})  # type: ignore[arg-type]
-
-
 def test_a_bound_steers_away_from_a_losing_configuration() -> None:
     space = mixed_space()
 

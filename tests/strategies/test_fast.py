@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
 from strategies.conftest import drive, ended
 
 from perfsearch.core.hints import Hints, Prediction
@@ -126,9 +125,3 @@ def test_on_a_recorded_surface_it_gets_within_two_percent() -> None:
     strategy.tell(ended(0, runner.baseline, measured(runner.baseline)))
     costs = [measured(p) for p in drive(strategy, 40, measured)]
     assert 1 / min(c for c in costs if c is not None) > 0.98 * 252.5
-
-
-@pytest.mark.parametrize("key", ["early_stopping", "num_trials", "num_micro_batches"])
-def test_bad_options_name_the_key(key: str) -> None:
-    with pytest.raises(ValueError, match=f"strategy.{key}=0"):
-        Fast.Options(**{key: 0})

@@ -4,7 +4,6 @@ import pytest
 from strategies.conftest import drive, endless_space, make, mixed_space
 
 from perfsearch.core.space import key_of
-from perfsearch.strategies.grid import Grid
 
 
 def test_follows_the_order_of_the_space() -> None:
@@ -20,8 +19,3 @@ def test_an_endless_space_gets_a_lattice_with_both_ends() -> None:
     assert {p["size"] for p in seen} == {1, 1024, 1 << 20}
     assert len({key_of(p) for p in seen}) == len(seen) == 24  # 27 less those above the limit
     assert strategy.stop_reason == "grid exhausted"
-
-
-def test_bad_options_name_the_key() -> None:
-    with pytest.raises(ValueError, match=r"strategy\.points_per_knob=1"):
-        Grid.Options(points_per_knob=1)

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from perfsearch.config import validate
+from perfsearch.config.schema import validate
 from perfsearch.runners.deepspeed import config
 from perfsearch.runners.deepspeed.runner import DeepSpeed
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perfsearch.config_options import ConfigError, build_options, option
+from perfsearch.config.options import ConfigError, build_options
 from perfsearch.core import registry
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.narrow import narrow
+from perfsearch.core.option import option
 from perfsearch.core.space import Space
 from perfsearch.pipeline import search as pipeline
 from perfsearch.runners.base import Runner
@@ -130,7 +131,7 @@ def refused(result, *words):
 
 
 if __name__ == "__main__":
-    from perfsearch.cli import main
+    from perfsearch.cli.search import main
 
     install()
     assert "HYDRA_FULL_ERROR" not in os.environ

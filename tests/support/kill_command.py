@@ -12,9 +12,9 @@ import sys
 import traceback
 from pathlib import Path
 
-import perfsearch.cli
+import perfsearch.cli.search
+import perfsearch.cli.view
 import perfsearch.pipeline.search
-import perfsearch.view
 from perfsearch.core.journal import Journal
 
 
@@ -49,7 +49,7 @@ def run(strategy: str, kill: str) -> int:
         arguments = "runner=replay runner.table=table.csv seed=5 budget.trials=8 run_dir=run"
         arguments += f" budget.seconds=null sentinel_every=4 strategy={strategy}"
         arguments += " confirm.max_repeats=3 confirm.seconds=null tracking.enabled=false"
-        code = int(perfsearch.cli.main(arguments.split()))
+        code = int(perfsearch.cli.search.main(arguments.split()))
     except BaseException:
         traceback.print_exc()
     finally:

@@ -2,7 +2,7 @@
 
 from support import soap_graphs as synthetic
 
-from perfsearch.config import validate
+from perfsearch.config.schema import validate
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.pipeline.search import strategy_factory
 from perfsearch.runners.soap.job import Identity, Inputs

@@ -11,7 +11,7 @@ from pipeline.conftest import make_settings
 from support.search_runs import Store, measurement, trial
 from support.synthetic import SyntheticRunner
 
-from perfsearch.config_options import ConfigError
+from perfsearch.config.options import ConfigError
 from perfsearch.core.knob import Kind, Knob, Value
 from perfsearch.core.objective import Metric
 from perfsearch.core.trial import Purpose, Status, Trial

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from perfsearch import cli
-from perfsearch.core.hardware import GroupSpec, Limits
+from perfsearch.cli import search as cli
+from perfsearch.core.hardware import GroupSpec
+from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
 from perfsearch.training.process_groups import Groups
 from perfsearch.workers.group import Roster, WorkerGroup

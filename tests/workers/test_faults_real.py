@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from perfsearch.core.hardware import Environment, Limits
+from perfsearch.core.hardware import Environment
 from perfsearch.core.knob import Numerics
+from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp.runner import DDP, DdpOptions

@@ -2,7 +2,8 @@
 
 import pytest
 
-from perfsearch.core.hardware import Environment, Limits
+from perfsearch.core.hardware import Environment
+from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp.runner import DDP, DdpOptions

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from perfsearch.config_options import ConfigError, build_options, option
-from perfsearch.config_schema import MetricsSettings, ObjectiveSettings
+from perfsearch.config.options import ConfigError, build_options
+from perfsearch.config.schema import MetricsSettings
 from perfsearch.core import hardware
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.hardware import Environment, detect_hardware, threads_today
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Configuration, Knob, Numerics, Scope, Value, same_value
 from perfsearch.core.narrow import SEARCH, KnobError, is_auto, narrow
+from perfsearch.core.objective import Objective
+from perfsearch.core.option import option
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts, Orders
@@ -38,7 +40,7 @@ from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
 from perfsearch.workers import processes
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config.schema import Settings
 
 
 # -----------------------------------------------------------------------------
@@ -128,7 +130,7 @@ class Wishes:
 
     searches: bool = True
     by_bound: bool = False
-    min_gain: float = ObjectiveSettings.min_gain
+    min_gain: float = Objective.min_gain
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
 
     @classmethod
@@ -159,7 +161,7 @@ class Wishes:
         if unbounded and self.searches:
             if self.by_bound:
                 lost["runner.knobs=auto"] = f"{unbounded}, so all knobs are searched together"
-            if self.min_gain not in (0, ObjectiveSettings.min_gain):
+            if self.min_gain not in (0, Objective.min_gain):
                 lost[f"objective.min_gain={self.min_gain:g}"] = unbounded
         return [f"warning: {key} has no effect on this script: {why}" for key, why in lost.items()]
 

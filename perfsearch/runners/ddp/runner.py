@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfsearch.config_options import build_options
+from perfsearch.config.options import build_options
 from perfsearch.core import hardware
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.hardware import (
@@ -33,7 +33,7 @@ from perfsearch.workers.pool import Pool
 from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config.schema import Settings
 
 
 @dataclass(frozen=True)

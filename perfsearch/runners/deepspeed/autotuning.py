@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfsearch.config_schema import BudgetSettings, Selected
+from perfsearch.config.schema import Selected
 from perfsearch.core.errors import BadInputError, nearest
-from perfsearch.core.objective import Metric
+from perfsearch.core.objective import Budget, Metric
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config.schema import Settings
 
 
 SECTION = "autotuning"
@@ -211,7 +211,7 @@ def filled_in(settings: Settings, section: Autotuning) -> Settings:
 
     """
     budget = settings.budget
-    if "tuner_num_trials" in section.given and budget.trials == _default("trials"):
+    if "tuner_num_trials" in section.given and budget.trials == Budget.trials:
         budget = replace(budget, trials=section.tuner_num_trials)
     if settings.strategy.name == _UNCHOSEN and section.given & _OF_STRATEGY:
         name, options = section.strategy()
@@ -228,7 +228,3 @@ def filled_in(settings: Settings, section: Autotuning) -> Settings:
             )
         objective = replace(objective, metric=Metric(section.metric))
     return replace(settings, budget=budget, objective=objective)
-
-
-def _default(name: str) -> object:
-    return next(f.default for f in fields(BudgetSettings) if f.name == name)

@@ -25,7 +25,7 @@ from perfsearch.runners.deepspeed.command import LAUNCHERS, Command
 from perfsearch.runners.deepspeed.config import CONFIGURED, Today
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config.schema import Settings
 
 
 _DEEPSPEED = "deepspeed"

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from perfsearch.config_options import build_options, option
+from perfsearch.config.options import build_options
 from perfsearch.core import hardware
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment
 from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Configuration, Numerics, Value
 from perfsearch.core.narrow import SEARCH, narrow
+from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.runners._zero_batch import Batch, settle
@@ -38,7 +39,7 @@ from perfsearch.workers import processes as registry
 from perfsearch.workers.pool import not_in_force
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config.schema import Settings
 
 
 _SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation")

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core import hardware
-from perfsearch.core.hardware import Gpu, Limits
+from perfsearch.core.hardware import Gpu
+from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Measurement, Status
 from perfsearch.runners.base import Outcome
 from perfsearch.runners.deepspeed import hook as asked

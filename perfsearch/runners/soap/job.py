@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perfsearch.config_options import option, show
+from perfsearch.config.options import show
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Hardware
 from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.option import option
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.runners.soap import report
 from perfsearch.soap import graph as graph_file

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfsearch.config_options import show
+from perfsearch.config.options import show
 from perfsearch.core.errors import nearest
 from perfsearch.core.knob import Configuration, Kind, Knob, Numerics, Value
 from perfsearch.core.narrow import SEARCH, KnobError, narrow

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from perfsearch.config_options import build_options
+from perfsearch.config.options import build_options
 from perfsearch.core import hardware
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
@@ -31,7 +31,7 @@ from perfsearch.workers.pool import Pool
 from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config.schema import Settings
     from perfsearch.runners.soap.job import Job
     from perfsearch.soap.simulator.simulator import Found, Simulator
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from perfsearch.config_options import build_options, option
+from perfsearch.config.options import build_options
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.hardware import Environment, detect_hardware
 from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Configuration, Numerics, Scope, Value
 from perfsearch.core.narrow import SEARCH, expanded, narrow
+from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.metrics.gpu import MEMORY_GIB
@@ -29,7 +30,7 @@ from perfsearch.workers.pool import Pool
 from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
-    from perfsearch.config import Settings
+    from perfsearch.config.schema import Settings
 
 _SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation", "activation_checkpointing")
 

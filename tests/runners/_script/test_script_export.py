@@ -2,10 +2,9 @@
 
 import yaml
 
+from perfsearch.cli.run import split, workload
 from perfsearch.core.hardware import Hardware
 from perfsearch.instrument.mapping import Mapped
-from perfsearch.run_arguments import split
-from perfsearch.run_search import workload
 from perfsearch.runners._script import export
 from perfsearch.runners._script.runner import ScriptOptions
 

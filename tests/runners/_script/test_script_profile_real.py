@@ -16,7 +16,7 @@ SCRIPT = str(Path(__file__).parents[2] / "support" / "profile_cases.py")
 
 def profile(directory, place, *options, nproc=2):
     """The trial on record, and everything that was said."""
-    start = ["-m", "perfsearch.run", "--profile", f"--nproc-per-node={nproc}"]
+    start = ["-m", "perfsearch.cli.run", "--profile", f"--nproc-per-node={nproc}"]
     given = ["runner.device=cpu", "run_dir=run", "tracking.enabled=false", *options]
     start += [word for key in given for word in ("-o", key)]
     told, more = run(directory, *start, SCRIPT, place)
@@ -80,7 +80,7 @@ def test_callbacks_of_a_framework_are_a_phase(place, needs, tmp_path):
 )
 def test_a_search_that_cannot_gain_enough_is_not_begun(place, says, tmp_path):
     """The optimizer is all that is searched, and takes next to nothing."""
-    start = ["-m", "perfsearch.run", "--search", "--nproc-per-node=1"]
+    start = ["-m", "perfsearch.cli.run", "--search", "--nproc-per-node=1"]
     fixed = ("bucket_cap_mb=25", "omp_num_threads=1", "first_bucket_mb=1", "static_graph=false")
     fixed += ("dataloader_workers=0",)
     keys = (

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.core.hardware import Environment, Hardware, Limits
+from perfsearch.core.hardware import Environment, Hardware
+from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.instrument.mapping import Mapped
 from perfsearch.runners._script import export
@@ -225,7 +226,7 @@ def test_a_script_that_does_not_fit_is_rescued_by_a_smaller_batch(bench):
 
 def run(directory, *arguments):
     return subprocess.run(
-        [sys.executable, "-m", "perfsearch.run", "--nproc-per-node", "2", *arguments],
+        [sys.executable, "-m", "perfsearch.cli.run", "--nproc-per-node", "2", *arguments],
         cwd=directory,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -4,11 +4,10 @@ import re
 
 import pytest
 
-from perfsearch.config_schema import MetricsSettings
+from perfsearch.cli.run import runner_for, search, split
+from perfsearch.config.schema import MetricsSettings
 from perfsearch.core.errors import BadInputError
 from perfsearch.instrument.facts import Facts
-from perfsearch.run_arguments import split
-from perfsearch.run_search import runner_for, search
 from perfsearch.runners._script.runner import ScriptOptions, Wishes
 
 FACTS = {"values": {"dataloader_workers": 0}}
@@ -44,7 +43,7 @@ def test_what_a_search_cannot_honour_is_refused(tmp_path, options, says):
 
 
 def test_a_profile_is_a_search_in_its_mode(tmp_path, monkeypatch):
-    from perfsearch import cli
+    from perfsearch.cli import search as cli
 
     script = tmp_path / "train.py"
     script.write_text("")

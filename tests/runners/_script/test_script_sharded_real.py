@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.core.hardware import Environment, Limits
+from perfsearch.core.hardware import Environment
+from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.runners._script.runner import Script, ScriptOptions
 from perfsearch.runners.base import Plan

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from support.script_starts import Group
 
-from perfsearch.core.hardware import Environment, Limits
+from perfsearch.core.hardware import Environment
+from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
 from perfsearch.instrument.facts import Orders
 from perfsearch.instrument.mapping import Mapped

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from perfsearch.core import hardware
-from perfsearch.core.hardware import Environment, Limits, detect_hardware
+from perfsearch.core.hardware import Environment, detect_hardware
+from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp.runner import DDP, DdpOptions

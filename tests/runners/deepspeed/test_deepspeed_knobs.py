@@ -3,7 +3,7 @@
 import pytest
 from support.deepspeed_cases import LAUNCH, written
 
-from perfsearch.config import validate
+from perfsearch.config.schema import validate
 from perfsearch.core.errors import BadInputError
 from perfsearch.runners._zero_batch import Batch
 from perfsearch.runners.base import Plan

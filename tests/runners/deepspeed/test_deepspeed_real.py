@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from perfsearch.config import validate
+from perfsearch.config.schema import validate
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.search import run
 from perfsearch.runners.base import Plan

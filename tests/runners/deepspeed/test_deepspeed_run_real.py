@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from perfsearch.core.hardware import Environment, Limits
+from perfsearch.core.hardware import Environment
+from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.runners._script.runner import Script, ScriptOptions
 from perfsearch.runners.base import Plan
@@ -41,7 +42,7 @@ def run(tmp_path, monkeypatch):
 
     def started(file, *words, path=""):
         Path("ds.json").write_text(json.dumps(file))
-        command = [sys.executable, "-m", "perfsearch.run", "--nproc-per-node", "2", *words]
+        command = [sys.executable, "-m", "perfsearch.cli.run", "--nproc-per-node", "2", *words]
         places = [path, os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in places if p)}
         done = subprocess.run(

@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 from support.deepspeed_cases import LAUNCH
 
+from perfsearch.cli.run import check, runner_for, split, tuned
 from perfsearch.core.errors import BadInputError
-from perfsearch.run import check
-from perfsearch.run_arguments import split
-from perfsearch.run_deepspeed import tuned
 from perfsearch.run_knobs import KnobFile, read_knobs
-from perfsearch.run_search import runner_for
 from perfsearch.runners.base import Plan
 from perfsearch.runners.deepspeed.command import Command
 from perfsearch.runners.deepspeed.job import command_of, names_configuration

@@ -2,7 +2,7 @@
 
 import pytest
 
-from perfsearch.config import validate
+from perfsearch.config.schema import validate
 from perfsearch.core.errors import BadInputError
 from perfsearch.runners.deepspeed import autotuning
 from perfsearch.runners.deepspeed.autotuning import Autotuning

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from support.soap_cases import DEVICES, begun, settings, told
 
+from perfsearch.cli.view import View
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hints import WalkRequest
 from perfsearch.core.trial import Purpose, Status
@@ -17,7 +18,6 @@ from perfsearch.runners.soap import report
 from perfsearch.runners.soap.runner import walk_chain
 from perfsearch.soap.plan import data_parallel
 from perfsearch.soap.simulator.simulator import Simulator
-from perfsearch.view import View
 
 
 def test_the_baseline_is_data_parallel_and_each_operator_a_knob(opened):

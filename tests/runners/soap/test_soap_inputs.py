@@ -9,7 +9,8 @@ import torch
 from support import soap_graphs as synthetic
 from support.soap_cases import DEVICES, begun, settings
 
-from perfsearch.config import Selected
+from perfsearch.cli.view import View
+from perfsearch.config.schema import Selected
 from perfsearch.core.errors import BadInputError
 from perfsearch.pipeline.search import build_runner
 from perfsearch.runners.soap import job as _soap_tables
@@ -19,7 +20,6 @@ from perfsearch.soap import graph as graph_file
 from perfsearch.soap.graph import Graph, Whole
 from perfsearch.soap.measure import with_optimizer
 from perfsearch.soap.simulator.machine import CostTable, Machine
-from perfsearch.view import View
 
 
 def test_an_estimate_says_by_what_it_searched(tmp_path, tables, capsys):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def test_the_command_searches_and_runs_plans(tmp_path):
     run_dir, cache = tmp_path / "run", tmp_path / "cache"
     line = [
-        *(sys.executable, "-m", "perfsearch.cli", "runner=soap", "strategy=mcmc"),
+        *(sys.executable, "-m", "perfsearch.cli.search", "runner=soap", "strategy=mcmc"),
         *("workload=mlp", "nproc=2", "runner.device=cpu", f"run_dir={run_dir}"),
         *(f"runner.cache={cache}", "strategy.proposals=2000", "budget.trials=2"),
         *("confirm.max_repeats=2", "confirm.finalists=1", "tracking.enabled=false"),

@@ -6,10 +6,10 @@ import pytest
 from support.zero_cases import make
 from support.zero_facts import GivenFacts, gpt_facts, gpt_large
 
-from perfsearch.config import validate
+from perfsearch.cli.view import View
+from perfsearch.config.schema import validate
 from perfsearch.core.errors import BadInputError
 from perfsearch.runners.zero.runner import Zero
-from perfsearch.view import View
 
 STAGES = ("0 ", "1 ", "2 ", "3 ")
 

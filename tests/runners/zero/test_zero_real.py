@@ -6,7 +6,7 @@ import textwrap
 import pytest
 from support.synthetic import KeptTracker, KeptView
 
-from perfsearch.config import validate
+from perfsearch.config.schema import validate
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.pipeline.search import search
 from perfsearch.runners.zero import runner as zero

@@ -26,6 +26,7 @@ BAD = {
     "plus before a known key": ("+seed=3", "+seed", "without the plus"),
     "list for a group": ("strategy=[fake,fake]", "-m strategy=A,B"),
     "sweep without -m": ("strategy=fake,random", "strategy=fake,random", "-m"),
+    "interval": ("seed=interval(1,2)", "seed=interval(1,2)", "seed=A,B"),
     "unreadable": ("seed==3", "seed==3", "KEY=VALUE"),
     "no value": ("seed", "seed", "KEY=VALUE"),
     "unset environment": ("tracking.uri=${oc.env:PERFSEARCH_NOT_SET}", "tracking.uri"),

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
 
-from perfsearch import config
-from perfsearch.config_options import describe_type, show
+from perfsearch.config.options import describe_type, show
+from perfsearch.config.schema import GROUPS, Selected, Settings
 from perfsearch.core.docstrings import attribute_help, summary
 
 _USAGE = """\
@@ -69,7 +69,7 @@ def help_text() -> str:
 def option_files() -> Iterator[OptionFile]:
     """Every option of every group of the packaged configuration, by group and name."""
     folders = [f for f in resources.files("perfsearch.conf").iterdir() if f.is_dir()]
-    for folder in sorted(folders, key=lambda f: (f.name not in config.GROUPS, f.name)):
+    for folder in sorted(folders, key=lambda f: (f.name not in GROUPS, f.name)):
         files = [f for f in folder.iterdir() if f.name.endswith(".yaml")]
         for file in sorted(files, key=lambda f: f.name):
             yield read_option(folder.name, file)
@@ -131,21 +131,21 @@ def _knobs(options: list[OptionFile]) -> str:
 def _keys() -> str:
     lines = ["Keys (KEY=VALUE), with their defaults"]
     for key, allowed, default, text in settings_keys():
-        if key not in config.GROUPS:
+        if key not in GROUPS:
             words = text.rstrip(".").replace("``None``", "null").replace("``", "")
             lines += _entry(f"{key}={default}", f"{words} ({allowed})")
     return "\n".join(lines) + "\n"
 
 
 def settings_keys(
-    cls: type[object] = config.Settings, prefix: str = ""
+    cls: type[object] = Settings, prefix: str = ""
 ) -> Iterator[tuple[str, str, str, str]]:
     """Dotted key, what is allowed, default and meaning of every setting of ``cls``."""
     hints, texts = typing.get_type_hints(cls), attribute_help(cls)
     for spec in dataclasses.fields(cls):  # type: ignore[arg-type]
         key = f"{prefix}{spec.name}"
         annotation = hints[spec.name]
-        if dataclasses.is_dataclass(annotation) and annotation is not config.Selected:
+        if dataclasses.is_dataclass(annotation) and annotation is not Selected:
             assert isinstance(annotation, type)
             yield from settings_keys(annotation, f"{key}.")
             continue

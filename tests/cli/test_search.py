@@ -7,14 +7,14 @@ import pytest
 from support import front_fakes
 from support.front_fakes import refused
 
-from perfsearch import cli
-from perfsearch.config import Settings, to_plain, validate
+from perfsearch.cli import search as cli
+from perfsearch.cli.help import option_files
+from perfsearch.config.schema import Settings, to_plain, validate
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.version import version
-from perfsearch.help import option_files
 
-HERE = Path(__file__).parent
-SURFACE = HERE / "data" / "command_line.txt"
+TESTS = Path(__file__).parents[1]
+SURFACE = TESTS / "data" / "command_line.txt"
 
 
 def knobs_of_last_call():
@@ -159,7 +159,7 @@ def test_help_names_groups_options_and_keys(command):
         assert option.name in out
     for name in ("runner=", "strategy=", "workload=", "experiment=", "budget.trials=25"):
         assert name in out
-    readme = (HERE.parent / "README.md").read_text()
+    readme = (TESTS.parent / "README.md").read_text()
     for text in (out.rpartition("Exit: ")[2], readme.rpartition("Exit codes: ")[2]):
         told = text.split("\n\n")[0]
         assert {int(n) for n in re.findall(r"\b\d+\b", told)} == set(ExitCode)

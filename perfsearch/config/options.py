@@ -1,7 +1,7 @@
 """From plain mappings to frozen dataclasses of options, with errors that name key and remedy.
 
-The dataclass is the schema: its annotations are the types, its defaults the defaults, and
-``option(...)`` adds the range. Nothing here imports torch or Hydra.
+The dataclass is the schema, with the ranges of ``perfsearch.core.option``. Nothing here imports
+torch or Hydra.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from enum import Enum, StrEnum
+from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from perfsearch.core.errors import BadInputError, nearest
 
 T = TypeVar("T")
+
+_BOUNDS = {"low": (">=", ge), "above": (">", gt), "high": ("<=", le), "below": ("<", lt)}
+"""What ``option`` calls a bound, its sign, and how a value is held against it."""
 
 
 class ConfigError(BadInputError):
@@ -31,24 +35,6 @@ class ConfigError(BadInputError):
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
         self.key = key
-
-
-def option(
-    default: Any = dataclasses.MISSING,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-) -> Any:
-    """A dataclass field with a range: ``low <= value <= high``, ``value > above``.
-
-    For a sequence or a mapping the range holds for each of its items.
-    """
-    limits = {"low": low, "high": high, "above": above}
-    metadata = {k: v for k, v in limits.items() if v is not None}
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 def plain_value(value: Any) -> Any:
@@ -126,9 +112,7 @@ def describe_type(annotation: Any, limits: Mapping[str, float] | None = None) ->
     text = _type_words(annotation)
     limits = limits or {}
     bounds = [
-        f"{sign} {limits[name]:.12g}"
-        for name, sign in (("low", ">="), ("above", ">"), ("high", "<="))
-        if name in limits
+        f"{sign} {limits[name]:.12g}" for name, (sign, _) in _BOUNDS.items() if name in limits
     ]
     if not bounds:
         return text
@@ -266,12 +250,7 @@ def _cast_plain(value: Any, annotation: Any, limits: Mapping[str, Any]) -> Any:
         return value
     else:
         raise _MismatchError
-    inside = (
-        math.isfinite(number)
-        and number >= limits.get("low", -math.inf)
-        and number <= limits.get("high", math.inf)
-        and number > limits.get("above", -math.inf)
-    )
-    if not inside:
+    within = (holds(number, limits[name]) for name, (_, holds) in _BOUNDS.items() if name in limits)
+    if not math.isfinite(number) or not all(within):
         raise _MismatchError
     return number

@@ -8,12 +8,13 @@ import pytest
 
 from perfsearch.core.journal import read
 
-TABLE = Path(__file__).parent / "data" / "ddp_gpt2small_4xh100_tcp.csv"
+TABLE = Path(__file__).parents[1] / "data" / "ddp_gpt2small_4xh100_tcp.csv"
 REPLAY = [
     "runner=replay", f"runner.table={TABLE}", "strategy=random", "budget.trials=2",
     "confirm.max_repeats=2", "tracking.enabled=false", "run_dir=run",
 ]  # fmt: skip
-MODULES = {"perfsearch": "cli", "perfsearch-run": "run", "perfsearch-sync": "tracking.sync"}
+SYNC = "tracking.sync"
+MODULES = {"perfsearch": "cli.search", "perfsearch-run": "cli.run", "perfsearch-sync": SYNC}
 
 
 def start(directory, redirection, module, *arguments):
@@ -24,7 +25,7 @@ def start(directory, redirection, module, *arguments):
 
 def test_a_search_runs_with_every_standard_stream_closed(tmp_path):
     """What is printed must not end up in a file that was opened under the number of a stream."""
-    done = start(tmp_path, "<&- >&- 2>&-", "cli", *REPLAY)
+    done = start(tmp_path, "<&- >&- 2>&-", "cli.search", *REPLAY)
     assert done.returncode == 0
     _, events = read(tmp_path / "run" / "journal.jsonl")
     assert events[-1].name == "ended"

@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 from support import front_fakes
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def start(tmp_path, *arguments):
     return subprocess.Popen(
-        [sys.executable, str(HERE / "support" / "front_fakes.py"), *front_fakes.PREFIX, *arguments],
+        [
+            sys.executable,
+            str(TESTS / "support" / "front_fakes.py"),
+            *front_fakes.PREFIX,
+            *arguments,
+        ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

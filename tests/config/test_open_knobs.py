@@ -2,8 +2,7 @@
 
 import pytest
 
-from perfsearch.cli_knobs import open_knobs
-from perfsearch.compose import compose
+from perfsearch.config.compose import compose, open_knobs
 from perfsearch.core.errors import BadInputError
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from perfsearch.config_options import ConfigError, show
+from perfsearch.config.options import ConfigError, show
 from perfsearch.core.errors import nearest
 
 PATH_KEYS = ("run_dir", "tracking.uri")

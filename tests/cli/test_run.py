@@ -3,11 +3,11 @@ import dataclasses
 import pytest
 from torch.distributed import run as torchrun
 
-from perfsearch import run
+from perfsearch.cli import run
+from perfsearch.cli.run import split
 from perfsearch.core.errors import BadInputError
 from perfsearch.instrument.facts import ENTRY, VARIABLE
 from perfsearch.online import AutotuneOptions
-from perfsearch.run_arguments import split
 
 ODD = ["--", "--lr=1e-3", "--data", "a,b", "k={}", "it's", '"', "", " ", "--search", "-o", "\udcff"]
 

@@ -7,11 +7,17 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from perfsearch import view as view_module
+from perfsearch.cli import view as view_module
+from perfsearch.cli.view import (
+    LiveView,
+    View,
+    differing_knobs,
+    open_view,
+    result_cells,
+    show_seconds,
+)
 from perfsearch.core.objective import Interval, Metric, Objective
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.view import View, differing_knobs, open_view, result_cells, show_seconds
-from perfsearch.view_live import LiveView
 
 BASE = {"bucket_cap_mb": 25, "static_graph": False, "nccl_algo": None}
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from support import front_fakes
 
-from perfsearch import cli
-from perfsearch.cli_trust import check_hydra, check_hydra_keys, check_paths
-from perfsearch.config_options import ConfigError
+import perfsearch
+from perfsearch.cli.security import check_hydra, check_hydra_keys, check_paths
+from perfsearch.config.options import ConfigError
 from perfsearch.pipeline.resume import LockError, device_lock
 
-PACKAGE = Path(cli.__file__).parent
+PACKAGE = Path(perfsearch.__file__).parent
 
 
 def experiment(tmp_path, text):
@@ -51,6 +51,31 @@ def test_a_file_cannot_name_code_or_places_outside(command, tmp_path, text, key)
     assert errors.count("\n") == 1
     assert front_fakes.calls == []
     assert [p.name for p in tmp_path.iterdir()] == ["given"]
+
+
+@pytest.mark.parametrize("by", ["--config-dir=given", "hydra.searchpath=[file://given]"])
+@pytest.mark.parametrize("kind", ["launcher", "sweeper"])
+def test_a_directory_of_options_cannot_take_the_place_of_hydras_own(command, tmp_path, by, kind):
+    directory = tmp_path / "given" / "hydra" / kind
+    directory.mkdir(parents=True)
+    (directory / "basic.yaml").write_text("_target_: os.getcwd\n")
+    code, _, errors = command(by, prefix=False)
+    assert code == 2
+    assert errors.startswith(f"perfsearch: hydra.{kind}._target_=os.getcwd: ")
+    assert front_fakes.calls == []
+
+
+def test_a_directory_and_a_search_path_both_hold_options(command, tmp_path):
+    for place in ("one", "two"):
+        (tmp_path / place / "experiment").mkdir(parents=True)
+        text = f"# @package _global_\ntracking: {{experiment: {place}}}\n"
+        (tmp_path / place / "experiment" / f"{place}.yaml").write_text(text)
+    directories = ["--config-dir", "one", "hydra.searchpath=[file://two]"]
+    for place in ("one", "two"):
+        replay = ["runner=replay", "runner.table=t.csv", f"experiment={place}", "--cfg=job"]
+        code, out, errors = command(*directories, *replay, prefix=False)
+        assert code == 0, errors
+        assert f"experiment: {place}\n" in out
 
 
 def test_a_file_may_name_places_inside_and_the_command_line_any(command, tmp_path):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from perfsearch.config_options import show
+from perfsearch.config.options import show
 from perfsearch.core.errors import nearest
 
 FORCE = "++"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import pytest
 from support import front_fakes
 
-from perfsearch.config import (
+from perfsearch.config.schema import (
     ConfigError,
     Settings,
     build_options,
@@ -53,8 +53,8 @@ def test_values_get_their_types():
     assert found.resume_force == ("gpu",)
     assert found.nproc == 4
     assert isinstance(found.budget.seconds, float)
-    assert found.budget.budget().spent(trials=1000, seconds=59.0, devices=1) is None
-    assert found.budget.budget().spent(trials=0, seconds=60.0, devices=1) is not None
+    assert found.budget.spent(trials=1000, seconds=59.0, devices=1) is None
+    assert found.budget.spent(trials=0, seconds=60.0, devices=1) is not None
     assert found.runner.options == {"knobs": {"bucket_cap_mb": [8, 25]}}
 
 

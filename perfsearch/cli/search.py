@@ -1,0 +1,301 @@
+"""The command ``perfsearch``; it imports Hydra only when something is composed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from perfsearch.cli.sweep import (
+    SEARCH_PATH,
+    check_before_anything_starts,
+    check_group_choices,
+    nearest_configuration,
+    parsed,
+)
+from perfsearch.cli.terminal import (
+    flush_output,
+    open_standard_streams,
+    require_current_directory,
+    require_supported_python,
+    write_nowhere,
+)
+from perfsearch.config.compose import CONFIG_MODULE, VERSION_BASE, merged, open_knobs, plain
+from perfsearch.config.messages import explain
+from perfsearch.config.schema import Settings, validate
+from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.signals import ExitCode, Interrupted, interruptible
+from perfsearch.core.version import version
+
+if TYPE_CHECKING:
+    import argparse
+
+
+_SIGPIPE = 141
+"""What a shell reports of a command whose reader went away."""
+
+_HYDRA_SETTINGS = (
+    "hydra.output_subdir=null",
+    "hydra.run.dir=.",
+    "hydra.sweep.dir=outputs/sweeps/${now:%Y%m%d-%H%M%S-%f}",
+    "hydra.sweep.subdir=.",
+    "hydra.job.name=perfsearch",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
+"""What ``conf/config.yaml`` says of Hydra, for a configuration file that does not."""
+
+
+def main(argv: Sequence[str] | None = None, given: Mapping[str, Any] | None = None) -> int:
+    """Run the command and return its exit code; see ``ExitCode``.
+
+    Args:
+        argv: arguments without the program's name; ``None`` takes the command line's.
+        given: keys whose values are taken as they are, not as Hydra would read them; they go
+            before what ``argv`` says.
+
+    """
+    open_standard_streams()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _main(arguments, given or {})
+        flush_output()
+        return code
+    except BrokenPipeError:
+        write_nowhere()
+        return _SIGPIPE
+
+
+def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
+    if "--help" in arguments or "-h" in arguments:
+        from perfsearch.cli.help import help_text
+
+        print(help_text(), end="")
+        return ExitCode.DONE
+    if "--version" in arguments:
+        print(f"perfsearch {version()}")
+        return ExitCode.DONE
+    try:
+        require_supported_python()
+        require_current_directory()
+        with interruptible():
+            return _command(arguments, given)
+    except Interrupted as interrupted:
+        return interrupted.exit_code
+    except BadInputError as error:
+        print(f"perfsearch: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+
+
+def _hydra_parser() -> argparse.ArgumentParser:
+    """Hydra's own parser.
+
+    Hydra shows it nowhere else, and ``hydra.main`` reads the same command line with it, so that a
+    copy of ours could come to disagree.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    parser: argparse.ArgumentParser = get_args_parser()
+    return parser
+
+
+def _overrides_first(arguments: list[str]) -> list[str]:
+    """Let options stand anywhere; Hydra's parser wants all KEY=VALUE side by side."""
+    takes_value = {
+        name
+        for action in _hydra_parser()._actions
+        for name in action.option_strings
+        if action.nargs is None
+    }
+    overrides: list[str] = []
+    options: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        is_value = before in takes_value or (before in ("--info", "-i") and "=" not in argument)
+        (options if argument.startswith("-") or is_value else overrides).append(argument)
+    return [*overrides, *options]
+
+
+def _command(arguments: list[str], given: Mapping[str, Any]) -> int:
+    arguments = _overrides_first(open_knobs(arguments))
+    flags = _parse(arguments)
+    if flags.config_path is not None:
+        _take_recorded_configuration(arguments, flags)
+    job = Job(given)
+    try:
+        if flags.config_dir is not None:
+            _take_option_directory(arguments, flags)
+        check_group_choices(flags)
+        if not (flags.cfg or flags.info or flags.hydra_help or flags.shell_completion):
+            check_before_anything_starts(flags)
+        with _hydra_environment(arguments):
+            import hydra
+
+            place = f"pkg://{CONFIG_MODULE}"
+            hydra.main(version_base=VERSION_BASE, config_path=place, config_name="config")(job)()
+    except BadInputError:
+        raise
+    except JobFailedError as failed:
+        job.exit_codes.append(failed.exit_code)
+    except Exception as error:
+        from perfsearch.runners import why_no_knobs
+
+        message = explain(error, lambda: nearest_configuration(flags), why_no_knobs)
+        if message is None:
+            raise
+        raise BadInputError(message) from error
+    return max(job.exit_codes, default=ExitCode.DONE)
+
+
+def _search(settings: Settings) -> int:
+    from perfsearch.cli.view import open_view
+    from perfsearch.pipeline.search import run
+
+    return run(settings, open_view)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """Hydra's own arguments, with one clear message for what it cannot take."""
+    parser = _hydra_parser()
+    names = [name for action in parser._actions for name in action.option_strings]
+
+    def refuse(message: str) -> None:
+        raise BadInputError(f"{message}. See perfsearch --help.")
+
+    parser.error = refuse  # type: ignore[assignment, method-assign]
+    flags, rest = parser.parse_known_args(arguments)
+    if rest:
+        name = rest[0].partition("=")[0]
+        raise BadInputError(f"{name}: no such option. {nearest(name, names)}")
+    actions = ("run", "multirun", "cfg", "info", "hydra_help", "shell_completion")
+    asked = [f"--{name.replace('_', '-')}" for name in actions if getattr(flags, name)]
+    if len(asked) > 1:
+        raise BadInputError(f"{' '.join(asked)}: only one of these at a time.")
+    if flags.resolve and not flags.cfg:
+        raise BadInputError("--resolve: it goes with --cfg only.")
+    if flags.experimental_rerun is not None:
+        raise BadInputError("--experimental-rerun: give best/config.yaml's values as KEY=VALUE.")
+    return flags
+
+
+@contextmanager
+def _hydra_environment(arguments: list[str]) -> Iterator[None]:
+    """Let Hydra read ``arguments``, and let it raise its errors rather than print them."""
+    before_argv, before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [sys.argv[0], *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = before_argv
+        if before is None:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
+
+
+class JobFailedError(Exception):
+    """A job of a sweep in another process ended with an exit code other than 0.
+
+    Attributes:
+        exit_code: which.
+
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+class Job:
+    """What Hydra calls once a job, in this process or, by another launcher, in a new one.
+
+    Args:
+        given: keys that go before the composed ones, values as they are.
+
+    """
+
+    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
+        self.given = dict(given or {})
+        self.exit_codes: list[int] = []
+        self.process = os.getpid()
+
+    def __call__(self, config: Any) -> None:
+        """Run the search that ``config`` asks for, and note its exit code.
+
+        Raises:
+            Interrupted: a signal ended it, so that no further job is started.
+            JobFailedError: it failed in a process that cannot hand its code back otherwise.
+
+        """
+        os.environ.pop("HYDRA_FULL_ERROR", None)
+        code = _exit_code(config, self.given)
+        self.exit_codes.append(code)
+        if code in (ExitCode.SIGHUP, ExitCode.SIGINT, ExitCode.SIGTERM):
+            raise Interrupted(ExitCode(code))
+        if code and os.getpid() != self.process:
+            raise JobFailedError(code)
+
+
+def _exit_code(config: Any, given: Mapping[str, Any]) -> int:
+    try:
+        try:
+            settings = validate(merged(plain(config), given))
+        except BadInputError:
+            raise
+        except Exception as error:
+            message = explain(error, dict)
+            if message is None:
+                raise
+            raise BadInputError(message) from error
+        return _search(settings)
+    except BadInputError as error:
+        print(f"perfsearch: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    except Exception:
+        traceback.print_exc()
+        return ExitCode.NO_TRIAL_SUCCEEDED
+
+
+def _take_recorded_configuration(arguments: list[str], flags: argparse.Namespace) -> None:
+    """``--config-path RUN/best`` runs exactly what ``RUN/best/config.yaml`` says."""
+    directory = os.path.abspath(flags.config_path)
+    file = os.path.join(directory, f"{flags.config_name or 'config'}.yaml")
+    if not os.path.isfile(file):
+        raise BadInputError(
+            f"--config-path {flags.config_path}: there is no {file}. Give the directory of a "
+            "config.yaml that a search wrote; options of your own come by --config-dir."
+        )
+    arguments[:0] = _HYDRA_SETTINGS
+    arguments += ["--config-path", directory]
+    flags.overrides[:0] = _HYDRA_SETTINGS
+    flags.config_path = directory
+
+
+def _take_option_directory(arguments: list[str], flags: argparse.Namespace) -> None:
+    """``--config-dir DIRECTORY`` is ``hydra.searchpath=[file://DIRECTORY]``.
+
+    That is the one of the two that can be composed without Hydra's private parts. Directories
+    that the command line names there come after it.
+    """
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    directory = os.path.abspath(flags.config_dir)
+    if not os.path.isdir(directory):
+        raise BadInputError(f"--config-dir {flags.config_dir}: there is no such directory.")
+    given = [o for o in parsed(flags.overrides) if o.key_or_group == SEARCH_PATH]
+    further = given[0].value() if given else []
+    if not isinstance(further, list):
+        return  # which Hydra refuses
+    places = [f"file://{directory}", *further]
+    quoted = (QuotedString(str(place), Quote.double).with_quotes() for place in places)
+    word = f"{SEARCH_PATH}=[{','.join(quoted)}]"
+    dropped = {o.input_line for o in given}
+    for words in (arguments, flags.overrides):
+        words[:] = [word, *(w for w in words if w not in dropped)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
