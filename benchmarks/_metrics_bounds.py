@@ -10,7 +10,8 @@ from _metrics_store import Store
 
 from perfsearch.core.journal import read
 from perfsearch.core.trial import Purpose, Trial
-from perfsearch.metrics.bounds import bounds, gain_of, touched
+from perfsearch.knobs import by_name
+from perfsearch.metrics.bounds import PARTS, bounds, gain_of, touched
 
 
 def check(store: Store, runs: Iterable[Path]) -> None:
@@ -35,7 +36,9 @@ def check(store: Store, runs: Iterable[Path]) -> None:
             for name, value in trial.configuration.items()
             if baseline is not None and baseline.configuration.get(name) != value
         }
-        parts = {part for name in varied for part in touched(name)}
+        known = [by_name[name].knob for name in varied if name in by_name]
+        parts = {part for knob in known for part in touched(knob)}
+        parts |= set(PARTS) if len(known) < len(varied) else set()
         bound = gain_of(min(1.0, sum(b.share for b in found if b.part in parts)))
         best = max(interval["low"] for interval in confirmed[-1].values()) - 1
         shown = bound if math.isfinite(bound) else None

@@ -114,9 +114,8 @@ def _script_section() -> list[str]:
 def _script_knobs() -> list[Knob]:
     from perfsearch.core.hardware import Hardware
     from perfsearch.instrument.facts import Facts
-    from perfsearch.instrument.mapping import Mapped
-    from perfsearch.runners import _script_knobs as script
-    from perfsearch.runners._script_objects import ScriptSurroundings
+    from perfsearch.knobs.script import ScriptJob, declare
+    from perfsearch.knobs.transport import Mapped
 
     values = {"find_unused_parameters": True}
     facts = Facts(["ddp", "fully_shard", "fsdp1"], 1, ["torch optimizer"], values)
@@ -127,16 +126,9 @@ def _script_knobs() -> list[Knob]:
     ]
     found: dict[str, Knob] = {}
     for device, cores in (("cuda", 64), ("cpu", 64)):
-        where = ScriptSurroundings(
-            Hardware(device, nproc=8, nnodes=1, gpus=(), cores=cores),
-            {},
-            (),
-            maps,
-            1,
-            facts,
-            torch_takes=frozenset({"bucket_cap_mb_list"}),
-        )
-        for knob in script.declare(where)[0]:
+        machine = Hardware(device, nproc=8, nnodes=1, gpus=(), cores=cores)
+        job = ScriptJob(machine, {}, _constructor(), facts=facts, maps=maps)
+        for knob in declare(job)[0]:
             found.setdefault(knob.name, knob)
     return [knob for knob in found.values() if not knob.name.startswith("nccl_")]
 
@@ -148,8 +140,8 @@ def declared_knobs(runner: str) -> list[Knob]:
 
 
 def _zero_knobs() -> list[Knob]:
-    from perfsearch.runners import _zero_knobs as zero
-    from perfsearch.runners._zero_batch import Batch
+    from perfsearch.knobs import zero
+    from perfsearch.knobs.batch import Batch
 
     found: dict[str, Knob] = {}
     for rule in ("fixed", "free"):
@@ -161,7 +153,7 @@ def _zero_knobs() -> list[Knob]:
 
 
 def _deepspeed_knobs() -> list[Knob]:
-    from perfsearch.runners._zero_batch import Batch
+    from perfsearch.knobs.batch import Batch
     from perfsearch.runners.deepspeed import config as deepspeed
     from perfsearch.runners.deepspeed.autotuning import Autotuning
 
@@ -171,17 +163,23 @@ def _deepspeed_knobs() -> list[Knob]:
 
 def _ddp_knobs() -> list[Knob]:
     from perfsearch.core.hardware import Hardware
-    from perfsearch.runners import _ddp_knobs as ddp
-    from perfsearch.workloads.spec import Traits
+    from perfsearch.knobs import of
+    from perfsearch.knobs.base import Job, Use, declare
 
-    traits = Traits(samples_per_rank={}, auto_cpu="", auto_gpu="", convolutional=True)
     found: dict[str, Knob] = {}
     for device, cores in (("cuda", 64), ("cpu", 64)):
         hardware = Hardware(device, nproc=8, nnodes=2, gpus=(), cores=cores)
-        takes = frozenset({"bucket_cap_mb_list", "gradient_as_bucket_view", "static_graph"})
-        for knob in ddp.declare(ddp.Surroundings(hardware, traits, {}, takes))[0]:
+        job = Job(hardware, {}, _constructor(), convolutional=True)
+        for knob in declare(of(Use.DDP), job)[0]:
             found.setdefault(knob.name, knob)
     return list(found.values())
+
+
+def _constructor() -> frozenset[str]:
+    """What a ``DistributedDataParallel`` with every feature takes."""
+    from perfsearch.knobs.ddp import constructor_records
+
+    return frozenset(record.parameter for record in constructor_records())
 
 
 def _is_options(item: object) -> bool:

@@ -158,12 +158,14 @@ def read_knobs(source: str | Path | Mapping[str, Any]) -> dict[str, Value]:
         BadInputError: there are none to be had from it.
 
     """
-    from perfsearch.runners._ddp_knobs import EFFECT_ORDER
+    from perfsearch.knobs import effect_order
+    from perfsearch.knobs.base import Use
 
     knobs = dict(source) if isinstance(source, Mapping) else _from_file(Path(source))
     for name, value in knobs.items():
-        if name not in EFFECT_ORDER:
-            raise BadInputError(f"{name}={value}: no such knob. {nearest(name, EFFECT_ORDER)}")
+        names = effect_order(Use.DDP)
+        if name not in names:
+            raise BadInputError(f"{name}={value}: no such knob. {nearest(name, names)}")
         if isinstance(value, list | dict) or value == "search":
             raise BadInputError(f"{name}={value}: it was searched over; give one value.")
     return knobs
@@ -209,32 +211,32 @@ def _instead(runner: str, best: Path) -> str:
 
 def _wrap(knobs: Mapping[str, Value], model: Any, optimizer: Any) -> Any:
     """Wrap ``model``, or give its wrapper other settings."""
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
+    from perfsearch.knobs import model as of_model
+    from perfsearch.knobs import optimizer as optimizer_knobs
+    from perfsearch.knobs import process
     from perfsearch.online import ddp as wrapping
     from perfsearch.online.ddp import ImplementationSwitch, why_not_switchable
 
     elsewhere = _elsewhere(knobs)
-    if knobs.get("omp_num_threads") is not None:
-        torch.set_num_threads(int(knobs["omp_num_threads"] or 1))
-    if knobs.get("cudnn_benchmark") is not None:
-        torch.backends.cudnn.benchmark = bool(knobs["cudnn_benchmark"])
+    process.apply(knobs)
     if not isinstance(model, DistributedDataParallel):
-        model = DistributedDataParallel(_module(knobs, model))
-    elif knobs.get("channels_last") or knobs.get("compile_mode") not in (None, "none"):
-        elsewhere.append("channels_last and compile_mode: give the module before it is wrapped")
+        model = DistributedDataParallel(of_model.apply(knobs, model))
+    elif of_model.CHANNELS_LAST.of(knobs) or of_model.is_compiled(knobs):
+        names = " and ".join((of_model.CHANNELS_LAST.name, of_model.COMPILE.name))
+        elsewhere.append(f"{names}: give the module before it is wrapped")
     wrapping.adopt(model)
     wrapping.rewrap(model, {k: v for k, v in knobs.items() if v is not None})
-    choice = knobs.get("optimizer_implementation")
-    if optimizer is not None and choice not in (None, "default"):
+    choice, name = optimizer_knobs.IMPLEMENTATION.of(knobs), optimizer_knobs.IMPLEMENTATION.name
+    if optimizer is not None and choice not in (None, optimizer_knobs.DEFAULT):
         reason = why_not_switchable(optimizer)
         if reason:
-            elsewhere.append(f"optimizer_implementation={choice}: {reason}")
+            elsewhere.append(f"{name}={choice}: {reason}")
         else:
             ImplementationSwitch(optimizer).apply(choice)
-    elif choice not in (None, "default"):
-        elsewhere.append(f"optimizer_implementation={choice}: no optimizer was given")
+    elif choice not in (None, optimizer_knobs.DEFAULT):
+        elsewhere.append(f"{name}={choice}: no optimizer was given")
     for text in elsewhere:
         warnings.warn(f"perfsearch.apply: not in force by itself: {text}", stacklevel=3)
     return model
@@ -244,7 +246,7 @@ def _prepare(knobs: Mapping[str, Value]) -> None:
     """Have everything that is built from now on take the knobs."""
     from perfsearch.instrument.patching import once
     from perfsearch.instrument.script import Script
-    from perfsearch.run_knobs import plan
+    from perfsearch.knobs.transport import plan
 
     planned = plan(knobs, [])
     script = Script(planned.objects)
@@ -262,31 +264,20 @@ def _assigned(variables: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in variables.items())
 
 
-def _module(knobs: Mapping[str, Value], module: Any) -> Any:
-    import torch
-
-    if knobs.get("channels_last"):
-        module = module.to(memory_format=torch.channels_last)
-    mode = knobs.get("compile_mode")
-    if mode not in (None, "none"):
-        module = torch.compile(module, mode=None if mode == "default" else str(mode))
-    return module
-
-
 def _elsewhere(knobs: Mapping[str, Value]) -> list[str]:
     """What a wrapper cannot bring about."""
-    from perfsearch.parallel import nccl
-    from perfsearch.runners.ddp import export
+    from perfsearch.knobs import loader, nccl
+    from perfsearch.knobs import model as of_model
 
-    variables = nccl.environment(knobs, nccl.VARIABLES)
+    variables = nccl.environment(knobs)
     wanted = {n: v for n, v in variables.items() if os.environ.get(n) != v}
     found = []
     if wanted:
         found.append(f"start the script with {_assigned(wanted)}")
-    loader = export.loader_lines(knobs)
-    if loader:
-        text = ", ".join(f"{name}={value!r}" for name, value in loader.items())
+    given = loader.arguments(knobs)
+    if given:
+        text = ", ".join(f"{name}={value!r}" for name, value in given.items())
         found.append(f"DataLoader(..., {text})")
-    if knobs.get("channels_last"):
+    if of_model.CHANNELS_LAST.of(knobs):
         found.append("give each batch of images memory_format=torch.channels_last")
     return found

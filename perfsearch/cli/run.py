@@ -23,10 +23,17 @@ from perfsearch.core.knob import Value
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.version import version
 from perfsearch.instrument.facts import ENTRY, Orders
-from perfsearch.instrument.mapping import FILE_KEYS, Mapped, apply
-from perfsearch.instrument.presets import gather
+from perfsearch.knobs.transport import (
+    FILE_KEYS,
+    KnobFile,
+    KnobPlan,
+    Mapped,
+    apply,
+    gather,
+    plan,
+    read_knobs,
+)
 from perfsearch.online.options import AutotuneOptions
-from perfsearch.run_knobs import KnobFile, KnobPlan, plan, read_knobs
 from perfsearch.runners.deepspeed.command import LAUNCHERS
 
 _ALLOWED = ("nproc_per_node", "standalone", "module", "nnodes", "max_restarts", "run_path")
@@ -221,7 +228,7 @@ def _fixed(text: str) -> tuple[str, Any]:
     """``NAME=VALUE`` with the value as a list, number or truth value where it is one."""
     import yaml  # type: ignore[import-untyped]
 
-    from perfsearch.instrument.mapping import as_value
+    from perfsearch.knobs.transport import as_value
 
     name, sign, value = text.partition("=")
     if not sign or not name.isidentifier():
@@ -397,7 +404,7 @@ def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
 
 
 def _variables(environment: dict[str, str]) -> list[tuple[str, str, str]]:
-    from perfsearch.parallel.nccl import VARIABLES
+    from perfsearch.knobs.nccl import VARIABLES
 
     names = {variable: knob for knob, variable in VARIABLES.items()}
     return [(names[k], k, v) for k, v in environment.items() if k in names]
@@ -561,7 +568,8 @@ def tuned(
         BadInputError: no argument names the configuration, or the batch does not divide.
 
     """
-    from perfsearch.runners._zero_batch import Batch
+    from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
+    from perfsearch.knobs.fsdp import STAGE
     from perfsearch.runners.deepspeed import config
     from perfsearch.runners.deepspeed.autotuning import Autotuning
     from perfsearch.runners.deepspeed.job import command_of, mappings
@@ -583,18 +591,18 @@ def tuned(
     now = config.batch_today(file, command, apart, arguments)
     batch = Batch(found.batch, now.global_batch, apart, now.micro_batch)
     whole = {
-        "micro_batch": now.micro_batch,
-        "gradient_accumulation": batch.accumulation,
-        "zero_stage": config.stages_of(file)[0],
+        MICRO_BATCH.name: now.micro_batch,
+        ACCUMULATION.name: batch.accumulation,
+        STAGE.name: config.stages_of(file)[0],
         **found.knobs,
     }
-    micro = int(whole["micro_batch"] or 1)
+    micro = int(whole[MICRO_BATCH.name] or 1)
     if found.batch == "fixed" and batch.share % micro:
         raise BadInputError(
             f"{option}: micro_batch={micro} does not divide the {batch.share} samples that each of "
             f"{apart} ranks trains a step. Search for this number of ranks"
         )
-    whole["gradient_accumulation"] = batch.accumulation_of(whole)
+    whole[ACCUMULATION.name] = batch.accumulation_of(whole)
     made, given = config.write(file, whole, batch, now.mappings)
     copy = directory / "ds_config.json"
     config.write_json(copy, made)

@@ -50,6 +50,17 @@ class Numerics(StrEnum):
         return list(Numerics).index(self)
 
 
+class Part(StrEnum):
+    """A part of a training step; together they are all of it."""
+
+    LOADING = "loading"
+    COMMUNICATION = "communication"
+    OPTIMIZER = "optimizer"
+    COMPUTING = "computing"
+    REST = "rest"
+    """What no phase covers."""
+
+
 @dataclass(frozen=True)
 class Knob:
     """One tunable setting: its values, and the two facts that decide how it may be searched.
@@ -68,6 +79,7 @@ class Knob:
         numerics: what it does to the computation.
         when: other knobs' values under which it matters; elsewhere it is held at its default.
         help: one line for people.
+        shortens: parts of a step that it can make shorter; empty: it may do anything.
 
     """
 
@@ -84,6 +96,7 @@ class Knob:
     numerics: Numerics = Numerics.EXACT
     when: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     help: str = ""
+    shortens: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind is Kind.BOOLEAN and not self.values:

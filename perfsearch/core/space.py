@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from perfsearch.core.knob import Configuration, Kind, Knob, Value, same_value
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ENUMERATION_LIMIT = 200_000
 """Spaces with more combinations than this are sampled, never listed."""
@@ -180,6 +182,8 @@ class Space:
         Ordered knobs go by ``Knob.unit_position``; unordered ones by the index of their choice
         over the number of choices, to be compared for equality only (see ``ordered_columns``).
         """
+        import numpy as np
+
         rows = np.zeros((len(configurations), len(self.knobs)))
         for column, knob in enumerate(self.knobs):
             numbers: dict[tuple[bool, Value], float] = {}
@@ -194,6 +198,8 @@ class Space:
     @property
     def ordered_columns(self) -> np.ndarray:
         """Boolean mask over the columns of ``encode``: which may be compared by distance."""
+        import numpy as np
+
         return np.array([k.is_ordered for k in self.knobs], dtype=bool)
 
 

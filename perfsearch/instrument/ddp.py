@@ -11,14 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from perfsearch.core.knob import Value
 from perfsearch.instrument.patching import untouched, wrap
-from perfsearch.instrument.switch_names import WRAPPER_KNOBS
-from perfsearch.parallel.wrapper import (
-    DEFAULT_BUCKET_MB,
-    DEFAULT_FIRST_BUCKET_MB,
-    wrapper_arguments,
-)
-
-MIB = 2**20
+from perfsearch.knobs.base import Use
+from perfsearch.knobs.ddp import arguments_given, values_of
 
 _KEPT_ATTRIBUTES = (
     "_forward_hooks",
@@ -70,7 +64,7 @@ class Wrappers:
         own = {n: v for n, v in bound.arguments.items() if n not in ("self", "module", "kwargs")}
         own.update(bound.arguments.get("kwargs", {}))
         wrapper, module = bound.arguments["self"], bound.arguments["module"]
-        original(wrapper, module, **arguments(own, self.knobs))
+        original(wrapper, module, **arguments_given(own, self.knobs))
         self._arguments[wrapper] = own
         self._made.append(weakref.ref(wrapper))
 
@@ -93,7 +87,7 @@ class Wrappers:
             kept = {name: wrapper.__dict__[name] for name in _KEPT_ATTRIBUTES}
             hooks = list(wrapper.__dict__.get("_comm_hooks", ()))
             wrapper._remove_autograd_hooks()
-            given = {**arguments(self._arguments[wrapper], self.knobs), "init_sync": False}
+            given = {**arguments_given(self._arguments[wrapper], self.knobs), "init_sync": False}
             module = wrapper.module
             with untouched():
                 wrapper.__init__(module, **given)
@@ -113,40 +107,8 @@ class Wrappers:
     def values(self) -> dict[str, Value]:
         """What is in force in the last wrapper that was made."""
         live = self.live
-        return values_of(live[-1]) if live else {}
+        return values_of(live[-1], Use.SCRIPT) if live else {}
 
     def undo(self) -> None:
         """Take the wrapping of the constructor away."""
         self._undo()
-
-
-def arguments(own: Mapping[str, Any], knobs: Mapping[str, Value]) -> dict[str, Any]:
-    """The script's own arguments with the knobs' in their place."""
-    asked = {n: knobs[n] for n in WRAPPER_KNOBS if knobs.get(n) is not None}
-    merged = dict(own)
-    if "bucket_cap_mb" in asked or "first_bucket_mb" in asked:
-        listed = own.get("bucket_cap_mb_list")
-        cap = listed[-1] if listed else own.get("bucket_cap_mb")
-        asked.setdefault("bucket_cap_mb", float(cap or DEFAULT_BUCKET_MB))
-        merged.pop("bucket_cap_mb", None)
-        merged.pop("bucket_cap_mb_list", None)
-    for name in ("gradient_as_bucket_view", "static_graph"):
-        if name in asked:
-            merged.pop(name, None)
-    if "find_unused_parameters" in asked:
-        merged["find_unused_parameters"] = asked["find_unused_parameters"]
-    return {**merged, **wrapper_arguments(asked)}
-
-
-def values_of(wrapper: Any) -> dict[str, Value]:
-    """The knobs' values as the wrapper itself has them."""
-    listed = getattr(wrapper, "bucket_bytes_cap_list", None)
-    cap = (listed[-1] if listed else wrapper.bucket_bytes_cap) / MIB
-    usual = DEFAULT_FIRST_BUCKET_MB if cap == DEFAULT_BUCKET_MB else cap
-    return {
-        "bucket_cap_mb": cap,
-        "first_bucket_mb": listed[0] / MIB if listed else usual,
-        "gradient_as_bucket_view": bool(wrapper.gradient_as_bucket_view),
-        "static_graph": bool(wrapper.static_graph),
-        "find_unused_parameters": bool(wrapper.find_unused_parameters),
-    }

@@ -13,11 +13,13 @@ from typing import Any
 from perfsearch.core.knob import Value
 from perfsearch.instrument.optimizers import Optimizers
 from perfsearch.instrument.patching import ENGINE, after_import, wrap
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
+from perfsearch.knobs.fsdp import STAGE
 
 _READ = {
-    "zero_stage": "zero_optimization_stage",
-    "micro_batch": "train_micro_batch_size_per_gpu",
-    "gradient_accumulation": "gradient_accumulation_steps",
+    STAGE.name: "zero_optimization_stage",
+    MICRO_BATCH.name: "train_micro_batch_size_per_gpu",
+    ACCUMULATION.name: "gradient_accumulation_steps",
 }
 """Method of the engine by the knob whose value it tells."""
 

@@ -8,15 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perfsearch import knobs
 from perfsearch.core.knob import Value
-from perfsearch.instrument.switch_names import (
-    FSDP1_KNOBS,
-    FULLY_SHARD_KNOBS,
-    LOADER_KNOBS,
-    OPTIMIZER_KNOBS,
-    SHARDED_KNOBS,
-    WRAPPER_KNOBS,
-)
+from perfsearch.knobs.base import Taker
+from perfsearch.knobs.loader import WORKERS
 
 _FILE = "facts.json"
 
@@ -40,7 +35,7 @@ class Facts:
         accumulates: whether gradients were accumulated without being reduced (``no_sync``).
         shared_out: whether an ``IterableDataset`` is loaded from, whose samples several worker
             processes share out among each other, each number of them in its own way.
-        implementations: values of ``optimizer_implementation`` that its optimizers have;
+        implementations: implementations that its optimizers have;
             ``None``: not known.
 
     """
@@ -78,26 +73,27 @@ class Facts:
 
         They do where each works for itself alone.
         """
-        if "ddp" in self.wrappers:
+        if Taker.DDP in self.wrappers:
             return "DistributedDataParallel copies and sends gradients amid the backward pass"
-        if self.values.get("dataloader_workers"):
+        if WORKERS.of(self.values):
             return "processes of its DataLoader take processor time from every phase"
         return ""
 
     def changeable(self) -> dict[str, str]:
         """Knobs that can be changed in this script from outside, and through what."""
-        found: dict[str, str] = {}
-        if "ddp" in self.wrappers:
-            found.update(dict.fromkeys(WRAPPER_KNOBS, "DistributedDataParallel"))
-        if "fully_shard" in self.wrappers:
-            found.update(dict.fromkeys(SHARDED_KNOBS + FULLY_SHARD_KNOBS, "fully_shard"))
-        if "fsdp1" in self.wrappers:
-            found.update(dict.fromkeys(SHARDED_KNOBS + FSDP1_KNOBS, "FullyShardedDataParallel"))
-        if self.loaders:
-            found.update(dict.fromkeys(LOADER_KNOBS, "DataLoader"))
-        if self.optimizers:
-            found.update(dict.fromkeys(OPTIMIZER_KNOBS, " and ".join(sorted(set(self.optimizers)))))
-        return found
+        made = {
+            Taker.DDP: "DistributedDataParallel" if Taker.DDP in self.wrappers else "",
+            Taker.FULLY_SHARD: "fully_shard" if Taker.FULLY_SHARD in self.wrappers else "",
+            Taker.FSDP1: "FullyShardedDataParallel" if Taker.FSDP1 in self.wrappers else "",
+            Taker.LOADER: "DataLoader" if self.loaders else "",
+            Taker.OPTIMIZER: " and ".join(sorted(set(self.optimizers))),
+        }
+        return {
+            name: through
+            for taker, through in made.items()
+            if through
+            for name in knobs.names_of_taker(taker)
+        }
 
 
 # -----------------------------------------------------------------------------

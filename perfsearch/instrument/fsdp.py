@@ -10,10 +10,18 @@ from typing import Any
 
 from perfsearch.core.knob import Value
 from perfsearch.instrument.patching import after_import, wrap
+from perfsearch.knobs.fsdp import (
+    BACKWARD_PREFETCH,
+    CPU_OFFLOAD,
+    FORWARD_PREFETCH,
+    FSDP1_BACKWARD,
+    FSDP1_FORWARD,
+    STAGE,
+)
 
 _MODULE = "torch.distributed.fsdp._fully_shard._fully_shard"
 
-_AHEAD = ("forward_prefetch", "backward_prefetch")
+_AHEAD = (FORWARD_PREFETCH.name, BACKWARD_PREFETCH.name)
 
 
 class _Unit:
@@ -71,9 +79,8 @@ class FullyShard:
     """Every module that the script gives to ``fully_shard`` from now on.
 
     Args:
-        knobs: ``zero_stage``, ``cpu_offload``, and ``forward_prefetch`` and ``backward_prefetch``:
-            units that are gathered ahead, 0 for torch's own way. Those that are ``None`` or absent
-            are left alone.
+        knobs: the stage, whether it offloads, and the units that are gathered ahead, 0 for torch's
+            own way. Those that are ``None`` or absent are left alone.
 
     """
 
@@ -81,7 +88,7 @@ class FullyShard:
         self._knobs = dict(knobs)
         self._units: list[_Unit] = []
         after_import(_MODULE, self._meet)
-        if knobs.get("cpu_offload"):
+        if CPU_OFFLOAD.of(knobs):
             after_import("torch.distributed.distributed_c10d", self._meet_groups)
 
     @property
@@ -104,12 +111,12 @@ class FullyShard:
     ) -> Any:
         own, given = kwargs.get("reshard_after_forward"), dict(kwargs)
         grouped = isinstance(args[0] if args else kwargs["module"], list)
-        stage = self._knobs.get("zero_stage")
+        stage = STAGE.of(self._knobs)
         if stage is not None:
             given["reshard_after_forward"] = resharding(own, stage, grouped)
-        if self._knobs.get("cpu_offload") is not None:
+        if CPU_OFFLOAD.of(self._knobs) is not None:
             given["offload_policy"] = _offload_policy(
-                bool(self._knobs["cpu_offload"]), kwargs.get("offload_policy")
+                bool(CPU_OFFLOAD.of(self._knobs)), kwargs.get("offload_policy")
             )
         made = original(*args, **given)
         self._units.append(_Unit(made if isinstance(made, list) else [made], own))
@@ -123,7 +130,7 @@ class FullyShard:
 
     def _gather_ahead(self, model: list[_Unit], knob: str) -> None:
         wanted = self._knobs.get(knob)
-        forward = knob == "forward_prefetch"
+        forward = knob == FORWARD_PREFETCH.name
         firsts = [unit.first for unit in model]
         for place, unit in enumerate(model):
             if unit.own_ahead is None:
@@ -138,7 +145,7 @@ class FullyShard:
     def change(self, knobs: Mapping[str, Value]) -> None:
         """Use other values from now on, between two steps; offloading stays as it is."""
         self._knobs = dict(knobs)
-        stage = self._knobs.get("zero_stage")
+        stage = STAGE.of(self._knobs)
         outermost = _outermost(self.live)
         for unit in self.live:
             reshard = resharding(unit.own, stage, len(unit.modules) > 1)
@@ -161,8 +168,8 @@ class FullyShard:
         # the outermost module is never resharded unless it is told to
         reshards = any(group.post_forward_mesh_info is not None for group in groups)
         found: dict[str, Value] = {
-            "zero_stage": 3 if reshards else 2,
-            "cpu_offload": any(_is_offloading(g.offload_policy) for g in groups),
+            STAGE.name: 3 if reshards else 2,
+            CPU_OFFLOAD.name: any(_is_offloading(g.offload_policy) for g in groups),
         }
         for knob in _AHEAD:
             found[knob] = max(len(_ahead(unit, knob)) for unit in live)
@@ -170,7 +177,7 @@ class FullyShard:
 
 
 def _attribute(knob: str) -> str:
-    return f"_states_to_{knob}"
+    return f"_states_to_{knob}"  # torch's names are the knobs'
 
 
 def _ahead(unit: _Unit, knob: str) -> list[Any]:
@@ -232,7 +239,7 @@ def _for_both_memories(
 class Sharding:
     """Every module that the script shards from now on.
 
-    ``zero_stage`` 3 gathers parameters again for the backward pass, 2 keeps them.
+    Stage 3 gathers parameters again for the backward pass, 2 keeps them.
 
     Args:
         knobs: values to put into force; those that are ``None`` or absent are left alone.
@@ -264,8 +271,8 @@ class Sharding:
     def values(self) -> dict[str, Value]:
         """What is in force, as the modules themselves have it."""
         found = [self._fully_shard.values(), self._fsdp1.values()]
-        stages = [int(v["zero_stage"] or 0) for v in found if "zero_stage" in v]
-        return {**found[0], **found[1], **({"zero_stage": max(stages)} if stages else {})}
+        stages = [int(STAGE.of(v)) for v in found if STAGE.of(v) is not None]
+        return {**found[0], **found[1], **({STAGE.name: max(stages)} if stages else {})}
 
 
 # -----------------------------------------------------------------------------
@@ -278,8 +285,8 @@ class Fsdp1:
     """Every wrapper that the script makes from now on.
 
     Args:
-        knobs: ``zero_stage``, ``fsdp_backward_prefetch`` and ``fsdp_forward_prefetch``; those that
-            are ``None`` or absent are left alone.
+        knobs: the stage and what is gathered early; those that are ``None`` or absent are left
+            alone.
 
     """
 
@@ -303,7 +310,7 @@ class Fsdp1:
 
         bound = inspect.signature(original).bind(*args, **kwargs)
         given = bound.arguments
-        stage = self._knobs.get("zero_stage")
+        stage = STAGE.of(self._knobs)
         if stage is not None:
             hybrid = given.get("sharding_strategy") in (
                 ShardingStrategy.HYBRID_SHARD,
@@ -316,15 +323,15 @@ class Fsdp1:
                 (2, True): ShardingStrategy._HYBRID_SHARD_ZERO2,
             }
             given["sharding_strategy"] = names[int(stage), hybrid]
-        prefetch = self._knobs.get("fsdp_backward_prefetch")
+        prefetch = FSDP1_BACKWARD.of(self._knobs)
         if prefetch is not None:
             given["backward_prefetch"] = {
                 "pre": BackwardPrefetch.BACKWARD_PRE,
                 "post": BackwardPrefetch.BACKWARD_POST,
                 "none": None,
             }[str(prefetch)]
-        if self._knobs.get("fsdp_forward_prefetch") is not None:
-            given["forward_prefetch"] = bool(self._knobs["fsdp_forward_prefetch"])
+        if FSDP1_FORWARD.of(self._knobs) is not None:
+            given["forward_prefetch"] = bool(FSDP1_FORWARD.of(self._knobs))
         original(*bound.args, **bound.kwargs)
         self._made.append(weakref.ref(given["self"]))
 
@@ -336,10 +343,10 @@ class Fsdp1:
             name = wrapper.sharding_strategy.name
             stages.add({"NO_SHARD": 0}.get(name, 2 if "GRAD_OP" in name or "ZERO2" in name else 3))
             prefetch = wrapper.backward_prefetch
-            found["fsdp_backward_prefetch"] = (
+            found[FSDP1_BACKWARD.name] = (
                 "none" if prefetch is None else prefetch.name.removeprefix("BACKWARD_").lower()
             )
-            found["fsdp_forward_prefetch"] = bool(wrapper.forward_prefetch)
+            found[FSDP1_FORWARD.name] = bool(wrapper.forward_prefetch)
         if stages:
-            found["zero_stage"] = max(stages)
+            found[STAGE.name] = max(stages)
         return found

@@ -19,7 +19,8 @@ from torch.utils.data import dataloader as _module
 from perfsearch.core.knob import Value
 from perfsearch.instrument.patching import wrap
 from perfsearch.instrument.phases import OTHER
-from perfsearch.instrument.switch_names import LOADER_KNOBS
+from perfsearch.knobs.base import Use
+from perfsearch.knobs.loader import arguments_given, values_of
 
 DEFAULT_PREFETCH = 2
 
@@ -45,7 +46,7 @@ class Loaders:
     """
 
     def __init__(self, knobs: Mapping[str, Value]) -> None:
-        self.knobs = {n: knobs[n] for n in LOADER_KNOBS if knobs.get(n) is not None}
+        self.knobs = dict(knobs)
         self.pulls = 0
         self.began: float | None = None
         self.uses = Uses()
@@ -72,7 +73,7 @@ class Loaders:
         loader, *positional = args
         given = dict(zip(_POSITIONAL, positional, strict=False))
         given.update(kwargs)
-        original(loader, **arguments(given, self.knobs))
+        original(loader, **arguments_given(given, self.knobs))
         self.made += 1
 
     def _begin(
@@ -93,7 +94,7 @@ class Loaders:
         self._iterators.add(iterator)
         self.uses.start(iterator, loader)
         self.shared_out |= isinstance(loader.dataset, IterableDataset)
-        self._last = values_of(loader)  # of the loader itself often nothing is left
+        self._last = values_of(loader, Use.SCRIPT)  # of the loader itself often nothing is left
 
     def _next(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -157,34 +158,6 @@ _POSITIONAL = (
     "multiprocessing_context",
     "generator",
 )
-
-
-def values_of(loader: Any) -> dict[str, Value]:
-    """The knobs' values as a loader itself has them."""
-    found: dict[str, Value] = {
-        "dataloader_workers": loader.num_workers,
-        "persistent_workers": bool(loader.persistent_workers),
-        "pin_memory": bool(loader.pin_memory),
-    }
-    if loader.num_workers:
-        found["prefetch_factor"] = loader.prefetch_factor
-    return found
-
-
-def arguments(own: Mapping[str, Any], knobs: Mapping[str, Value]) -> dict[str, Any]:
-    """The script's own arguments with the knobs' in their place, and consistent."""
-    merged = dict(own)
-    names = {"dataloader_workers": "num_workers"}
-    for knob, value in knobs.items():
-        merged[names.get(knob, knob)] = value
-    if not merged.get("num_workers"):
-        # torch refuses these without worker processes
-        for name, nothing in (("prefetch_factor", None), ("persistent_workers", False)):
-            if merged.get(name):
-                merged[name] = nothing
-        merged["timeout"] = 0
-        merged.pop("multiprocessing_context", None)
-    return merged
 
 
 # -----------------------------------------------------------------------------

@@ -15,14 +15,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from perfsearch.core.knob import Value
 from perfsearch.instrument.patching import wrap
 from perfsearch.instrument.phases import Phases
-from perfsearch.training.base import (
+from perfsearch.knobs.optimizer import (
     DEFAULT,
+    IMPLEMENTATION,
     IMPLEMENTATIONS,
     apply_implementation,
     implementation_of,
 )
-
-KNOB = "optimizer_implementation"
 
 OPTIMIZER = "optimizer"
 
@@ -34,7 +33,7 @@ class Optimizers:
     of several it is always the same, and of one that wraps another it is the inner one.
 
     Args:
-        knobs: the value of ``optimizer_implementation``, if any.
+        knobs: the implementation, if any.
 
     Attributes:
         before_step: called when the leading optimizer begins a step; before any has made one, when
@@ -52,7 +51,7 @@ class Optimizers:
         self.ignored: dict[str, str] = {}
         self._timed: list[Any] = []
         self._counting = True
-        self._choice: Value = knobs.get(KNOB)
+        self._choice: Value = IMPLEMENTATION.of(knobs)
         self._made: list[weakref.ref[Any]] = []
         self._own: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = (
             weakref.WeakKeyDictionary()
@@ -90,7 +89,7 @@ class Optimizers:
         try:
             apply_implementation(optimizer, self._choice)
         except ValueError as error:
-            self.ignored[KNOB] = str(error)
+            self.ignored[IMPLEMENTATION.name] = str(error)
             return
         for name in ("foreach", "fused"):  # for parameter groups that are added later
             if name in optimizer.defaults:
@@ -132,14 +131,14 @@ class Optimizers:
         if self.after_step is not None:
             self.after_step()
 
-    def change(self, choice: Value) -> None:
+    def change(self, knobs: Mapping[str, Value]) -> None:
         """Use another implementation from the next step on.
 
         State that the implementations keep in different places is moved: a fused one has its step
         counts on the parameter's device, the others on the host.
         """
-        self._choice = choice
-        self.ignored.pop(KNOB, None)
+        self._choice = IMPLEMENTATION.of(knobs)
+        self.ignored.pop(IMPLEMENTATION.name, None)
         for optimizer in self.live:
             own = self._own.get(optimizer, [])
             for group, flags in zip(optimizer.param_groups, own, strict=False):
@@ -152,7 +151,7 @@ class Optimizers:
         """Which implementation the leading optimizer, or else the last one made, is set to."""
         live = self.live
         optimizer = self.leader or (live[-1] if live else None)
-        return {} if optimizer is None else {KNOB: implementation_of(optimizer)}
+        return {} if optimizer is None else {IMPLEMENTATION.name: implementation_of(optimizer)}
 
     def implementations(self) -> list[str] | None:
         """Which implementations every optimizer that has stepped has; ``None`` before."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from perfsearch import knobs as known
 from perfsearch.core.knob import Value, same_value
 from perfsearch.instrument.facts import Facts
-from perfsearch.instrument.switch_names import OF_OBJECTS
+from perfsearch.knobs.base import Taker
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
+from perfsearch.knobs.fsdp import STAGE
+from perfsearch.knobs.nccl import VARIABLES
 
 
 def lines(
@@ -33,7 +37,7 @@ def lines(
         without_effect({n: v for n, v in (given or {}).items() if n in facts.values}, facts)
     )
     if facts.backend and "nccl" not in facts.backend:
-        unused = [name for name in mapped if name.startswith("nccl_")]
+        unused = [name for name in mapped if name in VARIABLES]
         lost.update({name: f"{name}: the ranks talk over {facts.backend}" for name in unused})
     told = [f"{name} by {argument}" for name, argument in mapped.items() if name not in lost]
     for name, value in asked.items():
@@ -92,8 +96,13 @@ def without_effect(knobs: Mapping[str, Value], facts: Facts) -> dict[str, str]:
 _OFF = (False, 0, "none", "default")
 """Values that do nothing, so that nothing is missed where they have no place."""
 
-OF_ENGINE = ("zero_stage", "micro_batch", "gradient_accumulation")
+OF_ENGINE = (STAGE.name, MICRO_BATCH.name, ACCUMULATION.name)
 """Knobs that DeepSpeed's engine tells the value of."""
+
+OF_OBJECTS = frozenset(
+    name for taker in Taker if taker is not Taker.PROCESS for name in known.names_of_taker(taker)
+)
+"""Knobs that exist only where the script builds what they belong to."""
 
 
 def agree(wanted: Value, found: Value) -> bool:

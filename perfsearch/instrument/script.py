@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 
 from perfsearch.core.knob import Value
@@ -16,7 +15,7 @@ from perfsearch.instrument.fsdp import Sharding
 from perfsearch.instrument.loaders import Loaders
 from perfsearch.instrument.optimizers import Losses, Optimizers
 from perfsearch.instrument.phases import Calls
-from perfsearch.instrument.switch_names import SWITCHES
+from perfsearch.knobs import process
 
 _FRAMEWORKS = {
     "deepspeed": "deepspeed",
@@ -61,7 +60,7 @@ class Script:
         self.knobs = dict(knobs)
         self.wrappers.wrap_again(knobs)
         self.sharding.change(knobs)
-        self.optimizers.change(knobs.get("optimizer_implementation"))
+        self.optimizers.change(knobs)
         self.switches.change(knobs)
 
     def why_not_again(self) -> str:
@@ -134,12 +133,7 @@ class Switches:
         """Set what the knobs name; what the script had set is kept for ``change``."""
         if self._own is None:
             self._own = self.values()
-        wanted = {n: self._own[n] for n in SWITCHES}
-        wanted.update({n: self._knobs[n] for n in SWITCHES if self._knobs.get(n) is not None})
-        torch.backends.cudnn.benchmark = bool(wanted["cudnn_benchmark"])
-        threads = int(wanted["omp_num_threads"] or 1)
-        if threads != torch.get_num_threads():
-            torch.set_num_threads(threads)
+        process.apply({**self._own, **{n: v for n, v in self._knobs.items() if v is not None}})
 
     def change(self, knobs: Mapping[str, Value]) -> None:
         """Use other values from now on."""
@@ -149,7 +143,4 @@ class Switches:
     @staticmethod
     def values() -> dict[str, Value]:
         """What holds now."""
-        return {
-            "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
-            "omp_num_threads": torch.get_num_threads(),
-        }
+        return process.values()

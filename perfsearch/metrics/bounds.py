@@ -14,50 +14,22 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from perfsearch.core.knob import Configuration, Knob
+from perfsearch.core.knob import Configuration, Knob, Part
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.knobs.fsdp import STAGE
 from perfsearch.metrics.diagnosis import PASSES, saved_ms
 
-COMMUNICATION = "communication"
-LOADING = "loading"
-OPTIMIZER = "optimizer"
-COMPUTING = "computing"
-REST = "rest"
+COMMUNICATION = Part.COMMUNICATION
+LOADING = Part.LOADING
+OPTIMIZER = Part.OPTIMIZER
+COMPUTING = Part.COMPUTING
+REST = Part.REST
 
-PARTS = (LOADING, COMMUNICATION, OPTIMIZER, COMPUTING, REST)
+PARTS = tuple(Part)
 """Parts of a step that together are all of it; ``rest`` is what no phase covers."""
 
 _NAMED = 3
-
-_EVERYTHING = PARTS
-_SHARDING = (COMMUNICATION, OPTIMIZER, COMPUTING)
-
-_TOUCHES: dict[str, tuple[str, ...]] = {
-    "dataloader_workers": (LOADING,),
-    "prefetch_factor": (LOADING,),
-    "pin_memory": (LOADING,),
-    "optimizer_implementation": (OPTIMIZER,),
-    "compile_mode": (COMPUTING,),
-    "channels_last": (COMPUTING,),
-    "cudnn_benchmark": (COMPUTING,),
-    "activation_checkpointing": (COMPUTING,),
-    "mixed_precision": (COMPUTING, COMMUNICATION),
-    "micro_batch": (COMPUTING, COMMUNICATION, LOADING),
-    "zero_stage": _SHARDING,
-    "cpu_offload": _SHARDING,
-    **dict.fromkeys(
-        (
-            *("bucket_cap_mb", "first_bucket_mb", "gradient_as_bucket_view", "static_graph"),
-            *("hierarchical_group_size", "shard_group_size", "reshard_group_size"),
-            *("blocks_per_unit", "forward_prefetch", "backward_prefetch", "gradient_sync_each"),
-            *("nccl_nsocks_perthread", "nccl_socket_nthreads", "nccl_algo", "nccl_proto"),
-            *("nccl_min_ctas", "nccl_max_ctas", "nccl_buffsize"),
-        ),
-        (COMMUNICATION,),
-    ),
-}
-"""Parts that a knob can make shorter. One that is not listed may do anything."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +44,7 @@ class Bound:
 
     """
 
-    part: str
+    part: Part
     share: float
     evidence: str
     idle: float = 0.0
@@ -95,9 +67,9 @@ def percent(gain: float) -> str:
     return f"{gain:+.1%}" if gain < 1 else f"{1 + gain:.1f}x"
 
 
-def touched(knob: str) -> tuple[str, ...]:
-    """Parts of a step that a knob can make shorter."""
-    return _TOUCHES.get(knob, _EVERYTHING)
+def touched(knob: Knob) -> tuple[Part, ...]:
+    """Parts of a step that a knob can make shorter: all, where it does not say."""
+    return knob.shortens or PARTS
 
 
 def bounds(measurement: Measurement) -> list[Bound]:
@@ -110,12 +82,12 @@ def bounds(measurement: Measurement) -> list[Bound]:
     return sorted(found, key=lambda bound: -bound.share)
 
 
-def searched(knobs: Iterable[Knob]) -> dict[str, list[str]]:
+def searched(knobs: Iterable[Knob]) -> dict[Part, list[str]]:
     """Names of the knobs that have a choice, by the part of the step that they touch."""
-    names: dict[str, list[str]] = {part: [] for part in PARTS}
+    names: dict[Part, list[str]] = {part: [] for part in PARTS}
     for knob in knobs:
         if knob.count != 1:
-            for part in touched(knob.name):
+            for part in touched(knob):
                 names[part].append(knob.name)
     return names
 
@@ -175,7 +147,7 @@ def _idle_ms(measurement: Measurement) -> float:
     return max(0.0, step_ms - busy_ms)
 
 
-def _bound(measurement: Measurement, part: str, ms: float, words: str, hidden: bool) -> Bound:
+def _bound(measurement: Measurement, part: Part, ms: float, words: str, hidden: bool) -> Bound:
     """A bound from milliseconds of a step, with what the device idles where it may be ``hidden``.
 
     The part may keep the host longer than its phase on the device says.
@@ -200,7 +172,7 @@ def _communication(measurement: Measurement) -> Bound:
     saved = _saved(measurement, COMMUNICATION)
     exposed_ms = measurement.phases_ms.get("comm_exposed")
     if saved is None and exposed_ms is None:
-        if measurement.world_size == 1 and "zero_stage" not in measurement.in_force:
+        if measurement.world_size == 1 and STAGE.name not in measurement.in_force:
             # Sharding copies even where nobody is there to share with.
             return Bound(COMMUNICATION, 0.0, "one rank alone has nobody to exchange anything with")
         return Bound(COMMUNICATION, 1.0, "its waiting cannot be told from computing here")
@@ -210,7 +182,7 @@ def _communication(measurement: Measurement) -> Bound:
     return _with_saved(measurement, COMMUNICATION, ms + 2 * error_ms, words)
 
 
-def _with_saved(measurement: Measurement, part: str, ms: float, words: str) -> Bound:
+def _with_saved(measurement: Measurement, part: Part, ms: float, words: str) -> Bound:
     """A bound from a phase, and from steps without the part where there were any."""
     saved = _saved(measurement, part)
     bound = _bound(measurement, part, ms, words, hidden=saved is None)

@@ -16,6 +16,7 @@ from typing import Any
 
 from perfsearch.core.option import option
 from perfsearch.core.trial import Measurement
+from perfsearch.knobs.loader import WORKERS
 from perfsearch.metrics.throughput import mfu_of
 
 # -----------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def _look_at(facts: Facts, phases: Sequence[str]) -> str:
     if phases != ["dataloader_next"]:
         return "Look at that device's clocks, temperature and neighbours, and at that rank's data."
     data = "Look at that rank's data, and at what else reads and computes on its node"
-    if not facts.measurement.in_force.get("dataloader_workers"):
+    if not WORKERS.of(facts.measurement.in_force):
         return f"{data}."
     # They load ahead while their rank waits in a collective, so that only the last one shows.
     return (
@@ -320,7 +321,7 @@ def _input(facts: Facts) -> Finding | None:
     share, limits = facts.share("dataloader_next"), facts.limits
     if share < limits.input_moderate:
         return None
-    workers = facts.measurement.in_force.get("dataloader_workers")
+    workers = WORKERS.of(facts.measurement.in_force)
     if facts.above("cpu_iowait_percentage", limits.iowait_percent):
         cause = f"disks keep it waiting (iowait {facts.system('cpu_iowait_percentage'):.0f} %)"
         advice = _FASTER_DISK

@@ -21,31 +21,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from perfsearch.core.hardware import GroupSpec
 from perfsearch.core.knob import Value
-from perfsearch.parallel.wrapper import wrapper_arguments
-from perfsearch.training.base import DEFAULT, apply_implementation
+from perfsearch.knobs import ddp
+from perfsearch.knobs.base import Use
+from perfsearch.knobs.optimizer import DEFAULT, apply_implementation
 from perfsearch.training.ddp import HierarchicalAllReduce
 from perfsearch.training.process_groups import Groups
 
-MIB = 2**20
-
-_WRAPPER_KNOBS = (
-    "bucket_cap_mb",
-    "first_bucket_mb",
-    "gradient_as_bucket_view",
-    "static_graph",
-    "hierarchical_group_size",
-)
+_RECORDS = ddp.constructor_records(Use.ONLINE)
+_KNOBS = (*(record.name for record in _RECORDS), ddp.HIERARCHY.name)
 
 _TAKEN_OVER = (
     "reducer",
     "logger",
-    "bucket_bytes_cap",
-    "bucket_bytes_cap_list",
-    "bucket_bytes_cap_default",
-    "_bucket_config",
-    "gradient_as_bucket_view",
-    "static_graph",
-    "_static_graph_delay_allreduce_enqueued",
+    *(attribute for record in _RECORDS for attribute in record.kept_as),
     "_comm_hooks",
     "_has_rebuilt_buckets",
     "modules_buffers",
@@ -53,12 +41,13 @@ _TAKEN_OVER = (
 )
 """What a wrapper keeps of how it reduces gradients; older torches lack some."""
 
-_KEPT_AS_THEY_ARE = ("find_unused_parameters", "skip_all_reduce_unused_params", "batched_grad_copy")
+_KEPT_AS_THEY_ARE = {
+    *(ddp.FIND_UNUSED.parameter, "skip_all_reduce_unused_params", "batched_grad_copy")
+} - {record.parameter for record in _RECORDS}
+"""Arguments of the constructor that no knob changes between two steps."""
 
 _construct = inspect.unwrap(DistributedDataParallel.__init__)
 """The constructor without what instruments a script."""
-
-constructor_parameters = frozenset(inspect.signature(_construct).parameters)
 
 _hierarchies: weakref.WeakKeyDictionary[Any, HierarchicalAllReduce] = weakref.WeakKeyDictionary()
 """Wrappers whose gradients are reduced by our own hook; beside them, so that they still pickle."""
@@ -73,7 +62,7 @@ class TunedDataParallel(DistributedDataParallel):  # type: ignore[misc]
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Register the user's hook, in place of ours where that is in force."""
         if self in _hierarchies:
-            rewrap(self, {"hierarchical_group_size": 0})
+            rewrap(self, {ddp.HIERARCHY.name: 0})
         super().register_comm_hook(state, hook)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -110,29 +99,29 @@ def why_not_each(wrapper: DistributedDataParallel) -> dict[str, str]:
     """Knobs of the wrapper that must stay as they are, and why."""
     everything = why_not(wrapper)
     if everything:
-        return dict.fromkeys(_WRAPPER_KNOBS, everything)
+        return dict.fromkeys(_KNOBS, everything)
     fixed: dict[str, str] = {}
     listed = getattr(wrapper, "bucket_bytes_cap_list", None) or []
     if len(listed) > 2:
         why = "the script lists a size for each bucket"
-        fixed.update(bucket_cap_mb=why, first_bucket_mb=why)
+        fixed.update(dict.fromkeys((ddp.BUCKET_CAP.name, ddp.FIRST_BUCKET.name), why))
     hooks = users_hooks(wrapper)
     if hooks or builtin_hook(wrapper):
-        fixed["hierarchical_group_size"] = "the script has a communication hook of its own"
+        fixed[ddp.HIERARCHY.name] = "the script has a communication hook of its own"
     if builtin_hook(wrapper):
-        return dict.fromkeys(_WRAPPER_KNOBS, "a built-in communication hook is registered")
+        return dict.fromkeys(_KNOBS, "a built-in communication hook is registered")
     if any(not (state is None or isinstance(state, dist.ProcessGroup)) for _, state in hooks):
         why = "the script's communication hook keeps a state, which may be made for these buckets"
-        fixed.update(dict.fromkeys(_WRAPPER_KNOBS, why))
+        fixed.update(dict.fromkeys(_KNOBS, why))
     if not is_whole_world(wrapper):
-        fixed["hierarchical_group_size"] = "the model is replicated over some of the ranks only"
+        fixed[ddp.HIERARCHY.name] = "the model is replicated over some of the ranks only"
     if wrapper in _accumulating:
         why = "torch cannot begin a static graph with gradients that are not reduced"
         fixed.update(
-            dict.fromkeys(_WRAPPER_KNOBS if wrapper.static_graph else ["static_graph"], why)
+            dict.fromkeys(_KNOBS if wrapper.static_graph else [ddp.STATIC_GRAPH.name], why)
         )
     elif wrapper.static_graph:
-        fixed["static_graph"] = "the script says so"
+        fixed[ddp.STATIC_GRAPH.name] = "the script says so"
     return fixed
 
 
@@ -156,19 +145,9 @@ def is_whole_world(wrapper: DistributedDataParallel) -> bool:
 
 def configuration_of(wrapper: DistributedDataParallel) -> dict[str, Value]:
     """What is in force, by knob name, read back from the wrapper."""
-    listed = getattr(wrapper, "bucket_bytes_cap_list", None) or []
-    cap = listed[-1] if listed else wrapper.bucket_bytes_cap
-    first = listed[0] if listed else cap
-    if not listed and getattr(wrapper, "bucket_bytes_cap_default", False):
-        first = min(cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
-    found: dict[str, Value] = {"bucket_cap_mb": cap / MIB}
-    if "bucket_cap_mb_list" in constructor_parameters:
-        found["first_bucket_mb"] = first / MIB
-    found["gradient_as_bucket_view"] = bool(wrapper.gradient_as_bucket_view)
-    found["static_graph"] = bool(wrapper.static_graph)
     hierarchy = _hierarchies.get(wrapper)
-    found["hierarchical_group_size"] = hierarchy.size if hierarchy else 0
-    return found
+    size = hierarchy.size if hierarchy else 0
+    return {**ddp.values_of(wrapper, Use.ONLINE), ddp.HIERARCHY.name: size}
 
 
 def hierarchy_of(wrapper: DistributedDataParallel) -> HierarchicalAllReduce | None:
@@ -190,9 +169,9 @@ def rewrap(wrapper: DistributedDataParallel, changes: Mapping[str, Value]) -> No
     present = configuration_of(wrapper)
     wanted = {**present, **{n: v for n, v in changes.items() if n in present}}
     hooks = users_hooks(wrapper)
-    size = int(wanted["hierarchical_group_size"] or 0)
+    size = ddp.HIERARCHY.number(wanted)
     if size and hooks:
-        raise ValueError(f"hierarchical_group_size={size}: the script has its own hook")
+        raise ValueError(f"{ddp.HIERARCHY.name}={size}: the script has its own hook")
     fresh = object.__new__(DistributedDataParallel)
     # first of all, since every rank has to take part in making groups
     hierarchy = HierarchicalAllReduce(groups_of(wrapper), size) if size else None
@@ -226,7 +205,7 @@ def _arguments(wrapper: DistributedDataParallel, wanted: Mapping[str, Value]) ->
     """Arguments under which the constructor builds the same, but for what is wanted."""
     buffers = (
         "forward_sync_buffers"
-        if "forward_sync_buffers" in constructor_parameters
+        if "forward_sync_buffers" in ddp.constructor_parameters()
         else "broadcast_buffers"
     )
     arguments: dict[str, Any] = {
@@ -240,14 +219,14 @@ def _arguments(wrapper: DistributedDataParallel, wanted: Mapping[str, Value]) ->
         **{
             name: getattr(wrapper, name)
             for name in _KEPT_AS_THEY_ARE
-            if name in constructor_parameters
+            if name in ddp.constructor_parameters()
         },
     }
-    arguments.update(wrapper_arguments(wanted))
+    arguments.update(ddp.arguments(wanted))
     listed = getattr(wrapper, "bucket_bytes_cap_list", None) or []
     if len(listed) > 2:  # such a list is left alone
-        arguments.pop("bucket_cap_mb", None)
-        arguments["bucket_cap_mb_list"] = [size / MIB for size in listed]
+        arguments.pop(ddp.BUCKET_CAP.parameter, None)
+        arguments[ddp.FIRST_BUCKET.parameter] = [size / ddp.MIB for size in listed]
     return arguments
 
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from perfsearch.core.hardware import Hardware
-from perfsearch.core.knob import Kind, Knob, Scope, Value, same_value
+from perfsearch.core.knob import Knob, Scope, Value
 from perfsearch.core.narrow import SEARCH, KnobError, narrow
-from perfsearch.core.space import Constraint, Space
+from perfsearch.core.space import Space
+from perfsearch.knobs import by_name, of
+from perfsearch.knobs.base import Job, Use, declare, with_default
+from perfsearch.knobs.ddp import DdpArgument, constructor_records, online_constraints
 from perfsearch.online import log
-from perfsearch.online.options import TUNABLE, AutotuneOptions
-from perfsearch.runners import _ddp_knobs
-from perfsearch.workloads.spec import Traits
-
-_ON_REQUEST = {
-    "static_graph": "that the graph never changes is a promise which only you can give",
-}
-_SMALLEST_BUCKET_MB, _LARGEST_BUCKET_MB = 1 / 16, 512.0
-_PLAIN = Traits(samples_per_rank={}, auto_cpu="", auto_gpu="")
+from perfsearch.online.options import AutotuneOptions
 
 
 def make_space(
@@ -53,8 +47,8 @@ def make_space(
                 raise KnobError(f"autotune.knobs.{knob.name}={asked}: {why}")
             left_out[knob.name] = facts["fixed"][knob.name]
             settings[knob.name] = present[knob.name]
-        elif by_default and knob.name in _ON_REQUEST:
-            left_out[knob.name] = _ON_REQUEST[knob.name]
+        elif by_default and by_name[knob.name].on_request:
+            left_out[knob.name] = by_name[knob.name].on_request
             settings[knob.name] = present[knob.name]
         elif by_default and knob.numerics.rank > options.numerics.rank:
             left_out[knob.name] = f"it is {knob.numerics} and numerics={options.numerics}"
@@ -69,83 +63,31 @@ def make_space(
         searched, pinned = narrow(declared, settings, options.numerics)
     except KnobError as error:
         raise KnobError(str(error).replace("runner.knobs.", "autotune.knobs.")) from error
-    searched = [_with_default(knob) for knob in searched]
-    return Space(searched, _constraints(searched, present)), pinned, left_out
+    # what is in force today is the first thing to be measured
+    searched = [with_default(knob, knob.default) for knob in searched]
+    rules = online_constraints({knob.name for knob in searched}, present)
+    return Space(searched, rules), pinned, left_out
 
 
 def _declare(
     facts: Mapping[str, Any], options: AutotuneOptions
 ) -> tuple[list[Knob], dict[str, str]]:
-    hardware = Hardware(facts["device"], facts["ranks_per_node"], facts["nodes"], gpus=(), cores=1)
+    machine = Hardware(facts["device"], facts["ranks_per_node"], facts["nodes"], gpus=(), cores=1)
     takes = frozenset(facts["wrapper_parameters"])
-    everything, absent = _ddp_knobs.declare(_ddp_knobs.Surroundings(hardware, _PLAIN, {}, takes))
     present: Mapping[str, Value] = facts["configuration"]
+    found, left_out = declare(of(Use.ONLINE), Job(machine, {}, takes, use=Use.ONLINE))
     knobs = []
-    left_out = {name: why for name, why in absent.items() if name in TUNABLE}
-    for knob in everything:
-        if knob.name not in TUNABLE:
-            continue
+    for knob in found:
         if knob.name not in present:
             left_out[knob.name] = "it cannot be changed in this job"
             continue
         knob = replace(knob, default=present[knob.name], scope=Scope.STEP)
-        chosen = options.knobs.get(knob.name, SEARCH) != SEARCH
-        if knob.name in ("bucket_cap_mb", "first_bucket_mb") and chosen:
-            knob = replace(
-                knob, kind=Kind.REAL, values=(), low=_SMALLEST_BUCKET_MB, high=_LARGEST_BUCKET_MB
-            )
-        elif knob.name == "bucket_cap_mb":
-            knob = _buckets_of(knob, float(facts["gradient_mib"]))
-        elif knob.name == "first_bucket_mb":
-            knob = _up_to(knob, max(1.0, float(facts["gradient_mib"])))
+        record = by_name[knob.name]
+        if isinstance(record, DdpArgument):
+            named = options.knobs.get(knob.name, SEARCH) != SEARCH
+            knob = record.online_fit(knob, float(facts["gradient_mib"]), named)
         knobs.append(knob)
     return knobs, left_out
-
-
-def _buckets_of(knob: Knob, gradient_mib: float) -> Knob:
-    """Powers of two up to where everything is in one bucket, and what is in force today."""
-    largest = min(_LARGEST_BUCKET_MB, 2.0 ** math.ceil(math.log2(max(gradient_mib, 0.5))))
-    smallest = 1.0 if largest >= 64 else 0.25
-    count = round(math.log2(largest / smallest)) + 1
-    values = [smallest * 2.0**i for i in range(count)]
-    return replace(
-        knob, kind=Kind.ORDINAL, values=tuple(values), low=None, high=None, log=False, step=None
-    )
-
-
-def _up_to(knob: Knob, largest: float) -> Knob:
-    kept = tuple(v for v in knob.values if isinstance(v, int | float) and v <= largest)
-    return replace(knob, values=kept or knob.values[:1])
-
-
-def _with_default(knob: Knob) -> Knob:
-    """A knob that can take what is in force today, which is the first thing to be measured."""
-    if knob.contains(knob.default):
-        return knob
-    if knob.is_range:
-        assert knob.low is not None and knob.high is not None
-        assert isinstance(knob.default, int | float)
-        return replace(
-            knob, low=min(knob.low, knob.default), high=max(knob.high, knob.default), step=None
-        )
-    values: Sequence[Value] = (*knob.values, knob.default)
-    if knob.kind is Kind.ORDINAL:
-        values = sorted(values, key=lambda v: float(v))  # type: ignore[arg-type]
-    return replace(knob, values=tuple(values))
-
-
-def _constraints(knobs: Sequence[Knob], present: Mapping[str, Value]) -> list[Constraint]:
-    """A first bucket that is larger than the others is another name for larger buckets."""
-    names = {knob.name for knob in knobs}
-    if not {"bucket_cap_mb", "first_bucket_mb"} <= names:
-        return []
-
-    def holds(configuration: Mapping[str, Value]) -> bool:
-        first, cap = configuration["first_bucket_mb"], configuration["bucket_cap_mb"]
-        today = all(same_value(configuration[n], present[n]) for n in names)
-        return today or float(first or 0) <= float(cap or 0)
-
-    return [Constraint("the first bucket is no larger than the others", holds)]
 
 
 # -----------------------------------------------------------------------------
@@ -157,15 +99,8 @@ _ANY_JOB: dict[str, Any] = {
     "ranks_per_node": _RANKS,
     "nodes": 1,
     "gradient_mib": 512.0,
-    "wrapper_parameters": ["bucket_cap_mb_list", "gradient_as_bucket_view", "static_graph"],
-    "configuration": {
-        "bucket_cap_mb": 25.0,
-        "first_bucket_mb": 1.0,
-        "gradient_as_bucket_view": False,
-        "static_graph": False,
-        "hierarchical_group_size": 0,
-        "optimizer_implementation": "default",
-    },
+    "wrapper_parameters": [record.parameter for record in constructor_records(Use.ONLINE)],
+    "configuration": {record.name: record.default for record in of(Use.ONLINE)},
     "fixed": {},
 }
 """Facts, as the ranks find them, of a job in which every knob can be tuned."""

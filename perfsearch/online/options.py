@@ -11,17 +11,12 @@ from perfsearch.config.options import ConfigError, build_options
 from perfsearch.core.errors import nearest
 from perfsearch.core.knob import Numerics
 from perfsearch.core.option import option
+from perfsearch.knobs import effect_order
+from perfsearch.knobs.base import Use
 
 PREFIX = "autotune"
 
-TUNABLE = (
-    "bucket_cap_mb",
-    "optimizer_implementation",
-    "gradient_as_bucket_view",
-    "hierarchical_group_size",
-    "first_bucket_mb",
-    "static_graph",
-)
+TUNABLE = effect_order(Use.ONLINE)
 """Every knob that can change between two steps, the one with the largest expected effect first."""
 
 

@@ -24,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perfsearch.core.knob import Value
+from perfsearch.knobs.ddp import HIERARCHY, MIB, constructor_parameters
+from perfsearch.knobs.optimizer import DEFAULT, IMPLEMENTATION
 from perfsearch.online import ddp as wrapping
 from perfsearch.online import log as logs
 from perfsearch.online.controller import NOT_IN_TIME, Director, NotRestoredError, Steps
@@ -31,7 +33,6 @@ from perfsearch.online.ddp import ImplementationSwitch, adopt, why_not_switchabl
 from perfsearch.online.options import AutotuneOptions
 from perfsearch.online.proposer import StrategyProcess
 from perfsearch.online.store import APPLY, END, FAIL, RUN, Channel, Instruction, Report
-from perfsearch.training.base import DEFAULT
 from perfsearch.training.process_groups import pause_at_end
 from perfsearch.workers.measure import Clock, make_clock, synchronize
 
@@ -163,7 +164,7 @@ class Participant:
     def _in_force(self, model: DistributedDataParallel) -> dict[str, Value]:
         found = wrapping.configuration_of(model)
         if self._switch is not None:
-            found["optimizer_implementation"] = self._switch.choice
+            found[IMPLEMENTATION.name] = self._switch.choice
         return found
 
     def _timed_report(self, model: DistributedDataParallel) -> Report:
@@ -208,12 +209,12 @@ class Participant:
 
         Whatever goes wrong is an answer, since all ranks have to go back together.
         """
-        size = int(configuration.get("hierarchical_group_size") or 0)
+        size = HIERARCHY.number(configuration)
         if size in self._hung:
             return f"{NOT_IN_TIME} {self._options.time_limit_s:g} s before: groups of {size}"
         try:
             wrapping.rewrap(model, configuration)
-            choice = configuration.get("optimizer_implementation")
+            choice = IMPLEMENTATION.of(configuration)
             if self._switch is not None:
                 self._switch.apply(choice)
             elif choice not in (None, DEFAULT):
@@ -458,15 +459,15 @@ def facts_of(
     configuration = wrapping.configuration_of(model)
     fixed = wrapping.why_not_each(model)
     if implementation is not None:
-        configuration["optimizer_implementation"] = implementation
+        configuration[IMPLEMENTATION.name] = implementation
     else:
-        fixed["optimizer_implementation"] = why_not_switchable(optimizer)
+        fixed[IMPLEMENTATION.name] = why_not_switchable(optimizer)
     return {
         "device": torch.device(model.device).type,
         "ranks_per_node": per_node if world % per_node == 0 else world,
         "nodes": world // per_node if world % per_node == 0 else 1,
-        "gradient_mib": sum(p.numel() * p.element_size() for p in trained) / wrapping.MIB,
-        "wrapper_parameters": sorted(wrapping.constructor_parameters),
+        "gradient_mib": sum(p.numel() * p.element_size() for p in trained) / MIB,
+        "wrapper_parameters": sorted(constructor_parameters()),
         "configuration": configuration,
         "fixed": fixed,
     }

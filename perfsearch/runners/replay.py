@@ -22,9 +22,14 @@ from perfsearch.core.objective import Metric
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Measurement, Status, Trial
+from perfsearch.knobs import effect_order
+from perfsearch.knobs.base import Use
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
+from perfsearch.knobs.ddp import BUCKET_CAP
+from perfsearch.knobs.fsdp import STAGE
+from perfsearch.knobs.loader import PREFETCH
+from perfsearch.knobs.starts import starts as starts_of
 from perfsearch.metrics.memory import MemoryFacts
-from perfsearch.runners import _ddp_knobs, _ddp_starts, _zero_knobs
-from perfsearch.runners._zero_batch import Batch
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.runners.deepspeed import config
 from perfsearch.runners.zero.memory import FILE as FACTS_FILE
@@ -246,8 +251,8 @@ def _of_same_batch(entries: Sequence[Entry], start: Entry) -> list[Entry]:
 
 
 def _nominal_batch(entry: Entry, start: Entry) -> int | None:
-    values = [entry.configuration.get(k, 1) for k in ("micro_batch", "gradient_accumulation")]
-    if not all(isinstance(v, int) for v in values) or "micro_batch" not in entry.configuration:
+    values = [entry.configuration.get(k, 1) for k in (MICRO_BATCH.name, ACCUMULATION.name)]
+    if not all(isinstance(v, int) for v in values) or MICRO_BATCH.name not in entry.configuration:
         return None
     return int(values[0] or 1) * int(values[1] or 1) * start.world_size
 
@@ -260,8 +265,8 @@ def _nominal_batch(entry: Entry, start: Entry) -> int | None:
 # them too.
 
 _ORDERS: Mapping[str, tuple[str, ...]] = {
-    "ddp": _ddp_knobs.EFFECT_ORDER,
-    "zero": _zero_knobs.EFFECT_ORDER,
+    "ddp": effect_order(Use.DDP),
+    "zero": effect_order(Use.ZERO),
     "deepspeed": config.EFFECT_ORDER,
 }
 """Runners by name, with their knobs in the order of expected effect; the first of equals wins."""
@@ -295,9 +300,9 @@ def known_hints(
     found = Hints(
         baseline=dict(baseline),
         effect_order=tuple(name for name in order if name in knobs),
-        starts=tuple(_ddp_starts.starts(knobs, baseline)) if runner == "ddp" else (),
-        monotonic={"micro_batch": 1} if "micro_batch" in ordered else {},
-        stage_knob="zero_stage" if "zero_stage" in knobs else None,
+        starts=tuple(starts_of(knobs, baseline)) if runner == "ddp" else (),
+        monotonic={MICRO_BATCH.name: 1} if MICRO_BATCH.name in ordered else {},
+        stage_knob=STAGE.name if STAGE.name in knobs else None,
     )
     if memory is None:
         return found
@@ -329,10 +334,14 @@ def memory_of(
 
     """
     given = RecordedFacts(facts)
-    if owning_runner(list(knobs)) != "zero" or "micro_batch" not in knobs or global_batch is None:
+    if (
+        owning_runner(list(knobs)) != "zero"
+        or MICRO_BATCH.name not in knobs
+        or global_batch is None
+    ):
         return None
-    micro_batches = [int(v or 1) for v in knobs["micro_batch"].choices() or ()]
-    free = "gradient_accumulation" in knobs
+    micro_batches = [int(v or 1) for v in knobs[MICRO_BATCH.name].choices() or ()]
+    free = ACCUMULATION.name in knobs
     if not free and any(global_batch % (m * world_size) for m in micro_batches):
         return None
     batch = Batch("free" if free else "fixed", global_batch, world_size, micro_batches[0])
@@ -380,7 +389,10 @@ OUTCOME_COLUMNS = frozenset(
 )
 """Columns that are never knobs; beside them every column that starts with ``peak_``."""
 
-_LIBRARY_DEFAULTS: Mapping[str, float] = {"bucket_cap_mb": 25, "prefetch_factor": 2}
+_LIBRARY_DEFAULTS: Mapping[str, float] = {
+    BUCKET_CAP.name: 25,
+    PREFETCH.name: 2,
+}
 """Defaults that are neither the smallest value nor ``False``."""
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from perfsearch.core.knob import Value
+from perfsearch.knobs import loader
 from perfsearch.soap.capture.capture import Captured, capture
 from perfsearch.soap.capture.trace import CaptureError
 from perfsearch.soap.executor.exchange import communicators
@@ -36,7 +37,7 @@ class SoapStep(TrainStep):
 
     The configuration's ``plan`` is the text of a strategy file; data parallelism where there is
     none. ``recipe_options["cuda_graph"]`` (default: true) lets steps on GPUs be recorded.
-    ``dataloader_workers``, ``prefetch_factor`` and ``pin_memory`` are taken as elsewhere.
+    The loader's knobs are taken as elsewhere.
     """
 
     def __init__(self, context: BuildContext) -> None:
@@ -44,14 +45,7 @@ class SoapStep(TrainStep):
         self._world = groups.world_size
         self.job = context.host_job()
         configuration = context.configuration
-        workers = int(configuration.get("dataloader_workers") or 0)
-        prefetch = configuration.get("prefetch_factor")
-        self.loader = LoaderOptions(
-            micro_batch=context.local_batch,
-            workers=workers,
-            prefetch_factor=int(prefetch) if workers and prefetch else None,
-            pin_memory=bool(configuration.get("pin_memory")),
-        )
+        self.loader = LoaderOptions(context.local_batch, loader.arguments(configuration))
         captured = captured_of(self.job, context.local_batch * self._world, self._device)
         self._planned = captured.graph.planned
         self._execution = Execution(

@@ -102,13 +102,13 @@ class ByBound(Strategy):
         baseline = next((t for t in self._trials if t.purpose is Purpose.BASELINE), None)
         measured = None if baseline is None else baseline.measurement
         found = [] if measured is None else bounds(measured)
-        names = [knob.name for knob in self.space.knobs]
+        knobs = list(self.space.knobs)
         if not found:
-            return [Group("", 1.0, tuple(names))]
+            return [Group("", 1.0, tuple(knob.name for knob in knobs))]
         groups = []
         for bound in found:
-            mine = [n for n in names if bound.part in touched(n)]
-            names = [n for n in names if n not in mine]
+            mine = [knob.name for knob in knobs if bound.part in touched(knob)]
+            knobs = [knob for knob in knobs if knob.name not in mine]
             if mine and bound.share >= WORTH_A_TRIAL:
                 groups.append(Group(bound.part, bound.share, tuple(mine)))
         return groups

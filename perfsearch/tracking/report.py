@@ -148,7 +148,7 @@ def _gains(trials: Sequence[Trial], bound: float | None) -> str:
     found = [] if baseline is None else bounds(baseline)
     if not found:
         return ""
-    rows = [(b.part, percent(b.gain), b.evidence) for b in found]
+    rows = [(str(b.part), percent(b.gain), b.evidence) for b in found]
     if bound is not None:
         rows.append(("all that is searched", percent(bound), ""))
     cells = "".join(

@@ -6,12 +6,13 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from perfsearch.core.knob import Value
+from perfsearch.knobs import loader, model
 from perfsearch.training.process_groups import Groups
 from perfsearch.workloads.base import Job
 
@@ -28,18 +29,33 @@ class LoaderOptions:
 
     Attributes:
         micro_batch: samples a rank takes at once; the share of a step is a multiple of it.
-        workers: loader processes; 0 loads in the training process.
-        prefetch_factor: batches that each of them keeps ready.
-        pin_memory: whether batches are copied to page-locked memory.
+        arguments: of the ``DataLoader`` that knobs stand for.
         channels_last: whether image batches are laid out with channels innermost.
 
     """
 
     micro_batch: int
-    workers: int = 0
-    prefetch_factor: int | None = None
-    pin_memory: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     channels_last: bool = False
+
+    @classmethod
+    def of(cls, configuration: Mapping[str, Value], micro_batch: int) -> LoaderOptions:
+        """Read them from a configuration."""
+        return cls(
+            micro_batch,
+            loader.arguments(configuration),
+            bool(model.CHANNELS_LAST.of(configuration)),
+        )
+
+    @property
+    def workers(self) -> int:
+        """Loader processes; 0 loads in the training process."""
+        return int(self.arguments.get(loader.WORKERS.parameter, 0))
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches are copied to page-locked memory."""
+        return bool(self.arguments.get(loader.PIN_MEMORY.parameter))
 
 
 @dataclass(frozen=True)
@@ -177,47 +193,3 @@ def run_backward(loss: torch.Tensor, mark: Mark, split: bool) -> None:
     loss.register_hook(at_first_gradient)
     loss.backward()
     mark("comm_exposed")
-
-
-# -----------------------------------------------------------------------------
-# How an optimizer walks over its parameters: one by one, in lists, or in one kernel.
-
-DEFAULT = "default"
-IMPLEMENTATIONS = (DEFAULT, "foreach", "fused")
-
-
-def apply_implementation(optimizer: torch.optim.Optimizer, choice: Value) -> None:
-    """Make a new optimizer, that has not stepped, use the named implementation.
-
-    Args:
-        optimizer: any optimizer; those of torch keep the choice in their parameter groups.
-        choice: ``default`` or ``None`` leaves it as the user made it.
-
-    Raises:
-        ValueError: its class has no such implementation.
-
-    """
-    if choice in (None, DEFAULT):
-        return
-    if choice not in IMPLEMENTATIONS:
-        raise ValueError(f"optimizer_implementation={choice}: one of {', '.join(IMPLEMENTATIONS)}")
-    for group in optimizer.param_groups:
-        if choice not in group:
-            raise ValueError(
-                f"optimizer_implementation={choice}: {type(optimizer).__name__} has no {choice} "
-                "implementation"
-            )
-        for name in ("foreach", "fused"):
-            if name in group:
-                group[name] = name == choice
-    if choice == "fused":
-        optimizer._step_supports_amp_scaling = True  # as its constructor does
-
-
-def implementation_of(optimizer: torch.optim.Optimizer) -> str:
-    """Which implementation all parameter groups name."""
-    names = {
-        "fused" if group.get("fused") else "foreach" if group.get("foreach") else DEFAULT
-        for group in optimizer.param_groups
-    }
-    return names.pop() if len(names) == 1 else "mixed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,22 +14,17 @@ import torch.nn.functional as functional
 from torch.nn.parallel import DistributedDataParallel
 
 from perfsearch.core.knob import Value
-from perfsearch.parallel import nccl
-from perfsearch.parallel.wrapper import wrapper_arguments
+from perfsearch.knobs import ddp, model, nccl, optimizer, process
+from perfsearch.knobs.base import Use
 from perfsearch.training.base import (
-    DEFAULT,
     BuildContext,
     LoaderOptions,
     Mark,
     NextBatch,
     TrainStep,
-    apply_implementation,
-    implementation_of,
     run_backward,
 )
 from perfsearch.training.process_groups import Groups
-
-MIB = 2**20
 
 
 class DdpStep(TrainStep):
@@ -42,34 +36,25 @@ class DdpStep(TrainStep):
         self._hook: HierarchicalAllReduce | None = None
         self._nccl_log = NcclLog(context.options.get("nccl_log"))
         self.job = context.job(True)
-        self.loader = _loader_options(configuration, context.local_batch)
+        self.loader = LoaderOptions.of(configuration, context.local_batch)
         device = context.device
-        threads = configuration.get("omp_num_threads")
-        if threads is not None:
-            torch.set_num_threads(int(threads))
-        if configuration.get("cudnn_benchmark") is not None:
-            torch.backends.cudnn.benchmark = bool(configuration["cudnn_benchmark"])
-        model = self.job.model
-        if self.loader.channels_last:
-            model.to(memory_format=torch.channels_last)
+        process.apply(configuration)
         self.marks_communication = True
-        self._mode = str(configuration.get("compile_mode") or "none")
-        self.compiles = self._mode != "none"
-        if self.compiles:
-            model = torch.compile(model, mode=None if self._mode == "default" else self._mode)
+        self.compiles = model.is_compiled(configuration)
+        self._mode = model.COMPILE.of(configuration) or model.NOT_COMPILED
         self.net = DistributedDataParallel(
-            model,
+            model.apply(configuration, self.job.model),
             device_ids=[device.index] if device.type == "cuda" else None,
-            **wrapper_arguments(configuration),
+            **ddp.arguments(configuration),
         )
-        size = int(configuration.get("hierarchical_group_size") or 0)
+        size = ddp.HIERARCHY.number(configuration)
         if size:
             self._hook = HierarchicalAllReduce(context.groups, size)
             hook = self._hook
             # a lambda, since torch refuses hooks whose annotations it does not know
             self.net.register_comm_hook(None, lambda state, bucket: hook.average(bucket))
         self.optimizer = self.job.optimizer(self.job.model.parameters())
-        apply_implementation(self.optimizer, configuration.get("optimizer_implementation"))
+        optimizer.apply(self.optimizer, configuration)
         dtype = self.job.autocast_dtype.get(device.type)
         self._autocast: dict[str, Any] = {
             "device_type": device.type,
@@ -92,23 +77,16 @@ class DdpStep(TrainStep):
     def in_force(self) -> dict[str, Value]:
         """From DDP's logging data, the optimizer's groups, torch's switches and the environment."""
         data = self.net._get_ddp_logging_data()
-        listed = getattr(self.net, "bucket_bytes_cap_list", None)
-        cap = listed[-1] if listed else self.net.bucket_bytes_cap
         found: dict[str, Value] = {
-            "bucket_cap_mb": cap / MIB,
-            "gradient_as_bucket_view": bool(self.net.gradient_as_bucket_view),
-            "static_graph": bool(self.net.static_graph),
-            "optimizer_implementation": self._optimizer_in_force(),
-            "optimizer_used": implementation_of(self.optimizer),
-            "omp_num_threads": torch.get_num_threads(),
-            "cudnn_benchmark": torch.backends.cudnn.benchmark,
-            "hierarchical_group_size": self._hook.size if self._hook else 0,
-            "channels_last": _is_channels_last(self.job.model),
-            "compile_mode": self._mode,
+            **ddp.values_of(self.net, Use.DDP),
+            **optimizer.values_of(self.optimizer, self._configuration),
+            "optimizer_used": optimizer.implementation_of(self.optimizer),
+            **process.values(),
+            ddp.HIERARCHY.name: self._hook.size if self._hook else 0,
+            model.CHANNELS_LAST.name: model.is_channels_last(self.job.model),
+            model.COMPILE.name: self._mode,
             "bucket_bytes": data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes"),
         }
-        if "first_bucket_mb" in self._configuration and listed:
-            found["first_bucket_mb"] = listed[0] / MIB
         found.update(nccl.read_back(os.environ, self._configuration))
         used = self._nccl_log.effective()
         for knob, name in used.items():
@@ -116,11 +94,6 @@ class DdpStep(TrainStep):
             if self._configuration.get(knob) is not None:
                 found[knob] = name  # NCCL may fall back from what its variable asks for
         return found
-
-    def _optimizer_in_force(self) -> Value:
-        # "default" leaves the optimizer as the user made it, whatever that is
-        asked = self._configuration.get("optimizer_implementation")
-        return DEFAULT if asked in (None, DEFAULT) else implementation_of(self.optimizer)
 
     def alone(self) -> AbstractContextManager[Any]:
         """Leave out the all-reduces, and the copies into their buckets."""
@@ -163,23 +136,6 @@ class NcclLog:
         with open(self._path, errors="replace") as log:
             log.seek(self._start)
             return nccl.effective(log)
-
-
-def _loader_options(configuration: Mapping[str, Value], local_batch: int) -> LoaderOptions:
-    workers = int(configuration.get("dataloader_workers") or 0)
-    prefetch = configuration.get("prefetch_factor")
-    return LoaderOptions(
-        micro_batch=local_batch,
-        workers=workers,
-        prefetch_factor=int(prefetch) if prefetch is not None and workers else None,
-        pin_memory=bool(configuration.get("pin_memory")),
-        channels_last=bool(configuration.get("channels_last")),
-    )
-
-
-def _is_channels_last(model: torch.nn.Module) -> bool:
-    images = [p for p in model.parameters() if p.dim() == 4 and p.shape[1] > 1 and p.shape[2] > 1]
-    return bool(images) and all(p.is_contiguous(memory_format=torch.channels_last) for p in images)
 
 
 def build(context: BuildContext) -> DdpStep:

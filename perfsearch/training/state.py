@@ -221,17 +221,14 @@ def make_loader(
         options.micro_batch,
         seed,
     )
-    workers: dict[str, Any] = {}
-    if options.workers:
-        workers = {"prefetch_factor": options.prefetch_factor, "worker_init_fn": job.worker_init}
+    of_workers = {"worker_init_fn": job.worker_init} if options.workers else {}
     return DataLoader(
         job.data,
         batch_sampler=batches,
-        num_workers=options.workers,
-        pin_memory=options.pin_memory,
         collate_fn=job.collate,
         generator=torch.Generator().manual_seed(seed + rank),
-        **workers,
+        **options.arguments,
+        **of_workers,
     )
 
 

@@ -22,16 +22,26 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from perfsearch.core.knob import Value
-from perfsearch.parallel.wrapper import wrapper_arguments
+from perfsearch.knobs import ddp, optimizer
+from perfsearch.knobs.base import Use
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
+from perfsearch.knobs.fsdp import BACKWARD_PREFETCH, CPU_OFFLOAD, FORWARD_PREFETCH, STAGE
+from perfsearch.knobs.optimizer import IMPLEMENTATION, apply_implementation
+from perfsearch.knobs.optimizer import values_of as optimizer_values
+from perfsearch.knobs.zero import (
+    BLOCKS_PER_UNIT,
+    CHECKPOINTING,
+    MIXED_PRECISION,
+    RESHARD_GROUP,
+    SHARD_GROUP,
+    SYNC_EACH,
+)
 from perfsearch.training.base import (
-    DEFAULT,
     BuildContext,
     LoaderOptions,
     Mark,
     NextBatch,
     TrainStep,
-    apply_implementation,
-    implementation_of,
     run_backward,
 )
 from perfsearch.training.process_groups import Groups
@@ -153,16 +163,16 @@ class ShardedModel:
             stage = "not sharded"
         offloaded = {p.device.type for p in self.net.parameters()} == {"cpu"}
         found: dict[str, Value] = {
-            "zero_stage": stage,
-            "shard_group_size": self._read_shard_group(),
-            "gradient_sync_each": bool(sharding.sync_each),
+            STAGE.name: stage,
+            SHARD_GROUP.name: self._read_shard_group(),
+            SYNC_EACH.name: bool(sharding.sync_each),
             "sharding_units": len(groups),
             "resharded_to": _reshard_width(groups),
         }
         if self._units:
-            found["blocks_per_unit"] = max(len(unit) for unit in self._units)
+            found[BLOCKS_PER_UNIT.name] = max(len(unit) for unit in self._units)
         if self._groups.device.type != "cpu":
-            found["cpu_offload"] = offloaded
+            found[CPU_OFFLOAD.name] = offloaded
         return found
 
     def _is_spread(self) -> bool:
@@ -228,8 +238,8 @@ class ZeroStep(TrainStep):
         configuration = context.configuration
         self._configuration = configuration
         self._device = context.device
-        stage = int(configuration["zero_stage"] or 0)
-        self._micro_batch = int(configuration["micro_batch"] or context.local_batch)
+        stage = STAGE.number(configuration)
+        self._micro_batch = int(MICRO_BATCH.of(configuration) or context.local_batch)
         self._accumulation, rest = divmod(context.local_batch, self._micro_batch)
         if rest:
             raise ValueError(
@@ -240,8 +250,8 @@ class ZeroStep(TrainStep):
         # shards are cut from the host's copy, so the whole model need not fit on the device
         self.job = context.job(True) if stage < 2 else context.host_job()
         dtype = self.job.autocast_dtype.get(self._device.type)
-        self._by_policy = stage >= 2 and configuration.get("mixed_precision") != "autocast"
-        every = int(configuration.get("activation_checkpointing") or 0)
+        self._by_policy = stage >= 2 and MIXED_PRECISION.of(configuration) != "autocast"
+        every = CHECKPOINTING.number(configuration)
         self._checkpointing = CheckpointedBlocks(self.job.blocks, every)
         self._wrapped: ReplicatedModel | ShardedModel
         if stage < 2:
@@ -250,7 +260,7 @@ class ZeroStep(TrainStep):
             sharding = _sharding(configuration, context.groups.world_size, stage)
             if self._by_policy:
                 sharding = _with_dtype(sharding, dtype)
-            implementation = configuration.get("optimizer_implementation")
+            implementation = IMPLEMENTATION.of(configuration)
             self._wrapped = ShardedModel(self.job, sharding, context.groups, implementation)
         self.net = self._wrapped.net
         self.optimizer = self._wrapped.optimizer
@@ -307,20 +317,16 @@ class ZeroStep(TrainStep):
     def in_force(self) -> dict[str, Value]:
         """Read back from wrappers, blocks, the optimizer, and the batches that came."""
         found = {
-            "micro_batch": self.loader.micro_batch,
+            MICRO_BATCH.name: self.loader.micro_batch,
             "micro_batch_seen": self._seen_batch,
-            "gradient_accumulation": self._forwards,
-            "activation_checkpointing": self._checkpointing.every,
-            "optimizer_implementation": self._optimizer_in_force(),
+            ACCUMULATION.name: self._forwards,
+            CHECKPOINTING.name: self._checkpointing.every,
+            **optimizer_values(
+                getattr(self.optimizer, "optim", self.optimizer), self._configuration
+            ),
             **self._wrapped.in_force(),
         }
         return {name: value for name, value in found.items() if value is not None}
-
-    def _optimizer_in_force(self) -> Value:
-        asked = self._configuration.get("optimizer_implementation")
-        if asked in (None, DEFAULT):
-            return DEFAULT
-        return implementation_of(getattr(self.optimizer, "optim", self.optimizer))
 
     def evidence(self) -> dict[str, float]:
         """GiB that lie on the device between steps, from the tensors and from the allocator."""
@@ -355,17 +361,14 @@ class ZeroStep(TrainStep):
 
 
 def _sharding(configuration: Mapping[str, Value], world_size: int, stage: int) -> Sharding:
-    def number(name: str) -> int:
-        return int(configuration.get(name) or 0)
-
     return Sharding(
-        reshard=False if stage == 2 else number("reshard_group_size") or True,
-        shard_group=number("shard_group_size") or world_size,
-        blocks_per_unit=number("blocks_per_unit") or 1,
-        forward_prefetch=number("forward_prefetch"),
-        backward_prefetch=number("backward_prefetch"),
-        sync_each=bool(configuration.get("gradient_sync_each")),
-        offload=bool(configuration.get("cpu_offload")),
+        reshard=False if stage == 2 else RESHARD_GROUP.number(configuration) or True,
+        shard_group=SHARD_GROUP.number(configuration) or world_size,
+        blocks_per_unit=BLOCKS_PER_UNIT.number(configuration) or 1,
+        forward_prefetch=FORWARD_PREFETCH.number(configuration),
+        backward_prefetch=BACKWARD_PREFETCH.number(configuration),
+        sync_each=bool(SYNC_EACH.of(configuration)),
+        offload=bool(CPU_OFFLOAD.of(configuration)),
     )
 
 
@@ -385,15 +388,13 @@ def build(context: BuildContext) -> ZeroStep:
 # -----------------------------------------------------------------------------
 # ZeRO stages 0 and 1: whole parameters on every rank, optimizer state whole or dealt out.
 
-MIB = 2**20
-
 
 class ReplicatedModel:
     """A wrapped model and its optimizer.
 
     Args:
         job: model and optimizer factory.
-        configuration: ``zero_stage`` and what the wrapper and the optimizer are told.
+        configuration: the stage and what the wrapper and the optimizer are told.
         device: where this rank computes.
 
     """
@@ -402,11 +403,11 @@ class ReplicatedModel:
         self.net = DistributedDataParallel(
             job.model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            **wrapper_arguments(configuration),
+            **ddp.arguments(configuration),
         )
         self.optimizer = job.optimizer([p for p in job.model.parameters() if p.requires_grad])
-        apply_implementation(self.optimizer, configuration.get("optimizer_implementation"))
-        if configuration["zero_stage"] == 1:
+        optimizer.apply(self.optimizer, configuration)
+        if STAGE.of(configuration) == 1:
             self.optimizer = _dealt_out(self.optimizer)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
@@ -418,12 +419,9 @@ class ReplicatedModel:
 
     def in_force(self) -> dict[str, Value]:
         """Read back from the wrapper and the optimizer."""
-        listed = getattr(self.net, "bucket_bytes_cap_list", None)
-        cap = listed[-1] if listed else self.net.bucket_bytes_cap
         return {
-            "zero_stage": int(isinstance(self.optimizer, ZeroRedundancyOptimizer)),
-            "bucket_cap_mb": cap / MIB,
-            "gradient_as_bucket_view": bool(self.net.gradient_as_bucket_view),
+            STAGE.name: int(isinstance(self.optimizer, ZeroRedundancyOptimizer)),
+            **ddp.values_of(self.net, Use.ZERO),
         }
 
     def close(self) -> None:

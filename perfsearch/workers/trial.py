@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from perfsearch.knobs.base import Use
+from perfsearch.knobs.loader import values_of
 from perfsearch.metrics.system import available_bytes
 from perfsearch.training.base import BuildContext, TrainStep, load
 from perfsearch.training.process_groups import Groups
@@ -87,12 +89,7 @@ class _Feed:
             groups.spec.seed,
         )
         self._batches: Iterator[Any] = iter(loader)
-        self.in_force: dict[str, Any] = {
-            "dataloader_workers": loader.num_workers,
-            "pin_memory": loader.pin_memory,
-        }
-        if loader.num_workers:
-            self.in_force["prefetch_factor"] = loader.prefetch_factor
+        self.in_force: dict[str, Any] = values_of(loader, Use.DDP)
         self.device = groups.device
         self.rank = groups.rank
         self._options = step.loader

@@ -9,13 +9,14 @@ import pytest
 from support import front_fakes
 
 TESTS = Path(__file__).parents[1]
+FAKES = str(TESTS / "support" / "front_fakes.py")
 
 
 def start(tmp_path, *arguments):
     return subprocess.Popen(
         [
             sys.executable,
-            str(TESTS / "support" / "front_fakes.py"),
+            FAKES,
             *front_fakes.PREFIX,
             *arguments,
         ],

@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from perfsearch.instrument.loaders import (
     BatchTape,
     Loaders,
-    arguments,
     copy_structure,
     count_samples,
     give_tensor,
 )
+from perfsearch.knobs.loader import arguments_given
 
 DATA = TensorDataset(torch.arange(12).float().reshape(12, 1))
 
@@ -45,7 +45,7 @@ def make():
     ],
 )  # fmt: skip
 def test_arguments_stay_consistent(own, knobs, made):
-    found = arguments(own, knobs)
+    found = arguments_given(own, knobs)
     assert {name: found[name] for name in made} == made
 
 

@@ -2,8 +2,14 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from perfsearch.instrument.ddp import Wrappers, arguments, values_of
+from perfsearch.instrument.ddp import Wrappers
 from perfsearch.instrument.patching import untouched
+from perfsearch.knobs import ddp
+from perfsearch.knobs.base import Use
+
+
+def values_of(wrapper):
+    return ddp.values_of(wrapper, Use.SCRIPT)
 
 
 @pytest.fixture
@@ -22,12 +28,11 @@ def wrappers():
         ({"bucket_cap_mb_list": [1, 8]}, {"bucket_cap_mb": 50.0}, {"bucket_cap_mb": 50.0}),
         ({"bucket_cap_mb": 10}, {"first_bucket_mb": 4.0}, {"bucket_cap_mb_list": [4.0, 10.0]}),
         ({"static_graph": True}, {"static_graph": False}, {}),
-        ({"find_unused_parameters": True}, {"find_unused_parameters": False},
-         {"find_unused_parameters": False}),
+        ({"find_unused_parameters": True}, {"find_unused_parameters": False}, {}),
     ],
 )  # fmt: skip
 def test_knobs_take_the_place_of_the_scripts_own_arguments(own, knobs, made):
-    assert arguments(own, knobs) == made
+    assert ddp.arguments_given(own, knobs) == made
 
 
 def test_the_scripts_wrapper_gets_the_knobs_and_stays_its_own(alone, wrappers):

@@ -91,7 +91,7 @@ def test_changing_in_the_middle_trains_on_and_back_to_the_scripts_own(make):
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     changing, same = (torch.optim.AdamW([p], foreach=False) for p in parameters)
     for choice in (None, "fused", "foreach", None):
-        optimizers.change(choice)
+        optimizers.change({"optimizer_implementation": choice})
         same.param_groups[0].update(foreach=False, fused=None)
         for optimizer, parameter in zip((changing, same), parameters, strict=True):
             step(optimizer, parameter)

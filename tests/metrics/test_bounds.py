@@ -1,15 +1,18 @@
 import math
+from dataclasses import replace
 
 import pytest
 
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.trial import Measurement
+from perfsearch.knobs import by_name, effect_order
+from perfsearch.knobs.base import Use
 from perfsearch.metrics import bounds as module
 from perfsearch.metrics.bounds import bound_of, bounds, gain_of, in_short, touched
 
-BUCKET = Knob("bucket_cap_mb", Kind.ORDINAL, 25, (8, 25))
-WORKERS = Knob("dataloader_workers", Kind.ORDINAL, 0, (0, 1))
-ONE_CHOICE = Knob("compile_mode", Kind.CATEGORICAL, "none", ("none",))
+BUCKET = by_name["bucket_cap_mb"].knob
+WORKERS = by_name["dataloader_workers"].knob
+ONE_CHOICE = replace(by_name["compile_mode"].knob, values=("none",))
 UNKNOWN = Knob("shiny", Kind.BOOLEAN, False)
 
 
@@ -139,8 +142,7 @@ def test_a_part_that_keeps_the_host_is_bounded_by_what_the_device_then_idles(par
 def test_what_the_device_idles_is_counted_once_over_several_parts():
     step_ms, measurement = host_limited(LIMITED_BY_ITS_HOST[0])
     found = bounds(measurement)
-    both = [Knob("optimizer_implementation", Kind.BOOLEAN, False)]
-    both.append(Knob("channels_last", Kind.BOOLEAN, False))
+    both = [by_name["optimizer_implementation"].knob, by_name["channels_last"].knob]
     shares = [share(measurement, part) for part in ("optimizer", "computing")]
     idle = 1 - measurement.bottleneck_evidence["device_busy_ms"] / step_ms
     assert bound_of(found, both[:1]) == pytest.approx(gain_of(shares[0]))
@@ -185,10 +187,8 @@ def test_the_whole_step_bounds_nothing():
 
 
 def test_every_knob_of_the_runners_is_placed():
-    from perfsearch.runners._ddp_knobs import EFFECT_ORDER as ddp
-    from perfsearch.runners._zero_knobs import EFFECT_ORDER as zero
-
-    free = {name for name in {*ddp, *zero} if touched(name) == module.PARTS}
+    names = {*effect_order(Use.DDP), *effect_order(Use.ZERO)}
+    free = {name for name in names if touched(by_name[name].knob) == module.PARTS}
     assert free == {"omp_num_threads", "gradient_accumulation"}
 
 

@@ -5,7 +5,7 @@ from pipeline.conftest import make_settings
 from support.synthetic import KeptTracker, KeptView, SyntheticRunner
 
 from perfsearch.core.journal import read
-from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.knob import Kind, Knob, Part
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Purpose
 from perfsearch.pipeline.search import search as run_search
@@ -20,8 +20,16 @@ class Watched(SyntheticRunner):
         super().__init__(**more)
         self.space = Space(
             [
-                Knob("bucket_cap_mb", Kind.ORDINAL, 1, values=(1, 2, 4, 8, 16, 32)),
-                Knob("dataloader_workers", Kind.ORDINAL, 0, values=(0, 1)),
+                Knob(
+                    "bucket_cap_mb",
+                    Kind.ORDINAL,
+                    1,
+                    values=(1, 2, 4, 8, 16, 32),
+                    shortens=(Part.COMMUNICATION,),
+                ),
+                Knob(
+                    "dataloader_workers", Kind.ORDINAL, 0, values=(0, 1), shortens=(Part.LOADING,)
+                ),
             ]
         )
         self.baseline = {"bucket_cap_mb": 1, "dataloader_workers": 0}

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from perfsearch.core.hints import Earlier, Hints
-from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.knob import Kind, Knob, Part
 from perfsearch.core.space import Constraint, Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.strategies import load
@@ -10,10 +10,23 @@ from perfsearch.strategies._staged import ByBound, part_of
 
 SPACE = Space(
     [
-        Knob("bucket_cap_mb", Kind.ORDINAL, 1, (1, 2, 4, 8)),
-        Knob("dataloader_workers", Kind.ORDINAL, 0, (0, 1, 2)),
-        Knob("prefetch_factor", Kind.ORDINAL, 2, (2, 4), when={"dataloader_workers": (1, 2)}),
-        Knob("optimizer_implementation", Kind.CATEGORICAL, "default", ("default", "fused")),
+        Knob("bucket_cap_mb", Kind.ORDINAL, 1, (1, 2, 4, 8), shortens=(Part.COMMUNICATION,)),
+        Knob("dataloader_workers", Kind.ORDINAL, 0, (0, 1, 2), shortens=(Part.LOADING,)),
+        Knob(
+            "prefetch_factor",
+            Kind.ORDINAL,
+            2,
+            (2, 4),
+            when={"dataloader_workers": (1, 2)},
+            shortens=(Part.LOADING,),
+        ),
+        Knob(
+            "optimizer_implementation",
+            Kind.CATEGORICAL,
+            "default",
+            ("default", "fused"),
+            shortens=(Part.OPTIMIZER,),
+        ),
     ],
     [Constraint("no 8 with 2", lambda c: (c["bucket_cap_mb"], c["dataloader_workers"]) != (8, 2))],
 )

@@ -23,7 +23,7 @@ def facts(**changes):
         "nodes": 1,
         "gradient_mib": 500.0,
         "wrapper_parameters": [
-            "bucket_cap_mb_list", "gradient_as_bucket_view", "static_graph",
+            "bucket_cap_mb", "bucket_cap_mb_list", "gradient_as_bucket_view", "static_graph",
         ],
         "configuration": dict(BASELINE),
         "fixed": {},

@@ -10,10 +10,16 @@ from pathlib import Path
 
 from perfsearch.core.hardware import Hardware
 from perfsearch.core.knob import Value
-from perfsearch.instrument.mapping import Mapped, apply
-from perfsearch.parallel.wrapper import wrapper_arguments
-from perfsearch.run_knobs import plan
-from perfsearch.runners.ddp.export import loader_lines
+from perfsearch.knobs import RECORDS, ddp, fsdp, loader, optimizer, process
+from perfsearch.knobs.fsdp import (
+    BACKWARD_PREFETCH,
+    CPU_OFFLOAD,
+    FORWARD_PREFETCH,
+    FSDP1_BACKWARD,
+    FSDP1_FORWARD,
+    STAGE,
+)
+from perfsearch.knobs.transport import Mapped, apply, plan
 
 NAME = "start.py"
 
@@ -135,13 +141,6 @@ sys.path[0] = os.getcwd()
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
-_LOADER_NAMES = {
-    "dataloader_workers": "num_workers",
-    "prefetch_factor": "prefetch_factor",
-    "persistent_workers": "persistent_workers",
-    "pin_memory": "pin_memory",
-}
-
 
 def program(objects: Mapping[str, Value], wrappers: list[str], module: bool) -> str:
     """The text of ``start.py``.
@@ -154,9 +153,10 @@ def program(objects: Mapping[str, Value], wrappers: list[str], module: bool) -> 
     """
     parts = _ddp(objects) + _loader(objects) + _optimizer(objects)
     parts += sharding_parts(objects, wrappers)
-    if objects.get("cudnn_benchmark") is not None:
-        value = bool(objects["cudnn_benchmark"])
-        parts.append(f"\n\nimport torch\n\ntorch.backends.cudnn.benchmark = {value}\n")
+    benchmark = process.CUDNN_BENCHMARK.of(objects)
+    if benchmark is not None:
+        line = process.CUDNN_BENCHMARK.line.format(value=bool(benchmark))
+        parts.append(f"\n\nimport torch\n\n{line}\n")
     if parts:
         body = textwrap.indent("".join(parts).replace("\n\n\n", "\n\n").lstrip("\n"), "    ")
         parts = [f"\n\ndef put_into_force():\n{_SAYS}{body}", _AFTER_TORCH]
@@ -164,26 +164,19 @@ def program(objects: Mapping[str, Value], wrappers: list[str], module: bool) -> 
 
 
 def _ddp(objects: Mapping[str, Value]) -> list[str]:
-    arguments = wrapper_arguments(objects)
-    names = ("gradient_as_bucket_view", "static_graph", "find_unused_parameters")
-    arguments.update({n: objects[n] for n in names if objects.get(n) is not None})
-    of_buckets = any(objects.get(n) is not None for n in ("bucket_cap_mb", "first_bucket_mb"))
-    without = ("bucket_cap_mb", "bucket_cap_mb_list") if of_buckets else ()
+    arguments = ddp.script_arguments(objects)
+    without = tuple(n for n in ddp.replaced_arguments(objects) if n not in arguments)
     return [_DDP.format(arguments=arguments, without=without)] if arguments or without else []
 
 
 def _loader(objects: Mapping[str, Value]) -> list[str]:
-    found = {n: objects[knob] for knob, n in _LOADER_NAMES.items() if objects.get(knob) is not None}
-    without: tuple[str, ...] = ()
-    if found.get("num_workers") == 0:
-        without = ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context")
-        found = {name: value for name, value in found.items() if name not in without}
+    found, without = loader.script_arguments(objects)
     return [_LOADER.format(arguments=found, without=without)] if found else []
 
 
 def _optimizer(objects: Mapping[str, Value]) -> list[str]:
-    name = objects.get("optimizer_implementation")
-    if name in (None, "default"):
+    name = optimizer.IMPLEMENTATION.of(objects)
+    if name in (None, optimizer.DEFAULT):
         return []
     return [_OPTIMIZER.format(name=name, foreach=name == "foreach", fused=name == "fused")]
 
@@ -222,7 +215,7 @@ def export_files(
     planned = plan(changed, maps)
     script, *own = command
     arguments, _ = apply(own, maps, planned.mapped, directory)
-    variables = {"OMP_NUM_THREADS": str(threads), **planned.environment}
+    variables = {**process.THREADS.variables(threads), **planned.environment}
     lines = ["#!/bin/sh", *(f"export {n}={shlex.quote(v)}" for n, v in variables.items())]
     start = ["torchrun", "--standalone", f"--nproc-per-node={hardware.nproc}"]
     files: dict[str, str] = {}
@@ -250,70 +243,46 @@ def promises(objects: Mapping[str, Value]) -> list[str]:
         objects: knobs that are not as the script has them.
 
     """
-    of_steps = {
-        ("static_graph", True): "every step uses the same parameters",
-        ("find_unused_parameters", False): "every step uses all parameters",
-    }
     return [
-        f"{name}={str(value).lower()} promises that {what}, as the steps that were measured did; a "
-        f"later one that does not ends training ('~runner.knobs.{name}' searches without it)"
-        for (name, value), what in of_steps.items()
-        if objects.get(name) is value
+        f"{record.name}={str(record.of(objects)).lower()} promises that {record.promise[1]}, as "
+        "the steps that were measured did; a later one that does not ends training "
+        f"('~runner.knobs.{record.name}' searches without it)"
+        for record in RECORDS
+        if record.promise is not None and record.of(objects) is record.promise[0]
     ]
 
 
 def code_lines(objects: Mapping[str, Value]) -> list[str]:
     """What to change where the script builds its objects."""
     lines = [f"# {line}" for line in promises(objects)] + _sharding_lines(objects)
-    wrapper = wrapper_arguments(objects)
-    if wrapper:
-        given = ", ".join(f"{name}={value!r}" for name, value in wrapper.items())
-        lines += [f"# model = DistributedDataParallel(model, ..., {given})"]
-    for name in ("gradient_as_bucket_view", "static_graph"):
-        if objects.get(name) is False:
-            lines += [f"# DistributedDataParallel: without {name}"]
-    loader = dict(loader_lines(objects))
-    if objects.get("dataloader_workers") == 0:
-        loader["num_workers"] = 0
-    if objects.get("persistent_workers") is not None:
-        loader["persistent_workers"] = objects["persistent_workers"]
-    if loader:
-        given = ", ".join(f"{name}={value!r}" for name, value in loader.items())
-        lines += [f"# loader = torch.utils.data.DataLoader(dataset, ..., {given})"]
-    if objects.get("find_unused_parameters") is not None:
-        value = objects["find_unused_parameters"]
-        lines += [f"# model = DistributedDataParallel(model, ..., find_unused_parameters={value})"]
-    implementation = objects.get("optimizer_implementation")
-    if implementation not in (None, "default"):
+    lines += ddp.code_lines(objects) + loader.code_lines(objects)
+    implementation = optimizer.IMPLEMENTATION.of(objects)
+    if implementation not in (None, optimizer.DEFAULT):
         lines += [f"# optimizer = ...(parameters, ..., {implementation}=True)"]
-    if objects.get("cudnn_benchmark") is not None:
-        lines += [f"torch.backends.cudnn.benchmark = {objects['cudnn_benchmark']}"]
-    if objects.get("omp_num_threads") is not None:
-        lines += [f"torch.set_num_threads({objects['omp_num_threads']})"]
-    return lines
+    return lines + process.code_lines(objects)
 
 
 def _sharding_lines(objects: Mapping[str, Value]) -> list[str]:
     """What to change where modules are sharded, by the script or by a framework."""
     lines: list[str] = []
-    stage = objects.get("zero_stage")
+    stage = fsdp.STAGE.of(objects)
     if stage is not None:
         strategy = "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP"
         lines += [
             f"# fully_shard(module, ..., reshard_after_forward={stage == 3})",
             f"# or FullyShardedDataParallel(..., sharding_strategy=ShardingStrategy.{strategy})",
         ]
-    prefetch = objects.get("fsdp_backward_prefetch")
+    prefetch = fsdp.FSDP1_BACKWARD.of(objects)
     if prefetch is not None:
         kind = (
             f"BackwardPrefetch.BACKWARD_{str(prefetch).upper()}" if prefetch != "none" else "None"
         )
         lines += [f"# FullyShardedDataParallel(..., backward_prefetch={kind})"]
-    forward = objects.get("fsdp_forward_prefetch")
+    forward = fsdp.FSDP1_FORWARD.of(objects)
     if forward is not None:
         lines += [f"# FullyShardedDataParallel(..., forward_prefetch={forward})"]
     keys: dict[str, Value] = {} if stage is None else {"reshard_after_forward": stage == 3}
-    offload = objects.get("cpu_offload")
+    offload = fsdp.CPU_OFFLOAD.of(objects)
     if offload is not None:
         keys["cpu_offload"] = offload
         policy = "CPUOffloadPolicy" if offload else "OffloadPolicy"
@@ -326,8 +295,8 @@ def _sharding_lines(objects: Mapping[str, Value]) -> list[str]:
             f"# Accelerate: FullyShardedDataParallelPlugin(fsdp_version=2, ..., {given})",
             f"# HF Trainer: --fsdp_config with {json.dumps({'version': 2, **keys})}",
         ]
-    for way in ("forward", "backward"):
-        ahead = objects.get(f"{way}_prefetch")
+    for way, record in (("forward", fsdp.FORWARD_PREFETCH), ("backward", fsdp.BACKWARD_PREFETCH)):
+        ahead = record.of(objects)
         if ahead is not None:
             following = "next" if way == "forward" else "previous"
             call = f"set_modules_to_{way}_prefetch([the {following} {ahead}])"
@@ -428,8 +397,8 @@ def sharding_parts(objects: Mapping[str, Value], wrappers: list[str]) -> list[st
 
 
 def _fully_shard(objects: Mapping[str, Value]) -> list[str]:
-    stage, offload = objects.get("zero_stage"), objects.get("cpu_offload")
-    ahead, behind = objects.get("forward_prefetch"), objects.get("backward_prefetch")
+    stage, offload = STAGE.of(objects), CPU_OFFLOAD.of(objects)
+    ahead, behind = FORWARD_PREFETCH.of(objects), BACKWARD_PREFETCH.of(objects)
     if all(value is None for value in (stage, offload, ahead, behind)):
         return []
     made = [_BOTH_MEMORIES] if offload else []
@@ -444,14 +413,14 @@ def _fully_shard(objects: Mapping[str, Value]) -> list[str]:
 
 def _fsdp1(objects: Mapping[str, Value]) -> list[str]:
     given = []
-    stage = objects.get("zero_stage")
+    stage = STAGE.of(objects)
     if stage is not None:
         strategy = "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP"
         given.append(f'"sharding_strategy": fsdp.ShardingStrategy.{strategy}')
-    prefetch = objects.get("fsdp_backward_prefetch")
+    prefetch = FSDP1_BACKWARD.of(objects)
     if prefetch is not None:
         kind = f"fsdp.BackwardPrefetch.BACKWARD_{str(prefetch).upper()}"
         given.append(f'"backward_prefetch": {"None" if prefetch == "none" else kind}')
-    if objects.get("fsdp_forward_prefetch") is not None:
-        given.append(f'"forward_prefetch": {bool(objects["fsdp_forward_prefetch"])}')
+    if FSDP1_FORWARD.of(objects) is not None:
+        given.append(f'"forward_prefetch": {bool(FSDP1_FORWARD.of(objects))}')
     return [_FSDP1.format(arguments=", ".join(given))] if given else []

@@ -22,20 +22,24 @@ from perfsearch.core.option import option
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts, Orders
-from perfsearch.instrument.mapping import Mapped, current
-from perfsearch.instrument.presets import gather
 from perfsearch.instrument.report import without_effect
-from perfsearch.parallel import nccl
-from perfsearch.parallel.wrapper import DEFAULT_BUCKET_MB
-from perfsearch.run_knobs import plan as sort_knobs
-from perfsearch.runners import _ddp_knobs, _zero_knobs
+from perfsearch.knobs import effect_order, nccl
+from perfsearch.knobs.base import Use
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
+from perfsearch.knobs.ddp import BUCKET_CAP
+from perfsearch.knobs.fsdp import BACKWARD_PREFETCH, CPU_OFFLOAD, FORWARD_PREFETCH
+from perfsearch.knobs.model import COMPILE
+from perfsearch.knobs.optimizer import IMPLEMENTATION
+from perfsearch.knobs.process import THREADS
+from perfsearch.knobs.script import ScriptJob, declare
+from perfsearch.knobs.transport import Mapped, current, gather
+from perfsearch.knobs.transport import plan as sort_knobs
+from perfsearch.knobs.zero import BLOCKS_PER_UNIT, MIXED_PRECISION, RESHARD_GROUP, SYNC_EACH
 from perfsearch.runners._script import export as _script_export
 from perfsearch.runners._script import window
 from perfsearch.runners._script.group import ScriptGone
 from perfsearch.runners._script.start import Runs
 from perfsearch.runners._script.window import EndedError, validation_lines
-from perfsearch.runners._script_knobs import EFFECT_ORDER, declare
-from perfsearch.runners._script_objects import ScriptSurroundings
 from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
 from perfsearch.workers import processes
 
@@ -260,23 +264,23 @@ class Script(Runner):
         self._threads = threads_today(os.environ, self.hardware)
         script, *arguments = options.words
         maps, silence = options.maps()
-        self._where = ScriptSurroundings(
+        self._where = ScriptJob(
             self.hardware,
             {**os.environ, **environment.variables},
-            arguments,
-            maps,
-            self._threads,
-            None,
-            options.draws_in_loader,
-            batch == "free",
-            dict(knobs),
             hardware.wrapper_parameters(),
+            self._threads,
+            draws_in_loader=options.draws_in_loader,
+            facts=None,
+            arguments=arguments,
+            maps=maps,
+            free=batch == "free",
+            wanted=dict(knobs),
         )
         self._runs = Runs(
             Orders(script, options.module),
             [*arguments, *silence],
             maps,
-            {"OMP_NUM_THREADS": str(self._threads)},
+            THREADS.variables(self._threads),
             self.hardware,
             environment,
         )
@@ -394,7 +398,7 @@ class Script(Runner):
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """The order of expected effects; the memory of a device."""
         names = self.space.by_name
-        order = [n for n in EFFECT_ORDER if n in names]
+        order = [n for n in effect_order(Use.SCRIPT) if n in names]
         return Hints(
             baseline=dict(self.baseline),
             effect_order=(*order, *(n for n in names if n not in order)),
@@ -418,7 +422,7 @@ class Script(Runner):
             self._threads,
             self.options.words,
             self.options.module,
-            list(self._where.facts.wrappers) if self._where.facts is not None else [],
+            list(self._facts.wrappers) if self._facts is not None else [],
             directory,
         )
 
@@ -440,26 +444,27 @@ class Script(Runner):
 # -----------------------------------------------------------------------------
 # Which of a script's knobs are searched, and which are fixed.
 
-_OF_FILES = frozenset({*_ddp_knobs.EFFECT_ORDER, *_zero_knobs.EFFECT_ORDER})
+_OF_FILES = frozenset({*effect_order(Use.DDP), *effect_order(Use.ZERO)})
 """Knobs that ``conf/runner`` names; what it does not name is searched without being named."""
 
 
 _OF_ZERO_FILE = {
-    "bucket_cap_mb": DEFAULT_BUCKET_MB,
-    "forward_prefetch": 0,
-    "backward_prefetch": 0,
-    "cpu_offload": False,
+    record.name: record.default
+    for record in (BUCKET_CAP, FORWARD_PREFETCH, BACKWARD_PREFETCH, CPU_OFFLOAD)
 }
 """What ``conf/runner/zero.yaml`` pins for built-in workloads."""
 
 
 _OF_OTHER_WORKLOADS = {
-    "compile_mode": "none",
-    "blocks_per_unit": 1,
-    "gradient_sync_each": False,
-    "reshard_group_size": 0,
-    "mixed_precision": "policy",
-    "optimizer_implementation": "default",
+    record.name: record.default
+    for record in (
+        COMPILE,
+        BLOCKS_PER_UNIT,
+        SYNC_EACH,
+        RESHARD_GROUP,
+        MIXED_PRECISION,
+        IMPLEMENTATION,
+    )
 }
 """What ``conf/runner`` pins for built-in workloads and no script can have otherwise."""
 
@@ -508,18 +513,18 @@ class ScriptSpace:
     def _with_accumulation(self, asked: dict[str, Value]) -> dict[str, Value]:
         """Add the accumulation that keeps the global batch, where it is mapped."""
         maps = {mapped.name: mapped for mapped in self._maps}
-        micro = asked.get("micro_batch")
-        if micro is None or "gradient_accumulation" not in maps:
+        micro = MICRO_BATCH.of(asked)
+        if micro is None or ACCUMULATION.name not in maps:
             return asked
-        names = ("micro_batch", "gradient_accumulation")
-        today = [int(current(self._arguments, maps[name]) or 0) for name in names]
+        both = [maps[record.name] for record in (MICRO_BATCH, ACCUMULATION)]
+        today = [int(current(self._arguments, mapped) or 0) for mapped in both]
         share = today[0] * today[1]
         if share % int(micro):
             raise BadInputError(
                 f"runner.knobs.micro_batch={micro}: it does not divide the {share} samples that a "
                 "rank trains a step today"
             )
-        return {**asked, "gradient_accumulation": share // int(micro)}
+        return {**asked, ACCUMULATION.name: share // int(micro)}
 
     def unheeded(self, wanted: Mapping[str, Any], mapped: Sequence[str]) -> dict[str, str]:
         """What the user named and what has no effect on this script, and why.
@@ -545,8 +550,8 @@ class ScriptSpace:
         for name in maps.keys() & self.declared.keys() - self.baseline.keys() - wanted.keys():
             values = f"only {self.declared[name].default} is known of it. Name other values: "
             lost[maps[name]] = f"{values}-o 'runner.knobs.{name}=[A,B]'"
-        if "micro_batch" in self.baseline.keys() | self.pinned.keys():
-            lost.pop(maps.get("gradient_accumulation", ""), None)  # it follows
+        if MICRO_BATCH.name in self.baseline.keys() | self.pinned.keys():
+            lost.pop(maps.get(ACCUMULATION.name, ""), None)  # it follows
         return lost
 
     def scope(self, names: set[str]) -> set[Scope]:
@@ -555,16 +560,16 @@ class ScriptSpace:
         return {known[n].scope if n in known else Scope.PROCESS for n in names}
 
 
-def sort_script_knobs(where: ScriptSurroundings, allowed: Numerics) -> ScriptSpace:
+def sort_script_knobs(job: ScriptJob, allowed: Numerics) -> ScriptSpace:
     """Sort the knobs that a script has by what the user wants of them.
 
     Raises:
         KnobError: there is no such knob, or it cannot take the value.
 
     """
-    declared, absent = declare(where)
-    mapped = frozenset(m.name for m in where.maps)
-    settings, left_out = _applicable(where.wanted, mapped, declared, absent, allowed)
+    declared, absent = declare(job)
+    mapped = frozenset(m.name for m in job.maps)
+    settings, left_out = _applicable(job.wanted, mapped, declared, absent, allowed)
     searched, pinned = narrow(declared, settings, allowed)
     left_out = {**{name: absent[name] for name in mapped & absent.keys()}, **left_out}
     return ScriptSpace(
@@ -573,8 +578,8 @@ def sort_script_knobs(where: ScriptSurroundings, allowed: Numerics) -> ScriptSpa
         pinned=pinned,
         declared={knob.name: knob for knob in declared},
         left_out=left_out,
-        _arguments=where.arguments,
-        _maps=where.maps,
+        _arguments=job.arguments,
+        _maps=job.maps,
     )
 
 

@@ -12,8 +12,8 @@ from perfsearch.core.hardware import Environment, Hardware
 from perfsearch.core.knob import Value, same_value
 from perfsearch.core.trial import Measurement, loss_resolution
 from perfsearch.instrument.facts import Facts, Orders
-from perfsearch.instrument.mapping import Mapped, apply
-from perfsearch.run_knobs import plan as sort_knobs
+from perfsearch.knobs.transport import Mapped, apply
+from perfsearch.knobs.transport import plan as sort_knobs
 from perfsearch.runners._script import window
 from perfsearch.runners._script.group import Launchers, ScriptGone, ScriptGroup
 from perfsearch.runners._script.window import (

@@ -14,7 +14,7 @@ from typing import Any
 from perfsearch.core.knob import Value
 from perfsearch.core.trial import Measurement, Status, Trial
 from perfsearch.instrument.facts import FIRST_LOSSES, Facts
-from perfsearch.instrument.mapping import Mapped
+from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script.group import Message, ScriptGone, ScriptGroup
 from perfsearch.runners.base import Outcome, Plan
 from perfsearch.workers.failures import Failure, refusal

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from perfsearch.core.hardware import Hardware
 from perfsearch.core.knob import Value
-from perfsearch.parallel import nccl
-from perfsearch.parallel.wrapper import wrapper_arguments
+from perfsearch.knobs import ddp, loader, model, nccl, optimizer, process
 
 _HOOK = '''
 def hierarchical_all_reduce(group_size):
@@ -59,9 +58,9 @@ def write(
 
 def environment_script(configuration: Mapping[str, Value], hardware: Hardware, threads: int) -> str:
     """Lines to source before the job, and the command that starts it."""
-    chosen = configuration.get("omp_num_threads")
-    variables = {"OMP_NUM_THREADS": str(threads if chosen is None else chosen)}
-    variables.update(nccl.environment(configuration, nccl.VARIABLES))
+    chosen = process.THREADS.of(configuration)
+    variables = process.THREADS.variables(threads if chosen is None else chosen)
+    variables.update(nccl.environment(configuration))
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     nodes = "--standalone" if hardware.nnodes == 1 else f"--nnodes={hardware.nnodes}"
     command = f"torchrun {nodes} --nproc-per-node={hardware.nproc}"
@@ -72,53 +71,28 @@ def environment_script(configuration: Mapping[str, Value], hardware: Hardware, t
 def code(configuration: Mapping[str, Value], device: str) -> str:
     """Python that builds exactly this from ``model``, ``optimizer`` and ``dataset``."""
     on_gpu = device == "cuda"
-    size = configuration.get("hierarchical_group_size")
+    size = ddp.HIERARCHY.of(configuration)
     lines = ["import torch"]
     if size:
         lines += ["import torch.distributed as dist"]
     lines += ["from torch.nn.parallel import DistributedDataParallel", ""]
     if size:
         lines += [_HOOK]
-    if configuration.get("cudnn_benchmark"):
-        lines += ["torch.backends.cudnn.benchmark = True"]
-    if configuration.get("channels_last"):
-        lines += [
-            "model = model.to(memory_format=torch.channels_last)",
-            "# and each batch: images = images.contiguous(memory_format=torch.channels_last)",
-        ]
-    mode = configuration.get("compile_mode")
-    if mode not in (None, "none"):
-        argument = "" if mode == "default" else f", mode={mode!r}"
-        lines += [f"model = torch.compile(model{argument})"]
+    if process.CUDNN_BENCHMARK.of(configuration):
+        lines += [process.CUDNN_BENCHMARK.line.format(value=True)]
+    lines += model.code_lines(configuration)
     lines += ["model = DistributedDataParallel(", "    model,"]
     lines += ["    device_ids=[torch.cuda.current_device()],"] if on_gpu else []
-    lines += [f"    {name}={value!r}," for name, value in wrapper_arguments(configuration).items()]
+    lines += [f"    {name}={value!r}," for name, value in ddp.arguments(configuration).items()]
     lines += [")"]
     if size:
         lines += [f"model.register_comm_hook(None, hierarchical_all_reduce({size}))"]
-    implementation = configuration.get("optimizer_implementation")
-    if implementation not in (None, "default"):
+    implementation = optimizer.IMPLEMENTATION.of(configuration)
+    if implementation not in (None, optimizer.DEFAULT):
         lines += [
             f"# give the optimizer's constructor {implementation}=True, or before its first step:",
             "for group in optimizer.param_groups:",
             f"    group.update(foreach={implementation == 'foreach'}, "
             f"fused={implementation == 'fused'})",
         ]
-    loader = loader_lines(configuration)
-    if loader:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in loader.items())
-        lines += [f"# loader = torch.utils.data.DataLoader(dataset, ..., {arguments})"]
-    return "\n".join([*lines, ""])
-
-
-def loader_lines(configuration: Mapping[str, Value]) -> dict[str, Value]:
-    """Arguments of the loader that differ from torch's defaults."""
-    found: dict[str, Value] = {}
-    workers = configuration.get("dataloader_workers")
-    if workers:
-        found["num_workers"] = workers
-        if configuration.get("prefetch_factor") is not None:
-            found["prefetch_factor"] = configuration["prefetch_factor"]
-    if configuration.get("pin_memory"):
-        found["pin_memory"] = True
-    return found
+    return "\n".join([*lines, *loader.code_lines(configuration), ""])

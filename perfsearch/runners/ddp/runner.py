@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perfsearch import knobs as knobs_of
 from perfsearch.config.options import build_options
 from perfsearch.core import hardware
 from perfsearch.core.errors import BadInputError, nearest
@@ -23,8 +24,10 @@ from perfsearch.core.knob import Configuration, Knob, Scope, Value
 from perfsearch.core.narrow import SEARCH, KnobError, expanded, narrow
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Trial
-from perfsearch.parallel import nccl
-from perfsearch.runners import _ddp_knobs, _ddp_starts, _nccl_knobs
+from perfsearch.knobs import nccl
+from perfsearch.knobs.base import Job, Use, declare
+from perfsearch.knobs.process import THREADS_VARIABLE
+from perfsearch.knobs.starts import starts
 from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
 from perfsearch.runners.ddp import export as _ddp_export
 from perfsearch.workers import processes
@@ -49,7 +52,7 @@ class DdpOptions:
     device: str = "auto"
     knobs: Mapping[str, Any] = field(
         default_factory=lambda: {
-            name: "none" if name == "compile_mode" else SEARCH for name in _ddp_knobs.EFFECT_ORDER
+            r.name: SEARCH if r.searched else r.default for r in knobs_of.of(Use.DDP)
         }
     )
 
@@ -101,16 +104,19 @@ class DDP(Runner):
         self.workload = workload.resolve(
             self.hardware.device, self.hardware.memory_gib, self.hardware.world_size
         )
-        self._surroundings = _ddp_knobs.Surroundings(
+        environ = {**os.environ, **environment.variables}
+        self._job = Job(
             self.hardware,
-            self.workload.traits,
-            {**os.environ, **environment.variables},
+            environ,
             hardware.wrapper_parameters(),
+            threads_today(environ, self.hardware),
+            self.workload.traits.convolutional,
+            self.workload.traits.draws_in_loader,
         )
-        declared, absent = _ddp_knobs.declare(self._surroundings)
+        declared, absent = declare(knobs_of.of(Use.DDP), self._job)
         settings, self.left_out = _applicable(options.knobs, declared, absent, environment)
         searched, self.pinned = narrow(declared, settings, environment.numerics)
-        rules = _nccl_knobs.constraints([knob.name for knob in searched], self.pinned)
+        rules = nccl.constraints([knob.name for knob in searched], self.pinned)
         self.space = Space(searched, rules)
         self.baseline = {knob.name: knob.default for knob in searched}
         self._scopes = {knob.name: knob.scope for knob in declared}
@@ -132,16 +138,18 @@ class DDP(Runner):
             recipe="training.ddp",
             configuration=whole,
             group_values=group_scope,
-            group_env=nccl.environment(whole, nccl.GROUP_VARIABLES),
+            group_env=nccl.environment(whole, of_communicator=True),
             samples_per_step=self.workload.global_batch,
         )
         spec = self._group_spec(whole)
         return measure_in_group(self._pool, spec, request, plan, self.workload.samples_per_step)
 
     def _group_spec(self, whole: Mapping[str, Value]) -> GroupSpec:
-        variables = nccl.environment(whole, nccl.PROCESS_VARIABLES)
+        variables = nccl.environment(whole, of_communicator=False)
         watched = any(
-            name in self.space.by_name or self.pinned.get(name) for name in nccl.GROUP_VARIABLES
+            record.name in self.space.by_name or record.of(self.pinned)
+            for record in nccl.RECORDS
+            if record.of_communicator
         )
         return group_spec(
             self._environment, self.hardware, self.workload, variables, capture_nccl=watched
@@ -161,18 +169,18 @@ class DDP(Runner):
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """The order of expected effects; the memory of a device."""
-        order = tuple(n for n in _ddp_knobs.EFFECT_ORDER if n in self.space.by_name)
+        order = tuple(n for n in knobs_of.effect_order(Use.DDP) if n in self.space.by_name)
         return Hints(
             baseline=dict(self.baseline),
             effect_order=order,
-            starts=tuple(_ddp_starts.starts(self.space.by_name, self.baseline)),
+            starts=tuple(starts(self.space.by_name, self.baseline)),
             memory_limit_gib=self.hardware.memory_gib,
         )
 
     def export(self, configuration: Configuration, directory: Path) -> list[Path]:
         """Write ``env.sh`` and ``ddp.py``: the same without perfsearch."""
         whole = {**self.pinned, **configuration}
-        return _ddp_export.write(whole, self.hardware, self._surroundings.threads, directory)
+        return _ddp_export.write(whole, self.hardware, self._job.threads, directory)
 
     def close(self) -> None:
         """End the warm group, and what an interrupt kept from becoming one."""
@@ -236,7 +244,7 @@ def group_spec(
     """
     whole = dict(environment.variables)
     user = {**os.environ, **whole}
-    whole["OMP_NUM_THREADS"] = str(threads_today(user, hardware))
+    whole[THREADS_VARIABLE] = str(threads_today(user, hardware))
     if hardware.device == "cuda":
         # a failed collective is broken off by the ranks themselves, not by ending the process
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

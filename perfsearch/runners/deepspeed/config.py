@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from perfsearch.core.errors import BadInputError
 from perfsearch.core.knob import Kind, Knob, Numerics, Scope, Value
 from perfsearch.core.narrow import SEARCH
 from perfsearch.core.trial import Measurement
-from perfsearch.runners._zero_batch import Batch
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
+from perfsearch.knobs.fsdp import STAGE
 from perfsearch.runners.deepspeed.autotuning import SECTION, Autotuning
 from perfsearch.runners.deepspeed.command import Command
 
@@ -90,7 +91,7 @@ KEYS: dict[str, Key] = {
 }  # fmt: skip
 """Every key that is known to keep the computation; the one with the largest effect first."""
 
-EFFECT_ORDER = ("micro_batch", "zero_stage", "gradient_accumulation", *KEYS)
+EFFECT_ORDER = (MICRO_BATCH.name, STAGE.name, ACCUMULATION.name, *KEYS)
 
 
 def stages_of(configuration: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
@@ -123,23 +124,21 @@ def declare(
     listed = configuration.get(MICRO)
     asked = listed if isinstance(listed, list) else batch.micro_batches()
     micro = sorted({m for m in asked if low <= m <= high} | {batch.micro_batch})
-    changes = Numerics.ALTERING if batch.rule == "free" else Numerics.REORDERED
     knobs = [
-        Knob("micro_batch", Kind.ORDINAL, batch.micro_batch, tuple(micro), unit="samples",
-             scope=Scope.PROCESS, numerics=changes, help="samples of one forward pass of a rank"),
-        Knob("zero_stage", Kind.ORDINAL, stage, tuple(sorted({*stages, stage})),
-             scope=Scope.PROCESS, numerics=Numerics.REORDERED,
-             help="what ranks share out: nothing, optimizer state, + gradients, + parameters"),
+        replace(MICRO_BATCH.knob, default=batch.micro_batch, values=tuple(micro),
+                scope=Scope.PROCESS, numerics=batch.numerics),
+        replace(STAGE.knob, default=stage, values=tuple(sorted({*stages, stage})),
+                scope=Scope.PROCESS,
+                help="what ranks share out: nothing, optimizer state, + gradients, + parameters"),
     ]  # fmt: skip
     absent: dict[str, str] = {}
     if batch.rule == "free":
         knobs.append(
-            Knob("gradient_accumulation", Kind.ORDINAL, batch.accumulation, batch.accumulations(),
-                 unit="micro-batches", scope=Scope.PROCESS, numerics=changes,
-                 help="micro-batches of a step")
+            replace(ACCUMULATION.knob, default=batch.accumulation, values=batch.accumulations(),
+                    scope=Scope.PROCESS, numerics=batch.numerics)
         )  # fmt: skip
     else:
-        absent["gradient_accumulation"] = "with batch=fixed it follows from micro_batch"
+        absent[ACCUMULATION.name] = f"with batch=fixed it follows from {MICRO_BATCH.name}"
     zero = configuration.get(ZERO) or {}
     return knobs + [_of_key(name, key, zero) for name, key in KEYS.items()], absent
 
@@ -167,7 +166,7 @@ def _of_key(name: str, key: Key, zero: Mapping[str, Any]) -> Knob:
         unit=key.unit,
         scope=Scope.PROCESS,
         numerics=key.numerics,
-        when={"zero_stage": key.stages},
+        when={STAGE.name: key.stages},
         help=key.help,
     )
 
@@ -213,8 +212,10 @@ def write(
     """
     made: dict[str, Any] = copy.deepcopy({k: v for k, v in configuration.items() if k != SECTION})
     times = batch.accumulation_of(values)
-    options = write_batch(made, mappings, int(values["micro_batch"] or 1), times, batch.world_size)
-    stage = int(values.get("zero_stage") or 0)
+    options = write_batch(
+        made, mappings, int(values[MICRO_BATCH.name] or 1), times, batch.world_size
+    )
+    stage = STAGE.number(values)
     zero = made.get(ZERO)
     if zero is None:
         zero = {}
@@ -257,13 +258,13 @@ def _put(zero: dict[str, Any], name: str, value: Value) -> None:
 
 def applies(name: str, values: Mapping[str, Value]) -> bool:
     """Whether a knob is written for the stage that it is set with."""
-    return name not in KEYS or int(values.get("zero_stage") or 0) in KEYS[name].stages
+    return name not in KEYS or STAGE.number(values) in KEYS[name].stages
 
 
 def experiment(values: Mapping[str, Value], batch: Batch, number: int) -> str:
     """A name in the manner of DeepSpeed's tuner."""
     times = batch.accumulation_of(values)
-    return f"z{values['zero_stage']}_gas{times}_tmbspg{values['micro_batch']}_trial{number}"
+    return f"z{values[STAGE.name]}_gas{times}_tmbspg{values[MICRO_BATCH.name]}_trial{number}"
 
 
 # -----------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
+from perfsearch.knobs.fsdp import STAGE
 from perfsearch.workers import measure
 from perfsearch.workers.phases import phases_of
 from perfsearch.workers.trial import FIRST_LOSSES, MAX_DISCARDED, RankResult
@@ -196,9 +198,9 @@ class Window:
         engine = self._engine
         settings = engine._config.zero_config
         found: dict[str, Any] = {
-            "zero_stage": int(engine.zero_optimization_stage()),
-            "micro_batch": int(engine.train_micro_batch_size_per_gpu()),
-            "gradient_accumulation": int(engine.gradient_accumulation_steps()),
+            STAGE.name: int(engine.zero_optimization_stage()),
+            MICRO_BATCH.name: int(engine.train_micro_batch_size_per_gpu()),
+            ACCUMULATION.name: int(engine.gradient_accumulation_steps()),
         }
         for name, field in _FIELDS.items():
             value = getattr(settings, field, None)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
 from perfsearch.core.narrow import SEARCH
-from perfsearch.instrument.mapping import FILE_KEYS, Mapped, parse_map, parse_map_file
-from perfsearch.instrument.presets import PRESETS, preset
-from perfsearch.runners._zero_batch import Batch
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
+from perfsearch.knobs.fsdp import STAGE
+from perfsearch.knobs.transport import FILE_KEYS, PRESETS, Mapped, parse_map, parse_map_file, preset
 from perfsearch.runners.deepspeed import config
 from perfsearch.runners.deepspeed.autotuning import Autotuning
 from perfsearch.runners.deepspeed.command import LAUNCHERS, Command
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 _DEEPSPEED = "deepspeed"
 
 _ARGUMENT_KEYS = {
-    "micro_batch": config.MICRO,
-    "gradient_accumulation": config.TIMES,
-    "zero_stage": "stage",
+    MICRO_BATCH.name: config.MICRO,
+    ACCUMULATION.name: config.TIMES,
+    STAGE.name: "stage",
 }
 """Knobs that a script may take by an argument, and the key of the configuration beside it."""
 

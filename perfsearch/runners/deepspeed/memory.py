@@ -11,10 +11,12 @@ import numpy as np
 from perfsearch.core.hints import Prediction
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
+from perfsearch.knobs.fsdp import STAGE
 
 _GIB = 2**30
 _ADAM = ("adam", "lamb")
-_MICRO = "micro_batch"
+_MICRO = MICRO_BATCH.name
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,9 @@ class Memory:
             seen = {**self._pinned, **trial.configuration}
             peak = trial.measurement.peak_allocated_gib if trial.measurement else None
             if peak is not None and trial.purpose is not Purpose.CONFIRM and not _offloads(seen):
-                above = peak - rest.gib(_number(seen, "zero_stage"), self._ranks)
-                points.append((_number(seen, _MICRO), above))
-        at_rest = rest.gib(_number(whole, "zero_stage"), self._ranks)
+                above = peak - rest.gib(STAGE.number(seen), self._ranks)
+                points.append((MICRO_BATCH.number(seen), above))
+        at_rest = rest.gib(STAGE.number(whole), self._ranks)
         if not points:
             return Prediction()
         micro, above = np.array(points, dtype=float).T
@@ -113,7 +115,7 @@ class Memory:
             slope, base = np.polyfit(micro, above, 1)
         else:
             slope, base = float(np.mean(above)) / micro[0], 0.0
-        return Prediction(peak_gib=float(at_rest + base + slope * _number(whole, _MICRO)))
+        return Prediction(peak_gib=float(at_rest + base + slope * MICRO_BATCH.number(whole)))
 
     def refusal(self, configuration: Configuration, trials: Sequence[Trial]) -> str | None:
         """Why a configuration is not worth a trial; ``None`` where it is."""
@@ -123,15 +125,15 @@ class Memory:
             if trial.status is not Status.OOM or seen[_MICRO] == whole[_MICRO]:
                 continue
             alike = all(seen[k] == whole[k] for k in whole if k not in _BATCH)
-            if alike and _number(seen, _MICRO) < _number(whole, _MICRO):
+            if alike and MICRO_BATCH.number(seen) < MICRO_BATCH.number(whole):
                 return f"micro_batch={seen[_MICRO]} ran out of memory with all else equal"
         rest = self._rest(trials)
         if self.capacity_gib is None or rest is None or _offloads(whole):
             return None
-        at_rest = rest.gib(_number(whole, "zero_stage"), self._ranks)
+        at_rest = rest.gib(STAGE.number(whole), self._ranks)
         if at_rest > self.capacity_gib:
             return (
-                f"zero_stage={whole['zero_stage']}: {at_rest:.1f} GiB rest on each GPU, which has "
+                f"zero_stage={STAGE.of(whole)}: {at_rest:.1f} GiB rest on each GPU, which has "
                 f"{self.capacity_gib:.1f}"
             )
         return None
@@ -156,11 +158,7 @@ class Memory:
         return ""
 
 
-_BATCH = (_MICRO, "gradient_accumulation")
-
-
-def _number(values: Mapping[str, Value], name: str) -> int:
-    return int(values.get(name) or 0)
+_BATCH = (_MICRO, ACCUMULATION.name)
 
 
 def _offloads(values: Mapping[str, Value]) -> bool:

@@ -20,8 +20,9 @@ from perfsearch.core.narrow import SEARCH, narrow
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Purpose, Status, Trial
-from perfsearch.runners._zero_batch import Batch, settle
-from perfsearch.runners._zero_knobs import applicable
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch, settle
+from perfsearch.knobs.fsdp import STAGE
+from perfsearch.knobs.zero import applicable
 from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
 from perfsearch.runners.deepspeed import autotuning as _deepspeed_settings
 from perfsearch.runners.deepspeed import config, job
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
 
 
-_SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation")
+_SEARCHED = (STAGE.name, MICRO_BATCH.name, ACCUMULATION.name)
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class DeepSpeed(Runner):
         """Whether the script goes on loading the batches that it loads today."""
         first = next((t.measurement for t in self._trials if t.purpose is Purpose.BASELINE), None)
         assert outcome.measurement is not None
-        micro, today = int(whole["micro_batch"] or 1), self.batch.micro_batch
+        micro, today = int(whole[MICRO_BATCH.name] or 1), self.batch.micro_batch
         why = _deepspeed_batch.why_not_fed(first, outcome.measurement, micro, today)
         return [why] if why else []
 
@@ -262,8 +263,8 @@ class DeepSpeed(Runner):
         return Hints(
             baseline=dict(self.baseline),
             effect_order=tuple(n for n in knobs_of.EFFECT_ORDER if n in names),
-            monotonic={"micro_batch": 1} if "micro_batch" in names else {},
-            stage_knob="zero_stage" if "zero_stage" in names else None,
+            monotonic={MICRO_BATCH.name: 1} if MICRO_BATCH.name in names else {},
+            stage_knob=STAGE.name if STAGE.name in names else None,
             memory_limit_gib=self.memory.limit_gib,
             predict=lambda configuration: self.memory.predict(configuration, trials),
         )

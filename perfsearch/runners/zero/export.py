@@ -11,9 +11,20 @@ from typing import Any
 from perfsearch.core.hardware import Hardware
 from perfsearch.core.knob import Value
 from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.knobs import ddp
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
+from perfsearch.knobs.ddp import BUCKET_CAP
+from perfsearch.knobs.fsdp import BACKWARD_PREFETCH, CPU_OFFLOAD, FORWARD_PREFETCH, STAGE
+from perfsearch.knobs.optimizer import IMPLEMENTATION
+from perfsearch.knobs.zero import (
+    BLOCKS_PER_UNIT,
+    CHECKPOINTING,
+    MIXED_PRECISION,
+    RESHARD_GROUP,
+    SHARD_GROUP,
+    SYNC_EACH,
+)
 from perfsearch.metrics.memory import MemoryFacts
-from perfsearch.parallel.wrapper import DEFAULT_BUCKET_MB, wrapper_arguments
-from perfsearch.runners._zero_batch import Batch
 
 _MIB = 2**20
 
@@ -41,26 +52,22 @@ class Job:
     block_class: str
 
 
-def _number(whole: Mapping[str, Value], name: str) -> int:
-    return int(whole.get(name) or 0)
-
-
 def deepspeed(whole: Mapping[str, Value], job: Job) -> dict[str, Any]:
     """``ds_config.json``; optimizer and schedule stay the client's."""
-    stage = _number(whole, "zero_stage")
+    stage = STAGE.number(whole)
     zero: dict[str, Any] = {"stage": stage}
-    bucket = float(whole.get("bucket_cap_mb") or DEFAULT_BUCKET_MB)
-    if stage in (0, 1) and bucket != DEFAULT_BUCKET_MB:
+    bucket = float(BUCKET_CAP.of(whole) or BUCKET_CAP.default)
+    if stage in (0, 1) and bucket != BUCKET_CAP.default:
         zero["reduce_bucket_size"] = int(bucket * _MIB / (2 if job.half else 4))
-    if stage >= 2 and whole.get("cpu_offload"):
+    if stage >= 2 and CPU_OFFLOAD.of(whole):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    if stage == 3 and _number(whole, "shard_group_size"):
-        zero["mics_shard_size"] = _number(whole, "shard_group_size")
-    if stage == 3 and _number(whole, "reshard_group_size"):
-        zero["zero_hpz_partition_size"] = _number(whole, "reshard_group_size")
-    micro, times = _number(whole, "micro_batch"), _number(whole, "gradient_accumulation")
+    if stage == 3 and SHARD_GROUP.number(whole):
+        zero["mics_shard_size"] = SHARD_GROUP.number(whole)
+    if stage == 3 and RESHARD_GROUP.number(whole):
+        zero["zero_hpz_partition_size"] = RESHARD_GROUP.number(whole)
+    micro, times = MICRO_BATCH.number(whole), ACCUMULATION.number(whole)
     form: dict[str, Any] = {
         "train_batch_size": micro * times * job.world_size,
         "train_micro_batch_size_per_gpu": micro,
@@ -74,13 +81,13 @@ def deepspeed(whole: Mapping[str, Value], job: Job) -> dict[str, Any]:
 
 def deepspeed_notes(whole: Mapping[str, Value]) -> Iterator[str]:
     """What ``ds_config.json`` cannot say."""
-    every = _number(whole, "activation_checkpointing")
+    every = CHECKPOINTING.number(whole)
     if every:
         yield (
             "ds_config.json: DeepSpeed checkpoints activations where the model calls it; wrap "
             f"{'every block' if every == 1 else f'one block in {every}'} as zero.py does"
         )
-    if _number(whole, "zero_stage") == 2:
+    if STAGE.number(whole) == 2:
         yield (
             "ds_config.json: DeepSpeed's stage 2 keeps whole parameters between steps, torch's "
             "form of it (zero.py) spreads them; its memory and speed were not measured"
@@ -90,13 +97,13 @@ def deepspeed_notes(whole: Mapping[str, Value]) -> Iterator[str]:
 
 def trainer(whole: Mapping[str, Value], job: Job) -> Form:
     """Arguments of ``transformers.TrainingArguments``."""
-    every, stage = _number(whole, "activation_checkpointing"), _number(whole, "zero_stage")
+    every, stage = CHECKPOINTING.number(whole), STAGE.number(whole)
     reason = _inexpressible(whole, job)
     if reason:
         return None, reason
     form: dict[str, Any] = {
-        "per_device_train_batch_size": _number(whole, "micro_batch"),
-        "gradient_accumulation_steps": _number(whole, "gradient_accumulation"),
+        "per_device_train_batch_size": MICRO_BATCH.number(whole),
+        "gradient_accumulation_steps": ACCUMULATION.number(whole),
     }
     if job.half:
         form["bf16"] = True
@@ -108,11 +115,11 @@ def trainer(whole: Mapping[str, Value], job: Job) -> Form:
     if stage == 1:
         return None, "Trainer has no ZeroRedundancyOptimizer; use ds_config.json or zero.py"
     if stage == 0:
-        bucket = float(whole.get("bucket_cap_mb") or DEFAULT_BUCKET_MB)
-        if bucket != DEFAULT_BUCKET_MB:
+        bucket = float(BUCKET_CAP.of(whole) or BUCKET_CAP.default)
+        if bucket != BUCKET_CAP.default:
             form["ddp_bucket_cap_mb"] = int(bucket)
         return form, ""
-    offload = " offload" if whole.get("cpu_offload") else ""
+    offload = " offload" if CPU_OFFLOAD.of(whole) else ""
     form["fsdp"] = ("full_shard" if stage == 3 else "shard_grad_op") + offload + " auto_wrap"
     form["fsdp_config"] = {
         "fsdp_version": 2,
@@ -125,7 +132,7 @@ def trainer(whole: Mapping[str, Value], job: Job) -> Form:
 
 def accelerate(whole: Mapping[str, Value], job: Job) -> Form:
     """A configuration file of ``accelerate launch`` with FSDP2."""
-    stage = _number(whole, "zero_stage")
+    stage = STAGE.number(whole)
     if stage < 2:
         return None, f"stage {stage} does not shard parameters, so FSDP has nothing to do"
     reason = _inexpressible(whole, job)
@@ -143,8 +150,8 @@ def accelerate(whole: Mapping[str, Value], job: Job) -> Form:
             "fsdp_reshard_after_forward": stage == 3,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_transformer_layer_cls_to_wrap": job.block_class,
-            "fsdp_offload_params": bool(whole.get("cpu_offload")),
-            "fsdp_activation_checkpointing": bool(_number(whole, "activation_checkpointing")),
+            "fsdp_offload_params": bool(CPU_OFFLOAD.of(whole)),
+            "fsdp_activation_checkpointing": bool(CHECKPOINTING.number(whole)),
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         },
     }, ""
@@ -152,7 +159,7 @@ def accelerate(whole: Mapping[str, Value], job: Job) -> Form:
 
 def fsdp_notes(whole: Mapping[str, Value], job: Job) -> Iterator[str]:
     """What Trainer's and Accelerate's forms of a sharded stage cannot say."""
-    micro, times = _number(whole, "micro_batch"), _number(whole, "gradient_accumulation")
+    micro, times = MICRO_BATCH.number(whole), ACCUMULATION.number(whole)
     if times > 1:
         # accelerate launch refuses a file with a key that it does not know
         yield (
@@ -171,16 +178,16 @@ def fsdp_notes(whole: Mapping[str, Value], job: Job) -> Iterator[str]:
 
 def _inexpressible(whole: Mapping[str, Value], job: Job) -> str:
     """Why Trainer and Accelerate cannot say it."""
-    if _number(whole, "activation_checkpointing") > 1:
+    if CHECKPOINTING.number(whole) > 1:
         return "it checkpoints all blocks or none, not every second or fourth"
-    if _number(whole, "zero_stage") < 2:
+    if STAGE.number(whole) < 2:
         return ""
     if not job.block_class:
         return "it wraps blocks by the name of their class, and the job names no blocks"
-    for name in ("shard_group_size", "reshard_group_size", "gradient_sync_each"):
+    for name in (SHARD_GROUP.name, RESHARD_GROUP.name, SYNC_EACH.name):
         if whole.get(name):
             return f"it has no {name}={whole[name]}"
-    if (_number(whole, "blocks_per_unit") or 1) > 1:
+    if (BLOCKS_PER_UNIT.number(whole) or 1) > 1:
         return "it gathers each block by itself"
     return ""
 
@@ -222,7 +229,7 @@ def export_files(
 
     """
     directory.mkdir(parents=True, exist_ok=True)
-    whole = {**configuration, "gradient_accumulation": batch.accumulation_of(configuration)}
+    whole = {**configuration, ACCUMULATION.name: batch.accumulation_of(configuration)}
     job = Job(
         world_size=hardware.world_size,
         nodes=hardware.nnodes,
@@ -294,8 +301,8 @@ def tuning_summary(trials: Sequence[Trial], batch: Batch, pinned: Mapping[str, V
 
 def _space(trial: Trial, pinned: Mapping[str, Value]) -> str:
     whole = {**pinned, **trial.configuration}
-    every = whole.get("activation_checkpointing")
-    name = f"z{whole.get('zero_stage') or 0}"
+    every = CHECKPOINTING.of(whole)
+    name = f"z{STAGE.number(whole)}"
     return f"{name}_ac{every}" if every else name
 
 
@@ -304,7 +311,7 @@ def _best(trials: Sequence[Trial], pinned: Mapping[str, Value]) -> list[str]:
     if not valid:
         return ["none", "none"]
     best = min(valid, key=lambda t: t.cost or 0.0)
-    micro = {**pinned, **best.configuration}.get("micro_batch")
+    micro = MICRO_BATCH.of({**pinned, **best.configuration})
     name = _space(best, pinned) + ("" if micro is None else f"_tmbspg{micro}")
     return [f"{best.objective:.2f}", f"{name} (trial {best.number})"]
 
@@ -322,10 +329,8 @@ _HEAD = '''"""Built from a measured configuration; call `build`, then `train_ste
 
 def training_code(whole: Mapping[str, Value], job: Job) -> str:
     """The whole file."""
-    stage = _number(whole, "zero_stage")
-    head = _HEAD.format(
-        times=_number(whole, "gradient_accumulation"), micro=_number(whole, "micro_batch")
-    )
+    stage = STAGE.number(whole)
+    head = _HEAD.format(times=ACCUMULATION.number(whole), micro=MICRO_BATCH.number(whole))
     body = _replicated(whole, job) if stage < 2 else _sharded(whole, job)
     parts = [head, *_imports(whole, job), "", "", "def build(model, blocks, make_optimizer):"]
     parts += [f"    {line}".rstrip() for line in [*_checkpointing(whole), *body]]
@@ -334,11 +339,11 @@ def training_code(whole: Mapping[str, Value], job: Job) -> str:
 
 
 def _imports(whole: Mapping[str, Value], job: Job) -> list[str]:
-    stage = _number(whole, "zero_stage")
+    stage = STAGE.number(whole)
     lines = ["import contextlib", "", "import torch"]
     if stage >= 2:
         names = ["MixedPrecisionPolicy"] if _by_policy(whole, job) else []
-        names = (["CPUOffloadPolicy"] if whole.get("cpu_offload") else []) + names
+        names = (["CPUOffloadPolicy"] if CPU_OFFLOAD.of(whole) else []) + names
         lines += [
             "from torch.distributed.device_mesh import init_device_mesh",
             f"from torch.distributed.fsdp import {', '.join([*names, 'fully_shard'])}",
@@ -347,18 +352,18 @@ def _imports(whole: Mapping[str, Value], job: Job) -> list[str]:
         lines.append("from torch.distributed.optim import ZeroRedundancyOptimizer")
     if stage < 2:
         lines.append("from torch.nn.parallel import DistributedDataParallel")
-    if _number(whole, "activation_checkpointing"):
+    if CHECKPOINTING.number(whole):
         lines.append("from torch.utils.checkpoint import checkpoint")
     return lines
 
 
 def _by_policy(whole: Mapping[str, Value], job: Job) -> bool:
-    sharded = _number(whole, "zero_stage") >= 2
-    return job.half and sharded and whole.get("mixed_precision") != "autocast"
+    sharded = STAGE.number(whole) >= 2
+    return job.half and sharded and MIXED_PRECISION.of(whole) != "autocast"
 
 
 def _checkpointing(whole: Mapping[str, Value]) -> list[str]:
-    every = _number(whole, "activation_checkpointing")
+    every = CHECKPOINTING.number(whole)
     if not every:
         return []
     chosen = "blocks" if every == 1 else f"blocks[{every - 1}::{every}]"
@@ -371,7 +376,7 @@ def _checkpointing(whole: Mapping[str, Value]) -> list[str]:
 
 
 def _fused(whole: Mapping[str, Value]) -> list[str]:
-    choice = whole.get("optimizer_implementation")
+    choice = IMPLEMENTATION.of(whole)
     if choice in (None, "default"):
         return []
     return [f"# make_optimizer must give its optimizer {choice}=True"]
@@ -381,9 +386,9 @@ def _replicated(whole: Mapping[str, Value], job: Job) -> list[str]:
     arguments = ["model"]
     if job.on_gpu:
         arguments.append("device_ids=[torch.cuda.current_device()]")
-    arguments += [f"{name}={value!r}" for name, value in wrapper_arguments(whole).items()]
+    arguments += [f"{name}={value!r}" for name, value in ddp.arguments(whole).items()]
     lines = [f"net = DistributedDataParallel({', '.join(arguments)})", *_fused(whole)]
-    if _number(whole, "zero_stage") == 0:
+    if STAGE.number(whole) == 0:
         return [*lines, "return net, make_optimizer(model.parameters())"]
     return [
         *lines,
@@ -401,13 +406,13 @@ def _replicated(whole: Mapping[str, Value], job: Job) -> list[str]:
 
 
 def _sharded(whole: Mapping[str, Value], job: Job) -> list[str]:
-    stage, group = _number(whole, "zero_stage"), _number(whole, "shard_group_size")
+    stage, group = STAGE.number(whole), SHARD_GROUP.number(whole)
     kind = "cuda" if job.on_gpu else "cpu"
     if group:
         shape = f"({job.world_size // group}, {group}), mesh_dim_names=('replicate', 'shard')"
     else:
         shape = f"({job.world_size},), mesh_dim_names=('shard',)"
-    reshard: bool | int = False if stage == 2 else _number(whole, "reshard_group_size") or True
+    reshard: bool | int = False if stage == 2 else RESHARD_GROUP.number(whole) or True
     lines = [
         f"mesh = init_device_mesh({kind!r}, {shape})",
         f"how = dict(mesh=mesh, reshard_after_forward={reshard})",
@@ -418,9 +423,9 @@ def _sharded(whole: Mapping[str, Value], job: Job) -> list[str]:
             "    param_dtype=torch.bfloat16, reduce_dtype=torch.float32",
             ")",
         ]
-    if whole.get("cpu_offload"):
+    if CPU_OFFLOAD.of(whole):
         lines.append("how['offload_policy'] = CPUOffloadPolicy()")
-    size = _number(whole, "blocks_per_unit") or 1
+    size = BLOCKS_PER_UNIT.number(whole) or 1
     if size == 1:
         lines += ["for block in blocks:", "    fully_shard(block, **how)"]
     else:
@@ -445,7 +450,7 @@ def _sharded(whole: Mapping[str, Value], job: Job) -> list[str]:
 
 
 def _prefetch(whole: Mapping[str, Value], size: int) -> list[str]:
-    ahead, behind = _number(whole, "forward_prefetch"), _number(whole, "backward_prefetch")
+    ahead, behind = FORWARD_PREFETCH.number(whole), BACKWARD_PREFETCH.number(whole)
     if not ahead and not behind:
         return []
     lines = [f"units = blocks[::{size}]", "for place, unit in enumerate(units):"]
@@ -461,13 +466,13 @@ def _prefetch(whole: Mapping[str, Value], size: int) -> list[str]:
 
 
 def _train_step(whole: Mapping[str, Value], job: Job) -> list[str]:
-    sharded, times = _number(whole, "zero_stage") >= 2, _number(whole, "gradient_accumulation")
+    sharded, times = STAGE.number(whole) >= 2, ACCUMULATION.number(whole)
     autocast = job.half and not _by_policy(whole, job)
     lines = ["def train_step(net, optimizer, loss_of, micro_batches):"]
     lines += ["    for number, batch in enumerate(micro_batches, start=1):"]
     last = f"number == {times}"
     if sharded:
-        sync = "True" if whole.get("gradient_sync_each") else last
+        sync = "True" if SYNC_EACH.of(whole) else last
         lines += [
             f"        net.set_requires_gradient_sync({sync})",
             f"        net.set_is_last_backward({last})",

@@ -20,6 +20,18 @@ from perfsearch.core.hints import Prediction
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
+from perfsearch.knobs.ddp import BUCKET_VIEW
+from perfsearch.knobs.fsdp import CPU_OFFLOAD, FORWARD_PREFETCH, STAGE
+from perfsearch.knobs.optimizer import IMPLEMENTATION
+from perfsearch.knobs.zero import (
+    BLOCKS_PER_UNIT,
+    CHECKPOINTING,
+    MIXED_PRECISION,
+    RESHARD_GROUP,
+    SHARD_GROUP,
+    SYNC_EACH,
+)
 from perfsearch.metrics.memory import (
     GIB,
     MARGIN_DEVIATIONS,
@@ -30,7 +42,6 @@ from perfsearch.metrics.memory import (
     Observation,
     Terms,
 )
-from perfsearch.runners._zero_batch import Batch
 from perfsearch.workloads.spec import WorkloadSpec
 
 HEADROOM = 0.05
@@ -87,29 +98,26 @@ class Memory:
         """The configuration as the model sees it."""
         whole = {**self._pinned, **configuration}
 
-        def number(name: str) -> int:
-            return int(whole.get(name) or 0)
-
-        stage, world = number("zero_stage"), self._batch.world_size
+        stage, world = STAGE.number(whole), self._batch.world_size
         precision = "none"
         if facts.cast_bytes is not None:
-            by_policy = stage >= 2 and whole.get("mixed_precision") != "autocast"
+            by_policy = stage >= 2 and MIXED_PRECISION.of(whole) != "autocast"
             precision = "policy" if by_policy else "autocast"
         return Layout(
             stage=stage,
             world_size=world,
-            micro_batch=number("micro_batch"),
+            micro_batch=MICRO_BATCH.number(whole),
             accumulation=self._batch.accumulation_of(whole),
-            shard_group=(number("shard_group_size") or world) if stage >= 2 else 1,
-            checkpoint_every=number("activation_checkpointing"),
-            blocks_per_unit=(number("blocks_per_unit") or 1) if stage >= 2 else 1,
-            reshard_group=number("reshard_group_size") if stage == 3 else 0,
-            prefetch=number("forward_prefetch") if stage >= 2 else 0,
-            sync_each=bool(whole.get("gradient_sync_each")) and stage >= 2,
-            offload=bool(whole.get("cpu_offload")) and stage >= 2,
+            shard_group=(SHARD_GROUP.number(whole) or world) if stage >= 2 else 1,
+            checkpoint_every=CHECKPOINTING.number(whole),
+            blocks_per_unit=(BLOCKS_PER_UNIT.number(whole) or 1) if stage >= 2 else 1,
+            reshard_group=RESHARD_GROUP.number(whole) if stage == 3 else 0,
+            prefetch=FORWARD_PREFETCH.number(whole) if stage >= 2 else 0,
+            sync_each=bool(SYNC_EACH.of(whole)) and stage >= 2,
+            offload=bool(CPU_OFFLOAD.of(whole)) and stage >= 2,
             precision=precision,
-            bucket_view=bool(whole.get("gradient_as_bucket_view")) and stage < 2,
-            fused=whole.get("optimizer_implementation") == "fused" or not self._on_gpu,
+            bucket_view=bool(BUCKET_VIEW.of(whole)) and stage < 2,
+            fused=IMPLEMENTATION.of(whole) == "fused" or not self._on_gpu,
         )
 
     def model(self, trials: Sequence[Trial]) -> MemoryModel | None:
@@ -126,7 +134,7 @@ class Memory:
         return self._model[1]
 
     def _observation(self, trial: Trial, facts: MemoryFacts) -> Observation | None:
-        if trial.purpose is Purpose.CONFIRM or "micro_batch" not in {
+        if trial.purpose is Purpose.CONFIRM or MICRO_BATCH.name not in {
             **self._pinned,
             **trial.configuration,
         }:
@@ -155,7 +163,7 @@ class Memory:
         if model is None or facts is None:
             return None
         layout = self.layout(configuration, facts)
-        for name in ("activation_checkpointing", "blocks_per_unit"):
+        for name in (CHECKPOINTING.name, BLOCKS_PER_UNIT.name):
             value = int({**self._pinned, **configuration}.get(name) or 0)
             if value > max(1, facts.blocks) or (value and not facts.blocks and name[0] == "a"):
                 return f"{name}={value}: the model has {facts.blocks} blocks"
@@ -212,9 +220,9 @@ class Memory:
         """What a configuration outside of the search would need, the mildest that fits first."""
         facts = self.facts.get()
         steps: list[dict[str, Value]] = [
-            {"zero_stage": 3, "activation_checkpointing": int(bool(facts and facts.blocks))},
-            {"micro_batch": 1, "gradient_sync_each": True},
-            {"cpu_offload": True} if self._on_gpu else {},
+            {STAGE.name: 3, CHECKPOINTING.name: int(bool(facts and facts.blocks))},
+            {MICRO_BATCH.name: 1, SYNC_EACH.name: True},
+            {CPU_OFFLOAD.name: True} if self._on_gpu else {},
         ]
         changed = dict(closest)
         asked: dict[str, Value] = {}
@@ -386,8 +394,8 @@ def estimate_table(
     estimates = {
         (label, every): _estimates(memory, stage, every, columns, accumulation)
         for stage, label in _STAGES
-        if stage in offered["zero_stage"]
-        for every in _spacings(offered["activation_checkpointing"], facts.blocks)
+        if stage in offered[STAGE.name]
+        for every in _spacings(offered[CHECKPOINTING.name], facts.blocks)
     }
     every_cell = [found for row in estimates.values() for found in row]
     unit = _unit([gib for found in every_cell for gib in (found.at_rest_gib, found.peak_gib)])
@@ -460,10 +468,10 @@ def _budget_line(memory: Memory) -> str:
 
 def _least_accumulations(batch: Batch, offered: Mapping[str, Sequence[Value]]) -> dict[int, int]:
     """Micro-batches that may be trained, in order, with the least accumulation of each."""
-    sizes = sorted(int(v or 1) for v in offered["micro_batch"])
+    sizes = sorted(int(v or 1) for v in offered[MICRO_BATCH.name])
     if batch.rule == "fixed":
         return {m: batch.share // m for m in sizes if batch.share % m == 0}
-    every = sorted(int(v or 1) for v in offered["gradient_accumulation"])
+    every = sorted(int(v or 1) for v in offered[ACCUMULATION.name])
     fitting = {m: [t for t in every if batch.may_train(m * t * batch.world_size)] for m in sizes}
     return {m: times[0] for m, times in fitting.items() if times}
 
@@ -485,10 +493,10 @@ def _columns(memory: Memory, batch: Batch, possible: list[int]) -> list[int]:
 
 def _configuration(stage: int, every: int, micro: int, accumulation: int) -> dict[str, Value]:
     return {
-        "zero_stage": stage,
-        "activation_checkpointing": every,
-        "micro_batch": micro,
-        "gradient_accumulation": accumulation,
+        STAGE.name: stage,
+        CHECKPOINTING.name: every,
+        MICRO_BATCH.name: micro,
+        ACCUMULATION.name: accumulation,
     }
 
 

@@ -16,9 +16,13 @@ from perfsearch.core.narrow import SEARCH, expanded, narrow
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.knobs import zero as zero_knobs
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, checked, settle
+from perfsearch.knobs.ddp import BUCKET_CAP, BUCKET_VIEW
+from perfsearch.knobs.fsdp import STAGE
+from perfsearch.knobs.optimizer import IMPLEMENTATION
+from perfsearch.knobs.zero import CHECKPOINTING
 from perfsearch.metrics.gpu import MEMORY_GIB
-from perfsearch.runners import _zero_knobs
-from perfsearch.runners._zero_batch import checked, settle
 from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
 from perfsearch.runners.ddp import runner
 from perfsearch.runners.zero import export as _zero_export
@@ -32,9 +36,9 @@ from perfsearch.workloads.spec import WorkloadSpec
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
 
-_SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation", "activation_checkpointing")
+_SEARCHED = (STAGE.name, MICRO_BATCH.name, ACCUMULATION.name, CHECKPOINTING.name)
 
-_WITH_AUTO = (*_SEARCHED, "gradient_as_bucket_view", "bucket_cap_mb", "optimizer_implementation")
+_WITH_AUTO = (*_SEARCHED, BUCKET_VIEW.name, BUCKET_CAP.name, IMPLEMENTATION.name)
 """What ``runner.knobs=auto`` lets the diagnosis choose from."""
 
 _FEWEST_STEPS = 5
@@ -156,8 +160,8 @@ class Zero(Runner):
             options.min_train_batch_size,
             options.max_train_batch_size,
         )
-        declared, absent = _zero_knobs.declare(self.batch, device == "cuda")
-        settings, self.left_out = _zero_knobs.applicable(
+        declared, absent = zero_knobs.declare(self.batch, device == "cuda")
+        settings, self.left_out = zero_knobs.applicable(
             settle(self.batch, options.knobs),
             declared,
             absent,
@@ -192,7 +196,7 @@ class Zero(Runner):
         """Train the configuration in a group of ranks, and hold its memory against the headroom."""
         whole = {**self.pinned, **configuration}
         samples = self.batch.global_batch_of(whole)
-        whole["gradient_accumulation"] = self.batch.accumulation_of(whole)
+        whole[ACCUMULATION.name] = self.batch.accumulation_of(whole)
         key = key_of(configuration)
         is_baseline = key == key_of(self.baseline)
         survive = plan.purpose is Purpose.CONFIRM and not is_baseline and key not in self._survived
@@ -256,9 +260,9 @@ class Zero(Runner):
         names = self.space.by_name
         return Hints(
             baseline=dict(self.baseline),
-            effect_order=tuple(n for n in _zero_knobs.EFFECT_ORDER if n in names),
-            monotonic={"micro_batch": 1} if "micro_batch" in names else {},
-            stage_knob="zero_stage" if "zero_stage" in names else None,
+            effect_order=tuple(n for n in zero_knobs.EFFECT_ORDER if n in names),
+            monotonic={MICRO_BATCH.name: 1} if MICRO_BATCH.name in names else {},
+            stage_knob=STAGE.name if STAGE.name in names else None,
             memory_limit_gib=self.memory.limit_gib,
             predict=lambda configuration: self.predict(configuration, trials),
         )

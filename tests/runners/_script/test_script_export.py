@@ -4,7 +4,7 @@ import yaml
 
 from perfsearch.cli.run import split, workload
 from perfsearch.core.hardware import Hardware
-from perfsearch.instrument.mapping import Mapped
+from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script import export
 from perfsearch.runners._script.runner import ScriptOptions
 

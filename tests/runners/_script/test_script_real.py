@@ -10,7 +10,7 @@ import pytest
 from perfsearch.core.hardware import Environment, Hardware
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status
-from perfsearch.instrument.mapping import Mapped
+from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script import export
 from perfsearch.runners._script.runner import Script, ScriptOptions
 from perfsearch.runners.base import Plan

@@ -3,13 +3,12 @@ import re
 import pytest
 
 from perfsearch.core.errors import BadInputError
-from perfsearch.core.hardware import Hardware
+from perfsearch.core.hardware import Hardware, wrapper_parameters
 from perfsearch.core.knob import Numerics, Scope
 from perfsearch.instrument.facts import Facts
-from perfsearch.instrument.mapping import Mapped
+from perfsearch.knobs.script import ScriptJob, declare
+from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script.runner import sort_script_knobs
-from perfsearch.runners._script_knobs import declare
-from perfsearch.runners._script_objects import ScriptSurroundings
 
 DDP = Facts(
     ["ddp"],
@@ -37,9 +36,15 @@ SEARCHED = {"bucket_cap_mb": "search", "dataloader_workers": "search"}
 def where(facts=DDP, arguments=(), maps=(), wanted=None, cores=8, device="cpu", **more):
     hardware = Hardware(device, 2, 1, (), cores)
     wanted = SEARCHED if wanted is None else wanted
-    takes = frozenset({"bucket_cap_mb_list"})
-    return ScriptSurroundings(
-        hardware, {}, arguments, maps, 1, facts, wanted=wanted, torch_takes=takes, **more
+    return ScriptJob(
+        hardware,
+        {},
+        wrapper_parameters(),
+        facts=facts,
+        arguments=arguments,
+        maps=maps,
+        wanted=wanted,
+        **more,
     )
 
 

@@ -10,7 +10,7 @@ from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
 from perfsearch.instrument.facts import Orders
-from perfsearch.instrument.mapping import Mapped
+from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script.group import ScriptGone, ScriptGroup
 from perfsearch.runners._script.window import EndedError, failed_outcome, require_ranks_together
 from perfsearch.workers.failures import Failure

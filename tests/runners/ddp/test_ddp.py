@@ -8,11 +8,11 @@ import pytest
 from omegaconf import OmegaConf
 
 import perfsearch.conf
-from perfsearch.core.hardware import Environment, Gpu, Hardware, wrapper_parameters
+from perfsearch.core.hardware import Environment, Gpu, Hardware, threads_today, wrapper_parameters
 from perfsearch.core.knob import Numerics, Scope
 from perfsearch.core.narrow import KnobError
-from perfsearch.parallel import nccl
-from perfsearch.runners import _ddp_knobs, _nccl_knobs
+from perfsearch.knobs import effect_order, nccl, of
+from perfsearch.knobs.base import Job, Use, declare
 from perfsearch.runners.ddp import export
 from perfsearch.runners.ddp.runner import DDP, DdpOptions
 from perfsearch.workloads.spec import TRAITS, WorkloadSpec
@@ -25,8 +25,16 @@ TODAY = PLAIN | {"bucket_cap_mb_list"}
 
 
 def declared(hardware, workload="gpt", environ=None, takes=TODAY):
-    where = _ddp_knobs.Surroundings(hardware, TRAITS[workload], environ or {}, takes)
-    knobs, absent = _ddp_knobs.declare(where)
+    environ, traits = environ or {}, TRAITS[workload]
+    job = Job(
+        hardware,
+        environ,
+        takes,
+        threads_today(environ, hardware),
+        traits.convolutional,
+        traits.draws_in_loader,
+    )
+    knobs, absent = declare(of(Use.DDP), job)
     return {k.name: k for k in knobs}, absent
 
 
@@ -40,7 +48,7 @@ def yaml_knobs():
 def test_every_knob_is_declared_or_absent_with_a_reason(hardware, workload):
     knobs, absent = declared(hardware, workload)
     assert not set(knobs) & set(absent)
-    assert {*knobs, *absent} == set(_ddp_knobs.EFFECT_ORDER)
+    assert {*knobs, *absent} == set(effect_order(Use.DDP))
     assert all(absent.values())
     assert all(k.contains(k.default) for k in knobs.values())
 
@@ -48,7 +56,7 @@ def test_every_knob_is_declared_or_absent_with_a_reason(hardware, workload):
 def test_options_file_names_exactly_the_knobs():
     values = yaml_knobs()
     assert values["name"] == "ddp"
-    assert set(values["knobs"]) == set(_ddp_knobs.EFFECT_ORDER)
+    assert set(values["knobs"]) == set(effect_order(Use.DDP))
     assert values["knobs"] == dict(DdpOptions().knobs)
 
 
@@ -76,7 +84,7 @@ def test_sockets_matter_where_connections_go_over_them():
     knobs, _ = declared(FOUR_GPUS, environ=tcp)
     assert knobs["nccl_nsocks_perthread"].scope is Scope.PROCESS
     assert "nccl_socket_nthreads" in declared(replace(FOUR_GPUS, nnodes=2))[0]
-    (rule,) = _nccl_knobs.constraints(["nccl_nsocks_perthread"], {"nccl_socket_nthreads": 16})
+    (rule,) = nccl.constraints(["nccl_nsocks_perthread"], {"nccl_socket_nthreads": 16})
     assert rule.holds({"nccl_nsocks_perthread": 4})
     assert not rule.holds({"nccl_nsocks_perthread": 8})
 
@@ -229,4 +237,4 @@ def test_the_rank_side_imports_nothing_of_the_controllers():
 
 
 def test_every_variable_is_a_knob():
-    assert set(nccl.VARIABLES) <= set(_ddp_knobs.EFFECT_ORDER)
+    assert set(nccl.VARIABLES) <= set(effect_order(Use.DDP))

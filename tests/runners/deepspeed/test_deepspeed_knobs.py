@@ -5,7 +5,7 @@ from support.deepspeed_cases import LAUNCH, written
 
 from perfsearch.config.schema import validate
 from perfsearch.core.errors import BadInputError
-from perfsearch.runners._zero_batch import Batch
+from perfsearch.knobs.batch import Batch
 from perfsearch.runners.base import Plan
 from perfsearch.runners.deepspeed import config, trial
 from perfsearch.runners.deepspeed.autotuning import Autotuning

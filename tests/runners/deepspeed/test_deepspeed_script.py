@@ -9,7 +9,7 @@ from support.deepspeed_cases import LAUNCH
 
 from perfsearch.cli.run import check, runner_for, split, tuned
 from perfsearch.core.errors import BadInputError
-from perfsearch.run_knobs import KnobFile, read_knobs
+from perfsearch.knobs.transport import KnobFile, read_knobs
 from perfsearch.runners.base import Plan
 from perfsearch.runners.deepspeed.command import Command
 from perfsearch.runners.deepspeed.job import command_of, names_configuration

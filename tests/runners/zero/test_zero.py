@@ -12,7 +12,7 @@ from support.zero_facts import gpt_facts
 from perfsearch.core.knob import Numerics
 from perfsearch.core.narrow import KnobError
 from perfsearch.core.trial import Measurement, Status
-from perfsearch.runners import _zero_batch
+from perfsearch.knobs import batch as batches
 from perfsearch.runners.zero.runner import ZeroOptions
 
 
@@ -33,12 +33,12 @@ def test_with_a_fixed_batch_every_configuration_trains_exactly_it(share, world):
 @given(some.integers(1, 64), some.integers(1, 200))
 @settings(max_examples=60, deadline=None)
 def test_an_impossible_micro_batch_is_refused_with_the_nearest_that_are_not(share, value):
-    batch = _zero_batch.Batch("fixed", share * 4, 4, share)
+    batch = batches.Batch("fixed", share * 4, 4, share)
     if share % value == 0:
-        assert _zero_batch.settle(batch, {"micro_batch": value}) == {"micro_batch": value}
+        assert batches.settle(batch, {"micro_batch": value}) == {"micro_batch": value}
         return
     with pytest.raises(KnobError) as refusal:
-        _zero_batch.settle(batch, {"micro_batch": value})
+        batches.settle(batch, {"micro_batch": value})
     named = [int(w) for w in str(refusal.value).split("Nearest possible: ")[1].split(";")[0].split()
              if w.isdigit()]  # fmt: skip
     assert named
@@ -196,7 +196,7 @@ def test_advice_on_memory_is_given_only_where_memory_was_lacking():
 
 
 def test_the_option_file_names_every_knob():
-    from perfsearch.runners._zero_knobs import EFFECT_ORDER
+    from perfsearch.knobs.zero import EFFECT_ORDER
 
     written = yaml.safe_load((Path(__file__).parents[3] / "conf/runner/zero.yaml").read_text())
     assert set(written["knobs"]) == set(EFFECT_ORDER)

@@ -1,9 +1,9 @@
-from perfsearch.parallel import nccl
+from perfsearch.knobs import nccl
 
 
 def test_environment_sets_only_what_is_named():
     configuration = {"nccl_buffsize": 4194304, "nccl_max_ctas": None, "bucket_cap_mb": 25.0}
-    assert nccl.environment(configuration, nccl.VARIABLES) == {"NCCL_BUFFSIZE": "4194304"}
+    assert nccl.environment(configuration) == {"NCCL_BUFFSIZE": "4194304"}
 
 
 def test_read_back_keeps_to_the_configuration():

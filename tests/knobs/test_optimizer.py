@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from perfsearch.training.base import apply_implementation, implementation_of
+from perfsearch.knobs.optimizer import apply_implementation, implementation_of
 
 
 def parameters():

@@ -1,6 +1,6 @@
 import pytest
 
-from perfsearch.parallel.wrapper import wrapper_arguments
+from perfsearch.knobs.ddp import arguments as arguments_of
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ from perfsearch.parallel.wrapper import wrapper_arguments
     ],
 )
 def test_arguments(configuration, arguments):
-    assert wrapper_arguments(configuration) == arguments
+    assert arguments_of(configuration) == arguments

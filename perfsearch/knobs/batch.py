@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
-from perfsearch.core.knob import Configuration
+from perfsearch.core.knob import Configuration, Kind, Knob, Numerics, Part
 from perfsearch.core.narrow import SEARCH, KnobError
 from perfsearch.core.space import Constraint
+from perfsearch.knobs.base import Job, Record, Use
 
 LARGEST_MICRO_BATCH = 1024
 _GROWTH = 32
@@ -46,6 +47,11 @@ class Batch:
         """Of the baseline."""
         return self.share // self.micro_batch
 
+    @property
+    def numerics(self) -> Numerics:
+        """What another micro-batch or accumulation does to the computation."""
+        return Numerics.ALTERING if self.rule == "free" else Numerics.REORDERED
+
     def micro_batches(self) -> tuple[int, ...]:
         """Every micro-batch that is possible, the baseline's among them."""
         if self.rule == "fixed":
@@ -62,8 +68,8 @@ class Batch:
     def accumulation_of(self, configuration: Configuration) -> int:
         """Micro-batches in a step of a configuration, which must be possible."""
         if self.rule == "fixed":
-            return self.share // int(configuration["micro_batch"] or 1)
-        return int(configuration["gradient_accumulation"] or 1)
+            return self.share // int(MICRO_BATCH.of(configuration) or 1)
+        return int(ACCUMULATION.of(configuration) or 1)
 
     def may_train(self, global_batch: int) -> bool:
         """Whether a configuration may have this global batch."""
@@ -73,7 +79,7 @@ class Batch:
 
     def global_batch_of(self, configuration: Configuration) -> int:
         """Samples of a step over all ranks."""
-        micro = int(configuration["micro_batch"] or 1)
+        micro = int(MICRO_BATCH.of(configuration) or 1)
         return micro * self.accumulation_of(configuration) * self.world_size
 
     def constraint(self, pinned: Mapping[str, Any]) -> Constraint:
@@ -82,7 +88,7 @@ class Batch:
         def holds(configuration: Configuration) -> bool:
             whole = {**pinned, **configuration}
             if self.rule == "fixed":
-                return self.share % int(whole["micro_batch"]) == 0
+                return self.share % int(MICRO_BATCH.of(whole)) == 0
             return self.may_train(self.global_batch_of(whole))
 
         if self.rule == "fixed":
@@ -90,6 +96,58 @@ class Batch:
         else:
             text = f"the global batch is not between {self.low} and {self.high or 'any'}"
         return Constraint("global_batch", holds, text)
+
+
+@dataclass(frozen=True)
+class BatchJob(Job):
+    """A job whose batches are searched.
+
+    Attributes:
+        batch: which of them may be trained.
+
+    """
+
+    _: KW_ONLY
+    batch: Batch
+    use: Use = Use.ZERO
+
+
+def _micro_batch(knob: Knob, job: Job) -> Knob:
+    if not isinstance(job, BatchJob):
+        return knob
+    batch = job.batch
+    return replace(knob, default=batch.micro_batch, values=batch.micro_batches(),
+                   numerics=batch.numerics)  # fmt: skip
+
+
+def _accumulation(knob: Knob, job: Job) -> Knob | str:
+    if not isinstance(job, BatchJob):
+        return knob
+    batch = job.batch
+    if batch.rule == "fixed":
+        return f"with batch=fixed it follows from {MICRO_BATCH.name}"
+    return replace(knob, default=batch.accumulation, values=batch.accumulations(),
+                   numerics=batch.numerics)  # fmt: skip
+
+
+MICRO_BATCH = Record(
+    Knob(
+        "micro_batch", Kind.ORDINAL, 1, values=(1,), unit="samples",
+        help="samples of one forward pass of a rank",
+        numerics=Numerics.REORDERED, shortens=(Part.COMPUTING, Part.COMMUNICATION, Part.LOADING),
+    ),
+    uses=frozenset({Use.ZERO, Use.SCRIPT}), effect=100, zero_effect=100, fit=_micro_batch,
+)  # fmt: skip
+
+ACCUMULATION = Record(
+    Knob(
+        "gradient_accumulation", Kind.ORDINAL, 1, values=(1,), unit="micro-batches",
+        help="micro-batches of a step", numerics=Numerics.REORDERED,
+    ),
+    uses=frozenset({Use.ZERO, Use.SCRIPT}), zero_effect=85, fit=_accumulation,
+)  # fmt: skip
+
+RECORDS = (MICRO_BATCH, ACCUMULATION)
 
 
 def checked(
@@ -171,7 +229,7 @@ def settle(batch: Batch, knobs: Mapping[str, Any]) -> dict[str, Any]:
 
     """
     settled = dict(knobs)
-    for name in ("micro_batch", "gradient_accumulation"):
+    for name in (MICRO_BATCH.name, ACCUMULATION.name):
         for value in _numbers(settled.get(name)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise KnobError(f"runner.knobs.{name}={value}: a whole number from 1 is needed")
@@ -184,23 +242,23 @@ def settle(batch: Batch, knobs: Mapping[str, Any]) -> dict[str, Any]:
                 )
     if batch.rule == "free":
         return settled
-    wanted = settled.get("gradient_accumulation", SEARCH)
+    wanted = settled.get(ACCUMULATION.name, SEARCH)
     if wanted in (SEARCH, None):
         return settled
-    del settled["gradient_accumulation"]
+    del settled[ACCUMULATION.name]
     follows = sorted(batch.share // value for value in _numbers(wanted))
     if not follows:
         raise KnobError(
             f"runner.knobs.gradient_accumulation={wanted}: with batch=fixed it follows from "
             "micro_batch. Give a number or a list, or narrow micro_batch instead"
         )
-    asked = settled.get("micro_batch", SEARCH)
+    asked = settled.get(MICRO_BATCH.name, SEARCH)
     if asked not in (SEARCH, None) and sorted(_numbers(asked)) != follows:
         raise KnobError(
             f"runner.knobs.micro_batch={asked} and gradient_accumulation={wanted}: with "
             f"batch=fixed their product must be {batch.share}. Give one of them"
         )
-    settled["micro_batch"] = follows[0] if len(follows) == 1 else follows
+    settled[MICRO_BATCH.name] = follows[0] if len(follows) == 1 else follows
     return settled
 
 

@@ -1,21 +1,25 @@
-"""Knobs that a script takes by its own arguments, or from a file that an argument names."""
+"""How knobs reach a script: by its arguments, files, environment, or what it builds. No torch."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from perfsearch import knobs
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.knob import Value
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
+from perfsearch.knobs.fsdp import STAGE
+from perfsearch.knobs.zero import CHECKPOINTING
 
 FILE_KEYS = {
-    "train_micro_batch_size_per_gpu": "micro_batch",
-    "gradient_accumulation_steps": "gradient_accumulation",
-    "zero_optimization.stage": "zero_stage",
+    "train_micro_batch_size_per_gpu": MICRO_BATCH.name,
+    "gradient_accumulation_steps": ACCUMULATION.name,
+    "zero_optimization.stage": STAGE.name,
     **{
         f"zero_optimization.{name}": name
         for name in (
@@ -301,3 +305,212 @@ def as_value(text: str) -> Value:
         except ValueError:
             continue
     return text
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Arguments of a framework's scripts.
+
+    Attributes:
+        maps: knobs and the arguments that set them.
+        silence: arguments for trials alone, so that they write no checkpoints and no logs.
+
+    """
+
+    maps: tuple[Mapped, ...] = ()
+    silence: tuple[str, ...] = ()
+
+
+_HF_BATCH = (
+    Mapped(MICRO_BATCH.name, "--per_device_train_batch_size", default=8),
+    Mapped(ACCUMULATION.name, "--gradient_accumulation_steps", default=1),
+)
+
+PRESETS = {
+    "hf-trainer": Preset(
+        maps=(
+            *_HF_BATCH,
+            Mapped(CHECKPOINTING.name, "--gradient_checkpointing", default=False),
+        ),
+        silence=(
+            "--save_strategy",
+            "no",
+            "--eval_strategy",
+            "no",
+            "--report_to",
+            "none",
+            "--load_best_model_at_end",
+            "False",
+            "--disable_tqdm",
+            "True",
+        ),
+    ),
+    "lightning": Preset(
+        maps=(
+            Mapped(MICRO_BATCH.name, "--data.batch_size"),
+            Mapped(ACCUMULATION.name, "--trainer.accumulate_grad_batches", default=1),
+        ),
+        silence=(
+            "--trainer.logger=false",
+            "--trainer.enable_checkpointing=false",
+            "--trainer.enable_progress_bar=false",
+            "--trainer.num_sanity_val_steps=0",
+            "--trainer.limit_val_batches=0",
+        ),
+    ),
+    "accelerate": Preset(maps=_HF_BATCH),
+}
+
+
+def preset(name: str, arguments: Sequence[str]) -> Preset:
+    """The preset of that name, for a script with these arguments.
+
+    Raises:
+        BadInputError: DeepSpeed's, and no argument names its configuration file.
+
+    """
+    if name != "deepspeed":
+        return PRESETS[name]
+    for token in arguments:
+        file = token.rpartition("=")[2]
+        if file.endswith(".json") and Path(file).is_file():
+            content = read_file(file, "--preset deepspeed")
+            if not {"zero_optimization", "train_micro_batch_size_per_gpu"} & content.keys():
+                continue
+            keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+            maps = [Mapped(FILE_KEYS[key], file=file, key=key, default=1) for key in keys]
+            return Preset((*maps, Mapped(STAGE.name, file=file, key="zero_optimization.stage")))
+    raise BadInputError(
+        "--preset deepspeed: no argument of the script names DeepSpeed's configuration (a .json "
+        "file with zero_optimization). Name the file by an argument, or use --map-file"
+    )
+
+
+def gather(
+    maps: Sequence[str], map_files: Sequence[str], name: str | None, arguments: Sequence[str]
+) -> tuple[list[Mapped], list[str]]:
+    """Where a script takes knobs from, and the arguments that silence it in trials.
+
+    Args:
+        maps: ``NAME=ARGUMENT``.
+        map_files: ``FILE:KEY`` or ``NAME=FILE:KEY``.
+        name: of a preset, which gives way to what is named expressly.
+        arguments: the script's.
+
+    Raises:
+        BadInputError: one is not of that form, or two are for the same knob.
+
+    """
+    found = [parse_map(text) for text in maps]
+    found += [parse_map_file(text) for text in map_files]
+    names = [mapped.name for mapped in found]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice:
+        raise BadInputError(f"--map {twice}=...: mapped twice. Keep one.")
+    if name is None:
+        return found, []
+    known = preset(name, arguments)
+    return [*found, *(m for m in known.maps if m.name not in names)], list(known.silence)
+
+
+_OFF = (None, False, 0, "none", "default", "policy")
+
+
+@dataclass
+class KnobPlan:
+    """How knobs reach a script.
+
+    Attributes:
+        objects: through the constructors that the script calls, and torch's switches.
+        environment: variables to set before its processes start.
+        mapped: through the script's own arguments and files.
+        unreachable: knobs that nothing here can set, with their values.
+
+    """
+
+    objects: dict[str, Value] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    mapped: dict[str, Value] = field(default_factory=dict)
+    unreachable: dict[str, Value] = field(default_factory=dict)
+
+
+def plan(values: Mapping[str, Value], maps: Sequence[Mapped]) -> KnobPlan:
+    """Sort knobs by how they reach a script; those that are ``None`` are left out."""
+    names = {mapped.name for mapped in maps}
+    made = KnobPlan()
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name in names:
+            made.mapped[name] = value
+        elif name in knobs.by_name and knobs.by_name[name].reaches_scripts:
+            record = knobs.by_name[name]
+            made.environment.update(record.variables(value))
+            if record.takers:
+                made.objects[name] = value
+        elif not any(value is off or value == off for off in _OFF):
+            made.unreachable[name] = value
+    return made
+
+
+@dataclass(frozen=True)
+class KnobFile:
+    """What a search has written, as far as a script is started with it.
+
+    Attributes:
+        knobs: values by name.
+        workload: the ``workload`` group, empty where there is none.
+        runner: which one has found them; empty where it is not said.
+        batch: ``fixed`` or ``free``, as it was searched.
+        ds_config: the DeepSpeed configuration that was given beside the command, if any.
+
+    """
+
+    knobs: dict[str, Value] = field(default_factory=dict)
+    workload: dict[str, Any] = field(default_factory=dict)
+    runner: str = ""
+    batch: Literal["fixed", "free"] = "fixed"
+    ds_config: str | None = None
+
+
+def read_knobs(file: str) -> KnobFile:
+    """Knobs of ``best/config.yaml``, or of a plain file of names and values.
+
+    Raises:
+        BadInputError: there is no such file, or a knob in it has no single value.
+
+    """
+    option = f"--knobs {file}"
+    if Path(file).is_dir():
+        raise BadInputError(f"{option}: this is a directory. Give the file: {file}/config.yaml")
+    content = read_file(file if file.endswith(".json") else _named_yaml(file, option), option)
+    runner = content.get("runner")
+    if isinstance(runner, Mapping) and runner.get("name") == "soap":
+        apply = Path(file).parent / "apply"
+        raise BadInputError(
+            f"{option}: runner=soap splits and places single operators, which no script takes as a "
+            f"knob. Its plan is in {apply}: strategy.yaml, and dtensor_plan.py for a script, where "
+            "it is one mesh"
+        )
+    knobs = content if not isinstance(runner, Mapping) else runner.get("knobs") or {}
+    for name, value in knobs.items():
+        if isinstance(value, list | Mapping) or value == "search":
+            raise BadInputError(
+                f"{option}: {name}={value} is what a search was to try, no single value. Give the "
+                "best/config.yaml that a search has written"
+            )
+    workload = content.get("workload")
+    of_runner = runner if isinstance(runner, Mapping) else {}
+    return KnobFile(
+        knobs=dict(knobs),
+        workload=dict(workload) if isinstance(workload, Mapping) else {},
+        runner=str(of_runner.get("name", "")),
+        batch="free" if content.get("batch") == "free" else "fixed",
+        ds_config=of_runner.get("ds_config"),
+    )
+
+
+def _named_yaml(file: str, option: str) -> str:
+    if not file.endswith((".yaml", ".yml")):
+        raise BadInputError(f"{option}: a .yaml or .json file is needed")
+    return file

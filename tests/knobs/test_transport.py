@@ -3,8 +3,14 @@ import json
 import pytest
 
 from perfsearch.core.errors import BadInputError
-from perfsearch.instrument.mapping import Mapped, apply, current, parse_map, parse_map_file
-from perfsearch.instrument.presets import preset
+from perfsearch.knobs.transport import (
+    Mapped,
+    apply,
+    current,
+    parse_map,
+    parse_map_file,
+    preset,
+)
 
 BATCH = Mapped("micro_batch", "--bs", default=2)
 

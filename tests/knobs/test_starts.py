@@ -3,18 +3,17 @@ from __future__ import annotations
 from perfsearch.core.hardware import Hardware
 from perfsearch.core.hints import Hints
 from perfsearch.core.space import Space
-from perfsearch.runners._ddp_knobs import Surroundings, declare
-from perfsearch.runners._ddp_starts import starts
+from perfsearch.knobs import of
+from perfsearch.knobs.base import Job, Use, declare
+from perfsearch.knobs.starts import starts
 from perfsearch.strategies.bayes import Bayes
-from perfsearch.workloads.spec import WorkloadSpec
 
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
 def knobs(environ: dict[str, str], *names: str):
-    traits = WorkloadSpec.from_mapping({"name": "gpt"}).resolve("cuda", 80.0, 4).traits
-    where = Surroundings(Hardware("cuda", 4, 1, (), 64), traits, environ, frozenset())
-    found = [k for k in declare(where)[0] if not names or k.name in names]
+    job = Job(Hardware("cuda", 4, 1, (), 64), environ, frozenset({"bucket_cap_mb"}))
+    found = [k for k in declare(of(Use.DDP), job)[0] if not names or k.name in names]
     return {k.name: k for k in found}, {k.name: k.default for k in found}
 
 

@@ -1,1 +1,0 @@
-"""What ranks build from knobs."""
