@@ -26,9 +26,9 @@ from perfsearch.core.hardware import GroupSpec
 from perfsearch.core.trial import Measurement
 from perfsearch.metrics.bounds import bound_of, bounds, closest_look
 from perfsearch.metrics.throughput import mfu_of
+from perfsearch.training import clock as timing
 from perfsearch.training.base import TrainStep
 from perfsearch.training.process_groups import Groups
-from perfsearch.workers import measure
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.profile import SyncWatch
 from perfsearch.workers.trial import Trainer, _Feed
@@ -62,7 +62,7 @@ def one_rank(
         feed = _Feed(trainer, step, workload.global_batch)
         for _ in range(WARM_STEPS):
             step.run(feed, _ignore)
-        measure.synchronize(device)
+        timing.synchronize(device)
         try:
             yield step, feed
         finally:
@@ -82,7 +82,7 @@ def events(store: Store, size: str) -> None:
 
     with one_rank(size) as (step, feed), tempfile.TemporaryDirectory() as name:
         for attempt in range(2):  # the first session of the profiler sets itself up
-            clock = feed.clock = measure.DeviceClock()
+            clock = feed.clock = timing.DeviceClock()
             order: list[str] = []
             mark = _marking(clock, order)
             clock.mark = mark  # type: ignore[method-assign] # the feed marks on it, too
@@ -106,7 +106,7 @@ def events(store: Store, size: str) -> None:
     store.add("events", size, kernels=len(order))
 
 
-def _marking(clock: measure.Clock, order: list[str]) -> Callable[[str], None]:
+def _marking(clock: timing.Clock, order: list[str]) -> Callable[[str], None]:
     """Mark a phase with a kernel of its own, and with the event at that kernel's end."""
     original = clock.mark
 
@@ -185,7 +185,7 @@ def cost(store: Store, size: str, blocks: int, kind: str, samples: int | None) -
     if store.has("cost", f"{named} full"):
         return
     with one_rank(size, kind, samples) as (step, feed), _sampler_process(kind) as sampler:
-        new_clock = partial(measure.make_clock, feed.device)
+        new_clock = partial(timing.make_clock, feed.device)
         ways: dict[str, Callable[[], float]] = {
             "off": lambda: _window(step, feed, None),
             "light": lambda: _window(step, feed, new_clock()),
@@ -216,7 +216,7 @@ def _repeat(way: Callable[[], float], steps: int) -> float:
 def _window(
     step: TrainStep,
     feed: _Feed,
-    clock: measure.Clock | None,
+    clock: timing.Clock | None,
     steps: int = 2,
     closely: bool = False,
 ) -> float:
@@ -224,18 +224,18 @@ def _window(
     step.marks_communication = clock is not None
     feed.clock = clock or _Silent()
     mark = feed.clock.mark
-    measure.synchronize(feed.device)
+    timing.synchronize(feed.device)
     begin = time.perf_counter()
     with SyncWatch() if closely else nullcontext():
         mark("start")
         for _ in range(steps):
             step.run(feed, mark)
             mark("step")
-    measure.synchronize(feed.device)
+    timing.synchronize(feed.device)
     return (time.perf_counter() - begin) / steps
 
 
-class _Silent(measure.HostClock):
+class _Silent(timing.HostClock):
     """Marks nothing."""
 
     def mark(self, phase: str) -> None:

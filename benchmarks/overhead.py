@@ -165,7 +165,7 @@ class Bench:
     def _score(self, script: Any) -> Any:
         """Have the script timed as in a trial that goes on from kept batches, in mid-window."""
         from perfsearch.instrument.rank import Searched
-        from perfsearch.workers.settling import is_detailed
+        from perfsearch.training.clock import is_detailed
 
         if self._searched is None:
             self._searched = Searched(script, None, self.dist.get_rank())  # silent in a window
@@ -185,7 +185,7 @@ class Bench:
     def _each(self) -> int:
         """Of how many steps a search would have the phases of one timed."""
         from perfsearch.runners.base import Plan
-        from perfsearch.workers.settling import detailed_each, steps_to_fill
+        from perfsearch.training.clock import detailed_each, steps_to_fill
 
         plan = Plan(1)
         count = steps_to_fill(plan.scored_seconds, self._step_s, plan.scored_steps)

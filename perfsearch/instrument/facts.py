@@ -105,9 +105,6 @@ VARIABLE = "PERFSEARCH_SCRIPT"
 ENTRY = "perfsearch.instrument.entry"
 """Module that torch's launcher runs in place of the script."""
 
-FIRST_LOSSES = 5
-"""Steps after the first whose losses are compared; the first is before the common start."""
-
 
 @dataclass(frozen=True)
 class Orders:

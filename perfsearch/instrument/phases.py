@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as _module
 from torch.optim.lr_scheduler import LRScheduler
 
 from perfsearch.instrument.patching import CALLS, after_import, wrap
-from perfsearch.workers.measure import Clock
+from perfsearch.training.clock import Clock
 
 OTHER = "other"
 """What no phase covers: the script's own work between those calls that are known."""
@@ -32,7 +32,7 @@ class Phases:
     name is known only once that ends. Threads other than the one that steps are not timed.
 
     Args:
-        clock: of the window; read only when that is over.
+        clock: of the window, which has begun; read only when that is over.
 
     Attributes:
         in_threads: whether another thread took a batch, stepped or copied.
@@ -47,7 +47,6 @@ class Phases:
         self._running: list[str] = []
         self._open: list[str] = []
         self._names: dict[str, str] = {}
-        clock.mark("start")
 
     def mark(self, phase: str) -> None:
         """Note that ``phase`` ends here."""
@@ -65,10 +64,6 @@ class Phases:
     def _ends_pass(self, phase: str) -> bool:
         """Whether the backward pass that the stepping thread waits for ends, in its own thread."""
         return phase == "backward" and self._last == "forward"
-
-    def end_step(self) -> None:
-        """Note that a step ends with the phase that ended last."""
-        self._clock.mark("step")
 
     def enter(self, phase: str) -> bool:
         """Begin a call that is a phase; whether it is timed, so that ``leave`` has to follow."""

@@ -18,17 +18,22 @@ import psutil
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from perfsearch.instrument.facts import FIRST_LOSSES, Facts, Finished
+from perfsearch.instrument.facts import Facts, Finished
 from perfsearch.instrument.loaders import BatchTape, RandomState
 from perfsearch.instrument.optimizers import OPTIMIZER
 from perfsearch.instrument.patching import wrap
 from perfsearch.instrument.phases import OTHER, Phases, Transfers
 from perfsearch.instrument.script import Script
 from perfsearch.metrics.reading import Guard
-from perfsearch.workers import measure
-from perfsearch.workers.measure import make_clock, synchronize
+from perfsearch.training.clock import (
+    FIRST_LOSSES,
+    StepTimer,
+    is_detailed,
+    read_peaks,
+    reset_peaks,
+    synchronize,
+)
 from perfsearch.workers.messages import Channel, trace_file
-from perfsearch.workers.settling import is_detailed
 
 _SITES = 5
 """Lines that wait for the device which are named."""
@@ -63,7 +68,6 @@ class Searched:
         self._rewinder = Rewinder(script, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.timing = Timing(script)
         self._trace: Trace | None = None
-        self._left = 0
         self._losses: list[float | torch.Tensor | None] = []
         self._swallowed = 0
         self._ending = False
@@ -71,7 +75,7 @@ class Searched:
         script.optimizers.before_step = self.before_step
         script.optimizers.after_step = self.after_step
         self._channel = channel
-        self._since, self._pulled = time.perf_counter(), 0
+        self._pulled = 0
 
     @property
     def _device(self) -> torch.device:
@@ -97,8 +101,7 @@ class Searched:
         self.timing.after_step()
         if phases is not None:
             self._losses.append(loss)
-            self._left -= 1
-            if self._left:
+            if self.timing.timer.left:
                 return
             self._tell_window(phases)
         elif self._trace is not None:
@@ -108,12 +111,12 @@ class Searched:
             reason, self._trace = self._trace.stop(), None
             self._channel.send({"event": "traced", "step": self.steps, "reason": reason})
         else:
-            device = self._device
-            measure.synchronize(device)
             began = self._script.loaders.began if self.steps == 1 else None
-            self._tell_step(time.perf_counter() - (began or self._since), loss)
+            self.timing.timer.device = self._device
+            self._tell_step(self.timing.timer.warmup_step(began), loss)
         self._obey()
-        self._since, self._pulled = time.perf_counter(), self._script.loaders.pulls
+        self.timing.timer.begin()
+        self._pulled = self._script.loaders.pulls
 
     def _tell_step(self, seconds: float, loss: float | torch.Tensor | None) -> None:
         message: dict[str, Any] = {
@@ -134,7 +137,7 @@ class Searched:
 
     def _tell_window(self, phases: Phases) -> None:
         device = self._device
-        measure.synchronize(device)
+        synchronize(device)
         transfers = self.timing.transfers
         self.timing.end()
         seconds, by_step = phases.read()
@@ -163,7 +166,7 @@ class Searched:
                 "samples": used.samples,
                 "tokens": used.tokens,
                 "aside": used.aside,
-                "peaks": measure.read_peaks(device),
+                "peaks": read_peaks(device),
                 "place": {"host": os.uname().nodename, "device": _name_of(device)},
                 "facts": facts.to_json(),
                 "why_not_again": self._script.why_not_again(),
@@ -209,15 +212,15 @@ class Searched:
         """
         device = self._device
         self._script.loaders.uses.begin()
-        self._left, self._losses = count, []
-        self.timing.begin(device, each)
+        self._losses = []
+        self.timing.begin(device, count, each)
 
     def _change(self, knobs: dict[str, Any]) -> None:
         begin = time.perf_counter()
         self._rewinder.restore()
         self._script.change(knobs)
-        measure.reset_peaks(self._device)
-        measure.synchronize(self._device)
+        reset_peaks(self._device)
+        synchronize(self._device)
         self._channel.send({"event": "changed", "seconds": time.perf_counter() - begin})
 
     def _end(self) -> None:
@@ -346,25 +349,30 @@ class Timing:
     Attributes:
         phases: of the window; ``None`` outside of one.
         transfers: copies of the window, on another device than the host where nothing is compiled.
+        timer: of the steps, in the window and before it.
 
     """
 
     def __init__(self, script: Script) -> None:
         self.phases: Phases | None = None
         self.transfers: Transfers | None = None
+        self.timer = StepTimer(torch.device("cpu"))
         self._script = script
         self._each, self._made, self._detailed = 1, 0, False
 
-    def begin(self, device: torch.device, each: int = 1) -> None:
+    def begin(self, device: torch.device, count: int, each: int = 1) -> None:
         """Begin a window, once the device has come to rest.
 
         Args:
             device: that the script uses.
+            count: steps of the window.
             each: of how many steps one has its phases timed.
 
         """
         synchronize(device)
-        self.phases = Phases(make_clock(device))
+        self.timer.device = device
+        self.timer.open(count)
+        self.phases = Phases(self.timer.clock)
         if device.type != "cpu" and not self._script.is_compiled():
             # not in compiled code, which must not see other methods than it was compiled with
             self.transfers = Transfers(self.phases)
@@ -391,7 +399,7 @@ class Timing:
             return
         if self._detailed:
             self.phases.mark(OPTIMIZER)
-        self.phases.end_step()
+        self.timer.step()
         self._made += 1
         detailed = is_detailed(self._made, self._each)
         if detailed != self._detailed:
@@ -439,7 +447,7 @@ class Trace:
 
     def stop(self) -> str:
         """Write what was seen; why there is nothing, or empty."""
-        measure.synchronize(self._device)
+        synchronize(self._device)
         if not self._guard.unsupported:
             self._guard.read(_WHAT, self._write)
         return self._guard.unsupported.get(_WHAT, "")

@@ -27,6 +27,7 @@ from perfsearch.online.store import (
     slowest_discarded,
     slowest_rank_seconds,
 )
+from perfsearch.training.clock import State, StepWindow, WindowRule
 
 _CLOSE = 0.03
 """Configurations this close to the best, errors apart, are measured again before one is kept."""
@@ -456,15 +457,14 @@ class Sampler:
         failure = yield from self.apply(configuration)
         if failure:
             return arm, self._record(arm, purpose, _status_of(failure), reason=failure)
-        if not self._settled:
-            seconds = yield from self.train(self._options.discard_steps)
-            self._settled = True
-            limit_s = self._limit_s()
-            # the last may hold a round of validation, and the first what a change costs once
-            step_s = min(seconds[-1], statistics.median_low(seconds))
-            if step_s > limit_s:
-                return arm, (yield from self._roll_back(arm, purpose, step_s, limit_s))
-        steps = yield from self.score(self._steps_of_a_sample())
+        warmup = 0 if self._settled else self._options.discard_steps
+        warmup_s = (yield from self.train(warmup)) if warmup else []
+        self._settled = True
+        window = StepWindow(self._rule(warmup), warmup_s)
+        if window.state is State.STOPPED:
+            return arm, (yield from self._roll_back(arm, purpose, window))
+        window.score((yield from self.score(window.count)))
+        steps = window.step_seconds
         arm.costs.append(statistics.median(steps))
         if purpose is Purpose.BASELINE:
             self._today_s = arm.cost
@@ -502,14 +502,25 @@ class Sampler:
         return failures[0]
 
     def _roll_back(
-        self, arm: Arm, purpose: Purpose, step_s: float, limit_s: float
+        self, arm: Arm, purpose: Purpose, window: StepWindow
     ) -> Generator[Instruction, list[Report], Trial]:
+        step_s, limit_s = window.typical_s, self._limit_s()
         over = step_s > self._options.time_limit_s
         status = Status.TIMEOUT if over else Status.PRUNED
         reason = f"a step took {step_s:.3g} s, the limit is {limit_s:.3g} s"
         trial = self._record(arm, purpose, status, [step_s], reason)
         yield from self.apply(self.best.configuration)
         return trial
+
+    def _rule(self, warmup: int) -> WindowRule:
+        """A sample: of the training loop, which goes on, so many steps and no more."""
+        count = self._steps_of_a_sample()
+        return WindowRule(
+            scored_steps=(count, count),
+            warmup_steps=(warmup, warmup),
+            stop_above_s=self._limit_s(),
+            uneven=True,
+        )
 
     def _limit_s(self) -> float:
         return min(self._options.time_limit_s, _TOO_SLOW * self._today_s)

@@ -33,8 +33,8 @@ from perfsearch.online.ddp import ImplementationSwitch, adopt, why_not_switchabl
 from perfsearch.online.options import AutotuneOptions
 from perfsearch.online.proposer import StrategyProcess
 from perfsearch.online.store import APPLY, END, FAIL, RUN, Channel, Instruction, Report
+from perfsearch.training.clock import StepTimer, synchronize
 from perfsearch.training.process_groups import pause_at_end
-from perfsearch.workers.measure import Clock, make_clock, synchronize
 
 _PROBE_ELEMENTS = 1024
 
@@ -79,9 +79,8 @@ class Participant:
         self._hung: set[int] = set()
         self.train_iter = 0
         self._told_facts = False
-        self._clock: Clock = make_clock(self._device)
+        self._timer = StepTimer(self._device)
         self._plan = Instruction(RUN, discard=options.warmup_samples * options.steps_per_sample)
-        self._done_steps = 0
         self.running = True
         if director is not None:
             next(director)
@@ -94,12 +93,11 @@ class Participant:
         if model is not None and model._join_config.enable:
             return  # ranks with less data no longer step, and could not take part
         self.train_iter += 1
-        if not self._clock.is_open:
-            self._clock.mark("start")  # the first step of all, whose beginning was not seen
+        if not self._timer.clock.is_open:  # the first step of all, whose beginning was not seen
+            self._timer.open(self._plan.steps - 1)
         else:
-            self._clock.mark("step")
-        self._done_steps += 1
-        if self._done_steps >= self._plan.discard + self._plan.score:
+            self._timer.step()
+        if self._timer.left <= 0:
             self._boundary()
 
     @property
@@ -155,11 +153,10 @@ class Participant:
             if instruction.kind == END:
                 self._end(instruction.reason)
                 return
-            if instruction.discard + instruction.score:
+            if instruction.steps:
                 break
-        self._plan, self._done_steps = instruction, 0
-        self._clock = make_clock(self._device)
-        self._clock.mark("start")
+        self._plan = instruction
+        self._timer.open(instruction.steps)
 
     def _in_force(self, model: DistributedDataParallel) -> dict[str, Value]:
         found = wrapping.configuration_of(model)
@@ -168,7 +165,7 @@ class Participant:
         return found
 
     def _timed_report(self, model: DistributedDataParallel) -> Report:
-        seconds = self._clock.read()[0] if self._clock.is_open else []
+        seconds, _ = self._timer.clock.read_steps()
         facts: dict[str, Any] = {}
         if not self._told_facts:
             facts, self._told_facts = self._facts(model), True

@@ -123,6 +123,11 @@ class Instruction:
     reason: str = ""
     goes_back: bool = False
 
+    @property
+    def steps(self) -> int:
+        """Steps that are trained, for ``run``."""
+        return self.discard + self.score
+
     def to_text(self) -> str:
         """One line of JSON."""
         return json.dumps(asdict(self))

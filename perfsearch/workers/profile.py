@@ -25,14 +25,20 @@ import torch
 
 from perfsearch.metrics.reading import Guard
 from perfsearch.metrics.throughput import DeviceTime, device_time
+from perfsearch.training import clock as timing
 from perfsearch.training.base import NextBatch, TrainStep
-from perfsearch.workers import measure
+from perfsearch.training.clock import (
+    PROFILED_STEPS,
+    Clock,
+    StepTimer,
+    least_wait,
+    phases_of,
+    steps_to_fill,
+)
 from perfsearch.workers.messages import TrialRequest, trace_file
-from perfsearch.workers.phases import least_wait, phases_of
 
 MOST_STEPS = 10
 LEAST_STEPS = 3
-PROFILED_STEPS = 3
 _ROUNDS = 2
 _SITES = 5
 
@@ -56,7 +62,7 @@ class Details:
 class Feed(Protocol):
     """What a step takes its micro-batches from, and the clock that it marks its phases on."""
 
-    clock: measure.Clock
+    clock: Clock
     device: torch.device
     rank: int
 
@@ -119,7 +125,7 @@ def steps_to_watch(request: TrialRequest, step_s: float, steps_before: int) -> t
     first = max(steps_before + 1, begin)
     if request.end_step is not None:
         return first, max(1, request.end_step - max(1, begin) + 1)
-    return first, measure.steps_to_fill(request.scored_seconds, step_s, (LEAST_STEPS, MOST_STEPS))
+    return first, steps_to_fill(request.scored_seconds, step_s, (LEAST_STEPS, MOST_STEPS))
 
 
 def most_steps(request: TrialRequest, step_s: float, steps_before: int) -> int:
@@ -139,18 +145,19 @@ def _window(
     source: NextBatch,
     count: int,
     inside: AbstractContextManager[Any] | None = None,
-) -> measure.Clock:
+) -> Clock:
     """Run ``count`` steps; the device is waited for at the window's edges only."""
-    clock = feed.clock = measure.make_clock(feed.device)
-    measure.slowest([0.0], feed.device)
-    measure.synchronize(feed.device)
+    timer = StepTimer(feed.device)
+    timing.slowest([0.0], feed.device)
+    timing.synchronize(feed.device)
     with inside or nullcontext():
-        clock.mark("start")
-        for _ in range(count):
-            step.run(source, clock.mark)
-            clock.mark("step")
-    measure.synchronize(feed.device)
-    return clock
+        timer.open(count)
+        feed.clock = timer.clock
+        while timer.left:
+            step.run(source, timer.clock.mark)
+            timer.step()
+    timing.synchronize(feed.device)
+    return timer.clock
 
 
 def _seconds(step: TrainStep, feed: Feed, source: NextBatch, count: int) -> list[float]:
@@ -181,8 +188,8 @@ def _leave_out(step: TrainStep, feed: Feed, count: int, details: Details) -> Non
     loaded: list[float] = []
     alone: list[float] = []
     for _ in range(_ROUNDS):
-        whole += measure.slowest(_seconds(step, feed, feed, count), feed.device)
-        loaded += measure.slowest(_seconds(step, feed, lambda: kept, count), feed.device)
+        whole += timing.slowest(_seconds(step, feed, feed, count), feed.device)
+        loaded += timing.slowest(_seconds(step, feed, lambda: kept, count), feed.device)
         apart = step.alone()
         if apart is not None:
             with apart:
@@ -216,10 +223,10 @@ def _traced(step: TrainStep, feed: Feed, request: TrialRequest, guard: Guard) ->
         activities.append(ProfilerActivity.CPU)
     profiler = profile(activities=activities)
     guard.read("profiler", profiler.start)
-    measure.slowest([0.0], feed.device)  # ranks take unlike long to start it: see `after_read`
+    timing.slowest([0.0], feed.device)  # ranks take unlike long to start it: see `after_read`
     for _ in range(PROFILED_STEPS):
         step.run(feed, _no_mark)
-    measure.synchronize(feed.device)
+    timing.synchronize(feed.device)
     if "profiler" in guard.unsupported:
         return None
     return guard.read("kernels", lambda: _stop(profiler, feed, request))

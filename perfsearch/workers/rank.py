@@ -17,10 +17,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from perfsearch.training.clock import slowest
 from perfsearch.training.process_groups import AbortWatch
 from perfsearch.workers import log
 from perfsearch.workers.failures import answer_stack_requests
-from perfsearch.workers.measure import slowest
 from perfsearch.workers.messages import (
     AFTER_PEER,
     SOCKET_FILE,

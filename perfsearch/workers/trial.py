@@ -6,7 +6,6 @@ import contextlib
 import gc
 import importlib
 import json
-import math
 import resource
 import statistics
 import sys
@@ -20,7 +19,9 @@ import torch
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.loader import values_of
 from perfsearch.metrics.system import available_bytes
+from perfsearch.training import clock as timing
 from perfsearch.training.base import BuildContext, TrainStep, load
+from perfsearch.training.clock import Clock, FirstLosses, RankWindow, State, WindowRule, reset_peaks
 from perfsearch.training.process_groups import Groups
 from perfsearch.training.state import (
     GlobalSwitches,
@@ -29,24 +30,17 @@ from perfsearch.training.state import (
     seed_everything,
     to_device,
 )
-from perfsearch.workers import log, measure
+from perfsearch.workers import log
 from perfsearch.workers.messages import LOOKING, TrialRequest
-from perfsearch.workers.phases import least_wait, phases_of
 from perfsearch.workers.profile import look_closely, most_steps
 from perfsearch.workloads.base import Job, copy_job, empty_on
 from perfsearch.workloads.spec import TRAITS, WorkloadSpec
-
-FIRST_LOSSES = 5
-"""Steps from the common start whose losses are compared between configurations."""
 
 _COMPILING = 3.0  # a discarded step that takes so many times the usual was compiling
 
 _USABLE = 0.7  # of a trial's time limit; the rest is for what was not foreseen
 
 _EXAMINING = 10  # usual steps that an examination may take the time of
-
-MAX_DISCARDED = 8
-"""Steps after which scoring begins although their times still differ."""
 
 
 @dataclass
@@ -93,7 +87,7 @@ class _Feed:
         self.device = groups.device
         self.rank = groups.rank
         self._options = step.loader
-        self.clock: measure.Clock = measure.make_clock(groups.device)
+        self.clock: Clock = timing.make_clock(groups.device)
 
     def __call__(self) -> Any:
         batch = next(self._batches)
@@ -111,7 +105,7 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
     started = time.perf_counter()
     groups = trainer.groups
     trainer.reset()
-    measure.reset_peaks(groups.device)
+    timing.reset_peaks(groups.device)
     trainer.phase = "connect"
     groups.ensure(request.group_values, request.group_env, request.timeout_s)
     log.note("the trial begins")
@@ -119,9 +113,9 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
     try:
         feed = _Feed(trainer, step, request.samples_per_step)
         trainer.phase = "train"
-        measure.synchronize(groups.device)
+        timing.synchronize(groups.device)
         log.note("the step is built")
-        rewrap_s = measure.slowest([time.perf_counter() - started], groups.device)[0]
+        rewrap_s = timing.slowest([time.perf_counter() - started], groups.device)[0]
         result = _measured(step, feed, request, rewrap_s)
         if request.detail == "full" and result.status == "ok":
             trainer.phase = LOOKING
@@ -141,65 +135,57 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
 
 def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: float) -> RankResult:
     device = feed.device
-    losses: list[torch.Tensor] = []
-    discarded, host_s = _settle(step, feed, request, losses)
-    log.note(f"step times have settled after {len(discarded)} steps")
+    losses = FirstLosses()
+    rule = WindowRule(
+        request.scored_steps, request.scored_seconds, stop_above_s=request.stop_above_s
+    )
+    window = RankWindow(rule, device)
+
+    def make_step() -> torch.Tensor:
+        feed.clock = window.clock
+        loss = step.run(feed, window.clock.mark)
+        window.end_step()
+        losses.note(loss)
+        return loss
+
+    while window.state is State.WARM_UP:
+        make_step()
+    log.note(f"step times have settled after {len(window.warmup_s)} steps")
     agreed: dict[str, Any] = {
         "rewrap_seconds": rewrap_s,
-        "discarded_steps": len(discarded),
-        "discarded_seconds": sum(discarded),
         "samples_per_step": request.samples_per_step,
     }
-    typical = min(discarded[1:])
-    if request.stop_above_s is not None and typical > request.stop_above_s:
-        agreed["step_seconds"] = discarded[2:]
-        reason = f"steps take {typical:.4g} s, more than {request.stop_above_s:.4g} s"
-        return RankResult("pruned", reason, agreed, peaks=measure.read_peaks(device))
-    count = measure.steps_to_fill(request.scored_seconds, discarded[-1], request.scored_steps)
-    clock = feed.clock = measure.make_clock(device)
-    measure.slowest([0.0], device)
-    measure.synchronize(device)
-    clock.mark("start")
-    begin = time.perf_counter()
-    for number in range(count):
-        loss = step.run(feed, clock.mark)
-        clock.mark("step")
-        if number == 0:  # nothing was queued before, so the host waited for nothing
-            host_s = min(host_s, time.perf_counter() - begin)
-        if len(losses) < FIRST_LOSSES:
-            losses.append(loss)
-    measure.synchronize(device)
-    peaks = measure.read_peaks(device)
-    log.note(f"{count} steps are scored")
-    seconds, by_step = clock.read_steps()
-    phases_ms, timing = phases_of(seconds, by_step)
-    timing.update(least_wait(by_step, device))
+    if window.state is State.STOPPED:
+        agreed.update(window.result(), step_seconds=window.warmup_s[2:])
+        return RankResult("pruned", window.why_stopped, agreed, peaks=timing.read_peaks(device))
+    window.open()
+    while window.is_open:
+        loss = make_step()
+    peaks = timing.read_peaks(device)
+    log.note(f"{window.count} steps are scored")
+    phases_ms, evidence = window.read()
     if device.type != "cpu":
-        timing["host_ms"] = host_s * 1e3
-    agreed["step_seconds"] = measure.slowest(seconds, device)
-    values = measure.mean_over_ranks(torch.stack([*losses, loss]))
-    agreed["first_losses"] = values[:-1]
+        evidence["host_ms"] = window.timer.host_s * 1e3
+    agreed.update(window.result())
+    agreed["first_losses"], diverged = losses.read(device)
     if step.compiles:
-        compiling = [s - typical for s in discarded if s > _COMPILING * typical]
+        typical = window.typical_s
+        compiling = [s - typical for s in window.warmup_s if s > _COMPILING * typical]
         agreed["compile_seconds"] = sum(compiling)
         agreed["discarded_seconds"] -= sum(compiling)
     result = RankResult(
-        "ok",
+        "diverged" if diverged else "ok",
+        diverged,
         agreed=agreed,
         phases_ms=phases_ms,
         peaks=peaks,
         in_force={**feed.in_force, **step.in_force()},
-        evidence={**step.evidence(), **timing},
+        evidence={**step.evidence(), **evidence},
         environment={"loss_dtype": str(loss.dtype).removeprefix("torch.")},
     )
     if request.recipe_options.get("survive"):
         step.survive()
-        result.peaks = measure.read_peaks(device)
-    bad = next((i for i, v in enumerate(values) if not math.isfinite(v)), None)
-    if bad is not None:
-        where = f"step {bad + 1}" if bad < len(values) - 1 else "the last scored step"
-        result.status, result.reason = "diverged", f"the loss is {values[bad]} at {where}"
-        agreed["first_losses"] = [v for v in values[:-1] if math.isfinite(v)]
+        result.peaks = timing.read_peaks(device)
     return result
 
 
@@ -215,7 +201,7 @@ def _add_details(result: RankResult, step: TrainStep, feed: _Feed, request: Tria
     result.phases_ms = details.phases_ms
     result.evidence.update(details.evidence)
     result.environment.update(details.environment)
-    agreed["detail_seconds"] = measure.slowest([time.perf_counter() - begin], feed.device)[0]
+    agreed["detail_seconds"] = timing.slowest([time.perf_counter() - begin], feed.device)[0]
 
 
 def _examine(result: RankResult, step: TrainStep, feed: _Feed, request: TrialRequest) -> None:
@@ -223,9 +209,9 @@ def _examine(result: RankResult, step: TrainStep, feed: _Feed, request: TrialReq
     if not _has_time(result, request, "examination", _EXAMINING):
         return
     begin = time.perf_counter()
-    feed.clock = measure.make_clock(feed.device)
+    feed.clock = timing.make_clock(feed.device)
     result.environment.update(step.examine(feed))
-    spent = measure.slowest([time.perf_counter() - begin], feed.device)[0]
+    spent = timing.slowest([time.perf_counter() - begin], feed.device)[0]
     result.agreed["detail_seconds"] = result.agreed.get("detail_seconds", 0.0) + spent
 
 
@@ -240,34 +226,6 @@ def _has_time(result: RankResult, request: TrialRequest, what: str, steps: int) 
     why = f"it takes about {needed:.0f} s, and little of limits.trial_s is left"
     result.environment.setdefault("unsupported", {})[what] = why
     return False
-
-
-def _settle(
-    step: TrainStep, feed: _Feed, request: TrialRequest, losses: list[torch.Tensor]
-) -> tuple[list[float], float]:
-    """Run steps until their times look alike on the slowest rank.
-
-    Returns:
-        Seconds of each step, and how long one kept the host, which loads and launches ahead of a
-        device: the least of all but the first, since caches and clocks warm up meanwhile.
-
-    """
-    device = feed.device
-    seconds: list[float] = []
-    least_host_s = math.inf
-    while True:
-        begin = time.perf_counter()
-        loss = step.run(feed, feed.clock.mark)
-        if seconds:
-            least_host_s = min(least_host_s, time.perf_counter() - begin)
-        measure.synchronize(device)
-        if len(losses) < FIRST_LOSSES:
-            losses.append(loss)
-        seconds += measure.slowest([time.perf_counter() - begin], device)
-        spent = sum(seconds[1:])
-        enough = len(seconds) >= MAX_DISCARDED or spent > 2 * request.scored_seconds
-        if measure.is_steady(seconds) or (len(seconds) >= 3 and enough):
-            return seconds, least_host_s
 
 
 # -----------------------------------------------------------------------------
@@ -345,7 +303,7 @@ class Trainer:
         self._untouched = False
         _settle_heap()
         self.release()
-        measure.reset_peaks(self.groups.device)  # the model that was dropped is none of the trial's
+        reset_peaks(self.groups.device)  # the model that was dropped is none of the trial's
         if self._bare is None:
             job = self._make_job()
             self._snapshot.restore(job.model)

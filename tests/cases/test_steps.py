@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from perfsearch.workers import measure, trial
+from perfsearch.training import clock
+from perfsearch.workers import trial
 from perfsearch.workers.messages import TrialRequest
 
 REQUEST = TrialRequest(
@@ -23,14 +24,14 @@ class Steps:
         self.now = self.device_done = 0.0
         self._seconds = iter(seconds)
         self._queued = queued
-        self.clock = measure.HostClock()
+        self.clock = clock.HostClock()
         self.device = CPU
         self.in_force_of_feed = {}
-        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(trial.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(measure, "slowest", lambda values, device: list(values))
-        monkeypatch.setattr(measure, "mean_over_ranks", lambda values: values.tolist())
-        monkeypatch.setattr(measure, "synchronize", self.synchronize)
+        monkeypatch.setattr(clock, "slowest", lambda values, device: list(values))
+        monkeypatch.setattr(clock, "mean_over_ranks", lambda values: values.tolist())
+        monkeypatch.setattr(clock, "synchronize", self.synchronize)
 
     def run(self, feed, mark):
         took = next(self._seconds)
@@ -69,7 +70,7 @@ def test_queued_work_is_waited_for(monkeypatch):
     """TristanBilot/mlx-benchmark#21, pytorch/pytorch#177765: no time without a synchronisation."""
     steps = Steps(monkeypatch, [0.1] * 400, queued=True)
 
-    class Events(measure.Clock):
+    class Events(clock.Clock):
         """As events on a stream: each holds the time at which the device gets there."""
 
         def now(self):
@@ -79,7 +80,7 @@ def test_queued_work_is_waited_for(monkeypatch):
             assert steps.now >= later, "read before the device was through"
             return later - earlier
 
-    monkeypatch.setattr(measure, "make_clock", lambda device: Events())
+    monkeypatch.setattr(clock, "make_clock", lambda device: Events())
     result = trial._measured(steps, Feed(steps), replace(REQUEST, scored_seconds=0.5), 0.0)
     seconds = result.agreed["step_seconds"]
     assert seconds == pytest.approx([0.1] * len(seconds), rel=0.05)

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from perfsearch.instrument.phases import Phases
-from perfsearch.workers.measure import HostClock
+from perfsearch.training.clock import HostClock
 
 
 class Stage:
@@ -15,7 +15,8 @@ class Stage:
         self.time = 0.0
         clock = HostClock()
         clock.now = lambda: self.time
-        self.phases = Phases(clock)
+        clock.mark("start")
+        self._clock, self.phases = clock, Phases(clock)
 
     def work(self, seconds):
         self.time += seconds
@@ -36,7 +37,7 @@ class Stage:
 
     def end(self):
         self.phases.mark("optimizer")
-        self.phases.end_step()
+        self._clock.mark("step")
         return self
 
     def read(self):

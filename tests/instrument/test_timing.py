@@ -28,7 +28,7 @@ def told(script):
 def test_every_instrument_marks_inside_a_window_and_none_after_it():
     script, items = a_script(), torch.Tensor.item
     timing = Timing(script)
-    timing.begin(REMOTE)
+    timing.begin(REMOTE, count=3)
     assert all(told(script))
     assert torch.Tensor.__dict__["item"] is not items
     timing.end()
@@ -41,7 +41,7 @@ def test_steps_of_a_window_are_told_apart():
     timing = Timing(a_script())
     timing.before_step()  # before any window
     timing.after_step()
-    timing.begin(CPU)
+    timing.begin(CPU, count=3)
     phases = timing.phases
     for _ in range(3):
         timing.before_step()
@@ -56,8 +56,8 @@ def test_steps_of_a_window_are_told_apart():
 def test_instruments_know_of_no_window_in_steps_without_detail():
     script = a_script()
     timing = Timing(script)
-    timing.begin(REMOTE, each=3)
-    timing.phases._clock.now = lambda: 0.0  # there is no such device
+    timing.begin(REMOTE, count=6, each=3)
+    timing.timer.clock.now = lambda: 0.0  # there is no such device
     phases, seen = timing.phases, []
     for _ in range(6):
         seen.append((all(told(script)), timing.transfers.watching))
@@ -73,6 +73,6 @@ def test_instruments_know_of_no_window_in_steps_without_detail():
 def test_methods_of_tensors_stay_on_the_host_and_beside_compiled_code():
     for script, device in ((a_script(), CPU), (a_script(is_compiled=True), REMOTE)):
         timing = Timing(script)
-        timing.begin(device)
+        timing.begin(device, count=3)
         assert timing.transfers is None
         timing.end()

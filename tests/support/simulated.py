@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from perfsearch.core.trial import Measurement
+from perfsearch.training import clock
 from perfsearch.training.base import LoaderOptions, TrainStep
-from perfsearch.workers import measure, profile
+from perfsearch.workers import profile
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.profile import SyncWatch
 from perfsearch.workers.results import combine
@@ -46,10 +47,10 @@ class World:
     def spend(self, ms: float) -> None:
         self.now += ms / 1e3
 
-    def clock(self) -> measure.Clock:
+    def clock(self) -> clock.Clock:
         world = self
 
-        class WorldClock(measure.HostClock):
+        class WorldClock(clock.HostClock):
             def now(self) -> Any:
                 return world.now
 
@@ -110,8 +111,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, *ranks: Costs, **request: Any) -> 
     results = []
     for number, costs in enumerate(ranks):
         world = World()
-        monkeypatch.setattr(measure, "make_clock", lambda device, w=world: w.clock())
-        monkeypatch.setattr(measure, "slowest", lambda values, device: list(values))
+        monkeypatch.setattr(clock, "make_clock", lambda device, w=world: w.clock())
+        monkeypatch.setattr(clock, "slowest", lambda values, device: list(values))
         monkeypatch.setattr(
             profile,
             "SyncWatch",

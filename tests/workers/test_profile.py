@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from perfsearch.core.hardware import GroupSpec
+from perfsearch.training.clock import PHASES
 from perfsearch.training.process_groups import Groups
-from perfsearch.workers import measure
 from perfsearch.workers.messages import TrialRequest, trace_file
 from perfsearch.workers.trial import Trainer, run_trial
 from perfsearch.workloads.spec import WorkloadSpec
@@ -39,7 +39,7 @@ def trainer(tmp_path_factory):
 
 def test_every_phase_of_the_step_is_timed_and_together_they_are_the_step(trainer):
     found = run_trial(trainer, FULL)
-    assert list(found.phases_ms) == [*measure.PHASES[:4], "comm_exposed", "optimizer"]
+    assert list(found.phases_ms) == [*PHASES[:4], "comm_exposed", "optimizer"]
     total = sum(found.phases_ms.values())
     assert total == pytest.approx(found.evidence["detailed_step_ms"], rel=0.03)
     assert found.environment["detailed_steps"][0] == found.agreed["discarded_steps"] + 4 + 1

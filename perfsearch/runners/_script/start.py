@@ -26,13 +26,11 @@ from perfsearch.runners._script.window import (
 )
 from perfsearch.runners._script.window import score as score_window
 from perfsearch.runners.base import Outcome, Plan
+from perfsearch.training.clock import PROFILED_STEPS
 
 _SAME_LOSS = 1e-5
 """Relative difference up to which steps that were trained twice are the same steps, where their
 losses can be told so finely."""
-
-TRACED_STEPS = 3
-"""Steps after the scored ones that a trace covers."""
 
 _MOST_TO_PLACE = 4
 """Steps within which one is found that takes as many batches as the second one did."""
@@ -269,14 +267,14 @@ class Runs:
     def _trace(group: ScriptGroup, plan: Plan, deadline: float) -> str:
         """Have a few more steps traced; why that was not possible, or empty."""
         directory = str(plan.log_directory.absolute())
-        group.send({"op": "trace", "count": TRACED_STEPS, "directory": directory})
+        group.send({"op": "trace", "count": PROFILED_STEPS, "directory": directory})
         try:
             messages = group.receive("traced", max(0.0, deadline - time.monotonic()))
         except ScriptGone as gone:
             late = "the time for them was over" if gone.limit_s is not None else "it failed"
-            return f"{TRACED_STEPS} more steps were to be traced, and {late}"
+            return f"{PROFILED_STEPS} more steps were to be traced, and {late}"
         if any(m["event"] == "ended" for m in messages):
-            return f"the script ended before {TRACED_STEPS} more steps were traced"
+            return f"the script ended before {PROFILED_STEPS} more steps were traced"
         return next((m["reason"] for m in messages if m["reason"]), "")
 
     def end(self, kill: bool = False) -> None:

@@ -13,19 +13,23 @@ from typing import Any
 
 from perfsearch.core.knob import Value
 from perfsearch.core.trial import Measurement, Status, Trial
-from perfsearch.instrument.facts import FIRST_LOSSES, Facts
+from perfsearch.instrument.facts import Facts
 from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script.group import Message, ScriptGone, ScriptGroup
 from perfsearch.runners.base import Outcome, Plan
+from perfsearch.training.clock import (
+    FIRST_LOSSES,
+    WARMUP_STEPS,
+    State,
+    StepWindow,
+    WindowRule,
+    is_detailed,
+    least_wait_ms,
+    phases_of,
+)
 from perfsearch.workers.failures import Failure, refusal
 from perfsearch.workers.messages import rank_log
-from perfsearch.workers.phases import phases_of
 from perfsearch.workers.results import combine
-from perfsearch.workers.settling import detailed_each, is_detailed, is_steady, steps_to_fill
-
-MIN_DISCARDED = 3
-
-MAX_DISCARDED = 8
 
 
 class EndedError(Exception):
@@ -52,7 +56,8 @@ class Start:
         losses: mean over ranks of the losses since the first step; ``None``: none were seen.
         kept: why the point after the first step could not be kept; empty where it was.
         why_not_again: why step-scope knobs cannot be changed in this process.
-        seconds: of the slowest rank, a number for each step so far.
+        seconds: of the slowest rank, a number for each step since the configuration was put into
+            force; empty once it has been scored.
 
     """
 
@@ -83,11 +88,10 @@ def receive_steps(group: ScriptGroup, plan: Plan, limit_s: float) -> list[Messag
         ScriptGone: a rank failed, or the time is over.
 
     """
-    low, high = plan.scored_steps
+    (least, most), (low, high) = WARMUP_STEPS, plan.scored_steps
     needed = (
-        f"the window begins after {MIN_DISCARDED} to {MAX_DISCARDED} steps and covers {low} to "
-        f"{high}, as many as fill {plan.scored_seconds:g} s: {MAX_DISCARDED + high} steps are "
-        "always enough"
+        f"the window begins after {least} to {most} steps and covers {low} to {high}, as many as "
+        f"fill {plan.scored_seconds:g} s: {most + high} steps are always enough"
     )
     return _all_the_same(group.receive("step", limit_s), needed)
 
@@ -123,21 +127,20 @@ def mean_loss(messages: Sequence[Mapping[str, Any]]) -> float | None:
     return None if any(v is None for v in losses) else sum(losses) / len(losses)
 
 
-def settle(group: ScriptGroup, plan: Plan, start: Start, deadline: float) -> None:
-    """Let steps be made until their times look alike on the slowest rank.
+def _window(plan: Plan, start: Start) -> StepWindow:
+    """Where the measurement of what is in force in a start stands."""
+    rule = WindowRule(plan.scored_steps, plan.scored_seconds, uneven=True)
+    return StepWindow(rule, start.seconds)
 
-    ``start.seconds`` holds the times of the steps since the configuration was put into force, the
-    last of them not yet answered.
-    """
-    while True:
-        spent = sum(start.seconds[1:])
-        enough = len(start.seconds) >= MAX_DISCARDED or spent > 2 * plan.scored_seconds
-        settled = len(start.seconds) >= MIN_DISCARDED and enough
-        if settled or is_steady(start.seconds, least=MIN_DISCARDED):
-            return
+
+def settle(group: ScriptGroup, plan: Plan, start: Start, deadline: float) -> None:
+    """Let steps be made until the warm-up is over; the last one made is not yet answered."""
+    window = _window(plan, start)
+    while window.state is State.WARM_UP:
         group.send({"op": "go"})
         messages = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
-        start.seconds.append(max(m["seconds"] for m in messages))
+        window.warm(max(m["seconds"] for m in messages))
+        start.seconds = window.warmup_s
         add_loss(start, mean_loss(messages))
 
 
@@ -149,39 +152,14 @@ def add_loss(start: Start, loss: float | None) -> None:
         start.losses.append(loss)
 
 
-def least_wait_ms(waits_ms: Sequence[Sequence[float]]) -> dict[str, float]:
-    """How long the rank that comes last to each step's communication waits; empty if unknown.
-
-    Args:
-        waits_ms: by rank and step; NaN where a step does not say.
-
-    """
-    least = statistics.fmean(min(of_ranks) for of_ranks in zip(*waits_ms, strict=True))
-    return {"comm_least_ms": least} if not math.isnan(sum(map(sum, waits_ms))) else {}
-
-
-def steps_to_keep(count: int, aside: Sequence[Sequence[int]]) -> list[int]:
-    """Steps of a window in which no rank ran a round of validation; all where each had one.
-
-    Args:
-        count: steps of the window.
-        aside: of each rank, the steps in which it did.
-
-    """
-    left_out = {step for steps in aside for step in steps}
-    return [step for step in range(count) if step not in left_out] or list(range(count))
-
-
-def _of_validation(
-    seconds: Sequence[float], aside: Sequence[int], messages: Sequence[Message]
-) -> dict[str, Any]:
+def _of_validation(window: StepWindow, messages: Sequence[Message]) -> dict[str, Any]:
     """What is kept of the steps that had a round of validation; empty where there were none."""
     count = len({step for m in messages for step in m["aside"]})
     if not count:
         return {}
-    times_ms = [1e3 * seconds[step] for step in aside]
+    times_ms = [1e3 * window.scored_s[place] for place in window.aside]
     mean_ms = statistics.fmean(times_ms) if times_ms else None
-    return {"validation": {"steps": count, "of": len(seconds), "step_ms": mean_ms}}
+    return {"validation": {"steps": count, "of": len(window.scored_s), "step_ms": mean_ms}}
 
 
 def validation_lines(trials: Sequence[Trial]) -> list[str]:
@@ -234,17 +212,16 @@ def score(
         ScriptGone: a rank failed, or the time is over.
 
     """
-    # the last step may hold a round of validation, which would leave few steps to score
-    step_s = min(start.seconds[-1], statistics.median_low(start.seconds))
-    count = steps_to_fill(plan.scored_seconds, step_s, plan.scored_steps)
-    each = detailed_each(step_s, count)
+    window = _window(plan, start)
+    count, each = window.count, window.detailed_each
     group.send({"op": "score", "count": count, "each": each})
     found = group.receive("window", max(0.0, deadline - time.monotonic()))
-    settled = len(start.seconds)
+    settled, step_s = window.discarded_steps, window.expected_s
     needed = (
         f"{settled} steps until step times have settled and {count} of {1e3 * step_s:.3g} ms to "
-        f"measure were {settled + count} steps and {sum(start.seconds) + count * step_s:.2g} s "
-        f"here; {MAX_DISCARDED + plan.scored_steps[1]} steps are always enough"
+        f"measure were {settled + count} steps and "
+        f"{window.discarded_seconds + count * step_s:.2g} s here; "
+        f"{WARMUP_STEPS[1] + plan.scored_steps[1]} steps are always enough"
     )
     messages = _all_the_same(found, needed)
     for place in range(count):
@@ -253,24 +230,21 @@ def score(
     facts = Facts(**messages[0]["facts"])
     start.facts, start.why_not_again = facts, messages[0]["why_not_again"]
     seconds = [max(times) for times in zip(*(m["step_seconds"] for m in messages), strict=True)]
-    kept = steps_to_keep(count, [m["aside"] for m in messages])
-    aside = sorted(set(range(count)) - set(kept))
+    window.score(seconds, aside={place for m in messages for place in m["aside"]})
     timed = [place for place in range(count) if is_detailed(place, each)]
-    detailed = [place for place in timed if place not in aside] or timed
+    detailed = [place for place in timed if place not in window.aside] or timed
     results = [_of_rank(m, detailed, in_force(Facts(**m["facts"]))) for m in messages]
     least = least_wait_ms([[m["waits_ms"][place] for place in detailed] for m in messages])
     for result in results:
         result["evidence"].update(least)
     measurement = Measurement(
-        step_seconds=[seconds[place] for place in kept],
+        **window.result(),
         samples_per_step=round(sum(m["samples"] for m in messages) / count),
         tokens_per_step=round(sum(m["tokens"] for m in messages) / count) or None,
-        discarded_steps=len(start.seconds) + len(aside),
-        discarded_seconds=sum(start.seconds) + sum(seconds[place] for place in aside),
     )
     for name, value in combine(results)["measurement"].items():
         setattr(measurement, name, value)
-    measurement.environment.update(_of_validation(seconds, aside, messages))
+    measurement.environment.update(_of_validation(window, messages))
     if all(m["bounds"] for m in messages):
         evidence = measurement.bottleneck_evidence
         evidence["with_everything_ms"] = evidence["phases_step_ms"]

@@ -7,14 +7,13 @@ import functools
 import importlib.util
 import inspect
 import json
-import math
 import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -25,9 +24,15 @@ import torch
 
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 from perfsearch.knobs.fsdp import STAGE
-from perfsearch.workers import measure
-from perfsearch.workers.phases import phases_of
-from perfsearch.workers.trial import FIRST_LOSSES, MAX_DISCARDED, RankResult
+from perfsearch.training.clock import (
+    FirstLosses,
+    RankWindow,
+    State,
+    WindowRule,
+    read_peaks,
+    slowest,
+)
+from perfsearch.workers.trial import RankResult
 
 _FIELDS = {
     "reduce_bucket_size": "reduce_bucket_size",
@@ -49,6 +54,18 @@ _BYTES_A_PARAMETER = 16
 """Of a checkpoint: weights, the optimizer's copy of them and its two states, at most."""
 
 
+def _rule(request: Request) -> WindowRule:
+    """How the trial is measured: DeepSpeed's own steps to profile, where the user has set them."""
+    rule = WindowRule(
+        request.scored_steps, request.scored_seconds, stop_above_s=request.stop_above_s
+    )
+    if request.profile_steps is None:
+        return rule
+    first, last = request.profile_steps
+    before, count = max(1, first - 1), last - first + 1
+    return replace(rule, warmup_steps=(before, before), scored_steps=(count, count))
+
+
 class Window:
     """Counts global steps; collectives run before and after the scored ones, never between.
 
@@ -62,22 +79,17 @@ class Window:
         self._request = request
         self._engine = engine
         self._device = torch.device(engine.device)
-        self._clock = measure.make_clock(self._device)
-        self._begin = time.perf_counter()
-        self._discarded: list[float] = []
-        self._count: int | None = None
-        self._scored = 0
-        self._losses: list[torch.Tensor] = []
+        self._window = RankWindow(_rule(request), self._device)
+        self._losses = FirstLosses()
         self._loss_dtype = ""
         self._now: list[torch.Tensor] = []
         self._divided = False
         self._fed: int | None = None
-        self._pruned = ""
 
     def mark(self, phase: str) -> None:
         """Note that a phase of the step ends here."""
-        if self._count is not None:
-            self._clock.mark(phase)
+        if self._window.is_open:
+            self._window.clock.mark(phase)
 
     def fed(self, samples: int | None) -> None:
         """Note how many samples the model was given at once."""
@@ -100,98 +112,52 @@ class Window:
     def stepped(self) -> bool:
         """Note that a global step ended; return whether the trial is over."""
         self._take_losses()
-        if self._count is None:
-            return self._settle()
-        self._clock.mark("optimizer")
-        self._clock.mark("step")
-        self._scored += 1
-        return self._scored >= self._count
+        window = self._window
+        self.mark("optimizer")
+        warmed_up = window.state is State.WARM_UP
+        window.end_step()
+        if warmed_up and window.state is State.SCORED:
+            window.open()
+        return window.state is not State.WARM_UP and not window.is_open
 
     def _take_losses(self) -> None:
         if self._now:
             total = torch.stack(self._now).sum()
-            whole = total if self._divided else total / len(self._now)
-            self._losses = [*self._losses[:FIRST_LOSSES], whole]
+            self._losses.note(total if self._divided else total / len(self._now))
         self._now = []
-
-    def _settle(self) -> bool:
-        measure.synchronize(self._device)
-        now = time.perf_counter()
-        self._discarded += measure.slowest([now - self._begin], self._device)
-        if not self._is_steady():
-            self._begin = time.perf_counter()
-            return False
-        # The first step makes the optimizer's state and compiles; it tells nothing of the others.
-        typical = min(self._discarded[1:] or self._discarded)
-        limit = self._request.stop_above_s
-        if limit is not None and typical > limit:
-            self._pruned = f"steps take {typical:.4g} s, more than {limit:.4g} s"
-            return True
-        steps = self._request.profile_steps
-        self._count = (
-            measure.steps_to_fill(
-                self._request.scored_seconds, self._discarded[-1], self._request.scored_steps
-            )
-            if steps is None
-            else steps[1] - steps[0] + 1
-        )
-        self._clock = measure.make_clock(self._device)
-        self._clock.mark("start")
-        return False
-
-    def _is_steady(self) -> bool:
-        steps = self._request.profile_steps
-        if steps is not None:
-            return len(self._discarded) >= steps[0] - 1
-        spent = sum(self._discarded[1:])
-        enough = len(self._discarded) >= MAX_DISCARDED or spent > 2 * self._request.scored_seconds
-        return measure.is_steady(self._discarded) or (len(self._discarded) >= 3 and enough)
 
     def write(self, rank: int) -> None:
         """Agree with the other ranks on what was measured, and leave this one's part of it."""
-        measure.synchronize(self._device)
-        result = self._pruned_result() if self._pruned else self._scored_result()
+        stopped = self._window.state is State.STOPPED
+        result = self._pruned_result() if stopped else self._scored_result()
         if self._request.survive and result.status == "ok":
             self._save_checkpoint(rank)
-            result.peaks = measure.read_peaks(self._device)
+            result.peaks = read_peaks(self._device)
         write_whole(result_file(self._request.log_directory, rank), asdict(result))
-        measure.slowest([0.0], self._device)
+        slowest([0.0], self._device)
 
     def _agreed(self) -> dict[str, Any]:
-        return {
-            "discarded_steps": len(self._discarded),
-            "discarded_seconds": sum(self._discarded),
-            "samples_per_step": int(self._engine.train_batch_size()),
-        }
+        return {**self._window.result(), "samples_per_step": int(self._engine.train_batch_size())}
 
     def _pruned_result(self) -> RankResult:
-        agreed = {**self._agreed(), "step_seconds": self._discarded[1:]}
-        return RankResult("pruned", self._pruned, agreed, peaks=measure.read_peaks(self._device))
+        window = self._window
+        agreed = {**self._agreed(), "step_seconds": window.warmup_s[1:]}
+        return RankResult("pruned", window.why_stopped, agreed, peaks=read_peaks(self._device))
 
     def _scored_result(self) -> RankResult:
-        seconds, by_step = self._clock.read_steps()
-        phases_ms, timing = phases_of(seconds, by_step)
+        phases_ms, timing = self._window.read()
         agreed = self._agreed()
-        agreed["step_seconds"] = measure.slowest(seconds, self._device)
-        values: list[float] = []
-        if self._losses:
-            values = measure.mean_over_ranks(torch.stack(self._losses).to(self._device))
-        finite = [v for v in values[:FIRST_LOSSES] if math.isfinite(v)]
-        agreed["first_losses"] = finite
-        result = RankResult(
-            "ok",
+        agreed["first_losses"], diverged = self._losses.read(self._device)
+        return RankResult(
+            "diverged" if diverged else "ok",
+            diverged,
             agreed=agreed,
             phases_ms=phases_ms,
-            peaks=measure.read_peaks(self._device),
+            peaks=read_peaks(self._device),
             in_force=self._in_force(),
             evidence={**self._evidence(), **timing},
             environment={"loss_dtype": self._loss_dtype},
         )
-        bad = next((i for i, v in enumerate(values) if not math.isfinite(v)), None)
-        if bad is not None:
-            where = f"step {bad + 1}" if bad < FIRST_LOSSES else "the last scored step"
-            result.status, result.reason = "diverged", f"the loss is {values[bad]} at {where}"
-        return result
 
     def _in_force(self) -> dict[str, Any]:
         """What DeepSpeed itself says is in force."""
@@ -230,12 +196,12 @@ class Window:
         directory = Path(self._request.log_directory) / "checkpoint"
         needed = _BYTES_A_PARAMETER * self._evidence()["parameters"]
         free = shutil.disk_usage(self._request.log_directory).free
-        too_small = measure.slowest([float(free < 2 * needed)], self._device)[0]
+        too_small = slowest([float(free < 2 * needed)], self._device)[0]
         if too_small:
             print(f"no checkpoint is saved: {free / 2**30:.1f} GiB are free", flush=True)
             return
         self._engine.save_checkpoint(str(directory))
-        measure.slowest([0.0], self._device)
+        slowest([0.0], self._device)
         if rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
 

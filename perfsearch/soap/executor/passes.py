@@ -19,7 +19,7 @@ from perfsearch.soap.executor.exchange import Communicators, Exchange, LocalExch
 from perfsearch.soap.executor.layout import Cut, Layout, Node, Source
 from perfsearch.soap.graph import within
 from perfsearch.soap.rules.base import sizes
-from perfsearch.workers.measure import make_clock, synchronize
+from perfsearch.training.clock import make_clock, synchronize
 
 _FRESH = frozenset(
     {

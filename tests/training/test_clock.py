@@ -1,0 +1,219 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from perfsearch.training import clock as timing
+from perfsearch.training.clock import (
+    FirstLosses,
+    RankWindow,
+    State,
+    StepTimer,
+    StepWindow,
+    WindowRule,
+)
+
+
+class FakeClock(timing.HostClock):
+    def __init__(self, times):
+        super().__init__()
+        self._times = iter(times)
+
+    def now(self):
+        return next(self._times)
+
+
+def test_phases_sum_to_the_steps():
+    clock = FakeClock([0.0, 1.0, 3.0, 3.5, 4.0, 4.5, 6.0, 7.0, 7.25, 8.0])
+    for phase in ("start", "dataloader_next", "forward", "backward", "optimizer", "step"):
+        clock.mark(phase)
+    for phase in ("dataloader_next", "forward", "optimizer", "step"):
+        clock.mark(phase)
+    steps, phases = clock.read()
+    assert steps == [4.5, 3.5]
+    assert phases == pytest.approx(
+        {"dataloader_next": 1.25, "forward": 1.5, "backward": 0.25, "optimizer": 0.375}
+    )
+
+
+def test_a_phase_that_repeats_within_a_step_adds_up():
+    clock = FakeClock([0.0, 1.0, 2.0, 4.0, 4.0])
+    for phase in ("start", "forward", "backward", "forward", "step"):
+        clock.mark(phase)
+    assert clock.read() == ([4.0], {"forward": 3.0, "backward": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steady"),
+    [
+        ([1.0, 1.0], False),
+        ([5.0, 1.0, 1.1], True),
+        ([5.0, 1.0, 1.3], False),
+        ([1.0, 1.0, 1.0, 9.0], False),
+        ([1.0, 1.0, 1.0, 9.0, 9.5], True),
+    ],
+)
+def test_is_steady(seconds, steady):
+    assert timing.is_steady(seconds) is steady
+
+
+@pytest.mark.parametrize(
+    ("seconds", "step", "steps"), [(1.0, 0.1, 10), (1.0, 10.0, 4), (1.0, 0.001, 60), (1.0, 0.0, 60)]
+)
+def test_steps_to_fill(seconds, step, steps):
+    assert timing.steps_to_fill(seconds, step, (4, 60)) == steps
+
+
+def test_peak_resident_set_can_be_reset():
+    cpu = torch.device("cpu")
+    block = bytearray(200 * 2**20)
+    block[::4096] = b"x" * len(block[::4096])
+    timing.reset_peaks(cpu)
+    high = timing.read_peaks(cpu)["peak_allocated_gib"]
+    del block
+    timing.reset_peaks(cpu)
+    low = timing.read_peaks(cpu)["peak_allocated_gib"]
+    assert high - low > 0.15
+
+
+@pytest.mark.parametrize(
+    ("step", "count", "each", "places"),
+    [
+        (0.5, 8, 1, list(range(8))),
+        (0.1, 10, 1, list(range(10))),
+        (0.023, 43, 5, [2, 5, 13, 16, 24, 27, 31, 39, 42]),
+        (0.001, 60, 7, [3, 7, 19, 23, 34, 39, 43, 54, 59]),
+        (0.0, 4, 1, [0, 1, 2, 3]),
+    ],
+)
+def test_phases_are_timed_in_as_many_steps_as_cost_little(step, count, each, places):
+    assert timing.detailed_each(step, count) == each
+    assert [p for p in range(count) if timing.is_detailed(p, each)] == places
+
+
+@pytest.mark.parametrize("every", [2, 5, 10])
+def test_what_happens_in_every_so_many_steps_is_met_as_often(every):
+    detailed = [place for place in range(1000) if timing.is_detailed(place, 5)]
+    met = sum(place % every == 0 for place in detailed)
+    assert len(detailed) == 200 and met == pytest.approx(200 / every, rel=0.15)
+
+
+def settled(rule, times):
+    """A window after as many of these steps as its warm-up takes."""
+    window = StepWindow(rule)
+    for seconds in times:
+        window.warm(seconds)
+        if window.state is not State.WARM_UP:
+            return window
+    raise AssertionError("the warm-up has not ended")
+
+
+@pytest.mark.parametrize(
+    ("rule", "times", "made"),
+    [
+        (WindowRule(), [5.0, 0.1, 0.11, 0.1], 3),
+        (WindowRule(), [5.0, 0.1, 0.2, 0.1, 0.2, 0.1, 0.2, 0.1, 0.2], 8),
+        (WindowRule(scored_seconds=0.1), [5.0, 0.01, 0.1, 0.2, 0.1], 4),  # steps take too long
+        (WindowRule(warmup_steps=(5, 5)), [0.1] * 6, 5),
+        (WindowRule(warmup_steps=(1, 1)), [9.0, 0.1], 1),
+    ],
+)
+def test_the_warm_up_ends_with_steady_steps_or_as_late_as_it_may(rule, times, made):
+    window = settled(rule, times)
+    assert (window.state, window.discarded_steps) == (State.SCORED, made)
+    assert window.discarded_seconds == pytest.approx(sum(times[:made]))
+
+
+def test_what_was_made_before_belongs_to_the_warm_up():
+    assert StepWindow(WindowRule(), [1.0, 0.1]).state is State.WARM_UP
+    assert StepWindow(WindowRule(), [1.0, 0.1, 0.1]).state is State.SCORED
+    assert StepWindow(WindowRule(warmup_steps=(0, 0), stop_above_s=0.1)).state is State.SCORED
+
+
+@pytest.mark.parametrize(
+    ("times", "uneven", "count"),
+    [
+        ([1.0, 0.05, 0.05], False, 20),
+        ([1.0, 0.05, 0.05, 0.2, 0.2], False, 5),
+        ([1.0, 0.05, 0.05, 0.05, 0.2], True, 20),  # the last held a round of validation
+        ([0.5, 0.5], True, 4),
+    ],
+)
+def test_a_window_covers_its_seconds_in_steps_as_long_as_the_last_ones(times, uneven, count):
+    rule = WindowRule((4, 60), 1.0, warmup_steps=(len(times), len(times)), uneven=uneven)
+    assert settled(rule, times).count == count
+
+
+def test_slow_steps_are_not_scored():
+    for uneven, slow in ((False, [9.0, 0.3, 0.3]), (True, [0.1, 0.3, 0.3])):
+        window = settled(WindowRule(stop_above_s=0.2, uneven=uneven), slow)
+        assert window.state is State.STOPPED
+        assert window.why_stopped == "steps take 0.3 s, more than 0.2 s"
+    once = settled(WindowRule(stop_above_s=0.2), [9.0, 0.1, 0.3, 0.3])
+    assert once.state is State.SCORED and not once.why_stopped
+
+
+@pytest.mark.parametrize(
+    ("aside", "kept", "apart"),
+    [((), [1, 2, 3], 3), ({1}, [1, 3], 4), ({0, 1, 2}, [1, 2, 3], 3)],
+)
+def test_steps_that_held_other_work_are_not_scored_unless_all_did(aside, kept, apart):
+    window = settled(WindowRule(), [1.0, 0.1, 0.1])
+    window.score([1, 2, 3], aside)
+    assert window.state is State.OVER
+    assert window.result() == {
+        "step_seconds": kept,
+        "discarded_steps": apart,
+        "discarded_seconds": pytest.approx(1.2 + 6 - sum(kept)),
+    }
+
+
+def test_a_window_marks_as_many_steps_as_it_was_opened_for():
+    timer = StepTimer(torch.device("cpu"))
+    before = timer.clock
+    assert timer.warmup_step() >= 0.0 and not before.is_open
+    timer.open(3)
+    assert timer.clock is not before
+    assert [timer.step() for _ in range(3)] == [False, False, True]
+    seconds, by_step = timer.clock.read_steps()
+    assert len(seconds) == len(by_step) == 3 and timer.left == 0
+    assert 0.0 <= timer.host_s <= seconds[0] + 1.0
+
+
+def test_ranks_that_drive_their_window_themselves_score_it(monkeypatch):
+    monkeypatch.setattr(timing, "slowest", lambda values, device: list(values))
+    window = RankWindow(WindowRule((2, 2), warmup_steps=(3, 3)), torch.device("cpu"))
+    while window.state is State.WARM_UP:
+        window.end_step()
+    assert window.state is State.SCORED and not window.is_open
+    window.open()
+    while window.is_open:
+        window.clock.mark("forward")
+        window.end_step()
+    phases_ms, evidence = window.read()
+    assert set(phases_ms) == {"forward"} and {"forward_error_ms", "phases_step_ms"} == set(evidence)
+    assert window.state is State.OVER and len(window.step_seconds) == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "first", "why"),
+    [
+        ([3.0, 2.0], [3.0, 2.0], ""),
+        ([3.0, float("nan"), 2.0], [3.0, 2.0], "the loss is nan at step 2"),
+        ([1.0] * 6 + [float("inf")], [1.0] * 5, "the loss is inf at the last scored step"),
+        ([], [], ""),
+    ],
+)
+def test_first_losses_and_the_last_tell_of_a_divergence(monkeypatch, values, first, why):
+    monkeypatch.setattr(timing, "mean_over_ranks", lambda values: values.tolist())
+    losses = FirstLosses()
+    for value in values:
+        losses.note(torch.tensor(value))
+    assert losses.read(torch.device("cpu")) == (first, why)
+
+
+def test_importing_the_protocol_leaves_torch_alone():
+    code = "import sys, perfsearch.training.clock; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
