@@ -157,8 +157,7 @@ class Server:
 
 def migrated_database(directory: Path) -> Path:
     """A store with its tables: making them takes seconds, copying it none."""
-    from perfsearch.tracking.client import connect
-    from perfsearch.tracking.uri import locate
+    from perfsearch.tracking.store import connect, locate
 
     path = directory / "mlflow.db"
     if not path.exists():

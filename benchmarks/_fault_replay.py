@@ -238,7 +238,7 @@ def _without_server(case: _Case, trial: int, server: Server) -> None:
         check_codes(case.codes, [0], case.found)
         proxy.wait(10)
         proxy = _start_proxy(port, server)
-        sync = [sys.executable, "-m", "perfsearch.tracking.sync", str(case.run_dir)]
+        sync = [sys.executable, "-m", "perfsearch.cli.sync", str(case.run_dir)]
         uploaded = subprocess.run(sync, timeout=_LONGEST_S, check=False, capture_output=True)
         if uploaded.returncode:
             case.found.other.append(f"perfsearch-sync: {uploaded.stderr.decode()[-300:]}")

@@ -15,6 +15,7 @@ import pytest
 from perfsearch.cli.view import View
 from perfsearch.config.options import plain_value
 from perfsearch.config.schema import Settings, validate
+from perfsearch.core.hints import Walk
 from perfsearch.core.journal import EVENTS
 from perfsearch.pipeline.search import search, strategy_factory
 from perfsearch.runners.replay import Replay
@@ -32,7 +33,10 @@ TABLE = """bucket,algorithm,status,samples_per_s,step_ms,peak_allocated_gib
 
 OPEN = {"configuration", "in_force", "phases_ms", "environment", "system", "bottleneck_evidence"}
 OPEN |= {"identity", "pinned", "options", "baseline", "intervals"}
-"""Mappings whose keys are names of knobs, phases, sensors or options, or numbers of trials."""
+OPEN |= {"parameters", "numbers", "tags", "series"}
+"""Mappings whose keys are names of knobs, phases, sensors or options, or numbers of trials; those
+that MLflow has are frozen there.
+"""
 
 OF_THIS_PLACE = ("mlflow.source.", "mlflow.user")
 """Tags by which MLflow says of itself who ran what, as far as it can tell here."""
@@ -43,6 +47,17 @@ class Cautious(Replay):
 
     def screen(self, configuration):
         return "too large" if configuration["bucket"] == 8 else None
+
+
+def walking(settings):
+    """Builds the strategy, which first walks a chain over simulated configurations."""
+
+    def build(space, hints):
+        strategy = strategy_factory(settings)(space, hints)
+        strategy.walks.append(Walk([], [(1, 0.3, 0.2, 0.1)], "walked"))
+        return strategy
+
+    return build
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +77,7 @@ def run_dir(tmp_path_factory):
         }
     )
     with View(stream=(directory / "out.txt").open("w")) as view:
-        search(settings, Cautious.from_settings(settings), strategy_factory(settings), view)
+        search(settings, Cautious.from_settings(settings), walking(settings), view)
     return directory / "run"
 
 

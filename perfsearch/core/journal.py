@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.files import write_text
 
 JOURNAL = "journal.jsonl"
 """Its name in a run directory."""
@@ -19,7 +20,10 @@ JOURNAL = "journal.jsonl"
 SCHEMA = 1
 """Version of the line format, stated in a journal's first line."""
 
-EVENTS = ("opened", "asked", "screened", "started", "finished", "told", "confirmed", "ended")
+EVENTS = (
+    *("opened", "asked", "simulated", "screened", "started", "finished", "told", "confirmed"),
+    *("summarised", "ended"),
+)
 
 _REMEDY = "Use resume=never for a new search beside it, or move the directory away."
 
@@ -74,6 +78,9 @@ def legible(path: Path, event: Event) -> Iterator[None]:
 class Journal:
     """JSON lines, each on disk before ``append`` returns.
 
+    Views of a search are told of each event through ``followers``, once it is on disk; they must
+    neither raise nor take long.
+
     The first line is a header with the schema version. A line that a kill tore in the middle is
     dropped when the journal is opened again; nothing else is ever removed.
     """
@@ -88,19 +95,15 @@ class Journal:
         self.path = path
         self.header: dict[str, Any] = {"schema": SCHEMA, **header}
         self.events: list[Event] = []
+        self.followers: list[Callable[[Event], None]] = []
         self.dropped_line = ""
-        unfinished = path.with_name(f"{path.name}.new")
         try:
             if path.exists():
                 raise FileExistsError(errno.EEXIST, "it exists already")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-            self._file = os.open(unfinished, flags, 0o644)
-            self._write(self.header)
             # A journal is there with its whole first line or not at all, whenever a kill comes.
-            unfinished.rename(path)
-            _sync_directory(path.parent)
+            write_text(path, _line(self.header), durable=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
-            unfinished.unlink(missing_ok=True)
             raise JournalError(f"{path}: cannot be created: {error.strerror}") from error
 
     @classmethod
@@ -114,7 +117,7 @@ class Journal:
         header, events, good_bytes, torn = _read(path)
         journal = cls.__new__(cls)
         journal.path, journal.header, journal.events = path, header, events
-        journal.dropped_line = torn
+        journal.dropped_line, journal.followers = torn, []
         try:
             journal._file = os.open(path, os.O_WRONLY | os.O_APPEND)
             if torn:
@@ -146,6 +149,8 @@ class Journal:
                 message = f"{self.path}: cannot be written: {error.strerror}"
                 raise JournalWriteError(error.errno, message) from error
             raise
+        for follower in self.followers:
+            follower(event)
         return event
 
     def of(self, *names: str) -> Iterator[Event]:
@@ -163,8 +168,7 @@ class Journal:
         os.close(self._file)
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
-        rest = memoryview(line.encode())
+        rest = memoryview(_line(record).encode())
         while rest:
             rest = rest[os.write(self._file, rest) :]
         os.fsync(self._file)
@@ -230,9 +234,5 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"

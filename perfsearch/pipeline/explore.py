@@ -9,6 +9,8 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from perfsearch.core.hints import Walk
+from perfsearch.core.journal import Journal
 from perfsearch.core.knob import Value, same_value
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.session import Session
@@ -92,16 +94,28 @@ def _show_walks(session: Session) -> None:
     """Show chains over simulated configurations: some of their points here, all in MLflow."""
     while session.strategy.walks:
         walk = session.strategy.walks.pop(0)
+        if session.simulated:
+            session.simulated -= 1  # one that a resumed search has in its journal already
+        else:
+            _record_walk(session.journal, walk)
         every = -(-len(walk.series) // WALK_LINES) or 1
         for row, (iteration, current, proposed, best) in enumerate(walk.series, start=1):
-            for name, value in (("cur", current), ("next", proposed), ("best", best)):
-                session.tracker.series(f"simulated/{name}_ms", iteration, 1e3 * value)
             if row % every == 0:
                 session.view.note(
                     f"iter({iteration}) cur({1e3 * current:.4g}) next({1e3 * proposed:.4g}) "
                     f"best({1e3 * best:.4g})"
                 )
         session.view.note(walk.note)
+
+
+def _record_walk(journal: Journal, walk: Walk) -> None:
+    """Keep a chain's points in the journal, from which MLflow has its series."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for iteration, *seconds in walk.series:
+        for name, value in zip(("cur", "next", "best"), seconds, strict=True):
+            if math.isfinite(value):
+                series.setdefault(f"simulated/{name}_ms", []).append((iteration, 1e3 * value))
+    journal.append("simulated", unix_s=time.time(), series=series)
 
 
 def _no_longer_pays(session: Session) -> str:

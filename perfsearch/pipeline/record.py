@@ -6,11 +6,13 @@ import contextlib
 import json
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.config.schema import to_plain
+from perfsearch.core.files import write_text
 from perfsearch.core.journal import JOURNAL
 from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of
@@ -19,8 +21,6 @@ from perfsearch.pipeline import baseline, profile
 from perfsearch.pipeline import baseline as gains
 from perfsearch.pipeline.session import BASELINE, Session, Verdict
 from perfsearch.tracking import export, report
-from perfsearch.tracking.files import write_text
-from perfsearch.tracking.provenance import provenance
 
 if TYPE_CHECKING:
     from perfsearch.pipeline.session import Result
@@ -179,7 +179,7 @@ def keep_series(
             shift = begin - interval_s - max(sample["time_s"] for sample in earlier)
             earlier = [{**sample, "time_s": sample["time_s"] + shift} for sample in earlier]
     every = [*earlier, *map(dict, samples)]
-    write_text(path, "".join(json.dumps(sample) + "\n" for sample in every))
+    write_text(path, "".join(json.dumps(sample) + "\n" for sample in every), durable=True)
     return every
 
 
@@ -197,22 +197,8 @@ _ARTIFACTS = (
 
 def open_record(session: Session) -> None:
     """Write what was asked for, and begin the MLflow view."""
-    settings, runner = session.settings, session.runner
-    export.write_config(session.run_dir / "config.yaml", to_plain(settings))
-    session.tracker.open(
-        parameters={
-            "runner": settings.runner.name,
-            "strategy": settings.strategy.name,
-            "workload": settings.workload.name,
-            "seed": settings.seed,
-            "numerics": str(settings.numerics),
-            "batch": settings.batch,
-            **{f"identity/{k}": v for k, v in runner.identity().items()},
-            **{f"pinned/{k}": v for k, v in runner.pinned.items()},
-        },
-        tags={"perfsearch.run_dir": str(session.run_dir)},
-        knobs=runner.space.knobs,
-    )
+    export.write_config(session.run_dir / "config.yaml", to_plain(session.settings))
+    session.tracker.open(session.journal)
 
 
 def close_record(session: Session, result: Result) -> None:
@@ -235,8 +221,14 @@ def close_record(session: Session, result: Result) -> None:
         knobs=runner.space.knobs,
     )
     traces = profile.keep_traces(session, result.verdict)
-    session.tracker.summary(summary, tags=_tags(session, result), note=_note(session, result))
-    session.tracker.artifacts([run_dir / name for name in _ARTIFACTS if (run_dir / name).exists()])
+    session.journal.append(
+        "summarised",
+        unix_s=time.time(),
+        numbers={name: value for name, value in summary.items() if math.isfinite(value)},
+        tags=_tags(session, result),
+        note=_note(session, result),
+        files=[name for name in _ARTIFACTS if (run_dir / name).exists()],
+    )
     files += traces
     for text in profile.explanations(session, result.verdict)[1:]:  # the baseline's was said before
         session.view.note(text)
@@ -304,7 +296,7 @@ def _best_files(session: Session, result: Result) -> list[str]:
         },
         "unit": session.objective.unit,
     }
-    origin = {**provenance(), "identity": session.runner.identity()}
+    origin = {**export.provenance(), "identity": session.runner.identity()}
     export.write_summary(directory / "summary.json", summary, origin)
     written = session.runner.export(best, directory / "apply")
     return [str(p) for p in (directory / "config.yaml", directory / "summary.json", *written)]

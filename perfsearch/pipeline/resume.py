@@ -49,7 +49,14 @@ def adopt(session: Session) -> str:
     if same:
         _replay(session, events[begin:])
         line = f"going on with {len(session.trials)} finished trials"
-    session.journal.append("opened", pid=os.getpid(), unix_s=time.time(), definition=now)
+    session.journal.append(
+        "opened",
+        pid=os.getpid(),
+        unix_s=time.time(),
+        definition=now,
+        parameters=parameters(session.settings, session.runner),
+        tracking=dict(session.tracker.destination),
+    )
     if session.settings.resume == "failed" and opened:
         failed = [t for t in session.search_trials if t.status.has_failed]
         session.rerun = [(t.configuration, t.number) for t in failed]
@@ -77,7 +84,9 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
     told = {t.number for t in session.trials}
     for event in events:
         data = event.data
-        if event.name == "asked":
+        if event.name == "simulated":
+            session.simulated += 1
+        elif event.name == "asked":
             with legible(journal, event):
                 pending = dict(data["configuration"])
             proposal = strategy.ask()
@@ -236,6 +245,20 @@ def search_definition(
     }
 
 
+def parameters(settings: Settings, runner: Runner) -> dict[str, Any]:
+    """What tells searches apart where several are compared, as plain values for the journal."""
+    return {
+        "runner": settings.runner.name,
+        "strategy": settings.strategy.name,
+        "workload": settings.workload.name,
+        "seed": settings.seed,
+        "numerics": str(settings.numerics),
+        "batch": settings.batch,
+        **{f"identity/{k}": v for k, v in runner.identity().items()},
+        **{f"pinned/{k}": v for k, v in runner.pinned.items()},
+    }
+
+
 # -----------------------------------------------------------------------------
 # Which directory a search works in: a new one, or that of an earlier run to go on with.
 
@@ -329,8 +352,8 @@ def run_directory_lock(run_dir: Path) -> Iterator[None]:
     with _locked(run_dir / ".lock", None) as holder:
         if holder:
             raise LockError(
-                f"run_dir={run_dir}: process {holder} is running this search. Wait for it, or set "
-                "run_dir to another directory."
+                f"run_dir={run_dir}: process {holder} is running this search, or uploading it to "
+                "MLflow. Wait for it, or set run_dir to another directory."
             )
         yield
 

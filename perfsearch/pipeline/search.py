@@ -100,7 +100,9 @@ def search(
             result = _stages(session)
             result.seconds = time.monotonic() - begin
             record.close_record(session, result)
-            journal.append("ended", exit_code=result.exit_code, reason=result.reason)
+            journal.append(
+                "ended", unix_s=time.time(), exit_code=result.exit_code, reason=result.reason
+            )
         except BaseException as error:
             _close(runner)  # no process waits for the view to be finished
             if isinstance(error, BadInputError):  # the same command would be refused again

@@ -184,6 +184,7 @@ class Session:
     sampler: SystemSampler | None = None
     search_seconds: float = 0.0
     screened: int = 0
+    simulated: int = 0  # chains of the journal that a resumed strategy walks once more
     consecutive_failures: int = 0
     recycle: bool = False
     rerun: list[tuple[dict[str, Value], int | None]] = field(default_factory=list)
@@ -421,9 +422,8 @@ class Session:
 
     def _finish(self, trial: Trial) -> None:
         with deferred():  # recorded, known and shown, or none of it
-            self.journal.append("finished", trial=trial.to_json())
+            self.journal.append("finished", unix_s=time.time(), trial=trial.to_json())
             self.add(trial)
-            self.tracker.trial(trial)
         left = self._seconds_left()
         self.view.trial_finished(trial, self.best, self.baseline, left)
 

@@ -25,7 +25,7 @@ from perfsearch.runners.base import Runner
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
-    from perfsearch.tracking.earlier import EarlierSearches, StoredSearch
+    from perfsearch.tracking.history import PriorSearches, StoredSearch
 
 
 KEY = "strategy.warm_start"
@@ -145,14 +145,14 @@ def _of_run(run_id: str, settings: Settings, runner: Runner) -> TakenOver:
         ConfigError: the store does not answer, has no such search, or nothing in it fits.
 
     """
-    from perfsearch.tracking.earlier import EarlierSearchError, StoreError
+    from perfsearch.tracking.history import PriorSearchError, StoreError
 
     _require_tracking(settings, run_id)
     try:
         store = _open_store(settings)
         search = store.by_id(run_id)
         costs = in_store(store, search, settings.objective.metric, runner)
-    except EarlierSearchError as error:
+    except PriorSearchError as error:
         raise ConfigError(KEY, f"{KEY}={run_id}: {error}.") from error
     except StoreError as error:
         raise ConfigError(KEY, f"{KEY}={run_id}: {error}. See tracking.uri.") from error
@@ -164,7 +164,7 @@ def _most_similar(settings: Settings, runner: Runner, own_id: str) -> TakenOver:
 
     A store that fails costs a warning: the search goes on without it.
     """
-    from perfsearch.tracking.earlier import StoreError
+    from perfsearch.tracking.history import StoreError
 
     _require_tracking(settings, AUTO)
     try:
@@ -220,11 +220,11 @@ def _require_tracking(settings: Settings, asked: str) -> None:
         )
 
 
-def _open_store(settings: Settings) -> EarlierSearches:
-    from perfsearch.tracking.earlier import EarlierSearches
-    from perfsearch.tracking.uri import locate
+def _open_store(settings: Settings) -> PriorSearches:
+    from perfsearch.tracking.history import PriorSearches
+    from perfsearch.tracking.store import locate
 
-    return EarlierSearches(locate(settings.tracking.uri))
+    return PriorSearches(locate(settings.tracking.uri))
 
 
 def _name(search: StoredSearch) -> str:
@@ -328,7 +328,7 @@ def in_directory(path: Path, metric: Metric, runner: Runner) -> EarlierCosts:
 
 
 def in_store(
-    store: EarlierSearches, search: StoredSearch, metric: Metric, runner: Runner
+    store: PriorSearches, search: StoredSearch, metric: Metric, runner: Runner
 ) -> EarlierCosts:
     """What the trials' runs of a stored search hold.
 
@@ -336,7 +336,7 @@ def in_store(
         StoreError: the store does not answer.
 
     """
-    from perfsearch.tracking.earlier import value_of
+    from perfsearch.tracking.history import value_of
     from perfsearch.tracking.names import clean_key, plain
 
     costs = EarlierCosts(runner)

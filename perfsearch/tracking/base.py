@@ -1,71 +1,40 @@
-"""What the pipeline tells a tracker."""
+"""What the pipeline asks of a tracker."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
-from perfsearch.core.knob import Knob
-from perfsearch.core.trial import Trial
+from perfsearch.core.journal import Journal
 
 
 class Tracker(Protocol):
-    """A view of the search. Whatever happens to it, no call blocks for long or raises."""
+    """A view of a search's journal. Whatever happens to it, no call blocks for long or raises."""
 
-    def open(
-        self,
-        parameters: Mapping[str, Any],
-        tags: Mapping[str, str] | None = None,
-        knobs: Sequence[Knob] = (),
-    ) -> None:
-        """Begin the search's parent run."""
+    @property
+    def destination(self) -> Mapping[str, str]:
+        """Where the search is shown; the journal keeps it, so that it can be shown there again."""
 
-    def trial(self, trial: Trial) -> None:
-        """Add a trial that ended."""
-
-    def series(self, name: str, step: int, value: float) -> None:
-        """Add a point to a series of the parent run."""
-
-    def summary(
-        self, metrics: Mapping[str, float], tags: Mapping[str, str] | None = None, note: str = ""
-    ) -> None:
-        """Set the numbers by which searches are compared, and the note, on the parent run."""
-
-    def artifacts(self, paths: Path | Sequence[Path]) -> None:
-        """Add files or directories to the parent run."""
+    def open(self, journal: Journal) -> None:
+        """Begin to show what the journal has, and from now on whatever is appended to it."""
 
     def close(self, status: str = "FINISHED") -> None:
-        """End the parent run as FINISHED, FAILED or KILLED, within bounded time."""
+        """End the search's run as FINISHED, FAILED or KILLED, within bounded time."""
 
     def how_to_open(self) -> str:
         """A line that tells how to look at it; empty where there is nothing to look at."""
 
 
 class NoTracker:
-    """Keeps nothing, for ``tracking.enabled=false``."""
+    """Shows nothing, for ``tracking.enabled=false``."""
 
-    def open(
-        self,
-        parameters: Mapping[str, Any],
-        tags: Mapping[str, str] | None = None,
-        knobs: Sequence[Knob] = (),
-    ) -> None:
-        """Keep nothing."""
+    @property
+    def destination(self) -> Mapping[str, str]:
+        """Nowhere."""
+        return {}
 
-    def trial(self, trial: Trial) -> None:
-        """Keep nothing."""
-
-    def series(self, name: str, step: int, value: float) -> None:
-        """Keep nothing."""
-
-    def summary(
-        self, metrics: Mapping[str, float], tags: Mapping[str, str] | None = None, note: str = ""
-    ) -> None:
-        """Keep nothing."""
-
-    def artifacts(self, paths: Path | Sequence[Path]) -> None:
-        """Keep nothing."""
+    def open(self, journal: Journal) -> None:
+        """Show nothing."""
 
     def close(self, status: str = "FINISHED") -> None:
         """Nothing is open."""

@@ -1,18 +1,117 @@
-"""Files that a search leaves in its run directory."""
+"""Files that a search leaves in its run directory, and where a result comes from."""
 
 from __future__ import annotations
 
 import csv
+import importlib.metadata
 import io
 import json
+import platform
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.files import write_json, write_text
 from perfsearch.core.knob import Knob, Value
 from perfsearch.core.trial import Trial
-from perfsearch.tracking.files import write_json, write_text
+from perfsearch.core.version import version
+from perfsearch.metrics import gpu
 from perfsearch.tracking.names import plain
+
+_PACKAGES = ("torch", "numpy", "nevergrad", "scikit-learn", "hydra-core", "mlflow", "deepspeed")
+_NCCL_PREFIX = "nvidia-nccl-"
+_GIT_TIMEOUT_S = 10
+
+
+def provenance(
+    directory: Path | None = None, device_uuids: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """What is needed to judge, and to repeat, a result. What is not known is left out.
+
+    Args:
+        directory: the user's code, whose commit is looked up; the current directory.
+        device_uuids: the job's GPUs; ``None`` goes by ``CUDA_VISIBLE_DEVICES``.
+
+    Returns:
+        Plain values: ``perfsearch``, ``versions``, ``host``, ``devices``, ``driver``, and ``code``
+        with ``commit`` and ``dirty``. No environment variable and no command line is in it.
+
+    """
+    seen = gpu.environment(device_uuids)
+    found: dict[str, Any] = {
+        "perfsearch": version(),
+        "versions": versions(),
+        "host": {
+            "name": platform.node(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "cpus": _cpus(),
+        },
+        "devices": [
+            {k: d[k] for k in ("uuid", "name", "index", "mig") if k in d} for d in seen["devices"]
+        ],
+    }
+    if "driver" in seen:
+        found["driver"] = seen["driver"]
+    code = commit(directory or Path.cwd())
+    if code:
+        found["code"] = dict(code)
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what decides speed and results."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"] or ""
+        if name.startswith(_NCCL_PREFIX):
+            found["nccl"] = distribution.version
+    return found
+
+
+def commit(directory: Path) -> Mapping[str, Any]:
+    """Commit of the repository around ``directory`` and whether files differ from it.
+
+    Empty outside of a repository, before its first commit, and without git.
+    """
+    head = _git(directory, "rev-parse", "HEAD")
+    if head is None:
+        return {}
+    changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": head, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    program = shutil.which("git")
+    if program is None:
+        return None
+    try:
+        result = subprocess.run(
+            # Without optional locks a look at the state never disturbs the user's own git.
+            [program, "--no-optional-locks", "-C", str(directory), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def _cpus() -> int | None:
+    import psutil
+
+    count: int | None = psutil.cpu_count()
+    return count
+
 
 SUMMARY_SCHEMA = 1
 TRIALS_FILE = "trials.csv"
@@ -65,7 +164,7 @@ def write_trials(
         row += [plain(values[name]) if name in values else "" for name in names]
         writer.writerow(row + _outcomes(trial))
     path = run_dir / TRIALS_FILE
-    write_text(path, text.getvalue())
+    write_text(path, text.getvalue(), durable=True)
     return path
 
 
@@ -90,7 +189,7 @@ def write_config(path: Path, settings: Mapping[str, Any]) -> None:
         raise ValueError(f"{path}: the settings are not plain values: {error}") from error
     if yaml.safe_load(text) != dict(settings):
         raise ValueError(f"{path}: the settings would not read back as they are")
-    write_text(path, text)
+    write_text(path, text, durable=True)
 
 
 def write_summary(path: Path, summary: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
@@ -101,7 +200,8 @@ def write_summary(path: Path, summary: Mapping[str, Any], provenance: Mapping[st
         TypeError: something in it is no plain value.
 
     """
-    write_json(path, {"schema": SUMMARY_SCHEMA, **summary, "provenance": dict(provenance)})
+    found = {"schema": SUMMARY_SCHEMA, **summary, "provenance": dict(provenance)}
+    write_json(path, found, durable=True)
 
 
 def _outcomes(trial: Trial) -> list[str]:

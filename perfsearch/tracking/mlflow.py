@@ -3,40 +3,53 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from perfsearch.core.knob import Knob
-from perfsearch.core.trial import Trial
-from perfsearch.tracking import names, owner, spool
-from perfsearch.tracking.mirror import Mirror
-from perfsearch.tracking.redact import Redactor
-from perfsearch.tracking.spool import Spool
-from perfsearch.tracking.uri import how_to_open, locate, without_credentials
-from perfsearch.tracking.writer import Item, Writer
+from perfsearch.core.journal import Event, Journal
+from perfsearch.tracking.names import Redactor
+from perfsearch.tracking.store import (
+    SHOWN,
+    Store,
+    how_to_open,
+    locate,
+    shown,
+    without_credentials,
+)
 
 SLOW_S = 60.0
 """A call that the store does not answer for so long is worth a warning."""
+
+FIRST_RETRY_S = 2.0
+LONGEST_RETRY_S = 60.0
+CLOSING_RETRY_S = 1.0
+GIVE_UP_S = 5.0
+"""How long the end of a search waits for a store that is down all the while."""
+
+ATTEMPTS = 3
+"""How often an event is tried that the store refuses although it answers."""
 
 _log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Mirrors a search into MLflow from one writer thread.
+    """Shows a search in MLflow as its journal grows, from one writer thread.
 
     No method waits for the store, and none raises because of it: a store that is down or slow leads
-    to one warning, and what was missed is written later, at the latest by ``perfsearch-sync``.
-    ``close`` waits for the rest, up to its time limit.
+    to one warning, and what was missed is written later from the journal, by the resumed search or
+    by ``perfsearch-sync``. ``close`` waits for the rest, up to its time limit. There is one writer
+    at a time, since a search and an upload both hold the lock of the run directory.
 
     Args:
         uri: the store; ``None`` takes ``MLFLOW_TRACKING_URI``, then SQLite in ``directory``.
         experiment: its name; several searches may share it.
         run_dir: the search's directory.
         search_id: names the search, the same when it is resumed.
-        name: name of the search's run; by default that of the run directory.
         directory: base of the default store and of relative URIs; the current directory.
 
     Raises:
@@ -51,102 +64,39 @@ class Tracker:
         run_dir: Path,
         search_id: str,
         *,
-        name: str = "",
         directory: Path | None = None,
     ) -> None:
         self.location = locate(uri, directory)
         self.run_dir = Path(run_dir).resolve()
-        self.name = name or self.run_dir.name
-        self._mirror = Mirror(self.location, experiment, search_id, self.run_dir)
-        self._redact = Redactor()
-        self._knob_names: tuple[str, ...] = ()
         self.complete = True
+        self._store = Store(self.location, experiment, search_id, self.run_dir)
+        self._redact = Redactor()
         self._writer: Writer | None = None
+        self._before: list[Event] = []
+        self._opened = False
         self._warned = False
-        self._spool_failed = False
-        self._spool: Spool | None = None
 
-    def open(
-        self,
-        parameters: Mapping[str, Any],
-        tags: Mapping[str, str] | None = None,
-        knobs: Sequence[Knob] = (),
-    ) -> None:
-        """Begin the search's run, or go on with it after a resume.
+    @property
+    def destination(self) -> Mapping[str, str]:
+        """The store's address without credentials, and the experiment."""
+        uri = without_credentials(self.location.uri)
+        return {"uri": uri, "experiment": self._store.experiment}
+
+    @property
+    def run_id(self) -> str | None:
+        """The search's run, once the store has it."""
+        return self._store.parent if self._store.has_run else None
+
+    def open(self, journal: Journal) -> None:
+        """Show the search from its event ``opened`` on.
 
         After a resume, what an earlier process recorded and did not show is shown first.
-
-        Args:
-            parameters: the configuration, may be nested; secrets of the environment are masked.
-            tags: tags of the search's run.
-            knobs: the searched knobs, whose kinds decide what stands for ``null``.
-
         """
-        self._knob_names = tuple(knob.name for knob in knobs)
         self.complete = False
-        told = self.run_dir / spool.FILE_NAME
-        resumed = told.exists() and told.stat().st_size > 0
-        try:
-            self._spool = Spool(self.run_dir)
-        except OSError as error:
-            self._spool_broke(error)
-        self._writer = Writer(self._mirror, self._become_the_only_writer, self._warn)
+        self._before = list(journal.events)
+        self._writer = Writer(self._store, self._warn)
         self._writer.start()
-        self._put(
-            {
-                "kind": "open",
-                "name": self.name,
-                "uri": without_credentials(self.location.uri),
-                "artifact_location": self.location.artifact_location,
-                "experiment": self._mirror.experiment,
-                "search_id": self._mirror.search_id,
-                "parameters": {k: self._redact.text(v) for k, v in names.flat(parameters).items()},
-                "tags": {k: self._redact.text(str(v)) for k, v in (tags or {}).items()},
-                "nulls": {k.name: names.null_value(k) for k in knobs},
-                "owner": owner.owner_tags(),
-            }
-        )
-        if resumed:
-            self._writer.put(Item({"kind": "catch_up"}))
-
-    def trial(self, trial: Trial, knob_names: Sequence[str] = ()) -> None:
-        """Show a trial that ended; one that was shown already is left as it is.
-
-        Args:
-            trial: not to be changed afterwards.
-            knob_names: the searched knobs, the same in every trial; by default those given to
-                ``open``, and without any those of the trial's configuration.
-
-        """
-        knobs = list(knob_names or self._knob_names or trial.configuration)
-        record = {"kind": "trial", "number": trial.number, "knobs": knobs}
-        self._put(record, replace(trial, configuration=dict(trial.configuration)))
-
-    def summary(
-        self, metrics: Mapping[str, float], tags: Mapping[str, str] | None = None, note: str = ""
-    ) -> None:
-        """Metrics and tags of the search's run, which the experiment page compares.
-
-        The tag ``perfsearch.best_trial`` with a trial's number marks that trial's run.
-        """
-        self._put(
-            {
-                "kind": "summary",
-                "metrics": names.finite(metrics),
-                "tags": {k: self._redact.text(str(v)) for k, v in (tags or {}).items()},
-                "note": self._redact.text(note),
-            }
-        )
-
-    def series(self, name: str, step: int, value: float) -> None:
-        """One point of a series of the search's run."""
-        if names.finite({name: value}):
-            self._put({"kind": "series", "name": name, "step": step, "value": value})
-
-    def artifacts(self, paths: Path | Sequence[Path]) -> None:
-        """Files or directories to upload as they are when their turn comes."""
-        listed = [paths] if isinstance(paths, Path) else paths
-        self._put({"kind": "artifacts", "paths": [str(Path(p).resolve()) for p in listed]})
+        journal.followers.append(self._follow)
 
     def close(self, status: str = "FINISHED", timeout_s: float = 60.0) -> None:
         """End the search's run, wait for what is not written yet, and stop.
@@ -160,7 +110,8 @@ class Tracker:
         """
         if self._writer is None:
             return
-        self._put({"kind": "close", "status": status})
+        if self._opened:
+            self._put(Item("the end", lambda: self._store.finish(status)))
         self.complete = self._writer.close(timeout_s)
         self._writer = None
         if not self.complete:
@@ -169,9 +120,6 @@ class Tracker:
                 "Upload the rest with: perfsearch-sync %s",
                 self.run_dir,
             )
-        if self._spool is not None:
-            self._spool.close()
-            self._spool = None
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything so far is written; ``False`` when the time is over before."""
@@ -182,37 +130,29 @@ class Tracker:
 
         Empty where the store took nothing of the search, so that there is nothing to look at.
         """
-        if not self._mirror.has_run:
+        if not self._store.has_run:
             return ""
-        return how_to_open(self.location, self._mirror.experiment_id)
+        return how_to_open(self.location, self._store.experiment_id)
 
-    def _put(self, record: dict[str, Any], trial: Trial | None = None) -> None:
+    def _follow(self, event: Event) -> None:
+        if event.name == "opened" and not self._opened:
+            self._opened = True
+            for known in shown([*self._before, event]):
+                self._put_event(known)
+            self._before = []
+        elif self._opened and event.name in SHOWN:
+            self._put_event(event)
+
+    def _put_event(self, event: Event) -> None:
+        self._put(Item(event.name, lambda: self._store.show(event)))
+
+    def _put(self, item: Item) -> None:
         if self._writer is None:
-            raise RuntimeError("the tracker is not open")
-        record["time_ms"] = round(time.time() * 1e3)
-        if self._spool is not None:
-            try:
-                self._spool.append(record)
-            except OSError as error:
-                self._spool_broke(error)
-        self._writer.put(Item(record, trial))
+            return
+        self._writer.put(item)
         silent_s = self._writer.silent_s
         if silent_s > SLOW_S:
             self._warn(f"it has not answered for {silent_s:.0f} s")
-
-    def _become_the_only_writer(self) -> None:
-        if self._spool is not None and not self._spool.lock():
-            self._spool.lock(wait=True)  # an upload of an earlier run of this search ends first
-
-    def _spool_broke(self, error: OSError) -> None:
-        if not self._spool_failed:
-            self._spool_failed = True
-            _log.warning(
-                "cannot write %s (%s): should MLflow miss something, "
-                "perfsearch-sync can upload trials but not the summary",
-                self.run_dir / "tracking.jsonl",
-                error,
-            )
 
     def _warn(self, why: str) -> None:
         if not self._warned:
@@ -224,3 +164,143 @@ class Tracker:
                 self._redact.text(why),
                 self.run_dir,
             )
+
+
+@dataclass
+class Item:
+    """A call that writes to the store, and what it writes."""
+
+    what: str
+    write: Callable[[], None]
+    attempts: int = 0
+
+
+class Writer:
+    """The one thread that writes to a store: in order, again after failures, in nobody's way.
+
+    A store that is down keeps the order and is tried again, ever more rarely. An item that the
+    store refuses although it answers is set aside, so that it holds up nothing.
+
+    Args:
+        store: what is written to.
+        failed: called in the thread with the reason whenever a write fails.
+
+    """
+
+    def __init__(self, store: Store, failed: Callable[[str], None]) -> None:
+        self._store = store
+        self._failed = failed
+        self._queue: queue.Queue[Item | None] = queue.Queue()
+        self._idle = threading.Condition()
+        self._pending = 0
+        self._aside: list[Item] = []
+        self._busy_since: float | None = None
+        self._deadline = float("inf")
+        self._thread = threading.Thread(target=self._run, name="mlflow-writer", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the thread ends with the process at the latest."""
+        self._thread.start()
+
+    def put(self, item: Item) -> None:
+        """Hand over an item; returns at once."""
+        with self._idle:
+            self._pending += 1
+        self._queue.put(item)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the store has not answered the present call."""
+        busy = self._busy_since
+        return 0.0 if busy is None else time.monotonic() - busy
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything so far is written; ``False`` when the time is over before."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._pending == 0, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is left, for a bounded time, and end; whether everything was written."""
+        self._deadline = time.monotonic() + timeout_s
+        self._queue.put(None)
+        down_since: float | None = None
+        while self._thread.is_alive() and time.monotonic() < self._deadline:
+            self._thread.join(min(CLOSING_RETRY_S, max(0.0, self._deadline - time.monotonic())))
+            # A call under way when its server died goes on for minutes by itself.
+            down_since = None if self._is_reachable() else down_since or time.monotonic()
+            if down_since is not None and time.monotonic() - down_since >= GIVE_UP_S:
+                break
+        return not self._thread.is_alive() and self._pending == 0 and not self._aside
+
+    def _is_reachable(self) -> bool:
+        try:
+            self._store.check_reachable()
+        except ConnectionError:
+            return False
+        return True
+
+    def _run(self) -> None:
+        backlog: deque[Item] = deque()
+        delay, retry_at = FIRST_RETRY_S, 0.0
+        while True:
+            wait_s = max(0.0, retry_at - time.monotonic()) if backlog else None
+            if self._take(backlog, wait_s):
+                break
+            if backlog and time.monotonic() >= retry_at:
+                if self._write(backlog):
+                    delay = FIRST_RETRY_S
+                else:
+                    retry_at = time.monotonic() + delay
+                    delay = min(2 * delay, LONGEST_RETRY_S)
+        self._write_the_rest(backlog)
+
+    def _write_the_rest(self, backlog: deque[Item]) -> None:
+        down_since: float | None = None
+        while backlog and time.monotonic() < self._deadline:
+            left = len(backlog)
+            if self._write(backlog):
+                return
+            now = time.monotonic()
+            if down_since is None or len(backlog) < left:
+                down_since = now
+            if now - down_since >= GIVE_UP_S:
+                return
+            time.sleep(max(0.0, min(CLOSING_RETRY_S, self._deadline - now)))
+
+    def _take(self, backlog: deque[Item], wait_s: float | None) -> bool:
+        """Move what came into the backlog; ``True`` when the end was asked for."""
+        try:
+            item = self._queue.get(timeout=wait_s)
+            while item is not None:
+                backlog.append(item)
+                item = self._queue.get_nowait()
+        except queue.Empty:
+            return False
+        return True
+
+    def _write(self, backlog: deque[Item]) -> bool:
+        """Write the backlog in order; ``False`` when the store failed."""
+        while backlog:
+            item = backlog[0]
+            self._busy_since = time.monotonic()
+            try:
+                self._store.check_reachable()
+                item.write()
+            except Exception as error:  # the search must not end because its view does
+                self._store.forget()
+                lines = str(error).splitlines()
+                self._failed(f"{type(error).__name__}: {lines[0] if lines else ''}")
+                _log.debug("writing %s failed", item.what, exc_info=True)
+                if not self._store.alive():
+                    return False
+                item.attempts += 1
+                if item.attempts < ATTEMPTS or item.what == "opened":
+                    return False
+                self._aside.append(item)
+            finally:
+                self._busy_since = None
+            backlog.popleft()
+            with self._idle:
+                self._pending -= 1
+                self._idle.notify_all()
+        return True

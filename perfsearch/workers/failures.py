@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.files import write_text
 from perfsearch.core.trial import Status
 from perfsearch.workers import processes
 from perfsearch.workers.messages import (
@@ -453,9 +454,7 @@ def answer_stack_requests(directory: str | Path, rank: int) -> None:
     faulthandler.register(ASKING, file=_LOG, all_threads=False, chain=False)
     note = standing_file(directory, rank)
     _withdraw_when_taken(note)
-    partial = note.with_suffix(".partial")
-    partial.write_text(json.dumps({"pid": own, "started": processes.started_at(own)}))
-    partial.replace(note)
+    write_text(note, json.dumps({"pid": own, "started": processes.started_at(own)}))
 
 
 def _withdraw_when_taken(note: Path) -> None:

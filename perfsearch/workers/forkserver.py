@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from perfsearch.core.files import write_text
 from perfsearch.workers import processes, trial
 from perfsearch.workers.messages import EXIT_FILE, LAUNCHER_REPORT, TORCH_LOGS, Startup
 from perfsearch.workers.processes import EXIT_ORPHANED, watch_controller
@@ -106,9 +107,7 @@ def _reap(directories: dict[int, Path]) -> None:
             return
         directory = directories.pop(pid, None)  # none of an orphan that was adopted
         if directory is not None and directory.exists():
-            unfinished = directory / f"{EXIT_FILE}.tmp"
-            unfinished.write_text(str(os.waitstatus_to_exitcode(status)))
-            unfinished.rename(directory / EXIT_FILE)
+            write_text(directory / EXIT_FILE, str(os.waitstatus_to_exitcode(status)))
 
 
 def _adopt_orphans() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from perfsearch.core.files import write_text
 from perfsearch.workers.messages import TOKEN_VARIABLE, Startup
 
 _KILL_ROUNDS = 50
@@ -134,17 +135,13 @@ _DIRECTORY = "groups"
 
 def record_group(run_dir: Path, token: str, control_directory: Path) -> None:
     """Note a group before any of its processes is started."""
-    directory = run_dir / _DIRECTORY
-    directory.mkdir(parents=True, exist_ok=True)
     entry = {
         "token": token,
         "host": socket.gethostname(),
         "controller": [os.getpid(), started_at(os.getpid())],
         "control_directory": str(control_directory),
     }
-    unfinished = directory / f"{token}.tmp"
-    unfinished.write_text(json.dumps(entry))
-    unfinished.rename(directory / f"{token}.json")
+    write_text(run_dir / _DIRECTORY / f"{token}.json", json.dumps(entry))
 
 
 def forget_group(run_dir: Path, token: str) -> None:

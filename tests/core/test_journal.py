@@ -142,11 +142,10 @@ def test_an_interrupt_in_the_middle_of_an_event_leaves_none_of_it(
 
 
 def test_a_kill_in_the_first_line_leaves_no_journal(tmp_path: Path, monkeypatch) -> None:
-    def killed(self, record):
-        os.write(self._file, b'{"sch')
-        raise KeyboardInterrupt
+    def killed(descriptor: int) -> None:
+        raise KeyboardInterrupt  # the line is written and the journal is not yet there
 
-    monkeypatch.setattr(Journal, "_write", killed)
+    monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "j")
     monkeypatch.undo()

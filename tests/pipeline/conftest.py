@@ -13,6 +13,7 @@ from perfsearch.config.schema import Settings, validate
 from perfsearch.pipeline.search import search as run_search
 from perfsearch.pipeline.session import Result
 from perfsearch.strategies import load
+from perfsearch.strategies.base import Strategy
 
 
 def make_settings(**changes: Any) -> Settings:
@@ -35,12 +36,13 @@ class Search:
         self.view = KeptView()
         self.tracker = KeptTracker()
         self.runner = SyntheticRunner()
+        self.strategy: type[Strategy] | None = None
 
     def __call__(self, runner: SyntheticRunner | None = None, **changes: Any) -> Result:
         settings = make_settings(**{"run_dir": str(self.run_dir), **changes})
         self.runner = runner or SyntheticRunner()
         self.view, self.tracker = KeptView(), KeptTracker()
-        strategy = load(settings.strategy.name)
+        strategy = self.strategy or load(settings.strategy.name)
         return run_search(
             settings,
             self.runner,

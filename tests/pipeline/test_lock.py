@@ -46,7 +46,9 @@ def test_no_devices_need_no_lock() -> None:
 
 
 def test_a_directory_in_use_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    refusal = f"process {os.getpid()} is running this search. Wait for it, or set run_dir to"
+    refusal = (
+        f"process {os.getpid()} is running this search, or uploading it to MLflow. Wait for it"
+    )
     again = run_directory_lock(tmp_path)
     with run_directory_lock(tmp_path), pytest.raises(LockError, match=refusal), again:
         pass

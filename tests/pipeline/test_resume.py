@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import signal
 import subprocess
@@ -9,10 +10,12 @@ import pytest
 from pipeline.conftest import Search
 from support.synthetic import SyntheticRunner
 
+from perfsearch.core.hints import Walk
 from perfsearch.core.journal import Journal, read
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.pipeline.resume import RefusedError
 from perfsearch.runners.base import Outcome
+from perfsearch.strategies.random import Random
 
 DRIVER = Path(__file__).parents[1] / "support" / "kill_driver.py"
 
@@ -47,7 +50,8 @@ def test_a_search_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
     # Each kill advances the journal, so later event numbers still lie ahead of it.
     points, phases = [], ["before", "middle", "after"]
     names = [e.name for e in events]
-    for kind in ("opened", "asked", "started", "finished", "told", "confirmed", "ended"):
+    kinds = "opened asked started finished told confirmed summarised ended"
+    for kind in kinds.split():
         places = [i + 1 for i, name in enumerate(names) if name == kind]
         chosen = places[:: max(1, len(places) // 3)][:3]
         points += [(at, phase) for at, phase in zip(chosen * 3, phases, strict=False)]
@@ -299,3 +303,32 @@ def test_a_job_that_cannot_be_measured_ends_the_search_until_it_is_mended(
     result = search()
     assert result.exit_code == 0
     assert [t.number for t in result.trials].count(0) == 1
+
+
+class Walking(Random):
+    """Walks a chain over simulated configurations before it proposes the first one."""
+
+    def ask(self):
+        if not self.walked:
+            self.walks.append(Walk([], [(1, 0.3, 0.2, 0.1), (2, 0.3, math.inf, 0.1)], "walked"))
+            self.walked = True
+        return super().ask()
+
+    walked = False
+
+
+def test_a_chain_is_recorded_once_however_often_a_search_is_resumed(
+    search: Search,
+) -> None:
+    search.strategy = Walking
+    for number in (3, 5):
+        with pytest.raises(KeyboardInterrupt):
+            search(SyntheticRunner(fail=interrupt_at(number)))
+    search()
+    _, events = read(search.run_dir / "journal.jsonl")
+    (chain,) = [event.data["series"] for event in events if event.name == "simulated"]
+    assert chain == {
+        "simulated/cur_ms": [[1, 300.0], [2, 300.0]],
+        "simulated/next_ms": [[1, 200.0]],
+        "simulated/best_ms": [[1, 100.0], [2, 100.0]],
+    }

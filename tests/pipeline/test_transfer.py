@@ -22,7 +22,7 @@ from perfsearch.core.trial import Purpose, Status
 from perfsearch.pipeline import transfer
 from perfsearch.pipeline.session import Result
 from perfsearch.runners.base import Outcome
-from perfsearch.tracking.earlier import StoredSearch, StoredTrial, StoreError
+from perfsearch.tracking.history import StoredSearch, StoredTrial, StoreError
 
 BEST = {"bucket": 32, "view": True}
 
@@ -186,7 +186,7 @@ def test_without_the_key_nothing_is_looked_for(search: Search) -> None:
 
 
 class FakeStore:
-    """Searches and their trials, as ``EarlierSearches`` gives them."""
+    """Searches and their trials, as ``PriorSearches`` gives them."""
 
     def __init__(self, *searches: tuple[dict[str, str], list[tuple[int, float]]]) -> None:
         self.kept = []

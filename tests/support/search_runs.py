@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.journal import JOURNAL, Journal
+from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.tracking.mlflow import Tracker
 
-KNOBS = ["bucket_cap_mb", "algorithm"]
+KNOBS = (
+    Knob("bucket_cap_mb", Kind.INTEGER, 25, low=1, high=256),
+    Knob("algorithm", Kind.CATEGORICAL, None, values=(None, "Ring")),
+)
 
 
 def trial(number: int, status: Status = Status.OK, **changes: Any) -> Trial:
@@ -41,20 +47,66 @@ def measurement(step_s: float = 0.1, **changes: Any) -> Measurement:
     return Measurement(**{**values, **changes})
 
 
-def write_journal(run_dir: Path, trials: list[Trial], torn: str = "") -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lines: list[dict[str, Any]] = [{"schema": 1}]
-    for one in trials:
-        lines += [
-            {"event": "asked", "configuration": one.configuration},
-            {"event": "finished", "trial": one.to_json()},
-        ]
-    numbered = [line if n == 0 else {"n": n, **line} for n, line in enumerate(lines)]
-    text = "".join(json.dumps(line) + "\n" for line in numbered)
-    (run_dir / "journal.jsonl").write_text(text + torn)
+class Search:
+    """A search: its journal, which a tracker follows, written as the pipeline does.
+
+    One whose journal is there already goes on with it.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        search_id: str = "s1",
+        parameters: dict[str, Any] | None = None,
+        knobs: Sequence[Knob] = KNOBS,
+        **changes: Any,
+    ) -> None:
+        self.tracker = store.tracker(search_id, **changes)
+        self.run_dir = self.tracker.run_dir
+        self.journal = journal_in(self.run_dir, search_id)
+        self.tracker.open(self.journal)
+        listed = [[k.name, str(k.kind), list(k.values), k.low, k.high, k.log] for k in knobs]
+        self.journal.append(
+            "opened",
+            unix_s=time.time(),
+            definition={"knobs": listed, "baseline": {k.name: k.default for k in knobs}},
+            parameters=parameters or {},
+            tracking=dict(self.tracker.destination),
+        )
+
+    def trials(self, *trials: Trial) -> None:
+        for one in trials:
+            self.journal.append("finished", unix_s=time.time(), trial=one.to_json())
+
+    def simulated(self, name: str, *points: tuple[int, float]) -> None:
+        self.journal.append("simulated", unix_s=time.time(), series={name: points})
+
+    def summarise(
+        self,
+        numbers: dict[str, float],
+        tags: dict[str, str] | None = None,
+        note: str = "",
+        files: Sequence[str] = (),
+    ) -> None:
+        said = {"numbers": numbers, "tags": tags or {}, "note": note, "files": list(files)}
+        self.journal.append("summarised", unix_s=time.time(), **said)
+
+    def end(self, status: str = "FINISHED", timeout_s: float = 60.0) -> bool:
+        """Close the view; whether it is complete."""
+        self.tracker.close(status, timeout_s)
+        if status == "FINISHED":
+            self.journal.append("ended", unix_s=time.time(), exit_code=0, reason="done")
+        self.journal.close()
+        return self.tracker.complete
 
 
-class Store:
+def journal_in(run_dir: Path, search_id: str) -> Journal:
+    """The journal of a run directory, a new one where there is none."""
+    path = run_dir / JOURNAL
+    return Journal.reopen(path) if path.exists() else Journal(path, {"search_id": search_id})
+
+
+class LocalStore:
     """A SQLite store in ``directory``, and what is in it."""
 
     def __init__(self, directory: Path, uri: str | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from perfsearch.core.journal import Event, Journal
 from perfsearch.core.knob import Configuration, Kind, Knob
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
@@ -104,24 +105,23 @@ class KeptView:
 
 
 class KeptTracker:
-    """Keeps every trial and the summary."""
+    """Keeps every trial and the summary that the journal tells of."""
 
     def __init__(self) -> None:
         self.trials: list[Trial] = []
         self.numbers: dict[str, float] = {}
         self.status = ""
+        self.destination: dict[str, str] = {}
 
-    def open(self, parameters: dict[str, Any], tags: dict[str, str], knobs: Any = ()) -> None:
-        self.parameters = parameters
+    def open(self, journal: Journal) -> None:
+        journal.followers.append(self._follow)
 
-    def trial(self, trial: Trial, *rest: Any) -> None:
-        self.trials.append(trial)
-
-    def summary(self, metrics: dict[str, float], tags: dict[str, str], note: str) -> None:
-        self.numbers, self.tags, self.note = metrics, tags, note
-
-    def artifacts(self, *paths: Any) -> None:
-        pass
+    def _follow(self, event: Event) -> None:
+        if event.name == "finished":
+            self.trials.append(Trial.from_json(event.data["trial"]))
+        elif event.name == "summarised":
+            self.numbers, self.tags = event.data["numbers"], event.data["tags"]
+            self.note = event.data["note"]
 
     def close(self, status: str) -> None:
         self.status = status

@@ -4,10 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.search_runs import Store
+from support.search_runs import LocalStore
 
-from perfsearch.tracking.client import connect
-from perfsearch.tracking.uri import locate
+from perfsearch.tracking.store import connect, locate
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +24,7 @@ def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store(tmp_path: Path, migrated_database: Path) -> Store:
+def store(tmp_path: Path, migrated_database: Path) -> LocalStore:
     """A real SQLite store of this test."""
     shutil.copy(migrated_database, tmp_path / "mlflow.db")
-    return Store(tmp_path)
+    return LocalStore(tmp_path)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -10,7 +12,9 @@ from support.search_runs import measurement, trial
 
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.trial import Status
-from perfsearch.tracking import export, files
+from perfsearch.core.version import version
+from perfsearch.tracking import export
+from perfsearch.tracking.export import commit, provenance
 
 KNOBS = [
     Knob("bucket_cap_mb", Kind.INTEGER, 25, low=1, high=256),
@@ -101,15 +105,31 @@ def test_the_summary_is_json_without_numbers_that_json_lacks(tmp_path):
     }
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
-    path = tmp_path / "file.json"
-    files.write_json(path, {"a": 1})
+def git(directory, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *identity, "-C", directory, *arguments], check=True, capture_output=True)
 
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        files.write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [path]
+def test_commit_and_whether_files_differ(tmp_path):
+    assert commit(tmp_path) == {}
+    git(tmp_path, "init")
+    (tmp_path / "train.py").write_text("1")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "one")
+    clean = commit(tmp_path)
+    assert len(clean["commit"]) == 40
+    assert clean["dirty"] is False
+    (tmp_path / "train.py").write_text("2")
+    assert commit(tmp_path) == {"commit": clean["commit"], "dirty": True}
+
+
+def test_what_it_tells_is_plain_and_has_no_environment(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("MY_TOKEN", "do-not-tell")
+    found = provenance(tmp_path)
+    assert found["perfsearch"] == version()
+    assert found["versions"]["torch"]
+    assert found["devices"] == []
+    assert "driver" not in found
+    assert "code" not in found
+    assert "do-not-tell" not in json.dumps(found)

@@ -10,8 +10,38 @@ from support.search_runs import measurement, trial
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.objective import Interval, Metric, Objective
 from perfsearch.core.trial import Purpose, Status
-from perfsearch.tracking.charts import phase_parts
-from perfsearch.tracking.report import write_report
+from perfsearch.tracking.report import Axis, number, phase_parts, write_report
+
+
+def test_ticks_are_round_and_inside():
+    assert Axis(0.0, 1.0, 0, 100).ticks() == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    ticks = Axis(54.0, 205.0, 0, 100).ticks()
+    assert all(54 <= t <= 205 for t in ticks)
+    assert 3 <= len(ticks) <= 7
+
+
+def test_ticks_of_what_is_counted_are_whole():
+    assert Axis(-0.06, 3.06, 0, 100, whole=True).ticks() == [0, 1, 2, 3]
+    assert Axis(-0.5, 0.5, 0, 100, whole=True).ticks() == [0]
+    assert Axis.around([0, 9], 0, 100, whole=True).ticks() == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize("values", [[], [5.0], [0.0], [3.0, 3.0], [float("nan")]])
+def test_a_scale_always_has_an_extent(values):
+    axis = Axis.around(values, 0, 100)
+    assert axis.low < axis.high
+    assert axis.ticks()
+
+
+def test_numbers_are_short():
+    assert [number(v) for v in (0, 0.12345, 12.0, 1234.5, 1.5e7)] == [
+        "0",
+        "0.1235",
+        "12",
+        "1,234",
+        "1.5e+07",
+    ]
+
 
 VERDICT = SimpleNamespace(
     intervals={5: Interval(1.31, 1.28, 1.34, 6)}, winner=5, reason="1.31x faster"
@@ -80,6 +110,16 @@ def test_no_burst_is_left_out_of_a_long_search(tmp_path):
         line = re.findall('class="line c0" points="([^"]*)"', text)[-1].split()
         assert len(line) <= 240
         assert len({point.split(",")[1] for point in line}) == 2
+
+
+def test_what_a_trial_says_is_escaped_wherever_it_stands(tmp_path):
+    said = """<script>alert("1")</script> & 'more'"""
+    trials = [*searched(), trial(11, Status.CRASH, reason=said)]
+    text = page(tmp_path, trials, title=said)
+    assert "<script" not in text
+    picture = ElementTree.fromstring(re.findall("<svg.*?</svg>", text, re.S)[0])
+    titles = [e.text or "" for e in picture.iter() if e.tag == "title"]
+    assert any(title.endswith(said) for title in titles)
 
 
 def test_a_single_trial_is_the_only_one_on_its_axis(tmp_path):

@@ -5,7 +5,7 @@ from support.simulated import Costs, measured
 
 from perfsearch.metrics.bounds import COMMUNICATION, LOADING, OPTIMIZER, bounds
 from perfsearch.metrics.diagnosis import Severity, diagnose
-from perfsearch.tracking.charts import phase_parts
+from perfsearch.tracking.report import phase_parts
 
 
 def share_of(measurement, part):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.files import write_text
 from perfsearch.core.knob import Kind, Knob, Numerics, Scope, Value
 from perfsearch.core.narrow import SEARCH
 from perfsearch.core.trial import Measurement
@@ -373,10 +374,7 @@ def dump_json(value: Any, indent: str = "") -> str:
 
 def write_json(path: Path, configuration: Mapping[str, Any]) -> None:
     """Write it whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(dump_json(configuration) + "\n")
-    unfinished.rename(path)
+    write_text(path, dump_json(configuration) + "\n")
 
 
 # -----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from perfsearch.core.files import write_text
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.training.clock import (
@@ -571,6 +572,4 @@ def torch_logs_file(directory: str | Path) -> Path:
 
 def write_whole(path: Path, record: Mapping[str, Any]) -> None:
     """Write it whole or not at all."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(record))
-    unfinished.rename(path)
+    write_text(path, json.dumps(record))

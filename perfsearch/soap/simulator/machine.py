@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.files import write_text
 from perfsearch.soap.graph import Graph, Operator, Rectangle, Role
 from perfsearch.soap.parts import (
     class_key,
@@ -145,10 +145,7 @@ class Machine:
 
     def write(self, path: Path) -> None:
         """Write it for people to read and edit, at once or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
-        unfinished.rename(path)
+        write_text(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Machine:
@@ -446,10 +443,7 @@ class CostTable:
 
     def write(self, path: Path) -> None:
         """Write it for people to read and edit, at once or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(self.to_json(), indent=0) + "\n")
-        unfinished.rename(path)
+        write_text(path, json.dumps(self.to_json(), indent=0) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> CostTable:

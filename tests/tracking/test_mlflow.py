@@ -7,24 +7,29 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.search_runs import KNOBS, measurement, trial
+from support.search_runs import Search, journal_in, measurement, trial
 
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.trial import Status
-from perfsearch.tracking import mirror, owner, writer
 from perfsearch.tracking import mlflow as module
-from perfsearch.tracking.client import Client
-from perfsearch.tracking.mirror import Mirror
+from perfsearch.tracking import names
+from perfsearch.tracking import store as store_module
+from perfsearch.tracking.store import START, Client, Store
+
+
+def opened(store, **changes):
+    """A search and the thread that writes it to the store."""
+    before = set(threading.enumerate())
+    search = Search(store, **changes)
+    (thread,) = set(threading.enumerate()) - before
+    return search, thread
 
 
 def show(store, trials, search_id="s1", **changes):
-    tracker = store.tracker(search_id, **changes)
-    tracker.open({"runner": {"name": "ddp"}})
-    for one in trials:
-        tracker.trial(one, KNOBS)
-    tracker.close("FINISHED", 60)
-    assert tracker.complete
-    return tracker
+    search = Search(store, search_id, {"runner": {"name": "ddp"}}, **changes)
+    search.trials(*trials)
+    assert search.end()
+    return search.tracker
 
 
 def test_each_trial_is_a_child_of_one_search_run(store):
@@ -41,8 +46,8 @@ def test_each_trial_is_a_child_of_one_search_run(store):
 
 
 def test_sorting_by_objective_puts_a_real_trial_first(store):
-    """mlflow/mlflow#3406, microsoft/nni#2775: failed trials and NaN lack the metric."""
-    show(store, [trial(0, objective=math.nan), trial(1, Status.OOM), trial(2), trial(3)])
+    """mlflow/mlflow#3406, microsoft/nni#2775: trials without an objective lack it."""
+    show(store, [trial(0, objective=None), trial(1, Status.OOM), trial(2), trial(3)])
     best = store.runs("trial", order_by=["metrics.`objective/value` DESC"])
     assert [r.info.run_name for r in best[:2]] == ["t0003", "t0002"]
     assert "objective/value" not in store.trials()["t0001"].data.metrics
@@ -93,56 +98,47 @@ def test_a_store_that_is_down_costs_one_warning_and_no_time(tmp_path, caplog, st
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     caplog.set_level(logging.WARNING)
-    tracker = store.tracker(uri=f"http://127.0.0.1:{port}")
-    tracker.open({})
-    for number in range(20):
-        tracker.trial(trial(number), KNOBS)
-    tracker.close("FINISHED", timeout_s=0.5)
-    assert not tracker.complete
+    search = Search(store, uri=f"http://127.0.0.1:{port}")
+    search.trials(*(trial(number) for number in range(20)))
+    assert not search.end(timeout_s=0.5)
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len([w for w in warnings if "not available" in w]) == 1
     assert len(warnings) == 2
-    assert f"perfsearch-sync {tracker.run_dir}" in warnings[1]
-    assert tracker.how_to_open() == ""
+    assert f"perfsearch-sync {search.run_dir}" in warnings[1]
+    assert search.tracker.how_to_open() == ""
 
 
 def test_a_store_that_hangs_keeps_no_caller_waiting(store, monkeypatch, caplog):
     monkeypatch.setattr(module, "SLOW_S", 0.0)
-    entered, go_on, real = threading.Event(), threading.Event(), Mirror.apply
+    entered, go_on, real = threading.Event(), threading.Event(), Store.show
 
-    def hang(self, record, trial=None):
+    def hang(self, event):
         entered.set()
         assert go_on.wait(60)
-        real(self, record, trial)
+        real(self, event)
 
-    monkeypatch.setattr(Mirror, "apply", hang)
-    tracker = store.tracker()
-    tracker.open({})
+    monkeypatch.setattr(Store, "show", hang)
+    search = Search(store)
     assert entered.wait(60)
-    for number in range(5):
-        tracker.trial(trial(number), KNOBS)
-    assert not tracker.flush(0.05)
+    search.trials(*(trial(number) for number in range(5)))
+    assert not search.tracker.flush(0.05)
     assert caplog.text.count("has not answered") == 1
     go_on.set()
-    tracker.close("FINISHED", 60)
-    assert tracker.complete
+    assert search.end()
     assert len(store.trials()) == 5
 
 
 def test_the_end_does_not_wait_for_a_store_that_hangs(store, monkeypatch):
     entered, go_on = threading.Event(), threading.Event()
 
-    def hang(self, record, trial=None):
+    def hang(self, event):
         entered.set()
         assert go_on.wait(60)
 
-    monkeypatch.setattr(Mirror, "apply", hang)
-    tracker = store.tracker()
-    tracker.open({})
+    monkeypatch.setattr(Store, "show", hang)
+    search, thread = opened(store)
     assert entered.wait(60)
-    thread = tracker._writer._thread
-    tracker.close("KILLED", timeout_s=0.05)
-    assert not tracker.complete
+    assert not search.end("KILLED", timeout_s=0.05)
     assert thread.daemon
     go_on.set()
     thread.join(60)
@@ -151,7 +147,7 @@ def test_the_end_does_not_wait_for_a_store_that_hangs(store, monkeypatch):
 
 @pytest.mark.parametrize("call", ["create", "log", "finish"])
 def test_a_call_that_fails_after_it_took_effect_makes_no_second_run(store, call, monkeypatch):
-    monkeypatch.setattr(writer, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.01)
     real, calls = getattr(Client, call), []
 
     def answer_lost(self, *arguments):
@@ -173,7 +169,7 @@ def test_a_call_that_fails_after_it_took_effect_makes_no_second_run(store, call,
 
 
 def test_a_record_that_the_store_refuses_does_not_hold_up_the_rest(store, monkeypatch):
-    monkeypatch.setattr(writer, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.01)
     real = Client.log
 
     def refuse(self, run_id, metrics, params, tags, time_ms):
@@ -182,19 +178,16 @@ def test_a_record_that_the_store_refuses_does_not_hold_up_the_rest(store, monkey
         real(self, run_id, metrics, params, tags, time_ms)
 
     monkeypatch.setattr(Client, "log", refuse)
-    tracker = store.tracker()
-    tracker.open({})
-    for number in range(3):
-        tracker.trial(trial(number), KNOBS)
-    tracker.close("FINISHED", timeout_s=60)
-    assert not tracker.complete
+    search = Search(store)
+    search.trials(*(trial(number) for number in range(3)))
+    assert not search.end()
     assert store.trials()["t0002"].info.status == "FINISHED"
     assert store.search().info.status == "FINISHED"
 
 
 def test_a_resumed_search_goes_on_in_its_run(store):
     show(store, [trial(0), trial(1)])
-    show(store, [trial(0), trial(1), trial(2)])
+    show(store, [trial(2)])
     assert store.search().info.status == "FINISHED"
     assert set(store.trials()) == {"t0000", "t0001", "t0002"}
 
@@ -210,58 +203,45 @@ def test_a_trial_that_was_run_again_replaces_what_was_shown(store):
 
 def test_runs_of_a_dead_search_do_not_stay_running(store):
     """optuna/optuna#3215, ray-project/ray-like leftovers: a dead controller's runs are KILLED."""
-    tracker = store.tracker("dead", experiment="another")
-    tracker.open({})
-    assert tracker.flush(60)
-    client, run = store.client, tracker._mirror.parent
-    client.set_tag(run, owner.START, "12345.0")
-    alive = store.tracker("alive", experiment="third")
-    alive.open({})
-    assert alive.flush(60)
+    dead = Search(store, "dead", experiment="another")
+    assert dead.tracker.flush(60)
+    client = store.client
+    client.set_tag(dead.tracker.run_id, START, "12345.0")
+    alive = Search(store, "alive", experiment="third")
+    assert alive.tracker.flush(60)
     show(store, [trial(0)])
-    assert client.get_run(run).info.status == "KILLED"
-    assert client.get_run(alive._mirror.parent).info.status == "RUNNING"
-    tracker.close("KILLED", 30)
-    alive.close("FINISHED", 30)
+    assert client.get_run(dead.tracker.run_id).info.status == "KILLED"
+    assert client.get_run(alive.tracker.run_id).info.status == "RUNNING"
+    dead.end("KILLED")
+    alive.end()
 
 
 def test_null_is_shown_by_the_kind_of_the_knob(store):
-    tracker = store.tracker()
     knobs = [
         Knob("bucket_cap_mb", Kind.CATEGORICAL, None, values=(None, 25)),
         Knob("algorithm", Kind.CATEGORICAL, None, values=(None, "Ring")),
+        Knob("workers", Kind.INTEGER, None, low=0, high=8),
     ]
-    tracker.open({}, knobs=knobs)
-    tracker.trial(trial(0, configuration={"bucket_cap_mb": None, "algorithm": None}), KNOBS)
-    tracker.close("FINISHED", 60)
-    assert tracker.complete
+    show(store, [trial(0, configuration={k.name: None for k in knobs})], knobs=knobs)
     params = store.trials()["t0000"].data.params
-    assert params == {"knob/bucket_cap_mb": "-1", "knob/algorithm": "none"}
+    assert params == {"knob/bucket_cap_mb": "-1", "knob/algorithm": "none", "knob/workers": "-1"}
+    assert params == {f"knob/{k.name}": str(names.null_value(k)) for k in knobs}
 
 
 def test_summary_series_and_artifacts_land_on_the_search(store, monkeypatch):
     monkeypatch.setenv("MY_API_TOKEN", "s3cr3t-value")
-    tracker = store.tracker()
-    run_dir = store.directory / "s1"
-    (run_dir / "best").mkdir(parents=True)
-    (run_dir / "best/config.yaml").write_text("token: s3cr3t-value\n")
-    tracker = store.tracker()
-    tracker.open({"key": "s3cr3t-value"}, {"who": "has s3cr3t-value"})
-    tracker.trial(trial(0), KNOBS)
-    tracker.trial(trial(1), KNOBS)
-    for step, value in enumerate([320.0, math.nan, 640.0]):
-        tracker.series("best/objective", step, value)
-    tracker.summary(
-        {"search/speedup": 2.0, "search/low": math.inf}, {"perfsearch.best_trial": "1"}, "twice"
-    )
-    tracker.artifacts([run_dir / "best", run_dir / "missing.html"])
-    tracker.close("FINISHED", 60)
-    assert tracker.complete
+    search = Search(store, parameters={"key": "s3cr3t-value"})
+    (search.run_dir / "best").mkdir()
+    (search.run_dir / "best/config.yaml").write_text("token: s3cr3t-value\n")
+    search.trials(trial(0), trial(1))
+    search.simulated("simulated/best_ms", (0, 320.0), (2, 640.0))
+    tags = {"perfsearch.best_trial": "1", "who": "has s3cr3t-value"}
+    search.summarise({"search/speedup": 2.0}, tags, "twice", ["best", "missing.html"])
+    assert search.end()
     run, client = store.search(), store.client
     assert run.data.metrics["search/speedup"] == 2.0
-    assert "search/low" not in run.data.metrics
     assert run.data.tags["mlflow.note.content"] == "twice"
-    points = client.get_metric_history(run.info.run_id, "best/objective")
+    points = client.get_metric_history(run.info.run_id, "simulated/best_ms")
     assert [(p.step, p.value) for p in points] == [(0, 320.0), (2, 640.0)]
     assert store.trials()["t0001"].data.tags["perfsearch.best"] == "true"
     assert "perfsearch.best" not in store.trials()["t0000"].data.tags
@@ -270,20 +250,17 @@ def test_summary_series_and_artifacts_land_on_the_search(store, monkeypatch):
     assert run.data.params["key"] == "***"
     assert run.data.tags["who"] == "has ***"
     assert b"s3cr3t" not in (store.directory / "mlflow.db").read_bytes()
-    assert "s3cr3t" not in (run_dir / "tracking.jsonl").read_text()
 
 
-def test_a_run_directory_is_uploaded_whole_but_for_what_is_too_large(store, monkeypatch, caplog):
-    monkeypatch.setattr(mirror, "LARGEST_FILE", 100)
-    tracker = store.tracker()
-    tracker.open({})
+def test_directories_are_uploaded_whole_but_for_what_is_too_large(store, monkeypatch, caplog):
+    monkeypatch.setattr(store_module, "LARGEST_FILE", 100)
+    search = Search(store)
     for name, size in (("logs/3/rank0.log", 101), ("logs/3/rank1.log", 9), ("trials.csv", 100)):
-        path = tracker.run_dir / name
+        path = search.run_dir / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x" * size)
-    tracker.artifacts(tracker.run_dir)
-    tracker.close("FINISHED", 60)
-    assert tracker.complete
+    search.summarise({}, files=["trials.csv", "logs"])
+    assert search.end()
     run = store.search().info.run_id
     assert [f.path for f in store.client.list_artifacts(run)] == ["logs", "trials.csv"]
     assert [f.path for f in store.client.list_artifacts(run, "logs/3")] == ["logs/3/rank1.log"]
@@ -291,23 +268,10 @@ def test_a_run_directory_is_uploaded_whole_but_for_what_is_too_large(store, monk
 
 
 def test_the_end_does_not_wait_long_for_a_store_that_is_down(store, monkeypatch):
-    monkeypatch.setattr(writer, "GIVE_UP_S", 0.0)
-    tracker = store.tracker(uri="http://127.0.0.1:9")
-    tracker.open({})
-    thread = tracker._writer._thread
-    tracker.close("KILLED", timeout_s=120)
-    assert not tracker.complete
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.0)
+    search, thread = opened(store, uri="http://127.0.0.1:9")
+    assert not search.end("KILLED", timeout_s=120)
     assert not thread.is_alive()
-
-
-def test_the_search_is_not_harmed_by_a_directory_that_cannot_be_written(store, caplog, monkeypatch):
-    def full(run_dir):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "Spool", full)
-    show(store, [trial(0)])
-    assert "No space left" in caplog.text
-    assert set(store.trials()) == {"t0000"}
 
 
 def test_nothing_is_printed_and_no_environment_is_changed(store, capfd):
@@ -319,27 +283,69 @@ def test_nothing_is_printed_and_no_environment_is_changed(store, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_closing_without_having_opened_is_fine_and_showing_is_not(store):
+def test_what_never_opened_leaves_nothing_in_the_store(store):
+    """A search that is refused before it notes that it opened has no run."""
     tracker = store.tracker()
     tracker.close()
     assert tracker.complete
-    with pytest.raises(RuntimeError, match="not open"):
-        tracker.trial(trial(0), KNOBS)
+    journal = journal_in(tracker.run_dir, "s1")
+    tracker.open(journal)
+    tracker.close("FAILED")
+    assert tracker.complete
+    assert store.client.get_experiment_by_name("exp") is None
 
 
 def test_a_database_that_is_corrupt_is_not_shown_as_a_place_to_look(store, monkeypatch):
-    monkeypatch.setattr(writer, "GIVE_UP_S", 0.0)
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.0)
 
     def corrupt(location):
         raise RuntimeError("file is not a database")
 
-    monkeypatch.setattr(mirror, "connect", corrupt)
-    tracker = store.tracker()
-    tracker.open({})
-    tracker.close("FINISHED", timeout_s=30)
-    assert not tracker.complete
-    assert tracker.how_to_open() == ""
+    monkeypatch.setattr(store_module, "connect", corrupt)
+    search = Search(store)
+    assert not search.end(timeout_s=30)
+    assert search.tracker.how_to_open() == ""
 
 
 def test_a_search_that_was_written_says_how_to_look_at_it(store):
     assert "mlflow" in show(store, [trial(0)]).how_to_open()
+
+
+class DeadServer:
+    """As a store whose server was killed in the middle of a call."""
+
+    def __init__(self):
+        self.called, self.over, self.reachable = threading.Event(), threading.Event(), True
+
+    def check_reachable(self):
+        if not self.reachable:
+            raise ConnectionError
+
+    def write(self):
+        self.called.set()
+        self.over.wait(60)
+
+
+def test_the_end_does_not_wait_for_a_call_to_a_server_that_is_gone(monkeypatch):
+    """radixark/miles#2571: MLflow tries a call again for minutes, by itself."""
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(module, "CLOSING_RETRY_S", 0.1)
+    server = DeadServer()
+    one = module.Writer(server, lambda why: None)
+    one.start()
+    one.put(module.Item("summarised", server.write))
+    assert server.called.wait(10)
+    server.reachable = False
+    assert one.close(timeout_s=math.inf) is False
+    server.over.set()
+
+
+def test_the_end_waits_for_a_server_that_is_slow(monkeypatch):
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(module, "CLOSING_RETRY_S", 0.1)
+    server = DeadServer()
+    one = module.Writer(server, lambda why: None)
+    one.start()
+    one.put(module.Item("summarised", server.write))
+    threading.Timer(0.8, server.over.set).start()
+    assert one.close(timeout_s=50) is True

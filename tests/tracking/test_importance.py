@@ -5,7 +5,7 @@ import pytest
 from support.search_runs import trial
 
 from perfsearch.core.trial import Status
-from perfsearch.tracking.effects import knob_effects
+from perfsearch.tracking.importance import knob_effects
 
 
 def random_trials(count=60, seed=1):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pipeline.conftest import make_settings
-from support.search_runs import Store, measurement, trial
+from support.search_runs import LocalStore, Search, measurement, trial
 from support.synthetic import SyntheticRunner
 
 from perfsearch.config.options import ConfigError
@@ -17,13 +17,13 @@ from perfsearch.core.objective import Metric
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline import transfer
 from perfsearch.tracking import names
-from perfsearch.tracking.earlier import (
-    EarlierSearchError,
-    EarlierSearches,
+from perfsearch.tracking.history import (
+    PriorSearchError,
+    PriorSearches,
     StoreError,
     value_of,
 )
-from perfsearch.tracking.uri import StoreLocation, locate
+from perfsearch.tracking.store import StoreLocation, locate
 
 RUNNER = SyntheticRunner()
 
@@ -42,20 +42,18 @@ def synthetic_trials() -> list[Trial]:
     return [*trials, trial(len(trials), Status.OOM, configuration={"bucket": 1, "view": True})]
 
 
-def show(store: Store, search_id: str, trials: list[Trial], **parameters: str) -> str:
+def show(store: LocalStore, search_id: str, trials: list[Trial], **parameters: str) -> str:
     """Record a search; return the id of its run."""
-    tracker = store.tracker(search_id)
     known = trials[0].configuration.keys() == RUNNER.space.by_name.keys()
     knobs = RUNNER.space.knobs if known else ()
-    tracker.open({"runner": "replay", **parameters}, knobs=knobs)
-    for one in trials:
-        tracker.trial(one)
-    tracker.close("FINISHED", 60)
+    search = Search(store, search_id, {"runner": "replay", **parameters}, knobs)
+    search.trials(*trials)
+    assert search.end()
     found = [r for r in store.runs("search") if r.data.tags["perfsearch.search_id"] == search_id]
     return str(found[0].info.run_id)
 
 
-def taken_over(store: Store, asked: str) -> transfer.TakenOver:
+def taken_over(store: LocalStore, asked: str) -> transfer.TakenOver:
     settings = make_settings(
         strategy={"name": "bayes", "warm_start": asked},
         tracking={"enabled": True, "uri": store.uri, "experiment": "exp"},
@@ -63,7 +61,7 @@ def taken_over(store: Store, asked: str) -> transfer.TakenOver:
     return transfer.take_over(settings, RUNNER, {}, None)
 
 
-def test_a_search_is_found_by_runner_and_knobs_and_taken_over(store: Store) -> None:
+def test_a_search_is_found_by_runner_and_knobs_and_taken_over(store: LocalStore) -> None:
     trials = synthetic_trials()
     run_id = show(store, "one", trials, **{"identity/model": "synthetic", "workload": "mlp"})
     show(store, "two", trials[:6], **{"identity/model": "another", "workload": "mlp"})
@@ -78,7 +76,7 @@ def test_a_search_is_found_by_runner_and_knobs_and_taken_over(store: Store) -> N
     assert taken_over(store, run_id) == found
 
 
-def test_what_is_no_search_is_refused(store: Store) -> None:
+def test_what_is_no_search_is_refused(store: LocalStore) -> None:
     run_id = show(store, "one", synthetic_trials()[:4])
     child = store.trials()["t0001"].info.run_id
     with pytest.raises(ConfigError, match=f"no search of perfsearch; its search is {run_id}"):
@@ -90,18 +88,18 @@ def test_what_is_no_search_is_refused(store: Store) -> None:
         taken_over(store, other)
 
 
-def test_auto_finds_nothing_in_an_empty_store(store: Store) -> None:
+def test_auto_finds_nothing_in_an_empty_store(store: LocalStore) -> None:
     found = taken_over(store, "auto")
     assert found.earlier is None
     assert "no earlier search of runner=replay" in found.line
     assert store.client.get_experiment_by_name("exp") is None
 
 
-def test_pinned_knobs_must_agree(store: Store) -> None:
+def test_pinned_knobs_must_agree(store: LocalStore) -> None:
     runner = SyntheticRunner()
     runner.pinned = {"workers": 2}
     show(store, "one", synthetic_trials(), **{"pinned/workers": "4"})
-    searches = EarlierSearches(locate(store.uri))
+    searches = PriorSearches(locate(store.uri))
     (search,) = searches.of_runner("exp", "replay")
     assert search.pinned == {"workers": "4"}
     assert searches.of_runner("exp", "ddp") == []
@@ -115,9 +113,9 @@ def test_pinned_knobs_must_agree(store: Store) -> None:
     assert (usable(2), usable(4)) == (0, 12)
 
 
-def test_each_objective_has_its_cost(store: Store) -> None:
+def test_each_objective_has_its_cost(store: LocalStore) -> None:
     run_id = show(store, "one", synthetic_trials()[:2])
-    searches = EarlierSearches(locate(store.uri))
+    searches = PriorSearches(locate(store.uri))
     found = list(searches.trials(searches.by_id(run_id), Metric.LATENCY))
     assert [t.purpose for t in found] == [Purpose.BASELINE, Purpose.SEARCH]
     assert found[0].cost / found[1].cost == pytest.approx(2.0)
@@ -131,11 +129,11 @@ def test_a_store_that_does_not_answer_says_where() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(StoreError, match=f"nothing answers at http://127.0.0.1:{port}"):
-        EarlierSearches(StoreLocation(f"http://127.0.0.1:{port}", None))
+        PriorSearches(StoreLocation(f"http://127.0.0.1:{port}", None))
 
 
-def test_a_failure_in_the_store_is_told_from_one_here(store: Store, monkeypatch: Any) -> None:
-    searches = EarlierSearches(locate(store.uri))
+def test_a_failure_in_the_store_is_told_from_one_here(store: LocalStore, monkeypatch: Any) -> None:
+    searches = PriorSearches(locate(store.uri))
 
     def broken(name: str) -> str:
         raise RuntimeError("database is locked\nand more")
@@ -143,7 +141,7 @@ def test_a_failure_in_the_store_is_told_from_one_here(store: Store, monkeypatch:
     monkeypatch.setattr(searches._client, "experiment_id", broken)
     with pytest.raises(StoreError, match=r"cannot be read: database is locked$"):
         searches.of_runner("exp", "replay")
-    with pytest.raises(EarlierSearchError):
+    with pytest.raises(PriorSearchError):
         searches.by_id("0" * 32)
 
 

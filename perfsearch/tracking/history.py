@@ -1,4 +1,4 @@
-"""Earlier searches in a tracking store, read back as plain values."""
+"""Prior searches in a tracking store, read back as plain values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from typing import Any
 from perfsearch.core.knob import Kind, Knob, Value
 from perfsearch.core.objective import Metric
 from perfsearch.core.trial import Purpose, Status
-from perfsearch.tracking import mirror, names
-from perfsearch.tracking.client import Client, connect
-from perfsearch.tracking.uri import StoreLocation, is_reachable, without_credentials
+from perfsearch.tracking import names, store
+from perfsearch.tracking.store import (
+    Client,
+    StoreLocation,
+    connect,
+    is_reachable,
+    without_credentials,
+)
 
 _KNOB, _PINNED = "knob/", "pinned/"
 _COST_METRICS: Mapping[Metric, tuple[str, bool]] = {
@@ -23,7 +28,7 @@ _COST_METRICS: Mapping[Metric, tuple[str, bool]] = {
 """What a trial's run says of each objective, and whether more of it is better."""
 
 
-class EarlierSearchError(LookupError):
+class PriorSearchError(LookupError):
     """A store without the search that was named; the message says what it has instead."""
 
 
@@ -56,7 +61,7 @@ class StoredSearch:
         name: as shown there.
         search_id: the same after a resume.
         experiment_id: of the experiment that it is in.
-        parameters: as ``perfsearch.pipeline.record`` writes them: ``runner``, ``workload``,
+        parameters: as ``perfsearch.pipeline.resume`` writes them: ``runner``, ``workload``,
             ``identity/...``, ``pinned/...`` and others.
 
     """
@@ -74,7 +79,7 @@ class StoredSearch:
         return {key.removeprefix(_PINNED): v for key, v in given if key.startswith(_PINNED)}
 
 
-class EarlierSearches:
+class PriorSearches:
     """Reads searches from a store; opening it takes seconds.
 
     Every method may raise ``StoreError``, and so does this.
@@ -93,7 +98,7 @@ class EarlierSearches:
 
     def of_runner(self, experiment: str, runner: str) -> list[StoredSearch]:
         """The searches of an experiment that used ``runner``, latest first."""
-        rule = f"tags.`{mirror.ROLE}` = 'search' and params.`runner` = '{runner}'"
+        rule = f"tags.`{store.ROLE}` = 'search' and params.`runner` = '{runner}'"
         with self._asking():
             experiment_id = self._client.experiment_id(experiment)
             found = self._client.search(experiment_id, rule) if experiment_id is not None else []
@@ -103,29 +108,27 @@ class EarlierSearches:
         """The search whose run has this id.
 
         Raises:
-            EarlierSearchError: there is no such run, or it is no search's.
+            PriorSearchError: there is no such run, or it is no search's.
 
         """
         with self._asking():
             run = self._client.run(run_id)
         if run is None:
-            raise EarlierSearchError(f"there is no such run in {self._where}")
-        role = run.data.tags.get(mirror.ROLE)
+            raise PriorSearchError(f"there is no such run in {self._where}")
+        role = run.data.tags.get(store.ROLE)
         if role != "search":
             parent = run.data.tags.get("mlflow.parentRunId")
             other = f"; its search is {parent}" if role == "trial" and parent else ""
-            raise EarlierSearchError(f"that run is no search of perfsearch{other}")
+            raise PriorSearchError(f"that run is no search of perfsearch{other}")
         return _search(run)
 
     def trials(self, search: StoredSearch, metric: Metric) -> Iterator[StoredTrial]:
         """The trials of a search that were measured, in order; failures and bounds are left out."""
-        rule = (
-            f"tags.`{mirror.SEARCH_ID}` = '{search.search_id}' and tags.`{mirror.ROLE}` = 'trial'"
-        )
+        rule = f"tags.`{store.SEARCH_ID}` = '{search.search_id}' and tags.`{store.ROLE}` = 'trial'"
         name, more_is_better = _COST_METRICS[metric]
         with self._asking():
             found = self._client.search(search.experiment_id, rule)
-        for run in sorted(found, key=lambda run: int(run.data.tags[mirror.TRIAL])):
+        for run in sorted(found, key=lambda run: int(run.data.tags[store.TRIAL])):
             tags, value = run.data.tags, run.data.metrics.get(name)
             ended_well = tags.get("perfsearch.status") == Status.OK.value
             if not ended_well or value is None or value <= 0:
@@ -172,7 +175,7 @@ def _search(run: Any) -> StoredSearch:
     return StoredSearch(
         run_id=str(run.info.run_id),
         name=str(run.info.run_name),
-        search_id=str(run.data.tags.get(mirror.SEARCH_ID, "")),
+        search_id=str(run.data.tags.get(store.SEARCH_ID, "")),
         experiment_id=str(run.info.experiment_id),
         parameters=dict(run.data.params),
     )

@@ -1,0 +1,703 @@
+"""An MLflow store, and the view of a search in it, such that writing twice changes nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from glob import escape
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.journal import Event
+from perfsearch.core.trial import Trial
+from perfsearch.tracking import names
+from perfsearch.tracking.names import Redactor
+
+
+class TrackingError(BadInputError):
+    """A store that cannot be used; the message says what can."""
+
+
+@dataclass(frozen=True)
+class StoreLocation:
+    """A tracking store.
+
+    Attributes:
+        uri: absolute, so that a change of directory does not lead elsewhere.
+        artifact_location: where new experiments keep artifacts; ``None`` leaves it to the server.
+
+    """
+
+    uri: str
+    artifact_location: str | None
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is reached over HTTP."""
+        return self.uri.startswith(("http://", "https://"))
+
+
+def locate(uri: str | None, directory: Path | None = None) -> StoreLocation:
+    """Resolve a tracking URI against the directory in which the command was run.
+
+    Args:
+        uri: ``None`` takes ``MLFLOW_TRACKING_URI``, and without it SQLite in ``directory``.
+        directory: base of relative paths; the current directory by default.
+
+    Raises:
+        TrackingError: a plain directory, which MLflow no longer takes as a store.
+
+    """
+    base = (directory or Path.cwd()).resolve()
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{base / 'mlflow.db'}"
+    scheme = re.match(r"^([A-Za-z][A-Za-z0-9+.-]*):", uri)
+    if uri.startswith("sqlite:"):
+        path = uri.removeprefix("sqlite:///")
+        if path == uri or path in ("", ":memory:"):
+            raise TrackingError(
+                f"tracking.uri={uri}: not a database file. Use sqlite:///mlflow.db or an absolute "
+                "sqlite:////path/mlflow.db."
+            )
+        file = base / path
+        _require_usable(uri, file)
+        return StoreLocation(f"sqlite:///{file}", (file.parent / "mlruns").as_uri())
+    is_path = scheme is None and uri not in ("databricks", "databricks-uc")
+    if is_path or uri.startswith("file:"):
+        if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("1", "true"):
+            raise TrackingError(
+                f"tracking.uri={uri}: MLflow no longer takes a plain directory as its store. Use "
+                f"a database, such as sqlite:///{base / 'mlflow.db'}, or a server, http://...; or "
+                "set MLFLOW_ALLOW_FILE_STORE=true."
+            )
+        return StoreLocation((base / uri).as_uri() if is_path else uri, None)
+    if uri.split("://", 1)[0].split("+")[0] in ("postgresql", "mysql", "mssql"):
+        return StoreLocation(uri, (base / "mlruns").as_uri())
+    if not _is_known(uri):
+        raise TrackingError(
+            f"tracking.uri={uri}: MLflow has no such kind of store. Use a database, such as "
+            f"sqlite:///{base / 'mlflow.db'}, or a server, http://..."
+        )
+    return StoreLocation(uri, None)
+
+
+def _is_known(uri: str) -> bool:
+    """Whether MLflow or a plugin of it takes the scheme."""
+    scheme = uri.partition(":")[0]
+    if scheme in ("http", "https", "databricks", "databricks-uc", "uc"):
+        return True
+    from importlib.metadata import entry_points
+
+    return scheme in {e.name for e in entry_points(group="mlflow.tracking_store")}
+
+
+def _require_usable(uri: str, file: Path) -> None:
+    """Find out now what MLflow would try again and again at the end.
+
+    Raises:
+        TrackingError: the database cannot be made or written.
+
+    """
+    place = file.parent
+    while not os.path.exists(place):  # also false where it may not be looked at
+        place = place.parent
+    reason = _why_not_writable(place)
+    if os.path.exists(file):
+        if file.is_dir():
+            reason = f"{file} is a directory"
+        elif not os.access(file, os.R_OK | os.W_OK):
+            reason = f"{file} cannot be read and written"
+    if reason:
+        raise TrackingError(
+            f"tracking.uri={uri}: {reason}. Set tracking.uri to a database that can be written, "
+            "such as sqlite:///mlflow.db, or tracking.enabled=false."
+        )
+
+
+def _why_not_writable(place: Path) -> str:
+    """Why a database, or a directory for it, cannot be made there; empty where it can."""
+    if not place.is_dir():
+        return f"{place} is no directory"
+    try:
+        with tempfile.TemporaryFile(dir=place):  # permissions alone do not tell, as in /proc
+            return ""
+    except OSError as error:
+        return f"{place} cannot be written ({error.strerror})"
+
+
+def without_credentials(uri: str) -> str:
+    """The URI as it may be shown: user name and password taken out."""
+    parts = urllib.parse.urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri
+    return parts._replace(netloc="***@" + parts.netloc.rsplit("@", 1)[1]).geturl()
+
+
+def how_to_open(location: StoreLocation, experiment_id: str | None = None) -> str:
+    """The address of a server's experiment, or the command that opens the UI on the store."""
+    shown = without_credentials(location.uri)
+    if location.is_server:
+        return f"{shown.rstrip('/')}/#/experiments/{experiment_id or ''}"
+    program = ["mlflow"] if shutil.which("mlflow") else [sys.executable, "-m", "mlflow"]
+    return shlex.join([*program, "ui", "--backend-store-uri", shown])
+
+
+def is_reachable(uri: str, timeout_s: float = 3.0) -> bool:
+    """Whether the server's port takes connections; behind a proxy that cannot be told so."""
+    parts = urllib.parse.urlsplit(uri)
+    host = parts.hostname or ""
+    proxied = parts.scheme in urllib.request.getproxies()
+    if proxied and not urllib.request.proxy_bypass(host):
+        return True
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    with suppress(OSError), socket.create_connection((host, port), timeout=timeout_s):
+        return True
+    return False
+
+
+HOST = "perfsearch.host"
+PID = "perfsearch.controller_pid"
+START = "perfsearch.controller_start"
+
+_SLACK_S = 2.0
+"""Start times have the resolution of a tick and shift with the wall clock's corrections."""
+
+
+def liveness_tags() -> dict[str, str]:
+    """Tags that name this process: host, process id, and start time, as ids are used again."""
+    import psutil
+
+    start = psutil.Process().create_time()
+    return {HOST: platform.node(), PID: str(os.getpid()), START: f"{start:.2f}"}
+
+
+def is_dead(tags: Mapping[str, str]) -> bool:
+    """Whether the process named by a run's tags is known to have ended.
+
+    A process of another host, or one that is not named, is never called dead: no clock decides.
+    """
+    import psutil
+
+    if tags.get(HOST) != platform.node() or PID not in tags or START not in tags:
+        return False
+    try:
+        started: float = psutil.Process(int(tags[PID])).create_time()
+        return abs(started - float(tags[START])) > _SLACK_S
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.AccessDenied, ValueError):
+        return False
+
+
+_QUIET = ("mlflow", "alembic")
+
+
+def connect(location: StoreLocation) -> Client:
+    """Import MLflow and open the store; takes seconds the first time.
+
+    Raises:
+        ImportError: MLflow is not installed.
+        Exception: whatever the store raises when it cannot be opened.
+
+    """
+    from mlflow.tracking import MlflowClient
+
+    for name in _QUIET:
+        # Their news (tables created, migrations run) would tear the terminal's live view.
+        logger = logging.getLogger(name)
+        logger.setLevel(max(logging.WARNING, logger.level))
+    with _initialising(location) as file:
+        if file is not None and not file.exists():
+            _make(file)
+        client = MlflowClient(tracking_uri=location.uri)
+        client.search_experiments(max_results=1)
+    return Client(client)
+
+
+def _make(file: Path) -> None:
+    """Make a database file at one stroke: MLflow cannot go on with one that is half made.
+
+    Its tables take seconds, and a process that is killed meanwhile would leave a store that nobody
+    can open again.
+    """
+    from mlflow.tracking import MlflowClient
+
+    for left in file.parent.glob(f".{escape(file.name)}.*.new*"):
+        left.unlink()  # of one that was killed
+    # MLflow keeps a connection to each path that it ever opened, so no path is used twice.
+    new = file.with_name(f".{file.name}.{uuid4().hex}.new")
+    client = MlflowClient(tracking_uri=f"sqlite:///{new}")
+    client.search_experiments(max_results=1)
+    # closed before the file is moved; no public function of MLflow's does it
+    store = getattr(getattr(client, "_tracking_client", None), "store", None)
+    engine = getattr(store, "engine", None)
+    if engine is not None:
+        engine.dispose()
+    if file.exists():  # made by another program in between
+        new.unlink()
+    else:
+        new.rename(file)
+
+
+@contextmanager
+def _initialising(location: StoreLocation) -> Iterator[Path | None]:
+    """Let one process at a time create the tables of a database file: migrations race.
+
+    Yields the file, ``None`` for a store that is none.
+    """
+    path = location.uri.removeprefix("sqlite:///")
+    if path == location.uri:
+        yield None
+        return
+    directory = Path(path).parent
+    directory.mkdir(parents=True, exist_ok=True)
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield Path(path) if "?" not in path else None
+    finally:
+        os.close(handle)
+
+
+class Client:
+    """MLflow's client with explicit run ids: nothing depends on an active run or a thread."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def ping(self) -> None:
+        """Ask the store for something small."""
+        self._client.search_experiments(max_results=1)
+
+    def experiment(self, name: str, location: StoreLocation) -> str:
+        """Id of the experiment, which is made where there is none.
+
+        Raises:
+            RuntimeError: an experiment of that name was deleted.
+
+        """
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(
+                    self._client.create_experiment(
+                        name, artifact_location=_artifacts(location, name)
+                    )
+                )
+            except Exception:
+                # Another search may have made it in between.
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        if found.lifecycle_stage != "active":
+            raise RuntimeError(
+                f"the experiment {name!r} was deleted. Restore it (mlflow experiments restore -x "
+                f"{found.experiment_id}) or set tracking.experiment to another name."
+            )
+        return str(found.experiment_id)
+
+    def experiment_id(self, name: str) -> str | None:
+        """Id of an experiment that is there and not deleted; none is made."""
+        found = self._client.get_experiment_by_name(name)
+        if found is None or found.lifecycle_stage != "active":
+            return None
+        return str(found.experiment_id)
+
+    def run(self, run_id: str) -> Any | None:
+        """A run, or ``None`` where there is none of that id."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+
+    def create(self, experiment_id: str, name: str, time_ms: int, tags: Mapping[str, str]) -> str:
+        """Begin a run and return its id."""
+        source = {"mlflow.source.name": "perfsearch", "mlflow.source.type": "LOCAL"}
+        run = self._client.create_run(
+            experiment_id, start_time=time_ms, tags={**source, **tags}, run_name=name
+        )
+        return str(run.info.run_id)
+
+    def log(
+        self,
+        run_id: str,
+        metrics: Mapping[str, Sequence[tuple[int, float]]],
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        time_ms: int,
+    ) -> None:
+        """Write metrics (pairs of step and value), params and tags in one call."""
+        from mlflow.entities import Metric, Param, RunTag
+
+        points = [
+            Metric(key, value, time_ms, step)
+            for key, series in metrics.items()
+            for step, value in series
+        ]
+        if not (points or params or tags):
+            return
+        self._client.log_batch(
+            run_id,
+            metrics=points,
+            params=[Param(k, v) for k, v in params.items()],
+            tags=[RunTag(k, v) for k, v in tags.items()],
+        )
+
+    def upload(self, run_id: str, file: Path, folder: str | None) -> None:
+        """Upload a file into a folder of the run's artifacts."""
+        self._client.log_artifact(run_id, str(file), artifact_path=folder)
+
+    def finish(self, run_id: str, status: str, time_ms: int | None) -> None:
+        """End a run."""
+        self._set_status(run_id, status, time_ms or round(time.time() * 1e3))
+
+    def reopen(self, run_id: str) -> None:
+        """Let a run go on."""
+        self._set_status(run_id, "RUNNING", None)
+
+    def status(self, run_id: str) -> str:
+        """Status of a run."""
+        return str(self._client.get_run(run_id).info.status)
+
+    def search(self, experiment_id: str, rule: str) -> list[Any]:
+        """Every run of the experiment that meets the rule, oldest first."""
+        return self._pages([experiment_id], rule)
+
+    def running(self, experiment_id: str | None, location: StoreLocation) -> list[Any]:
+        """Runs that have not ended: of the experiment, in a local database of all of them."""
+        ids = [experiment_id] if experiment_id else []
+        if not location.is_server:
+            ids = [e.experiment_id for e in self._client.search_experiments()]
+        return self._pages(ids, "attributes.status = 'RUNNING'")
+
+    def _pages(self, experiment_ids: list[str], rule: str) -> list[Any]:
+        found: list[Any] = []
+        token = None
+        while True:
+            page = self._client.search_runs(
+                experiment_ids,
+                filter_string=rule,
+                order_by=["attributes.start_time ASC"],
+                max_results=500,
+                page_token=token,
+            )
+            found += page
+            token = page.token
+            if not token:
+                return found
+
+    def _set_status(self, run_id: str, status: str, end_time_ms: int | None) -> None:
+        from mlflow.entities import RunStatus
+
+        # The client's own set_terminated prints the run's address to the terminal, for every
+        # trial, and can be told not to only through the environment, which is not ours to change.
+        store = self._client._tracking_client.store
+        store.update_run_info(run_id, RunStatus.from_string(status), end_time_ms, None)
+
+
+def _artifacts(location: StoreLocation, experiment: str) -> str | None:
+    if location.artifact_location is None:
+        return None
+    folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in experiment).lstrip(".")
+    return f"{location.artifact_location}/{folder or 'experiment'}"
+
+
+SEARCH_ID = "perfsearch.search_id"
+ROLE = "perfsearch.role"
+TRIAL = "perfsearch.trial"
+DIGEST = "perfsearch.digest"
+BEST = "perfsearch.best"
+BEST_TRIAL = "perfsearch.best_trial"
+NOTE = "mlflow.note.content"
+
+SHOWN = ("opened", "finished", "simulated", "summarised", "ended")
+"""The journal's events that a view has a place for."""
+
+LARGEST_FILE = 64 * 1024**2
+"""Bytes of a file that is still uploaded; a rank's log may grow without end."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Child:
+    """A trial's run, as the store has it."""
+
+    run_id: str
+    status: str
+    digest: str
+
+
+@dataclass
+class Store:
+    """The MLflow view of one search, written from the events of its journal.
+
+    What is there already is known from MLflow itself: runs are found again by their tags, a trial
+    carries a digest of its record, and MLflow keeps a point once that is written twice under the
+    same key, step and time. So every event may be shown again, in whole or after a failure in its
+    midst. Every method may raise whatever MLflow, its database or the network raises.
+
+    Attributes:
+        location: the store.
+        experiment: name of the experiment.
+        search_id: names the search; the same after a resume.
+        run_dir: its directory, whose name its run has.
+
+    """
+
+    location: StoreLocation
+    experiment: str
+    search_id: str
+    run_dir: Path
+    experiment_id: str | None = None
+    _client: Client | None = None
+    _parent: str | None = None
+    _children: dict[int, Child] | None = None
+    _knobs: tuple[str, ...] = ()
+    _nulls: dict[str, int | str] = field(default_factory=dict)
+    _redact: Redactor = field(default_factory=Redactor)
+
+    def show(self, event: Event) -> None:
+        """Show one event of the journal; those that a view has no place for change nothing."""
+        data, time_ms = event.data, round(event.data.get("unix_s", 0.0) * 1e3)
+        if event.name == "opened":
+            self.open(data, time_ms)
+        elif event.name == "finished":
+            self.trial(Trial.from_json(data["trial"]), time_ms)
+        elif event.name == "simulated":
+            series = {names.clean_key(key): points for key, points in data["series"].items()}
+            self.client.log(self.parent, series, {}, {}, time_ms)
+        elif event.name == "summarised":
+            self.summary(data["numbers"], data["tags"], data["note"], time_ms)
+            self.artifacts([self.run_dir / name for name in data["files"]])
+        elif event.name == "ended":
+            self.finish("FINISHED" if data["exit_code"] == 0 else "FAILED", time_ms)
+
+    def alive(self) -> bool:
+        """Whether the store answers, found out without MLflow's long retries."""
+        try:
+            self.check_reachable()
+            self.client.ping()
+        except Exception as error:  # any failure here means the same: not now
+            _log.debug("the store does not answer: %s", error)
+            return False
+        return True
+
+    def check_reachable(self) -> None:
+        """Fail at once where MLflow itself would try again for minutes.
+
+        Raises:
+            ConnectionError: nothing listens at the server's address.
+
+        """
+        if self.location.is_server and not is_reachable(self.location.uri):
+            raise ConnectionError("nothing answers at its address")
+
+    @property
+    def client(self) -> Client:
+        """The store's client; the first use imports MLflow and migrates the database."""
+        if self._client is None:
+            self._client = connect(self.location)
+        return self._client
+
+    @property
+    def parent(self) -> str:
+        """Run of the search.
+
+        Raises:
+            LookupError: the search was never opened.
+
+        """
+        if self._parent is None:
+            raise LookupError("no event 'opened' came before")
+        return self._parent
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the store has a run of the search."""
+        return self._parent is not None
+
+    def forget(self) -> None:
+        """Look runs up anew: after a failure the store may have more than was answered."""
+        self._children = None
+
+    def open(self, opened: Mapping[str, Any], time_ms: int) -> None:
+        """Begin the search's run, or go on with the one that is there."""
+        self.experiment_id = self.client.experiment(self.experiment, self.location)
+        self.sweep()
+        definition = opened.get("definition", {})
+        self._knobs = tuple(knob[0] for knob in definition.get("knobs", ()))
+        self._nulls = names.nulls(definition)
+        tags = {"perfsearch.run_dir": str(self.run_dir), **liveness_tags()}
+        tags, long_tags = self._cut_tags({**tags, SEARCH_ID: self.search_id, ROLE: "search"})
+        found = self._find("search")
+        if found:
+            self._parent = found[0].info.run_id
+            have: Mapping[str, str] = found[0].data.params
+            self.client.reopen(self._parent)
+        else:
+            have = {}
+            name = self.run_dir.name
+            self._parent = self.client.create(self.experiment_id, name, time_ms, tags)
+        params, long = self._params(names.flat(opened.get("parameters", {})))
+        new = {k: v for k, v in params.items() if k not in have}
+        self.client.log(self._parent, {}, new, tags, 0)
+        self._texts(self._parent, {**long, **long_tags})
+
+    def trial(self, trial: Trial, time_ms: int) -> None:
+        """Write a trial's run; one that is there already is completed, or left as it is."""
+        digest, status = names.digest(trial), names.mlflow_status(trial.status)
+        child = self._known_children().get(trial.number)
+        if child is not None and (child.digest, child.status) == (digest, status):
+            return
+        if child is None:
+            tags = {
+                SEARCH_ID: self.search_id,
+                ROLE: "trial",
+                TRIAL: str(trial.number),
+                "mlflow.parentRunId": self.parent,
+                **liveness_tags(),
+            }
+            begin = time_ms - round(trial.seconds * 1e3)
+            assert self.experiment_id is not None
+            run = self.client.create(
+                self.experiment_id, names.run_name(trial.number), begin, self._cut_tags(tags)[0]
+            )
+            child = self._known_children()[trial.number] = Child(run, "RUNNING", "")
+        metrics = {k: [(0, v)] for k, v in names.trial_metrics(trial).items()}
+        metrics.update({k: v for k, v in names.trial_series(trial).items() if v})
+        knobs = self._knobs or tuple(trial.configuration)
+        params, long = self._params(names.knob_params(trial.configuration, knobs, self._nulls))
+        tags, long_tags = self._cut_tags(names.trial_tags(trial))
+        if child.digest:
+            # The trial was run again under its number: params cannot change, the rest can.
+            params = {}
+        self.client.log(child.run_id, metrics, params, {**tags, DIGEST: digest}, time_ms)
+        self._texts(child.run_id, {**long, **long_tags})
+        self.client.finish(child.run_id, status, time_ms)
+        child.digest, child.status = digest, status
+
+    def summary(
+        self, metrics: Mapping[str, float], tags: Mapping[str, str], note: str, time_ms: int
+    ) -> None:
+        """Metrics, tags and the note of the search's run; ``perfsearch.best_trial`` marks it."""
+        values = {k: [(0, v)] for k, v in names.finite(metrics).items()}
+        cut, long = self._cut_tags({**tags, **({NOTE: note} if note else {})})
+        self.client.log(self.parent, values, {}, cut, time_ms)
+        self._texts(self.parent, long)
+        if BEST_TRIAL in tags and (best := self._known_children().get(int(tags[BEST_TRIAL]))):
+            self.client.log(best.run_id, {}, {}, {BEST: "true"}, time_ms)
+
+    def artifacts(self, paths: Sequence[Path]) -> None:
+        """Upload files under their paths in the run directory, secrets masked."""
+        for path in paths:
+            if path.is_dir():
+                files = (p for p in path.rglob("*") if p.is_file() and not p.is_symlink())
+                self.artifacts(sorted(files))
+                continue
+            if not path.exists():
+                _log.info("%s is gone and is not uploaded", path)
+                continue
+            if path.stat().st_size > LARGEST_FILE:
+                _log.warning("%s is too large to upload; it stays where it is", path)
+                continue
+            inside = path.resolve().is_relative_to(self.run_dir.resolve())
+            folder = path.resolve().parent.relative_to(self.run_dir.resolve()) if inside else Path()
+            self._upload(self.parent, path.name, path.read_bytes(), folder.as_posix())
+
+    def finish(self, status: str, time_ms: int | None = None) -> None:
+        """Give the search's run its end; the present is its time where none is known."""
+        self.client.finish(self.parent, status, time_ms)
+
+    def sweep(self) -> None:
+        """End the runs of searches whose process is gone: nothing else will."""
+        for run in self.client.running(self.experiment_id, self.location):
+            if SEARCH_ID in run.data.tags and is_dead(run.data.tags):
+                self.client.finish(run.info.run_id, "KILLED", None)
+
+    def end_if_running(self, status: str) -> None:
+        """Give the search's run an end if it has none."""
+        if self.client.status(self.parent) == "RUNNING":
+            self.finish(status)
+
+    def _find(self, role: str) -> list[Any]:
+        assert self.experiment_id is not None
+        rule = f"tags.`{SEARCH_ID}` = '{self.search_id}' and tags.`{ROLE}` = '{role}'"
+        return self.client.search(self.experiment_id, rule)
+
+    def _known_children(self) -> dict[int, Child]:
+        if self._children is None:
+            self._children = {}
+            for run in self._find("trial"):
+                tags = run.data.tags
+                child = Child(run.info.run_id, run.info.status, tags.get(DIGEST, ""))
+                self._children.setdefault(int(tags[TRIAL]), child)
+        return self._children
+
+    def _params(self, params: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+        """Params as MLflow takes them, and the full text of those that were cut."""
+        return self._cut({k: self._redact.text(v) for k, v in params.items()}, names.PARAM_LIMIT)
+
+    def _cut_tags(self, tags: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+        masked = {names.clean_key(k): self._redact.text(str(v)) for k, v in tags.items()}
+        return self._cut(masked, names.TAG_LIMIT)
+
+    @staticmethod
+    def _cut(values: Mapping[str, str], limit: int) -> tuple[dict[str, str], dict[str, str]]:
+        long = {k: v for k, v in values.items() if len(v) > limit}
+        cut = {k: f"{v[: limit - 3]}..." if k in long else v for k, v in values.items()}
+        return cut, long
+
+    def _texts(self, run_id: str, texts: Mapping[str, str]) -> None:
+        for key, value in texts.items():
+            self._upload(run_id, re.sub(r"[^\w.-]", "_", key) + ".txt", value.encode(), "long")
+
+    def _upload(self, run_id: str, name: str, content: bytes, folder: str) -> None:
+        with tempfile.TemporaryDirectory(prefix="perfsearch-") as directory:
+            copy = Path(directory) / name
+            copy.write_bytes(self._redact.data(content))
+            self.client.upload(run_id, copy, None if folder in ("", ".") else folder)
+
+
+def shown(events: Sequence[Event]) -> list[Event]:
+    """What a view needs of a journal so far, in order.
+
+    Of the trials that were run again under their number only the last end, as an older one would
+    be written over it and back; and no end of a search that was resumed since. Where an earlier
+    version did not note when a trial ended, that is reckoned, always to the same moment.
+    """
+    last = {e.data["trial"]["number"]: e.number for e in events if e.name == "finished"}
+    resumed = max((e.number for e in events if e.name == "opened"), default=0)
+    found, clock_s = [], 0.0
+    for event in events:
+        clock_s = event.data.get("unix_s", clock_s)
+        if event.name == "finished":
+            if "unix_s" not in event.data:
+                clock_s += event.data["trial"].get("seconds", 0.0)
+                event = replace(event, data={**event.data, "unix_s": clock_s})
+            if last[event.data["trial"]["number"]] != event.number:
+                continue
+        is_past_end = event.name == "ended" and event.number < resumed
+        if is_past_end or event.name not in SHOWN:
+            continue
+        found.append(event)
+    return found

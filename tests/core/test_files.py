@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from perfsearch.core import files
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file.json"
+    files.write_json(path, {"a": 1})
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_json(path, {"a": 2}, durable=True)
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_reader_sees_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    """The file that was opened before stays whole: the new one takes its name, not its place."""
+    path = tmp_path / "new directory" / "file.txt"
+    files.write_text(path, "old\n", durable=True)
+    with path.open() as before:
+        files.write_text(path, "new\n")
+        assert before.read() == "old\n"
+    assert path.read_text() == "new\n"
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    files.write_json(path, {1: [float("nan"), (float("inf"), 2.5)]})
+    assert json.loads(path.read_text()) == {"1": [None, [None, 2.5]]}
+
+
+def test_no_other_function_writes_a_file_and_moves_it_into_place() -> None:
+    found = []
+    for path in sorted(Path(files.__file__).parents[1].rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+                called = {ast.unparse(function).rpartition(".")[2] for function in calls}
+                moves = "rename" in called or "os.replace" in map(ast.unparse, calls)
+                writes = called & {"write_text", "write_bytes", "dump", "write"}
+                if moves and writes:
+                    found.append(f"{path.stem}.{node.name}")
+    assert found == ["files.write_text"]
