@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,6 +32,12 @@ def run(session: Session) -> Verdict:
         if not session.search_trials:
             why = "nothing was tried beside the baseline"
         return Verdict(reason=f"{why}: no gain")
+    return _compare(session, finalists)
+
+
+def _compare(session: Session, finalists: Sequence[Trial]) -> Verdict:
+    """Measure blocks of baseline and finalists, and look at the intervals as planned."""
+    settings = session.settings.confirm
     many = "one finalist" if len(finalists) == 1 else f"{len(finalists)} finalists"
     session.view.stage("confirm", f"{many} against the baseline")
     arms: dict[int, dict[str, Value]] = {t.number: t.configuration for t in finalists}
@@ -40,9 +47,7 @@ def run(session: Session) -> Verdict:
     planned = looks(settings.max_repeats)
     for block in range(settings.max_repeats):
         whole = _run_block(session, verdict, arms, block)
-        alive = [arm for arm in arms if arm != BASELINE]
-        if not alive and BASELINE not in arms and session.baseline_cost is None:
-            alive = _next_best(session, verdict, arms)
+        alive = _alive(session, verdict, arms)
         if not alive:
             verdict.reason = "every finalist failed in fresh processes: no gain is claimed"
             return verdict
@@ -70,6 +75,14 @@ def run(session: Session) -> Verdict:
             break
     _decide(session, verdict, arms)
     return verdict
+
+
+def _alive(session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]]) -> list[int]:
+    """Finalists that have not failed; without a baseline the next best where all have."""
+    alive = [arm for arm in arms if arm != BASELINE]
+    if not alive and BASELINE not in arms and session.baseline_cost is None:
+        alive = _next_best(session, verdict, arms)
+    return alive
 
 
 def choose_finalists(session: Session, every: bool = False) -> list[Trial]:

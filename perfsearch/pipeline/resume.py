@@ -10,7 +10,7 @@ import re
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -114,11 +114,7 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
             strategy.tell(trial)
             told.add(trial.number)
             pending = None if data.get("served") else pending
-    for trial in list(session.trials):
-        finished = trial.status is not Status.INTERRUPTED and trial.purpose is not Purpose.CONFIRM
-        if finished and trial.number not in told:
-            strategy.tell(trial)
-            session.told(trial=trial.number)
+    _tell_the_rest(session, told)
     for number, data in started.items():
         ended = session.find(number)
         unfinished = ended is None or ended.status is Status.INTERRUPTED
@@ -126,6 +122,15 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
             session.rerun.append((dict(data["configuration"]), number))
     if pending is not None:
         session.rerun.append((pending, None))
+
+
+def _tell_the_rest(session: Session, told: Container[int]) -> None:
+    """Tell the strategy of trials that finished just before the search was killed."""
+    for trial in list(session.trials):
+        finished = trial.status is not Status.INTERRUPTED and trial.purpose is not Purpose.CONFIRM
+        if finished and trial.number not in told:
+            session.strategy.tell(trial)
+            session.told(trial=trial.number)
 
 
 def _adopt_fitting(session: Session, events: Sequence[Event], opened: Sequence[Event]) -> str:
