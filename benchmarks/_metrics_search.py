@@ -50,11 +50,10 @@ def search(
         try:
             trials: list[Trial] = []
             strategy = strategy_factory(settings)(runner.space, runner.hints(trials))
-            objective = settings.objective
             journal = Journal(Path(name) / "journal.jsonl", {})
             session = Session(
-                settings, runner, strategy, journal, View(objective), NoTracker(),  # type: ignore[arg-type]
-                Path(name), objective, trials,
+                settings, runner, strategy, journal, View(settings.objective), NoTracker(),  # type: ignore[arg-type]
+                Path(name), trials,
             )  # fmt: skip
             baseline.run_baseline(session)
             reason = gains.reason_to_stop(session) or searching.run(session)

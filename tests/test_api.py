@@ -60,13 +60,14 @@ def test_the_callers_process_is_as_it_was(table):
 
 
 def test_inside_of_a_hydra_application_hydra_goes_on(table):
-    from hydra import compose, initialize_config_module
+    from hydra import compose, initialize_config_module, version
     from hydra.core.global_hydra import GlobalHydra
 
-    with initialize_config_module("perfsearch.conf", version_base="1.3"):
+    with initialize_config_module("perfsearch.conf", version_base="1.2"):
         before = GlobalHydra.instance().hydra
         search(table)
         assert GlobalHydra.instance().hydra is before
+        assert str(version.getbase()) == "1.2"
         assert compose("config").seed == 0
     assert not GlobalHydra.instance().is_initialized()
 

@@ -207,20 +207,14 @@ def split(argv: Sequence[str]) -> RunArguments:
     tuning = {name: value for name, value in given.items() if value is not None}
     if "knobs" in tuning:
         tuning["knobs"] = dict(_fixed(text) for text in tuning["knobs"])
+    ours_given = {k: v for k, v in vars(options).items() if not k.startswith("autotune")}
     return RunArguments(
         script=script,
         arguments=arguments,
         torchrun=torchrun,
         parsed=parsed,
-        knobs=options.knobs,
-        search=options.search,
-        profile=options.profile,
         autotune=tuning if tuning or options.autotune else None,
-        overrides=options.overrides,
-        maps=options.maps,
-        map_files=options.map_files,
-        preset=options.preset,
-        quiet=options.quiet,
+        **ours_given,
     )
 
 

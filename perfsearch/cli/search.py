@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.cli.sweep import (
@@ -25,6 +26,7 @@ from perfsearch.cli.terminal import (
 )
 from perfsearch.config.compose import CONFIG_MODULE, VERSION_BASE, merged, open_knobs, plain
 from perfsearch.config.messages import explain
+from perfsearch.config.options import leaves, show
 from perfsearch.config.schema import Settings, validate
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.signals import ExitCode, Interrupted, interruptible
@@ -36,17 +38,6 @@ if TYPE_CHECKING:
 
 _SIGPIPE = 141
 """What a shell reports of a command whose reader went away."""
-
-_HYDRA_SETTINGS = (
-    "hydra.output_subdir=null",
-    "hydra.run.dir=.",
-    "hydra.sweep.dir=outputs/sweeps/${now:%Y%m%d-%H%M%S-%f}",
-    "hydra.sweep.subdir=.",
-    "hydra.job.name=perfsearch",
-    "hydra/job_logging=none",
-    "hydra/hydra_logging=none",
-)
-"""What ``conf/config.yaml`` says of Hydra, for a configuration file that does not."""
 
 
 def main(argv: Sequence[str] | None = None, given: Mapping[str, Any] | None = None) -> int:
@@ -268,10 +259,23 @@ def _take_recorded_configuration(arguments: list[str], flags: argparse.Namespace
             f"--config-path {flags.config_path}: there is no {file}. Give the directory of a "
             "config.yaml that a search wrote; options of your own come by --config-dir."
         )
-    arguments[:0] = _HYDRA_SETTINGS
+    settings = _hydra_settings()
+    arguments[:0] = settings
     arguments += ["--config-path", directory]
-    flags.overrides[:0] = _HYDRA_SETTINGS
+    flags.overrides[:0] = settings
     flags.config_path = directory
+
+
+def _hydra_settings() -> list[str]:
+    """What ``conf/config.yaml`` says of Hydra, for a configuration file that does not."""
+    import yaml  # type: ignore[import-untyped]
+
+    file = resources.files(CONFIG_MODULE).joinpath("config.yaml")
+    ours = yaml.safe_load(file.read_text(encoding="utf-8"))
+    chosen = [item for entry in ours["defaults"] if entry != "_self_" for item in entry.items()]
+    groups = [(key.split()[-1], name) for key, name in chosen if key.startswith("override ")]
+    keys = [(f"hydra.{key}", value) for key, value in leaves(ours["hydra"])]
+    return [f"{key}={show(value)}" for key, value in [*keys, *groups]]
 
 
 def _take_option_directory(arguments: list[str], flags: argparse.Namespace) -> None:

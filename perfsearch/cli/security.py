@@ -7,11 +7,11 @@ stay below the current directory, where runs go by default.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from perfsearch.config.options import ConfigError, show
+from perfsearch.config.options import ConfigError, leaves, show
 from perfsearch.core.errors import nearest
 
 PATH_KEYS = ("run_dir", "tracking.uri")
@@ -45,10 +45,11 @@ def check_hydra(composed: Mapping[str, Any], by_command_line: Mapping[str, Any])
         ConfigError: naming the first key that differs.
 
     """
-    for key, value in _leaves(composed):
+    allowed = dict(leaves(by_command_line))
+    for key, value in leaves(composed):
         if any(key == free or key.startswith(f"{free}.") for free in _FREE):
             continue
-        if value != dict(_leaves(by_command_line)).get(key):
+        if value != allowed.get(key):
             raise ConfigError(
                 f"hydra.{key}",
                 f"hydra.{key}={show(value)}: a configuration file may not set it. "
@@ -79,7 +80,7 @@ def check_hydra_keys(composed: Mapping[str, Any], added: Iterable[str]) -> None:
                 whole, above = f"hydra.{key}", ".".join(["hydra", *key.split(".")[:place]])
                 raise ConfigError(whole, f"{whole}: no such key. {nearest(part, types, above)}")
             known = types[part]
-            if place == 0 and "_target_" in dict(_leaves(composed.get(part))):
+            if place == 0 and "_target_" in dict(leaves(composed.get(part))):
                 break  # a plugin's own settings
 
 
@@ -123,11 +124,3 @@ def _local_path(text: str) -> Path | None:
     if scheme == "file" and rest.startswith("//"):
         without_host = "/" + rest[2:].partition("/")[2]
     return Path(without_host.partition("?")[0])
-
-
-def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping) and node:
-        for name, value in node.items():
-            yield from _leaves(value, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, node

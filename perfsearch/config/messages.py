@@ -6,10 +6,10 @@ Hydra is recognised by the names of its exceptions, so that nothing here imports
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from perfsearch.config.options import show
+from perfsearch.config.options import leaves, show
 from perfsearch.core.errors import nearest
 
 FORCE = "++"
@@ -101,22 +101,13 @@ def no_such_key(
         reason = why_no_knobs(str(level.get("name")))
         if reason:
             return f"{key}: {reason}"
-    elsewhere = [path for path in _leaves(tree) if path.split(".")[-1] == parts[-1]]
+    elsewhere = [path for path, _ in leaves(tree) if path.split(".")[-1] == parts[-1]]
     if elsewhere:
         return f"{key}: no such key. Did you mean {elsewhere[0]!r}?"
     prefix = ".".join(parts[:depth])
     if not level:
         return f"{key}: no such key. {prefix} has no keys."
     return f"{key}: no such key. {nearest(parts[depth], map(str, level), prefix)}"
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in tree.items():
-        path = f"{prefix}.{name}" if prefix else str(name)
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, path)
-        else:
-            yield path
 
 
 def _is_users(error: BaseException | None) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perfsearch.config.options import ConfigError, build_options
+from perfsearch.config.options import ConfigError, build_options, plain_value
 from perfsearch.core.errors import nearest
 from perfsearch.core.knob import Numerics
 from perfsearch.core.option import option
@@ -104,8 +104,8 @@ class AutotuneOptions:
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values that ``from_mapping`` takes, for JSON."""
-        plain = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
-        return {**plain, "numerics": self.numerics.value, "knobs": dict(self.knobs)}
+        plain: dict[str, Any] = plain_value(asdict(self))
+        return plain
 
     @property
     def most_steps(self) -> int:

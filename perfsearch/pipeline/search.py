@@ -142,7 +142,6 @@ def _session(
     trials: list[Trial] = []
     hints = replace(runner.hints(trials), earlier=taken_over.earlier)
     strategy = strategy_factory(runner.space, hints)
-    objective = settings.objective
     return Session(
         settings,
         runner,
@@ -151,7 +150,6 @@ def _session(
         view,
         tracker,
         directory,
-        objective,
         trials,
         taken_over,
     )

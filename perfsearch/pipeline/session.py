@@ -178,7 +178,6 @@ class Session:
     view: View
     tracker: Tracker
     run_dir: Path
-    objective: Objective
     trials: list[Trial] = field(default_factory=list)
     taken_over: TakenOver = field(default_factory=TakenOver)
     sampler: SystemSampler | None = None
@@ -191,6 +190,11 @@ class Session:
     only_rerun: bool = False
     numbers_from: int = 0
     _last_told: float = field(default_factory=time.monotonic)
+
+    @property
+    def objective(self) -> Objective:
+        """What is optimised."""
+        return self.settings.objective
 
     @property
     def baseline(self) -> Trial | None:

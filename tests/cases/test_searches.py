@@ -184,7 +184,7 @@ def two_arms(seed: int) -> tuple[bool, bool]:
     settings = make_settings(confirm={"precision": 1e-6, "max_repeats": 6})
     strategy = load("random")(runner.space, Hints(baseline=runner.baseline), seed)
     parts = (runner, strategy, journal, KeptView(), KeptTracker())
-    session = Session(settings, *parts, Path("unused"), settings.objective)
+    session = Session(settings, *parts, Path("unused"))
     for arm, configuration in configurations.items():
         session.run(configuration, Purpose.SEARCH if arm else Purpose.BASELINE)
     single = session.best

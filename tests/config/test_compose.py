@@ -1,7 +1,10 @@
-"""Knobs that no option file can name: a model's operators, a script's own."""
+"""How a configuration is composed, also of knobs that no option file can name."""
+
+from pathlib import Path
 
 import pytest
 
+import perfsearch
 from perfsearch.config.compose import compose, open_knobs
 from perfsearch.core.errors import BadInputError
 
@@ -52,3 +55,15 @@ def test_a_comma_in_an_operators_devices_is_no_sweep():
         compose(["runner=soap", "runner.knobs.leave=2x1@0,7"], {})
     assert "'runner.knobs.leave=\"2x1@0,7\"'" in str(caught.value)
     assert str(caught.value).startswith("runner.knobs.leave=2x1@0,7: ")
+
+
+def test_hydras_private_parts_are_used_in_one_place():
+    """Its parser, which it shows nowhere else; a release may change any other without notice."""
+    root = Path(perfsearch.__file__).parent
+    users = {
+        f"{path.relative_to(root)}: {line.strip()}"
+        for path in root.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if "hydra._internal" in line
+    }
+    assert users == {"cli/search.py: from hydra._internal.utils import get_args_parser"}
