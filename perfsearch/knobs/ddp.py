@@ -267,11 +267,11 @@ def arguments_given(own: Mapping[str, Any], knobs: Mapping[str, Value]) -> dict[
     return {**{n: v for n, v in own.items() if n not in dropped}, **arguments(asked)}
 
 
-def replaced_arguments(asked: Mapping[str, Value]) -> set[str]:
+def replaced_arguments(asked: Mapping[str, Value]) -> list[str]:
     """Arguments of the constructor in whose place the knobs' stand."""
     names = {r.parameter for r in constructor_records() if r.of(asked) is not None}
     buckets = {BUCKET_CAP.parameter, FIRST_BUCKET.parameter}
-    return names | buckets if names & buckets else names
+    return sorted(names | buckets if names & buckets else names)
 
 
 def values_of(wrapper: Any, use: Use) -> dict[str, Value]:

@@ -130,15 +130,20 @@ def arguments(configuration: Mapping[str, Value]) -> dict[str, Value]:
     return found
 
 
-def code_lines(knobs: Mapping[str, Value]) -> list[str]:
-    """What to give a script's loaders."""
+def code_lines(given: Mapping[str, Value]) -> list[str]:
+    """What to give a loader's constructor."""
+    text = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return [f"# loader = torch.utils.data.DataLoader(dataset, ..., {text})"] if given else []
+
+
+def script_code_lines(knobs: Mapping[str, Value]) -> list[str]:
+    """What to give a script's loaders, spelled out also where it turns something off."""
     given = arguments(knobs)
     if WORKERS.of(knobs) == 0:
         given[WORKERS.parameter] = 0
     if PERSISTENT.of(knobs) is not None:
         given[PERSISTENT.parameter] = PERSISTENT.of(knobs)
-    text = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    return [f"# loader = torch.utils.data.DataLoader(dataset, ..., {text})"] if given else []
+    return code_lines(given)
 
 
 def values_of(loader: Any, use: Use) -> dict[str, Value]:

@@ -19,7 +19,7 @@ def _on_gpu(knob: Knob, job: Job) -> Knob | str:
     """The knob with what the user has set as its default."""
     if not job.on_gpu:
         return "NCCL is not used on a CPU, only with runner.device=cuda"
-    text = job.environ.get(knob.help)
+    text = job.environ.get(knob.name.upper())
     today: Value = int(text) if text is not None and text.isdigit() else text
     values = knob.values if today in knob.values else (today, *knob.values)
     return replace(knob, default=today, values=values)
@@ -35,7 +35,7 @@ def _over_sockets(knob: Knob, job: Job) -> Knob | str:
 
 @dataclass(frozen=True)
 class NcclVariable(Record):
-    """A knob that is an environment variable of NCCL, named by its help."""
+    """A knob that is an environment variable of NCCL, of the same name in capitals."""
 
     _: KW_ONLY
     uses: frozenset[Use] = frozenset({Use.DDP, Use.SCRIPT})
@@ -44,7 +44,7 @@ class NcclVariable(Record):
     @property
     def variable(self) -> str:
         """The variable's name."""
-        return self.knob.help
+        return self.name.upper()
 
     @property
     def of_communicator(self) -> bool:

@@ -255,7 +255,7 @@ def promises(objects: Mapping[str, Value]) -> list[str]:
 def code_lines(objects: Mapping[str, Value]) -> list[str]:
     """What to change where the script builds its objects."""
     lines = [f"# {line}" for line in promises(objects)] + _sharding_lines(objects)
-    lines += ddp.code_lines(objects) + loader.code_lines(objects)
+    lines += ddp.code_lines(objects) + loader.script_code_lines(objects)
     implementation = optimizer.IMPLEMENTATION.of(objects)
     if implementation not in (None, optimizer.DEFAULT):
         lines += [f"# optimizer = ...(parameters, ..., {implementation}=True)"]

@@ -95,4 +95,4 @@ def code(configuration: Mapping[str, Value], device: str) -> str:
             f"    group.update(foreach={implementation == 'foreach'}, "
             f"fused={implementation == 'fused'})",
         ]
-    return "\n".join([*lines, *loader.code_lines(configuration), ""])
+    return "\n".join([*lines, *loader.code_lines(loader.arguments(configuration)), ""])
