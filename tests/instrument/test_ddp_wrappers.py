@@ -46,6 +46,12 @@ def test_the_scripts_wrapper_gets_the_knobs_and_stays_its_own(alone, wrappers):
     assert wrappers.live == [model]
 
 
+@pytest.mark.parametrize(("own", "first"), [({}, 1.0), ({"bucket_cap_mb": 25}, 25.0)])
+def test_the_first_bucket_is_small_only_where_no_size_is_given(alone, own, first):
+    found = values_of(DDP(torch.nn.Linear(4, 4), **own))
+    assert (found["bucket_cap_mb"], found["first_bucket_mb"]) == (25.0, first)
+
+
 @pytest.mark.parametrize("by_flag", [True, False])
 def test_backward_passes_without_reduction_are_noticed(alone, wrappers, by_flag):
     model = DDP(torch.nn.Linear(4, 4))

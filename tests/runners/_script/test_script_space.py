@@ -196,6 +196,13 @@ def test_looking_for_unused_parameters_can_only_be_turned_off():
     assert "find_unused_parameters" in declare(where())[1]
 
 
+def test_threads_that_the_script_sets_itself_are_its_baseline():
+    known = settled(
+        Facts(["ddp"], values={"omp_num_threads": 3}), wanted={"omp_num_threads": [1, 3]}
+    )
+    assert known.baseline == {"omp_num_threads": 3}
+
+
 def test_an_unknown_knob_is_refused_and_those_of_other_workloads_are_not():
     assert "compile_mode" in settled(wanted={**SEARCHED, "compile_mode": "none"}).left_out
     with pytest.raises(BadInputError, match="bucket_cap_m: no such knob"):
