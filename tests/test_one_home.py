@@ -14,6 +14,9 @@ HOMES = {
     "the warm-up rule": (r"\bis_steady\(|> 2 \* [\w.]*scored_seconds", {"training/clock.py"}),
     "how many steps are apart": (r"(MIN|MAX)_DISCARDED|^WARMUP_STEPS\b", {"training/clock.py"}),
     "reading a clock's step times": (r"def read_steps\(", {"training/clock.py"}),
+    "gathering evidence of a failure": (r"\bEvidence\(", {"workers/group.py"}),
+    "waiting for a group's devices": (r"devices\.wait_until_free\(", {"workers/group.py"}),
+    "asking ranks where they stand": (r"standing\.ask\(", {"workers/group.py"}),
     "the start of a timed window": (r"mark\(\"start\"\)", {"training/clock.py"}),
 }
 """What is meant, how it looks in a line, and the files that may hold it, below the package."""

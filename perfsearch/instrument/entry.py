@@ -14,7 +14,6 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perfsearch.core.hardware import GroupSpec
 from perfsearch.instrument.facts import VARIABLE, Finished, Orders, socket_path
 from perfsearch.instrument.patching import (
     MODULES,
@@ -27,7 +26,7 @@ from perfsearch.instrument.patching import (
 from perfsearch.instrument.report import lines
 from perfsearch.training.process_groups import pause_at_end
 from perfsearch.workers.failures import answer_stack_requests
-from perfsearch.workers.messages import Channel, Startup
+from perfsearch.workers.messages import Channel
 from perfsearch.workers.processes import watch_controller
 from perfsearch.workers.rank import report_error, switch_log
 
@@ -197,7 +196,8 @@ def run_searched(orders: Orders) -> int:
     rank = int(os.environ["RANK"])
     switch_log(orders.log_directory, rank)
     answer_stack_requests(orders.directory, rank)
-    watch_controller(_startup(orders), Path(orders.directory))
+    controller = orders.controller_pid, orders.controller_started
+    watch_controller(*controller, orders.token, Path(orders.directory))
     here = _Rank(orders, rank)
     attach_at_import(here.attach)
     watch_for_launchers(orders.script, _refuse)
@@ -225,16 +225,6 @@ def run_searched(orders: Orders) -> int:
 
 def _refuse(text: str) -> None:
     raise OwnLauncherError(text)
-
-
-def _startup(orders: Orders) -> Startup:
-    return Startup(
-        GroupSpec(workload={}, device="", nproc=1),
-        orders.token,
-        orders.controller_pid,
-        orders.controller_started,
-        orders.log_directory,
-    )
 
 
 if __name__ == "__main__":

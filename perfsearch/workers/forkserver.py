@@ -155,7 +155,8 @@ def run_group(directory: Path) -> int:
     from perfsearch.workers.rank import serve
 
     startup = Startup.read(directory)
-    watch_controller(startup, directory)
+    controller = startup.controller_pid, startup.controller_started
+    watch_controller(*controller, startup.token, directory)
     if startup.spec.nnodes == 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # nobody needs that one either
     return run_ranks(

@@ -1,22 +1,26 @@
-"""One group of ranks, as the controller holds it."""
+"""One group of ranks, as the controller holds it: started, bounded in time, watched, and ended."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from perfsearch.core import hardware
 from perfsearch.core.hardware import Gpu, GroupSpec
 from perfsearch.core.objective import Limits
 from perfsearch.workers import failures, processes
+from perfsearch.workers import processes as registry
 from perfsearch.workers.failures import (
     Evidence,
     Failure,
@@ -38,9 +42,396 @@ from perfsearch.workers.messages import (
     TrialRequest,
     socket_directory,
 )
-from perfsearch.workers.preload import ForkedLauncher, LauncherGone, Preloaded
+from perfsearch.workers.preload import LauncherGone, Preloaded
 
-_POLL_S = 0.25
+POLL_S = 0.25
+"""How often a group that says nothing is looked at."""
+
+Message = dict[str, Any]
+
+_TERM_S = 1.0
+"""How long what is left of a group has for SIGTERM, before SIGKILL."""
+
+
+class GroupGone(Exception):
+    """A rank is gone, or does not answer in time.
+
+    Attributes:
+        limit_s: the time limit that was exceeded; ``None``: a process ended.
+
+    """
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        super().__init__("a rank ended" if limit_s is None else f"no answer in {limit_s:g} s")
+        self.limit_s = limit_s
+
+
+class CannotStartError(Exception):
+    """There is no such command, or it cannot be run."""
+
+
+class Process(Protocol):
+    """The first process of a group, which ends when the ranks have."""
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; ``None`` while it runs."""
+
+    def wait(self, timeout: float | None = None, /) -> int:
+        """Wait for its end, and raise ``subprocess.TimeoutExpired`` if it does not come."""
+
+
+class Launch(Protocol):
+    """How a group is started: ``Fork`` or ``Command``."""
+
+    @property
+    def token(self) -> str:
+        """The mark in the environment of each of the group's processes."""
+
+    @property
+    def outliving(self) -> Sequence[int]:
+        """Processes that bear the mark and are there before and after the group."""
+
+    def record(self, directory: Path) -> None:
+        """Note the group, before it is started, for whoever has to end what is left of it."""
+
+    def forget(self) -> None:
+        """Strike it, as nothing is left."""
+
+    def start(
+        self, directory: Path, environment: Mapping[str, str], log: Path, limit_s: float
+    ) -> Process:
+        """Start it.
+
+        Args:
+            directory: the group's own.
+            environment: of its processes.
+            log: where the first process writes.
+            limit_s: longest wait until it runs.
+
+        Raises:
+            LauncherGone: the process that it is forked from ended.
+            TimeoutError: it took longer.
+            CannotStartError: the command cannot be run.
+
+        """
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A group in a fork of a process that has imported what takes long, and that outlives it.
+
+    Attributes:
+        preloaded: that process.
+        arguments: of the fork, which may name the group's directory; ``None``: it has none.
+
+    """
+
+    preloaded: Preloaded
+    arguments: Callable[[Path], list[str]] | None = None
+
+    @property
+    def token(self) -> str:
+        """See ``Launch``."""
+        return self.preloaded.token
+
+    @property
+    def outliving(self) -> Sequence[int]:
+        """See ``Launch``."""
+        return (self.preloaded.pid,)
+
+    def record(self, directory: Path) -> None:
+        """See ``Launch``."""
+        self.preloaded.record(directory)
+
+    def forget(self) -> None:
+        """Strike the group's directory; the process that it was forked from stays on record."""
+        self.preloaded.record()
+
+    def start(
+        self, directory: Path, environment: Mapping[str, str], log: Path, limit_s: float
+    ) -> Process:
+        """See ``Launch``."""
+        more = {} if self.arguments is None else {"arguments": self.arguments(directory)}
+        return self.preloaded.fork(directory, environment, log, limit_s, **more)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A group that is started as its user would start it, in a session of its own.
+
+    Attributes:
+        words: the command.
+        run_dir: where it is put on record.
+        token: see ``Launch``.
+
+    """
+
+    words: Sequence[str]
+    run_dir: Path
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    outliving: Sequence[int] = ()
+
+    def record(self, directory: Path) -> None:
+        """See ``Launch``."""
+        registry.record_group(self.run_dir, self.token, directory)
+
+    def forget(self) -> None:
+        """See ``Launch``."""
+        registry.forget_group(self.run_dir, self.token)
+
+    def start(
+        self, directory: Path, environment: Mapping[str, str], log: Path, limit_s: float
+    ) -> Process:
+        """See ``Launch``."""
+        with log.open("ab") as file:
+            file.write(f"{shlex.join(self.words)}\n".encode())
+            file.flush()
+            try:
+                return subprocess.Popen(
+                    list(self.words),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    env=dict(environment),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise CannotStartError(f"{self.words[0]}: {error.strerror}") from error
+
+
+class RankGroup(ABC):
+    """Ranks that are started together; ``end`` must be called however it went.
+
+    It leaves no process, and no file but logs. What a kind of group has of its own is what is said
+    between it and its ranks, and what it knows of their end besides what all leave: errors, logs,
+    exit codes, and where they stand.
+
+    Args:
+        launch: how it is started.
+        world_size: number of ranks.
+        limits: time limits.
+        gpus: GPUs that it uses.
+
+    Attributes:
+        token: the mark in the environment of each of its processes.
+        directory: its own, from start to end: sockets, and what its processes tell of themselves.
+        logs: where ranks log now.
+        channels: to the ranks that have connected.
+
+    """
+
+    def __init__(
+        self, launch: Launch, world_size: int, limits: Limits, gpus: tuple[Gpu, ...] = ()
+    ) -> None:
+        self.token = launch.token
+        self.directory: Path | None = None
+        self.logs = Path()
+        self.channels: list[Channel] = []
+        self.process: Process | None = None
+        self._launch = launch
+        self._world_size = world_size
+        self._limits = limits
+        self._gpus = gpus
+        self._gone: ProcessEnd | None = None
+        self._gone_until = math.inf
+        self._used_before: list[float] = []
+        self._oom_kills_before = oom_kills()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the first process has not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Processes of the group now."""
+        found = processes.members(self.token, exclude=self._launch.outliving)
+        return frozenset(p.pid for p in found)
+
+    @property
+    def launcher_log(self) -> Path:
+        """Where the first process logs, start after start."""
+        return self.logs / "launcher.log"
+
+    @property
+    def leavings(self) -> Leavings:
+        """What ranks leave beside the present logs."""
+        return Leavings(self.logs, self._world_size)
+
+    def log_to(self, logs: Path) -> None:
+        """Begin a trial whose ranks log there; errors of an earlier attempt are removed."""
+        self.logs = logs.absolute()
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.leavings.clear()
+        self._oom_kills_before = oom_kills()
+
+    def launch(
+        self, environment: Callable[[Path], Mapping[str, str]], sockets: Sequence[str] = ()
+    ) -> float:
+        """Start the group, and wait until somebody has connected to each socket.
+
+        Args:
+            environment: of its processes, given the group's directory; their mark is added.
+            sockets: names in that directory.
+
+        Returns:
+            The monotonic time at which the start-up has taken too long.
+
+        Raises:
+            GroupGone: it ended, or takes too long.
+            CannotStartError: there is no such command; nothing is left.
+
+        """
+        limit_s = self._limits.startup_s
+        deadline = time.monotonic() + limit_s
+        self._used_before = hardware.used_gib(self._gpus)
+        directory = self.directory = socket_directory()
+        self._launch.record(directory)
+        listeners = [Listener(directory / name) for name in sockets]
+        try:
+            marked = {**environment(directory), TOKEN_VARIABLE: self.token}
+            self.process = self._launch.start(directory, marked, self.launcher_log, limit_s)
+            for listener in listeners:
+                left = max(0.0, deadline - time.monotonic())
+                self.channels.append(listener.accept(left, lambda: self.runs))
+        except (ChannelClosed, LauncherGone) as error:
+            raise GroupGone() from error
+        except TimeoutError as error:
+            raise GroupGone(limit_s) from error
+        except BaseException:
+            self.end(kill=True)
+            raise
+        finally:
+            for listener in listeners:
+                listener.close()
+        return deadline
+
+    def send(self, message: Message) -> None:
+        """Say the same to all who have connected.
+
+        Raises:
+            GroupGone: one is gone.
+
+        """
+        for channel in self.channels:
+            try:
+                channel.send(message)
+            except ChannelClosed as error:
+                raise GroupGone() from error
+
+    def watch(self, deadline: float, limit_s: float) -> None:
+        """See whether the group still goes on; asked whenever it is silent.
+
+        A rank that is gone gives the others, which may wait for it for ever, the grace time.
+
+        Args:
+            deadline: monotonic time at which it has taken too long.
+            limit_s: the limit that this is told as.
+
+        Raises:
+            GroupGone: it does not.
+
+        """
+        if not self.runs:
+            raise GroupGone
+        if self._gone is None and (ended := self._ended()):
+            self._gone = ended[0]
+            self._gone_until = time.monotonic() + self._limits.grace_s
+        if time.monotonic() >= min(deadline, self._gone_until):
+            raise GroupGone(limit_s)
+
+    def why_gone(self, gone: GroupGone) -> Failure:
+        """Gather what can be known of the failure, and end what is left."""
+        process, directory = self.process, self.directory
+        assert directory is not None
+        missed = self._gone if gone.limit_s is not None else None
+        timed_out = gone.limit_s if missed is None else None
+        if process is not None and timed_out is None and not (missed and self._some_run()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self._limits.grace_s)
+        places = {}
+        if timed_out is not None:
+            places = failures.ask_for_stacks(directory, self.logs, self._world_size)
+        code = process.poll() if process is not None and timed_out is None else None
+        ends, launcher_error = launcher_report(directory, code)
+        if missed is not None and not ends:
+            ends = [missed]
+        if timed_out is None and not (ends or launcher_error):
+            launcher_error = self._launcher_words()
+        evidence = self._evidence(
+            ends=ends, launcher_error=launcher_error, timed_out=timed_out, places=places
+        )
+        self.end(kill=True)
+        return self._classify(evidence, code)
+
+    def _evidence(self, errors: Sequence[RankError] | None = None, **more: Any) -> Evidence:
+        """What ranks and the kernel have left, and what else is known."""
+        left = self.leavings
+        return Evidence(
+            errors=left.errors() if errors is None else errors,
+            log_tails=left.tails(),
+            oom_kills=max(0, oom_kills() - self._oom_kills_before),
+            starting=self._is_starting(),
+            disk_full=left.cannot_be_written(),
+            **more,
+        )
+
+    def end(self, kill: bool = False) -> None:
+        """End every process of the group and wait until its devices are free.
+
+        Args:
+            kill: whether to skip asking the ranks to end by themselves.
+
+        """
+        process, directory = self.process, self.directory
+        if directory is None:
+            return
+        if process is not None and not kill and process.poll() is None:
+            with contextlib.suppress(GroupGone, subprocess.TimeoutExpired):
+                self._ask_to_end()
+                process.wait(self._limits.grace_s)
+        for channel in self.channels:
+            channel.close()
+        self.channels = []
+        processes.end_all(self.token, _TERM_S, exclude=self._launch.outliving)
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self._limits.grace_s)
+            if self._gpus:
+                hardware.wait_until_free(self._gpus, self._used_before, self._limits.grace_s)
+        self._launch.forget()
+        shutil.rmtree(directory, ignore_errors=True)
+        self.process = self.directory = None  # only now: an interrupt leaves it to be ended again
+
+    @abstractmethod
+    def _ask_to_end(self) -> None:
+        """Tell the ranks that nothing more will be asked of them."""
+
+    @abstractmethod
+    def _is_starting(self) -> bool:
+        """Whether a failure now would be one of the start-up."""
+
+    def _ended(self) -> list[ProcessEnd]:
+        """Ranks that are known to have ended though the first process runs."""
+        return []
+
+    def _some_run(self) -> bool:
+        """Whether ranks still run after one has ended, so that no exit code is to come soon."""
+        return True
+
+    def _launcher_words(self) -> str:
+        """What the first process says of its end, where it has left no report; empty if nothing."""
+        return ""
+
+    def _classify(self, evidence: Evidence, code: int | None) -> Failure:
+        """Name the kind and the cause.
+
+        Args:
+            evidence: what is known.
+            code: exit code of the first process; ``None`` where it did not end by itself.
+
+        """
+        return classify(evidence)
 
 
 @dataclass
@@ -59,16 +450,20 @@ class Reply:
     alive: bool = True
 
 
-class WorkerGroup:
-    """Ranks that were started together and serve one request after another.
+class WorkerGroup(RankGroup):
+    """Warm ranks of a built-in job, which serve one request after another.
 
-    ``end`` must be called however it went; it leaves no process, and no file but logs.
+    The leading rank speaks for all of them.
 
     Args:
         spec: what to start.
         limits: time limits.
         preloaded: the process to fork the group from; it outlives the group.
         gpus: GPUs that it uses.
+
+    Attributes:
+        info: what the ranks said of the job when they started.
+        requests: how many were made.
 
     """
 
@@ -79,34 +474,17 @@ class WorkerGroup:
         preloaded: Preloaded,
         gpus: tuple[Gpu, ...] = (),
     ) -> None:
+        super().__init__(Fork(preloaded), spec.world_size, limits, gpus)
         self.spec = spec
         self.info: dict[str, Any] = {}
         self.requests = 0
-        self._limits = limits
-        self._preloaded = preloaded
-        self._gpus = gpus
-        self._token = preloaded.token
-        self._launcher: ForkedLauncher | None = None
-        self._channel: Channel | None = None
-        self._directory: Path | None = None
-        self._log_directory = Path()
         self._roster = Roster()
-        self._gone: ProcessEnd | None = None
-        self._gone_until = math.inf
-        self._used_before: list[float] = []
-        self._oom_kills_before = oom_kills()
+        self._is_ready = False
 
     @property
     def alive(self) -> bool:
         """Whether the launcher and the channel are still there."""
-        launcher = self._launcher
-        return self._channel is not None and launcher is not None and launcher.poll() is None
-
-    @property
-    def pids(self) -> frozenset[int]:
-        """Processes of the group now."""
-        found = processes.members(self._token, exclude=[self._preloaded.pid])
-        return frozenset(p.pid for p in found)
+        return bool(self.channels) and self.runs
 
     def start(self, log_directory: Path, first: TrialRequest) -> Failure | None:
         """Start the ranks and wait until each is ready; on failure say why, nothing left.
@@ -116,56 +494,41 @@ class WorkerGroup:
             first: what they will be asked first; the process group is made to fit it.
 
         """
-        self._log_directory = log_directory.absolute()
-        self._log_directory.mkdir(parents=True, exist_ok=True)
-        Leavings(self._log_directory, self.spec.world_size).clear()
-        self._used_before = hardware.used_gib(self._gpus)
-        self._directory = socket_directory()
-        listener = Listener(self._directory / SOCKET_FILE)
+        self.log_to(log_directory)
         try:
-            self._spawn(first)
-            deadline = time.monotonic() + self._limits.startup_s
-            self._channel = listener.accept(self._limits.startup_s, self._launcher_runs)
+            deadline = self.launch(lambda directory: self._prepare(directory, first), [SOCKET_FILE])
             while True:
-                message = self._receive(deadline)
+                message = self._receive(deadline, self._limits.startup_s)
                 if message["event"] == "ready":
                     break
-        except (ChannelClosed, LauncherGone, TimeoutError) as error:
-            timed_out = self._limits.startup_s if isinstance(error, TimeoutError) else None
-            return self._fail(timed_out, starting=True)
+        except GroupGone as gone:
+            return self.why_gone(gone)
         except BaseException:
             self.end(kill=True)
             raise
-        finally:
-            listener.close()
+        self._is_ready = True
         self.info = message["info"]
         self._roster = Roster(message["ranks"])
         return self._shared_device()
 
-    def _spawn(self, first: TrialRequest) -> None:
-        assert self._directory is not None
+    def _prepare(self, directory: Path, first: TrialRequest) -> dict[str, str]:
+        """Leave word of the start, and give the environment of the ranks."""
         startup = Startup(
             spec=self.spec,
-            token=self._token,
+            token=self.token,
             controller_pid=os.getpid(),
             controller_started=processes.started_at(os.getpid()),
-            log_directory=str(self._log_directory),
+            log_directory=str(self.logs),
             group_values=first.group_values,
             group_env=first.group_env,
         )
-        startup.write(self._directory)
-        environment = {**os.environ, **self.spec.env, TOKEN_VARIABLE: self._token}
+        startup.write(directory)
+        environment = {**os.environ, **self.spec.env}
         if self.spec.capture_nccl:
             environment["NCCL_DEBUG"] = "INFO"
             environment["NCCL_DEBUG_SUBSYS"] = "TUNING"
-            environment["NCCL_DEBUG_FILE"] = str(self._directory / NCCL_LOG_FILE)
-        log = self._log_directory / "launcher.log"
-        self._launcher = self._preloaded.fork(
-            self._directory, environment, log, self._limits.startup_s
-        )
-
-    def _launcher_runs(self) -> bool:
-        return self._launcher is not None and self._launcher.poll() is None
+            environment["NCCL_DEBUG_FILE"] = str(directory / NCCL_LOG_FILE)
+        return environment
 
     def _shared_device(self) -> Failure | None:
         shared = None if self.spec.device == "cpu" else self._roster.shared_device()
@@ -183,131 +546,59 @@ class WorkerGroup:
         A failed trial leaves the group usable when its ranks recovered within the grace time;
         otherwise the group is ended here.
         """
-        assert self._channel is not None and self._directory is not None
-        self._log_directory = Path(request.log_directory).absolute()
-        Leavings(self._log_directory, self.spec.world_size).clear()
+        assert self.directory is not None
+        self.log_to(Path(request.log_directory))
         options = dict(request.recipe_options)
         if self.spec.capture_nccl:
-            options["nccl_log"] = str(self._directory / NCCL_LOG_FILE)
+            options["nccl_log"] = str(self.directory / NCCL_LOG_FILE)
         request = replace(
-            request,
-            serial=self.requests,
-            log_directory=str(self._log_directory),
-            recipe_options=options,
+            request, serial=self.requests, log_directory=str(self.logs), recipe_options=options
         )
         self.requests += 1
-        self._oom_kills_before = oom_kills()
         deadline = time.monotonic() + timeout_s
-        failing_since: float | None = None
         try:
-            self._channel.send({"op": "trial", "request": request.to_json()})
+            self.send({"op": "trial", "request": request.to_json()})
             while True:
-                message = self._receive(deadline)
+                message = self._receive(deadline, timeout_s)
                 if message["event"] == "outcome":
                     break
-                failing_since = time.monotonic()
-                deadline = min(deadline, failing_since + self._limits.grace_s)
-        except (ChannelClosed, TimeoutError) as error:
-            timed_out = timeout_s if isinstance(error, TimeoutError) else None
-            return Reply(failure=self._fail(timed_out), alive=False)
+                deadline = min(deadline, time.monotonic() + self._limits.grace_s)
+        except GroupGone as gone:
+            return Reply(failure=self.why_gone(gone), alive=False)
         except BaseException:
             self.end(kill=True)
             raise
         if message["errors"]:
             errors = [RankError(**e) for e in message["errors"]]
-            left = Leavings(self._log_directory, self.spec.world_size)
-            evidence = Evidence(
-                errors=errors,
-                log_tails=left.tails(),
-                oom_kills=self._new_kills(),
-                disk_full=left.cannot_be_written(),
-            )
-            return Reply(failure=classify(evidence))
+            return Reply(failure=classify(self._evidence(errors)))
         return Reply(message=message)
 
-    def _receive(self, deadline: float) -> dict[str, Any]:
-        assert self._channel is not None
+    def _receive(self, deadline: float, limit_s: float) -> dict[str, Any]:
         while True:
             left = min(deadline, self._gone_until) - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
             try:
-                return self._channel.receive(min(left, _POLL_S))
+                return self.channels[0].receive(max(0.0, min(left, POLL_S)))
             except TimeoutError:
-                if not self._launcher_runs():
-                    raise ChannelClosed("the launcher is gone") from None
-                if self._gone is None and (ended := self._roster.ended()):
-                    self._gone = ended[0]
-                    self._gone_until = time.monotonic() + self._limits.grace_s
+                self.watch(deadline, limit_s)
+            except ChannelClosed as error:
+                raise GroupGone() from error
 
-    def _fail(self, timed_out: float | None, starting: bool = False) -> Failure:
-        """Gather what can be known of the failure, and end what is left."""
-        assert self._directory is not None
-        launcher = self._launcher
-        gone = self._gone if timed_out is not None else None
-        if gone is not None:
-            timed_out = None
-        if launcher is not None and timed_out is None and not (gone and self._roster.some_run()):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(self._limits.grace_s)
-        places = {}
-        if timed_out is not None:
-            places = failures.ask_for_stacks(
-                self._directory, self._log_directory, self.spec.world_size
-            )
-        left = Leavings(self._log_directory, self.spec.world_size)
-        code = launcher.poll() if launcher is not None and timed_out is None else None
-        ends, launcher_error = launcher_report(self._directory, code)
-        if gone is not None and not ends:
-            ends = [gone]
-        if launcher is None and timed_out is None:
-            launcher_error = f"it ended while importing torch; see {self._log_directory.parent}"
-        evidence = Evidence(
-            errors=left.errors(),
-            ends=ends,
-            launcher_error=launcher_error,
-            log_tails=left.tails(),
-            oom_kills=self._new_kills(),
-            timed_out=timed_out,
-            starting=starting,
-            places=places,
-            disk_full=left.cannot_be_written(),
-        )
-        self.end(kill=True)
-        return classify(evidence)
+    def _ask_to_end(self) -> None:
+        self.send({"op": "close"})
 
-    def _new_kills(self) -> int:
-        return max(0, oom_kills() - self._oom_kills_before)
+    def _is_starting(self) -> bool:
+        return not self._is_ready
 
-    def end(self, kill: bool = False) -> None:
-        """End every process of the group and wait until its devices are free.
+    def _ended(self) -> list[ProcessEnd]:
+        return self._roster.ended()
 
-        Args:
-            kill: whether to skip asking the ranks to end by themselves.
+    def _some_run(self) -> bool:
+        return self._roster.some_run()
 
-        """
-        if self._launcher is None:
-            self._remove_directory()
-            return
-        if not kill and self.alive and self._channel is not None:
-            with contextlib.suppress(ChannelClosed, subprocess.TimeoutExpired):
-                self._channel.send({"op": "close"})
-                self._launcher.wait(self._limits.grace_s)
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        grace_s = self._limits.grace_s if not kill else 1.0
-        processes.end_all(self._token, grace_s, exclude=[self._preloaded.pid])
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._launcher.wait(self._limits.grace_s)
-        self._launcher = None
-        if self._gpus:
-            hardware.wait_until_free(self._gpus, self._used_before, self._limits.grace_s)
-        self._remove_directory()
-
-    def _remove_directory(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+    def _launcher_words(self) -> str:
+        if self.process is not None:
+            return ""
+        return f"it ended while importing torch; see {self.logs.parent}"
 
 
 # -----------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Preloaded:
         self.early = early_variables(environment)
         self._environment = dict(environment)
         self._run_dir = run_dir
-        registry.record_group(run_dir, self.token, Path())
+        self.record()
         log.parent.mkdir(parents=True, exist_ok=True)
         me = os.getpid()
         with log.open("ab") as stderr:
@@ -116,6 +116,10 @@ class Preloaded:
             )
         self._unread = b""
         self._ready = False
+
+    def record(self, directory: Path = Path()) -> None:
+        """Put it on record, with the directory of the group that is forked from it now."""
+        registry.record_group(self._run_dir, self.token, directory)
 
     @property
     def pid(self) -> int:

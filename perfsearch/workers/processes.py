@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from perfsearch.core.files import write_text
-from perfsearch.workers.messages import TOKEN_VARIABLE, Startup
+from perfsearch.workers.messages import TOKEN_VARIABLE
 
 _KILL_ROUNDS = 50
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted from the state that follows the name
@@ -194,23 +194,25 @@ EXIT_ORPHANED = 113
 _INTERVAL_S = 0.5
 
 
-def watch_controller(startup: Startup, directory: Path) -> None:
+def watch_controller(pid: int, started: float, token: str, directory: Path) -> None:
     """Start a thread that ends the whole group once the controller no longer runs.
 
     It polls the process table: a closed connection alone proves nothing, since a fork of the
     controller may hold its end open.
 
     Args:
-        startup: whose controller.
+        pid: of the controller.
+        started: when that process was started.
+        token: the mark of the group's processes.
         directory: the group's own, removed then.
 
     """
 
     def loop() -> None:
-        while is_alive(startup.controller_pid, startup.controller_started):
+        while is_alive(pid, started):
             time.sleep(_INTERVAL_S)
         shutil.rmtree(directory, ignore_errors=True)
-        end_all(startup.token, grace_s=0.0, exclude=[os.getpid()])
+        end_all(token, grace_s=0.0, exclude=[os.getpid()])
         os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=loop, name="watch-controller", daemon=True).start()

@@ -85,7 +85,8 @@ def main(directory: Path) -> int:
     startup = Startup.read(directory)
     switch_log(startup.log_directory, rank)
     answer_stack_requests(directory, rank)
-    watch_controller(startup, directory)
+    controller = startup.controller_pid, startup.controller_started
+    watch_controller(*controller, startup.token, directory)
     leads = startup.leads and os.environ["LOCAL_RANK"] == "0"
     channel = Channel.connect(directory / SOCKET_FILE) if leads else None
     try:

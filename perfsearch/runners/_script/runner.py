@@ -37,11 +37,11 @@ from perfsearch.knobs.transport import plan as sort_knobs
 from perfsearch.knobs.zero import BLOCKS_PER_UNIT, MIXED_PRECISION, RESHARD_GROUP, SYNC_EACH
 from perfsearch.runners._script import export as _script_export
 from perfsearch.runners._script import window
-from perfsearch.runners._script.group import ScriptGone
 from perfsearch.runners._script.start import Runs
 from perfsearch.runners._script.window import EndedError, validation_lines
 from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
 from perfsearch.workers import processes
+from perfsearch.workers.group import GroupGone
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
@@ -355,7 +355,7 @@ class Script(Runner):
         surroundings = hardware.conditions(gpus, group.pids) if gpus else {}
         try:
             measurement = runs.score(plan, deadline, self._in_force(knobs))
-        except (ScriptGone, EndedError) as error:
+        except (GroupGone, EndedError) as error:
             if isinstance(error, EndedError) and not (fresh or untouched):
                 runs.end(kill=True)  # what was left of it was too short; a whole start may do
                 return self.measure(configuration, replace(plan, fresh=True))

@@ -15,7 +15,7 @@ from perfsearch.instrument.facts import Facts, Orders
 from perfsearch.knobs.transport import Mapped, apply
 from perfsearch.knobs.transport import plan as sort_knobs
 from perfsearch.runners._script import window
-from perfsearch.runners._script.group import Launchers, ScriptGone, ScriptGroup
+from perfsearch.runners._script.group import Launchers, ScriptGroup
 from perfsearch.runners._script.window import (
     EndedError,
     Start,
@@ -27,6 +27,7 @@ from perfsearch.runners._script.window import (
 from perfsearch.runners._script.window import score as score_window
 from perfsearch.runners.base import Outcome, Plan
 from perfsearch.training.clock import PROFILED_STEPS
+from perfsearch.workers.group import GroupGone
 
 _SAME_LOSS = 1e-5
 """Relative difference up to which steps that were trained twice are the same steps, where their
@@ -92,7 +93,7 @@ class Runs:
                 start.kept = _keep(group, self.environment.limits.startup_s)
             group.send({"op": "go"})
             second = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
-        except (ScriptGone, EndedError) as error:
+        except (GroupGone, EndedError) as error:
             return self.failure(error, knobs)
         except BaseException:
             self.end(kill=True)
@@ -128,7 +129,7 @@ class Runs:
         self.end()
         self._launchers.close(self.environment)
 
-    def failure(self, error: ScriptGone | EndedError, knobs: Mapping[str, Value]) -> Outcome:
+    def failure(self, error: GroupGone | EndedError, knobs: Mapping[str, Value]) -> Outcome:
         """What came of a start that failed; nothing is left of it."""
         assert self.group is not None
         outcome = window.failed_outcome(self.group, error, knobs, self.maps)
@@ -186,7 +187,7 @@ class Runs:
                 self.sound = bool(before) and _same(before, start.losses or [], finest)
             if self.sound:
                 return self._rewind(group, start, knobs, plan, deadline)
-        except (ScriptGone, EndedError):
+        except (GroupGone, EndedError):
             self.end(kill=True)  # a new start will tell what is wrong, if anything is
             return False
         return False
@@ -244,7 +245,7 @@ class Runs:
             asked: values that only the controller knows to be in force, by knob.
 
         Raises:
-            EndedError, ScriptGone: the script did not get so far.
+            EndedError, GroupGone: the script did not get so far.
 
         """
         assert self.group is not None and self.start is not None
@@ -270,7 +271,7 @@ class Runs:
         group.send({"op": "trace", "count": PROFILED_STEPS, "directory": directory})
         try:
             messages = group.receive("traced", max(0.0, deadline - time.monotonic()))
-        except ScriptGone as gone:
+        except GroupGone as gone:
             late = "the time for them was over" if gone.limit_s is not None else "it failed"
             return f"{PROFILED_STEPS} more steps were to be traced, and {late}"
         if any(m["event"] == "ended" for m in messages):

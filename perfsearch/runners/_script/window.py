@@ -15,7 +15,7 @@ from perfsearch.core.knob import Value
 from perfsearch.core.trial import Measurement, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.knobs.transport import Mapped
-from perfsearch.runners._script.group import Message, ScriptGone, ScriptGroup
+from perfsearch.runners._script.group import ScriptGroup
 from perfsearch.runners.base import Outcome, Plan
 from perfsearch.training.clock import (
     FIRST_LOSSES,
@@ -28,6 +28,7 @@ from perfsearch.training.clock import (
     phases_of,
 )
 from perfsearch.workers.failures import Failure, refusal
+from perfsearch.workers.group import GroupGone, Message
 from perfsearch.workers.messages import rank_log
 from perfsearch.workers.results import combine
 
@@ -85,7 +86,7 @@ def receive_steps(group: ScriptGroup, plan: Plan, limit_s: float) -> list[Messag
 
     Raises:
         EndedError: the script ended, on some ranks or on all.
-        ScriptGone: a rank failed, or the time is over.
+        GroupGone: a rank failed, or the time is over.
 
     """
     (least, most), (low, high) = WARMUP_STEPS, plan.scored_steps
@@ -209,7 +210,7 @@ def score(
 
     Raises:
         EndedError: the script ended inside the window.
-        ScriptGone: a rank failed, or the time is over.
+        GroupGone: a rank failed, or the time is over.
 
     """
     window = _window(plan, start)
@@ -268,7 +269,7 @@ _LAUNCHER_REFUSED = re.compile(r"launcher: UsageError: (.*)")
 
 def failed_outcome(
     group: ScriptGroup,
-    error: ScriptGone | EndedError,
+    error: GroupGone | EndedError,
     changed: Mapping[str, Value],
     maps: Sequence[Mapped],
 ) -> Outcome:
@@ -306,7 +307,7 @@ def _status_and_reason(
     steps: Sequence[int],
     changed: Mapping[str, Value],
     maps: Sequence[Mapped],
-    error: ScriptGone,
+    error: GroupGone,
 ) -> tuple[Status, None, str]:
     reason = failure.reason
     if "exit code" in reason:
@@ -368,4 +369,4 @@ def require_ranks_together(first: Sequence[Mapping[str, Any]], world_size: int) 
         )
 
 
-__all__ = ["EndedError", "ScriptGone", "Start", "receive_steps", "score", "settle"]
+__all__ = ["EndedError", "GroupGone", "Start", "receive_steps", "score", "settle"]

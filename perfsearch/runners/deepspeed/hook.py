@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.abc import MetaPathFinder
@@ -389,8 +388,6 @@ def _leaves(values: Any) -> Iterator[Any]:
 # Nothing heavy is imported before the job does so itself: a script may set variables first that
 # torch or DeepSpeed read when they are imported.
 
-_POLL_S = 2.0
-
 
 class Rank:
     """What is known of this process before and after DeepSpeed is there.
@@ -437,31 +434,26 @@ class Rank:
 
 def enter_trial(path: str, rank: int) -> None:
     """Take part in the trial that the file at ``path`` describes."""
+    from perfsearch.workers.failures import answer_stack_requests
+    from perfsearch.workers.messages import TOKEN_VARIABLE, standing_file
+    from perfsearch.workers.processes import watch_controller
     from perfsearch.workers.rank import switch_log
 
     me = Rank(Request.read(path), rank)
     switch_log(me.request.log_directory, rank)
+    directory = me.request.directory
+    if not directory:
+        raise ValueError(f"{path} names no directory of a group, which would be removed at its end")
+    if not standing_file(directory, rank).exists():  # else a process that the rank has started
+        answer_stack_requests(directory, rank)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     above = Path(error_file).parents if error_file else ()  # DIRECTORY/RUN/ATTEMPT/RANK/error.json
     if rank == 0 and len(above) > 3:  # unless it is the user's own
         write_whole(torch_logs_file(me.request.log_directory), {"directory": str(above[3])})
-    _watch(me.request.controller)
+    watch_controller(*me.request.controller, os.environ[TOKEN_VARIABLE], Path(directory))
     sys.excepthook = me.failed
     atexit.register(me.ended)
     sys.meta_path.insert(0, AfterImport("deepspeed", me.imported))
-
-
-def _watch(controller: Sequence[float]) -> None:
-    """End this rank when the controller is gone; its launcher then ends the others."""
-    from perfsearch.workers import processes
-    from perfsearch.workers.processes import EXIT_ORPHANED
-
-    def look() -> None:
-        while processes.is_alive(int(controller[0]), controller[1]):
-            time.sleep(_POLL_S)
-        os._exit(EXIT_ORPHANED)
-
-    threading.Thread(target=look, name="perfsearch-watch", daemon=True).start()
 
 
 class AfterImport(MetaPathFinder):
@@ -522,6 +514,8 @@ class Request:
         profile_steps: first and last scored step, where the user sets them.
         stop_above_s: end early once a step takes longer.
         survive: whether a checkpoint is saved, too.
+        directory: of the group, as ``write`` is told it: each rank notes there that it will say
+            where it stands when it is asked.
 
     """
 
@@ -533,15 +527,16 @@ class Request:
     profile_steps: tuple[int, int] | None = None
     stop_above_s: float | None = None
     survive: bool = False
+    directory: str = ""
 
     @property
     def path(self) -> Path:
         """Where it is written."""
         return Path(self.log_directory) / "request.json"
 
-    def write(self) -> None:
-        """Leave it for the ranks."""
-        self.path.write_text(json.dumps(asdict(self)))
+    def write(self, directory: Path) -> None:
+        """Leave it for the ranks of the group whose directory this is."""
+        self.path.write_text(json.dumps({**asdict(self), "directory": str(directory)}))
 
     @classmethod
     def read(cls, path: str) -> Request:
@@ -563,6 +558,12 @@ def result_file(directory: str | Path, rank: int) -> Path:
 def ended_file(directory: str | Path, rank: int) -> Path:
     """Where a rank whose script ended first says how far it came."""
     return Path(directory) / f"rank{rank}.ended.json"
+
+
+def ended(directory: str | Path, rank: int) -> dict[str, Any] | None:
+    """How far a rank came whose script ended first, ``None`` where that is not known."""
+    file = ended_file(directory, rank)
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def torch_logs_file(directory: str | Path) -> Path:

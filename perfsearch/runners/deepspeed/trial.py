@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -13,13 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perfsearch.core import hardware
 from perfsearch.core.hardware import Gpu
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Measurement, Status
@@ -27,22 +24,12 @@ from perfsearch.runners.base import Outcome
 from perfsearch.runners.deepspeed import hook as asked
 from perfsearch.runners.deepspeed import path as hook_path
 from perfsearch.runners.deepspeed.hook import Request
-from perfsearch.workers import processes
-from perfsearch.workers import processes as registry
-from perfsearch.workers.failures import (
-    Evidence,
-    Failure,
-    Leavings,
-    ProcessEnd,
-    classify,
-    oom_kills,
-    refusal,
-)
-from perfsearch.workers.messages import TOKEN_VARIABLE, TORCH_LOGS, rank_log
+from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify, refusal
+from perfsearch.workers.group import CannotStartError, Command, GroupGone, RankGroup
+from perfsearch.workers.messages import TORCH_LOGS, rank_log
 from perfsearch.workers.results import combine
 
 _POLL_S = 0.1
-_LAUNCHER_LOG = "launcher.log"
 _OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HOOK = Path(hook_path.__file__).parent
 _BUILDING = (
@@ -82,6 +69,66 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class DeepSpeedGroup(RankGroup):
+    """The ranks of one start; they say nothing on the way, and leave files at their end.
+
+    Args:
+        start: the command.
+
+    """
+
+    def __init__(self, start: Start) -> None:
+        launch = Command(start.words, start.run_dir)
+        super().__init__(launch, start.ranks, start.limits, start.gpus)
+        self._start = start
+        self.log_to(Path(start.request.log_directory))
+        for rank in range(start.ranks):
+            asked.result_file(self.logs, rank).unlink(missing_ok=True)
+            asked.ended_file(self.logs, rank).unlink(missing_ok=True)
+
+    def results(self, limit_s: float) -> list[dict[str, Any]]:
+        """Start the command, and wait until every rank has left what it measured.
+
+        Raises:
+            GroupGone: one is gone without, or the time is over.
+            CannotStartError: there is no such command.
+
+        """
+        self.launch(self._prepare)
+        deadline = time.monotonic() + limit_s
+        while True:
+            runs = self.runs  # whatever one that has ended wanted to leave is there
+            files = [asked.result_file(self.logs, rank) for rank in range(self._world_size)]
+            if all(file.exists() for file in files):
+                return [json.loads(file.read_text()) for file in files]
+            if not runs:
+                raise GroupGone()
+            self.watch(deadline, limit_s)
+            time.sleep(_POLL_S)
+
+    def _prepare(self, directory: Path) -> dict[str, str]:
+        self._start.request.write(directory)
+        return environment_of(self._start)
+
+    def _ask_to_end(self) -> None:
+        """They end by themselves once their results are there."""
+
+    def _is_starting(self) -> bool:
+        return False
+
+    def _ended(self) -> list[ProcessEnd]:
+        ended = []
+        for rank in range(self._world_size):
+            record = asked.ended(self.logs, rank)
+            # a process that a rank has started, as to compile an operator, ends at its own start
+            if record is not None and record["phase"] == "train":
+                ended.append(ProcessEnd(rank, 0, time.time()))
+        return ended
+
+    def _classify(self, evidence: Evidence, code: int | None) -> Failure:
+        return failure_of(evidence, code, self.logs, self._world_size)
+
+
 def run(start: Start, time_limit_s: float) -> Outcome:
     """Start the command, wait for its ranks' results, and leave no process behind.
 
@@ -91,54 +138,24 @@ def run(start: Start, time_limit_s: float) -> Outcome:
             given on top of it.
 
     """
+    group, begin = DeepSpeedGroup(start), time.time()
     logs = Path(start.request.log_directory)
-    logs.mkdir(parents=True, exist_ok=True)
-    _clear(logs, start.ranks)
-    start.request.write()
-    token = uuid.uuid4().hex
-    registry.record_group(start.run_dir, token, Path())
-    used = hardware.used_gib(start.gpus)
-    kills, begin = oom_kills(), time.time()
-    with (logs / _LAUNCHER_LOG).open("ab") as log:
-        log.write(f"{shlex.join(start.words)}\n".encode())
-        log.flush()
-        try:
-            process = subprocess.Popen(
-                list(start.words),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=_environment(start, token),
-                start_new_session=True,
-            )
-        except OSError as error:
-            registry.forget_group(start.run_dir, token)
-            reason = f"{start.words[0]}: {error.strerror}"
-            return Outcome(Status.INVALID, None, reason, str(logs / _LAUNCHER_LOG), True)
+    launcher_log = logs / group.launcher_log.name
     try:
-        limit_s = time_limit_s + start.limits.startup_s
-        timed_out = _wait(process, logs, start.ranks, limit_s)
-    finally:
-        _end(process, token, start)
-        registry.forget_group(start.run_dir, token)
-        _remove_torch_logs(logs)
-        if start.gpus:
-            hardware.wait_until_free(start.gpus, used, start.limits.grace_s)
-    results = _results(logs, start.ranks)
-    if results is not None:
+        results = group.results(time_limit_s + start.limits.startup_s)
+        group.end()
         return _measured(results, logs)
-    was_building = _break_build_locks(begin)
-    failure = failure_of(
-        Path(start.request.log_directory),
-        start.ranks,
-        process.returncode,
-        limit_s if timed_out else None,
-        oom_kills() - kills,
-    )
-    if timed_out and was_building:
+    except CannotStartError as error:
+        return Outcome(Status.INVALID, None, str(error), str(launcher_log), True)
+    except GroupGone as gone:
+        failure, timed_out = group.why_gone(gone), gone.limit_s is not None
+    finally:
+        group.end(kill=True)
+        _remove_torch_logs(logs)
+    if _break_build_locks(begin) and timed_out:
         failure = replace(failure, reason=f"{failure.reason}; {_BUILDING}")
     rank_file = rank_log(logs, failure.rank or 0)
-    where = rank_file if rank_file.exists() else logs / _LAUNCHER_LOG
+    where = rank_file if rank_file.exists() else launcher_log
     return Outcome(failure.status, None, failure.reason, str(where), True)
 
 
@@ -154,14 +171,14 @@ def train(words: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _environment(start: Start, token: str) -> dict[str, str]:
+def environment_of(start: Start) -> dict[str, str]:
+    """The environment of the command."""
     environment = {**os.environ, **start.variables}
     for name in _OF_THE_LAUNCHER:
         environment.pop(name, None)
     path = [str(_HOOK), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)
     environment[asked.VARIABLE] = str(start.request.path.absolute())
-    environment[TOKEN_VARIABLE] = token
     # torchrun's --log-dir; without it torch leaves a new directory behind at every start.
     environment.setdefault("PET_LOG_DIR", str(Path(start.request.log_directory) / TORCH_LOGS))
     own = str(Path(sys.executable).parent)
@@ -169,26 +186,6 @@ def _environment(start: Start, token: str) -> dict[str, str]:
     if own not in found:  # an environment that was not activated; its launcher is found there
         environment["PATH"] = os.pathsep.join([*found, own])
     return environment
-
-
-def _wait(process: subprocess.Popen[bytes], logs: Path, ranks: int, limit_s: float) -> bool:
-    """Wait for the end, or for every rank's result; whether the time was over before."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if process.poll() is not None or _results(logs, ranks) is not None:
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
-def _end(process: subprocess.Popen[bytes], token: str, start: Start) -> None:
-    """Let it end by itself where its ranks are done, and end what is left."""
-    if _results(Path(start.request.log_directory), start.ranks) is not None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(start.limits.grace_s)
-    processes.end_all(token, 1.0)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(start.limits.grace_s)
 
 
 def _break_build_locks(begin: float) -> bool:
@@ -212,13 +209,6 @@ def _break_build_locks(begin: float) -> bool:
     return found
 
 
-def _clear(logs: Path, ranks: int) -> None:
-    Leavings(logs, ranks).clear()
-    for rank in range(ranks):
-        asked.result_file(logs, rank).unlink(missing_ok=True)
-        asked.ended_file(logs, rank).unlink(missing_ok=True)
-
-
 def _remove_torch_logs(logs: Path) -> None:
     """Remove the directory that torch's launcher makes, unless the user named one for it.
 
@@ -231,13 +221,6 @@ def _remove_torch_logs(logs: Path) -> None:
         told.unlink()
         if made.parent == Path(tempfile.gettempdir()) and made.name.startswith("torchelastic_"):
             shutil.rmtree(made, ignore_errors=True)
-
-
-def _results(logs: Path, ranks: int) -> list[dict[str, Any]] | None:
-    files = [asked.result_file(logs, rank) for rank in range(ranks)]
-    if not all(file.exists() for file in files):
-        return None
-    return [json.loads(file.read_text()) for file in files]
 
 
 def _measured(results: Sequence[dict[str, Any]], logs: Path) -> Outcome:
@@ -262,42 +245,33 @@ _OF_REFUSALS = (2, -signal.SIGTERM)
 """argparse's exit code, and that of a rank which its launcher ended when another had refused."""
 
 
-def failure_of(
-    logs: Path, ranks: int, code: int | None, timed_out: float | None, kills: int
-) -> Failure:
+def failure_of(evidence: Evidence, code: int | None, logs: Path, ranks: int) -> Failure:
     """Name what a start that was not measured failed of.
 
     Args:
+        evidence: what is known of any group's end.
+        code: exit code of the command; ``None``: it has none, as it did not end by itself.
         logs: where its ranks left what they had to say.
         ranks: how many there were to be.
-        code: exit code of the command; ``None``: it has none.
-        timed_out: seconds after which it was ended, where it was.
-        kills: by the host's OOM killer, meanwhile.
 
     """
-    left = Leavings(logs, ranks)
-    tails, errors = left.tails(), left.errors()
-    if not errors and timed_out is None and code == 0:
+    tails, errors = evidence.log_tails, evidence.errors
+    timed_out = evidence.timed_out is not None
+    if not (errors or timed_out or code or evidence.disk_full):
         return _ended_early(logs, ranks)
-    known = errors or timed_out is not None or not tails
+    known = errors or timed_out or not tails
     ends = (
         [] if known or code is None else [ProcessEnd(_guilty(tails), own_code(code), time.time())]
     )
-    failure = classify(
-        Evidence(
-            errors=errors,
-            ends=ends,
-            log_tails=tails,
-            oom_kills=max(0, kills),
-            timed_out=timed_out,
-        )
-    )
+    failure = classify(replace(evidence, ends=ends, launcher_error=""))
     refused = refusal(tails.get(failure.rank or 0, ""))
     if refused and ends and ends[0].exit_code in _OF_REFUSALS:
         reason = f"rank {ends[0].rank} refused its arguments: {refused}"
         return Failure(Status.CRASH, reason, ends[0].rank)
-    if tails:
+    if tails or evidence.disk_full:
         return failure
+    if timed_out:
+        return replace(failure, reason=f"{failure.reason}, and no rank of it was ever seen")
     return Failure(Status.CRASH, f"the command ended with exit code {code} before any rank began")
 
 
@@ -317,13 +291,12 @@ def _guilty(tails: Mapping[int, str]) -> int:
 
 
 def _ended_early(logs: Path, ranks: int) -> Failure:
-    for rank in range(ranks):
-        file = asked.ended_file(logs, rank)
-        if not file.exists():
-            continue
-        record = json.loads(file.read_text())
-        if record["phase"] != "train":
-            reason = "the script ended without calling deepspeed.initialize"
-            return Failure(Status.INVALID, reason, rank)
-        return Failure(Status.INVALID, _TOO_SHORT.format(steps=record["steps"]), rank)
+    records = [(rank, asked.ended(logs, rank)) for rank in range(ranks)]
+    seen = [(rank, record) for rank, record in records if record is not None]
+    for rank, record in seen:
+        if record["phase"] == "train":
+            return Failure(Status.INVALID, _TOO_SHORT.format(steps=record["steps"]), rank)
+    if seen:
+        reason = "the script ended without calling deepspeed.initialize"
+        return Failure(Status.INVALID, reason, seen[0][0])
     return Failure(Status.CRASH, "the command ended well, but no rank of it was ever seen")

@@ -33,7 +33,9 @@ for step in range(arguments.steps):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if arguments.fail == "crash" and rank == 1:
             raise KeyError("labels")
-        if arguments.fail == "hang":
+        if arguments.fail == "part" and rank == 1:
+            raise SystemExit
+        if arguments.fail in ("hang", "part"):
             __import__("time").sleep(600)
     for _ in range(times):
         rows = (torch.arange(micro) * ranks + rank + place) % len(data)

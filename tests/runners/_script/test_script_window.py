@@ -10,7 +10,6 @@ from support.script_starts import Group
 
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts
-from perfsearch.runners._script.group import ScriptGone
 from perfsearch.runners._script.start import Runs
 from perfsearch.runners._script.window import (
     EndedError,
@@ -20,6 +19,7 @@ from perfsearch.runners._script.window import (
     validation_lines,
 )
 from perfsearch.runners.base import Plan
+from perfsearch.workers.group import GroupGone
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_a_round_of_validation_in_the_last_step_does_not_shorten_the_window():
         ([{"event": "traced", "reason": ""}] * 2, "^$"),
         ([{"event": "traced", "reason": ""}, {"event": "traced", "reason": "no CUPTI"}], "CUPTI"),
         ([{"event": "traced", "reason": ""}, {"event": "ended"}], "ended before 3 more steps"),
-        (ScriptGone(2.0), "the time for them was over"),
-        (ScriptGone(), "and it failed"),
+        (GroupGone(2.0), "the time for them was over"),
+        (GroupGone(), "and it failed"),
     ],
 )
 def test_what_kept_a_trace_from_being_made_is_told(messages, says):
-    group = Group(messages=[] if isinstance(messages, ScriptGone) else messages)
-    if isinstance(messages, ScriptGone):
+    group = Group(messages=[] if isinstance(messages, GroupGone) else messages)
+    if isinstance(messages, GroupGone):
         group.receive = Mock(side_effect=messages)
     assert re.search(says, Runs._trace(group, Plan(number=4), deadline=0.0))
     assert group.told["count"] == 3 and Path(group.told["directory"]).is_absolute()

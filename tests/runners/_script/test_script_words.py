@@ -11,9 +11,10 @@ from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
 from perfsearch.instrument.facts import Orders
 from perfsearch.knobs.transport import Mapped
-from perfsearch.runners._script.group import ScriptGone, ScriptGroup
+from perfsearch.runners._script.group import ScriptGroup
 from perfsearch.runners._script.window import EndedError, failed_outcome, require_ranks_together
 from perfsearch.workers.failures import Failure
+from perfsearch.workers.group import GroupGone
 from perfsearch.workers.preload import Preloaded
 
 MAPS = [Mapped("micro_batch", "--bs"), Mapped("gradient_accumulation", "--acc", default=1)]
@@ -22,7 +23,7 @@ MAPS = [Mapped("micro_batch", "--bs"), Mapped("gradient_accumulation", "--acc", 
 def test_a_refused_argument_names_the_map_that_is_to_blame():
     failure = Failure(Status.CRASH, "rank 0: ScriptExitError: exit code 2", 0)
     tail = "usage: train.py\ntrain.py: error: unrecognized arguments: --bs 4\n"
-    found = failed_outcome(Group(failure, tail=tail), ScriptGone(), {}, MAPS)
+    found = failed_outcome(Group(failure, tail=tail), GroupGone(), {}, MAPS)
     assert found.status is Status.INVALID
     assert "unrecognized arguments: --bs 4 (from --map micro_batch=--bs)" in found.reason
 
@@ -38,7 +39,7 @@ def test_a_refused_argument_names_the_map_that_is_to_blame():
 )  # fmt: skip
 def test_what_the_launcher_says_is_the_cause(monkeypatch, status, reason, says):
     monkeypatch.setenv("PET_X", "1")
-    found = failed_outcome(Group(Failure(status, reason)), ScriptGone(), {}, [])
+    found = failed_outcome(Group(Failure(status, reason)), GroupGone(), {}, [])
     assert (found.status, found.reason) == (status, says)
     assert found.log_path == str(Path("logs/launcher.log"))
 
@@ -55,7 +56,7 @@ def test_a_launcher_that_ends_without_a_report_leaves_its_last_words(tmp_path):
         Orders("train.py"), [], {}, 1, Environment(tmp_path, limits=Limits(60, 60, 5)), (), logs,
         lambda log: Preloaded(environ, tmp_path, log, "perfsearch.instrument.launch"),
     )  # fmt: skip
-    with pytest.raises(ScriptGone) as gone:
+    with pytest.raises(GroupGone) as gone:
         group.join()
     found = failed_outcome(group, gone.value, {}, [])
     assert found.reason == "launcher: ImportError: libcudart.so.12: no"
@@ -64,21 +65,21 @@ def test_a_launcher_that_ends_without_a_report_leaves_its_last_words(tmp_path):
 
 def test_a_script_that_makes_no_step_is_told_what_a_step_is():
     failure = Failure(Status.TIMEOUT, "the trial took longer than 5 s")
-    found = failed_outcome(Group(failure), ScriptGone(5.0), {}, [])
+    found = failed_outcome(Group(failure), GroupGone(5.0), {}, [])
     assert found.status is Status.TIMEOUT
     assert "rank 0 made 0 steps, rank 1 made 0 steps" in found.reason
     assert "limits.trial_s" in found.reason
     stands = "rank 0 stands at train.py:8 in step"
     told = Failure(Status.TIMEOUT, f"the trial took longer than 5 s; {stands}", standing=stands)
-    found = failed_outcome(Group(told, steps=(3, 3)), ScriptGone(5.0), {}, [])
+    found = failed_outcome(Group(told, steps=(3, 3)), GroupGone(5.0), {}, [])
     assert found.reason == f"no answer in 5 s: rank 0 made 3 steps, rank 1 made 3 steps; {stands}"
-    found = failed_outcome(Group(told), ScriptGone(5.0), {}, [])
+    found = failed_outcome(Group(told), GroupGone(5.0), {}, [])
     assert f"; {stands}. A step is counted when" in found.reason
 
 
 def test_ranks_that_part_are_counted():
     failure = Failure(Status.TIMEOUT, "no answer")
-    found = failed_outcome(Group(failure, steps=(12, 10), ended=[1]), ScriptGone(5.0), {}, [])
+    found = failed_outcome(Group(failure, steps=(12, 10), ended=[1]), GroupGone(5.0), {}, [])
     assert found.status is Status.INVALID
     assert "rank 0 made 12, rank 1 made 10, and rank 1 has ended" in found.reason
 

@@ -54,7 +54,7 @@ class Bench:
 
     @property
     def token(self):
-        return self.runner._pool._group._token
+        return self.runner._pool._group.token
 
     def left(self, token):
         """Processes of a group that ended; the one that groups are forked from stays."""

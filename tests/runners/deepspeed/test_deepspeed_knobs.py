@@ -116,7 +116,7 @@ def test_torchs_launcher_logs_beside_the_trial_unless_it_is_told_where(
     runner, _ = deepspeed_job({"train_micro_batch_size_per_gpu": 4})
     plan = Plan(0, log_directory=tmp_path / "logs")
     start = runner._start({**runner.pinned, **runner.baseline}, plan, survive=False)
-    variables = trial._environment(start, "token")
+    variables = trial.environment_of(start)
     assert variables["PET_LOG_DIR"] == (own or str(tmp_path / "logs" / "torch"))
 
 

@@ -3,17 +3,26 @@
 import importlib.util
 import json
 import os
+import shlex
+import subprocess
 import sys
+import textwrap
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from perfsearch.config.schema import validate
+from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.search import run
 from perfsearch.runners.base import Plan
+from perfsearch.runners.deepspeed.hook import Request
 from perfsearch.runners.deepspeed.runner import DeepSpeed
+from perfsearch.runners.deepspeed.trial import Start
+from perfsearch.runners.deepspeed.trial import run as start_and_wait
+from perfsearch.workers.processes import members, reap_groups, started_at
 
 DATA = Path(__file__).parents[2] / "data"
 JOB = DATA / "deepspeed_jobs" / "train.py"
@@ -155,7 +164,8 @@ def test_a_configuration_that_the_script_names_is_replaced(measure, stand_in):
     [
         ("--fail oom", Status.OOM, "CUDA out of memory"),
         ("--fail crash", Status.CRASH, "rank 1: KeyError: 'labels'"),
-        ("--fail hang", Status.TIMEOUT, "took longer"),
+        ("--fail hang", Status.TIMEOUT, "took longer than 25 s; rank"),
+        ("--fail part", Status.INVALID, "ended after 2 steps"),
         ("--fail 'no engine'", Status.INVALID, "without calling deepspeed.initialize"),
         ("--steps 3", Status.INVALID, "ended after 3 steps"),
         (
@@ -170,6 +180,56 @@ def test_failures_have_their_kind_and_cause(measure, stand_in, tail, status, wor
     assert found.status is status, found.reason
     assert words in found.reason
     assert Path(found.log_path).exists()
+
+
+@pytest.mark.parametrize(
+    ("launch", "status", "words"),
+    [
+        ("nowhere/deepspeed train.py", Status.INVALID, "nowhere/deepspeed: No such file"),
+        (f"{sys.executable} -c 'import time; time.sleep(600)'", Status.TIMEOUT, "was ever seen"),
+    ],
+)
+def test_a_command_that_starts_no_rank_leaves_nothing(tmp_path, launch, status, words):
+    request = Request(str(tmp_path / "logs"), (os.getpid(), started_at(os.getpid())))
+    limits = Limits(startup_s=1, grace_s=5)
+    found = start_and_wait(Start(shlex.split(launch), request, 2, tmp_path, limits), 2.0)
+    assert found.status is status
+    assert words in found.reason
+    assert Path(found.log_path).name == "launcher.log"
+    assert not (tmp_path / "groups").exists()
+
+
+def test_death_of_the_controller_ends_ranks_and_launcher(tmp_path, stand_in):
+    (tmp_path / "ds.json").write_text(json.dumps(FILE))
+    words = shlex.split(f"{LAUNCH} --fail hang --deepspeed_config ds.json")
+    script = textwrap.dedent(
+        f"""
+        import os
+        from pathlib import Path
+        from perfsearch.runners.deepspeed.hook import Request
+        from perfsearch.runners.deepspeed.trial import Start, run
+        from perfsearch.core.hardware import Limits
+        from perfsearch.workers.processes import started_at
+        request = Request("logs", (os.getpid(), started_at(os.getpid())))
+        run(Start({words!r}, request, 2, Path(), Limits(startup_s=300)), 60.0)
+        """
+    )
+    controller = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
+    try:
+        while len(list((tmp_path / "logs").glob("rank*.log"))) < 2:
+            assert controller.poll() is None
+            time.sleep(0.1)
+        (record,) = (tmp_path / "groups").glob("*.json")
+        group = json.loads(record.read_text())
+        assert len(members(group["token"])) >= 3
+    finally:
+        controller.kill()
+        controller.wait()
+    while members(group["token"]):
+        time.sleep(0.1)
+    assert reap_groups(tmp_path) == 0
+    assert not Path(group["control_directory"]).exists()
+    assert not list((tmp_path / "groups").glob("*.json"))
 
 
 def test_what_deepspeed_refuses_is_invalid(measure, stand_in):

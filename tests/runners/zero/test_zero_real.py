@@ -71,7 +71,7 @@ def run(directory, monkeypatch, oom_from, diverges_at, **changes):
 
     def closing():
         if runner._pool._group is not None:
-            tokens.append(runner._pool._group._token)
+            tokens.append(runner._pool._group.token)
         close()
 
     runner.close = closing
