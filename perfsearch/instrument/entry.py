@@ -14,6 +14,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perfsearch.core.signals import pause_at_end
 from perfsearch.instrument.facts import VARIABLE, Finished, Orders, socket_path
 from perfsearch.instrument.patching import (
     MODULES,
@@ -24,7 +25,6 @@ from perfsearch.instrument.patching import (
     watch_for_launchers,
 )
 from perfsearch.instrument.report import lines
-from perfsearch.training.process_groups import pause_at_end
 from perfsearch.workers.failures import answer_stack_requests
 from perfsearch.workers.messages import Channel
 from perfsearch.workers.processes import watch_controller

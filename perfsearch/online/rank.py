@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perfsearch.core.knob import Value
+from perfsearch.core.signals import pause_at_end
 from perfsearch.knobs.ddp import HIERARCHY, MIB, constructor_parameters
 from perfsearch.knobs.optimizer import DEFAULT, IMPLEMENTATION
 from perfsearch.online import ddp as wrapping
@@ -34,7 +35,6 @@ from perfsearch.online.options import AutotuneOptions
 from perfsearch.online.proposer import StrategyProcess
 from perfsearch.online.store import APPLY, END, FAIL, RUN, Channel, Instruction, Report
 from perfsearch.training.clock import StepTimer, synchronize
-from perfsearch.training.process_groups import pause_at_end
 
 _PROBE_ELEMENTS = 1024
 

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from perfsearch.core.knob import Value
 
 _ROUNDS_KEPT = 2
@@ -32,6 +30,8 @@ class Channel:
     """
 
     def __init__(self, store: Any, ranks: list[int], rank: int, serial: int, limit_s: float):
+        import torch.distributed as dist
+
         name = hashlib.sha256(str(ranks).encode()).hexdigest()[:12]
         own = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore(f"perfsearch/online/{name}/{serial}", own)
@@ -55,7 +55,7 @@ class Channel:
         keys = [f"{self._round}/{rank}" for rank in self._ranks]
         try:
             self._store.wait(keys, self._limit)
-        except (dist.DistStoreError, RuntimeError):
+        except RuntimeError:  # DistStoreError is one
             return None
         return [Report.from_text(self._store.get(key).decode()) for key in keys]
 
@@ -76,7 +76,7 @@ class Channel:
         try:
             # the deciding rank waits for every report first, and decides after that
             self._store.wait([key], 3 * self._limit)
-        except (dist.DistStoreError, RuntimeError):
+        except RuntimeError:  # DistStoreError is one
             reason = f"rank {self._ranks[0]} did not answer in time"
             return self._settle(Instruction(END, reason=reason, goes_back=True))
         return Instruction.from_text(self._store.get(key).decode())

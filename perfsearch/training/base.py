@@ -165,9 +165,15 @@ def load(name: str) -> Recipe:
         ValueError: the name is not that of a module.
 
     """
+    module = f"perfsearch.{name}"
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"recipe {name!r} is not a module name")
-    recipe: Recipe = importlib.import_module(f"perfsearch.{name}")  # type: ignore[assignment]
+    try:
+        recipe: Recipe = importlib.import_module(module)  # type: ignore[assignment]
+    except ModuleNotFoundError as error:
+        if not module.startswith(str(error.name)):  # a package that the recipe needs
+            raise
+        raise ValueError(f"recipe {name!r} is not a module name: there is no {module}") from error
     return recipe
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from support.search_runs import LocalStore, Search, journal_in, trial
 
+from perfsearch.cli import sync
 from perfsearch.core.trial import Status
 from perfsearch.pipeline.resume import run_directory_lock
-from perfsearch.tracking import mlflow, sync
+from perfsearch.tracking import mlflow
 from perfsearch.tracking.store import is_dead
 
 TRIALS = [trial(0), trial(1, Status.OOM), trial(2)]

@@ -13,7 +13,7 @@ REPLAY = [
     "runner=replay", f"runner.table={TABLE}", "strategy=random", "budget.trials=2",
     "confirm.max_repeats=2", "tracking.enabled=false", "run_dir=run",
 ]  # fmt: skip
-SYNC = "tracking.sync"
+SYNC = "cli.sync"
 MODULES = {"perfsearch": "cli.search", "perfsearch-run": "cli.run", "perfsearch-sync": SYNC}
 
 

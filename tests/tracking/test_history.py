@@ -107,7 +107,7 @@ def test_pinned_knobs_must_agree(store: LocalStore) -> None:
 
     def usable(value: Value) -> int:
         runner.pinned = {"workers": value}
-        costs = transfer.earlier_costs.in_store(searches, search, Metric.THROUGHPUT, runner)
+        costs = transfer.in_store(searches, search, Metric.THROUGHPUT, runner)
         return len(costs)
 
     assert (usable(2), usable(4)) == (0, 12)

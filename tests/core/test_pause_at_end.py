@@ -8,7 +8,7 @@ import pytest
 
 CHILD = """
 import sys, threading
-from perfsearch.training.process_groups import pause_at_end
+from perfsearch.core.signals import pause_at_end
 
 pause_at_end()
 pause_at_end()
