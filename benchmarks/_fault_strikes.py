@@ -18,7 +18,7 @@ from perfsearch.core.journal import Journal
 from perfsearch.runners.base import Outcome as Measured
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay
-from perfsearch.workers.failures import Evidence, ProcessEnd, classify
+from perfsearch.workers.failures import Evidence, ProcessEnd, classify, is_out_of_memory
 from perfsearch.workers.messages import RankError
 
 
@@ -62,7 +62,8 @@ def _beyond_limit(rank: int) -> RankError:
     try:
         np.zeros(2**32)
     except MemoryError as error:
-        return RankError(rank, time.time(), type(error).__name__, str(error))
+        ran_out = is_out_of_memory(error)
+        return RankError(rank, time.time(), type(error).__name__, str(error), out_of_memory=ran_out)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     raise AssertionError("the limit did not hold")

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -193,12 +194,27 @@ def first_error(errors: Sequence[RankError]) -> RankError | None:
     return min(own or list(errors), key=lambda e: e.time, default=None)
 
 
-def is_oom(text: str, nearly_full: bool | None = None) -> bool:
-    """Whether a message tells of memory running out.
+def is_out_of_memory(error: BaseException, nearly_full: bool | None = None) -> bool:
+    """Whether an exception tells of memory running out; asked where it was raised.
 
-    Failing to create a library's handle counts only when the device was almost full.
+    Args:
+        error: torch has a type for its own; those of cuBLAS, cuDNN, NCCL and its allocator on the
+            host are ``RuntimeError``, and told by their text.
+        nearly_full: whether the device had almost no memory left, where that could be read: failing
+            to create a library's handle counts only then.
+
     """
-    return _matches(_OOM, text) or (bool(nearly_full) and _matches(_HANDLE, text))
+    # nothing of torch's is there where a script fails before it has imported it, or in doing so
+    of_torch = getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)
+    if isinstance(error, MemoryError | of_torch):
+        return True
+    text = f"{type(error).__name__}: {error}"
+    return is_oom(text) or (bool(nearly_full) and _matches(_HANDLE, text))
+
+
+def is_oom(text: str) -> bool:
+    """Whether the last words of a process tell of memory running out."""
+    return _matches(_OOM, text)
 
 
 def _of_error(error: RankError, evidence: Evidence) -> Failure:
@@ -208,7 +224,7 @@ def _of_error(error: RankError, evidence: Evidence) -> Failure:
     # the signal that ended a loader process stands in the cause, not in the message
     if _matches(_SHARED_MEMORY, f"{text}\n{error.traceback}" if of_loader else text):
         return Failure(Status.OOM, f"rank {error.rank}: {SHARED_MEMORY}", error.rank)
-    if is_oom(text, error.nearly_full):
+    if error.out_of_memory:
         return Failure(Status.OOM, reason, error.rank)
     if of_loader and re.search(r"by signal: |exited unexpectedly", text + error.traceback):
         killed = re.search(r"by signal: (?:Killed|Terminated)", text + error.traceback)

@@ -132,7 +132,7 @@ class RankError:
         traceback: the whole of it.
         phase: what the rank was doing: ``start``, ``connect``, ``build``, ``train``, ``look``, or
             ``after a peer`` that had failed before.
-        nearly_full: whether the device had almost no memory left, where it could be read.
+        out_of_memory: whether memory had run out, as the rank that has the exception knows.
         log: path of the rank's log.
 
     """
@@ -143,7 +143,7 @@ class RankError:
     message: str
     traceback: str = ""
     phase: str = "train"
-    nearly_full: bool | None = None
+    out_of_memory: bool = False
     log: str = ""
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from perfsearch.training.clock import slowest
 from perfsearch.training.process_groups import AbortWatch
 from perfsearch.workers import log
-from perfsearch.workers.failures import answer_stack_requests
+from perfsearch.workers.failures import answer_stack_requests, is_out_of_memory
 from perfsearch.workers.messages import (
     AFTER_PEER,
     SOCKET_FILE,
@@ -59,7 +59,7 @@ def report_error(directory: str, rank: int, error: BaseException, phase: str) ->
         message=str(error),
         traceback=text,
         phase=phase,
-        nearly_full=_nearly_full(),
+        out_of_memory=is_out_of_memory(error, _nearly_full()),
         log=str(rank_log(directory, rank)),
     )
     print(text, file=sys.stderr, flush=True)

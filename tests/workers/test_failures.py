@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from perfsearch.core.trial import Status
 from perfsearch.workers.failures import (
@@ -10,13 +11,17 @@ from perfsearch.workers.failures import (
     classify,
     first_error,
     is_oom,
+    is_out_of_memory,
     one_line,
 )
 from perfsearch.workers.messages import AFTER_PEER, RankError
 
 
 def error(message, type_="RuntimeError", rank=0, time=1.0, phase="train", nearly_full=None):
-    return RankError(rank, time, type_, message, phase=phase, nearly_full=nearly_full)
+    kinds = {"OutOfMemoryError": torch.OutOfMemoryError, "MemoryError": MemoryError}
+    raised = kinds.get(type_, RuntimeError)(message)
+    ran_out = is_out_of_memory(raised, nearly_full)
+    return RankError(rank, time, type_, message, phase=phase, out_of_memory=ran_out)
 
 
 OOM_TEXTS = [
