@@ -26,9 +26,9 @@ from perfsearch.instrument.patching import (
 )
 from perfsearch.instrument.report import lines
 from perfsearch.workers.failures import answer_stack_requests
+from perfsearch.workers.log import report_error, switch_log
 from perfsearch.workers.messages import Channel
 from perfsearch.workers.processes import watch_controller
-from perfsearch.workers.rank import report_error, switch_log
 
 if TYPE_CHECKING:
     from perfsearch.instrument.rank import Searched

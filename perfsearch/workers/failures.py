@@ -449,7 +449,8 @@ _PASSED_OVER = re.compile(
     r"|/lib(?:64)?/python3\.\d+t?/(?!(?:site|dist)-packages/)"
     r"|/(?:site|dist)-packages/torch/"
     r"|/perfsearch/instrument/"
-    r"|/perfsearch/deepspeed_hook/"
+    r"|/perfsearch/runners/deepspeed/hook\.py"
+    r"|/perfsearch/runners/deepspeed/path/"
     r"|/perfsearch/training/clock\.py"
 )
 """Files of Python, of torch, and what stands between a script and torch."""

@@ -10,8 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
-import traceback
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +18,8 @@ from typing import Any
 from perfsearch.training.clock import slowest
 from perfsearch.training.process_groups import AbortWatch
 from perfsearch.workers import log
-from perfsearch.workers.failures import answer_stack_requests, is_out_of_memory
+from perfsearch.workers.failures import answer_stack_requests
+from perfsearch.workers.log import report_error, switch_log
 from perfsearch.workers.messages import (
     AFTER_PEER,
     SOCKET_FILE,
@@ -29,53 +28,10 @@ from perfsearch.workers.messages import (
     RankError,
     Startup,
     TrialRequest,
-    rank_error_file,
-    rank_log,
 )
 from perfsearch.workers.processes import started_at, watch_controller
 from perfsearch.workers.results import combine
 from perfsearch.workers.trial import RankResult, Trainer, run_trial
-
-
-def switch_log(directory: str, rank: int) -> None:
-    """Send everything that this process and its children write to the rank's log there."""
-    path = rank_log(directory, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
-
-
-def report_error(directory: str, rank: int, error: BaseException, phase: str) -> RankError:
-    """Leave the exception beside the rank's log, and in the log."""
-    text = "".join(traceback.format_exception(error))
-    record = RankError(
-        rank=rank,
-        time=time.time(),
-        type=type(error).__name__,
-        message=str(error),
-        traceback=text,
-        phase=phase,
-        out_of_memory=is_out_of_memory(error, _nearly_full()),
-        log=str(rank_log(directory, rank)),
-    )
-    print(text, file=sys.stderr, flush=True)
-    rank_error_file(directory, rank).write_text(json.dumps(asdict(record)))
-    return record
-
-
-def _nearly_full() -> bool | None:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    try:
-        free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # the device is past answering, which says nothing of its memory
-        return None
-    return bool(free < 0.02 * total)
 
 
 def main(directory: Path) -> int:

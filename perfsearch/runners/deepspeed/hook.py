@@ -419,7 +419,7 @@ class Rank:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Leave the exception that ends this rank where the controller looks for it."""
-        from perfsearch.workers.rank import report_error
+        from perfsearch.workers.log import report_error
 
         report_error(self.request.log_directory, self.rank, error, self.phase)
 
@@ -435,9 +435,9 @@ class Rank:
 def enter_trial(path: str, rank: int) -> None:
     """Take part in the trial that the file at ``path`` describes."""
     from perfsearch.workers.failures import answer_stack_requests
+    from perfsearch.workers.log import switch_log
     from perfsearch.workers.messages import TOKEN_VARIABLE, standing_file
     from perfsearch.workers.processes import watch_controller
-    from perfsearch.workers.rank import switch_log
 
     me = Rank(Request.read(path), rank)
     switch_log(me.request.log_directory, rank)
