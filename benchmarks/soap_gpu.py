@@ -39,8 +39,7 @@ from _store import Store
 from perfsearch.runners.soap import report
 from perfsearch.runners.soap.runner import Soap
 from perfsearch.soap import formats
-from perfsearch.soap.executor.execute import OperatorTime
-from perfsearch.soap.plan import OperatorConfiguration, Plan, data_parallel
+from perfsearch.soap.plan import OperatorConfiguration, OperatorTime, Plan, data_parallel
 
 ROUNDS = 5
 DRAWN = 6

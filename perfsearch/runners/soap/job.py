@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perfsearch.config.options import show
 from perfsearch.core.errors import BadInputError
@@ -22,9 +22,11 @@ from perfsearch.soap.graph import Graph, Role
 from perfsearch.soap.plan import Plan, PlanError, data_parallel
 from perfsearch.soap.simulator import machine as costs
 from perfsearch.soap.simulator.machine import CostTable, Machine, ShardCost
-from perfsearch.soap.simulator.problem import CostOf
-from perfsearch.soap.simulator.simulator import Simulator
 from perfsearch.workloads.spec import AUTO, TRAITS, WorkloadSpec
+
+if TYPE_CHECKING:  # these need the extra ``soap``
+    from perfsearch.soap.simulator.problem import CostOf
+    from perfsearch.soap.simulator.simulator import Simulator
 
 
 class Job:
@@ -127,6 +129,8 @@ class Job:
         return self.simulator
 
     def _simulator(self, machine: Machine) -> Simulator:
+        from perfsearch.soap.simulator.simulator import Simulator
+
         if self.replays:
             machine = replace(machine, transfer_host_us=0.0, sync_host_us=0.0)
         return Simulator(

@@ -19,13 +19,12 @@ from perfsearch.core.narrow import SEARCH, KnobError, narrow
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Status, Trial
 from perfsearch.soap import formats
-from perfsearch.soap.executor.execute import OperatorTime
 from perfsearch.soap.graph import Graph, Operator
-from perfsearch.soap.plan import OperatorConfiguration, Plan, PlanError, validate_plan
-from perfsearch.soap.simulator.problem import Problem
-from perfsearch.soap.simulator.simulator import busy_lines, chrome_trace
+from perfsearch.soap.plan import OperatorConfiguration, OperatorTime, Plan, PlanError, validate_plan
+from perfsearch.soap.simulator.timeline import busy_lines, chrome_trace
 
 if TYPE_CHECKING:
+    from perfsearch.soap.simulator.problem import Problem
     from perfsearch.soap.simulator.simulator import Estimate, Found, Simulator
 
 

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+# Their rules register themselves.
+import perfsearch.soap.rules.norm
+import perfsearch.soap.rules.shape
+import perfsearch.soap.rules.window  # noqa: F401
 from perfsearch.soap.capture.lower import (
     RULES,
     TAKE_PARAMETERS,

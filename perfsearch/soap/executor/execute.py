@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,14 @@ from perfsearch.soap.executor.passes import (
     tables_of,
 )
 from perfsearch.soap.graph import Rectangle
-from perfsearch.soap.plan import Plan, PlanError, parameters, share, validate_plan
+from perfsearch.soap.plan import (
+    OperatorTime,
+    Plan,
+    PlanError,
+    parameters,
+    share,
+    validate_plan,
+)
 from perfsearch.soap.rules.base import sizes
 from perfsearch.workloads.base import OptimizerFactory
 
@@ -181,7 +187,6 @@ class Execution:
 
 # -----------------------------------------------------------------------------
 # A step as CUDA graphs: its hundreds of launches become three.
-
 Phase = Callable[[], None]
 
 
@@ -260,7 +265,6 @@ class Recording:
 
 # -----------------------------------------------------------------------------
 # The user's optimizer on pieces of tensors: only where that is the same as on the whole.
-
 _BY_ELEMENT = frozenset(
     {
         "ASGD",
@@ -373,7 +377,6 @@ def make_capturable(optimizer: torch.optim.Optimizer | None) -> bool:
 
 # -----------------------------------------------------------------------------
 # Some further steps of an execution, to time each operator in them.
-
 STEPS = 4
 """Steps that are run; the first is not counted: what was replayed so far is launched there."""
 
@@ -409,38 +412,3 @@ def time_operators(
         name: OperatorTime(*(round(float(usual[place, column]), 6) for column in Column))
         for place, name in enumerate(execution.operators)
     }
-
-
-# -----------------------------------------------------------------------------
-# What one operator takes of a step: as it was simulated, or as it was measured.
-
-
-@dataclass(frozen=True)
-class OperatorTime:
-    """Milliseconds of a step, each the slowest device's.
-
-    Attributes:
-        forward_ms: of its own forward pass.
-        backward_ms: of its own backward pass.
-        communication_ms: of moving what it reads, and the gradients of that, packing included, and
-            of summing the gradients of the parameters that are accounted for with it.
-
-    """
-
-    forward_ms: float = 0.0
-    backward_ms: float = 0.0
-    communication_ms: float = 0.0
-
-    @property
-    def whole_ms(self) -> float:
-        """All three; what is overlapped in a step counts as if it were not."""
-        return self.forward_ms + self.backward_ms + self.communication_ms
-
-    def to_json(self) -> dict[str, float]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, float]) -> OperatorTime:
-        """Rebuild it from ``to_json``."""
-        return cls(**record)

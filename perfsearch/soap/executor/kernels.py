@@ -92,7 +92,6 @@ def prepare(operator: Operator, part: Rectangle, surroundings: Surroundings) -> 
     Its inputs hold exactly ``rules.input_rectangle``, its parameters ``parameter_rectangles``.
     That of a loss gives a scalar: the part's share of the sum.
     """
-    _load()
     rectangles = stage_rectangles(operator, part)
     needs = tuple(input_rectangle(operator, i, part) for i in range(len(operator.inputs)))
     functions = []
@@ -135,10 +134,6 @@ def _in_precision(function: Function, name: str) -> Function:
         return function([cast(tensor) for tensor in inputs], lowered)
 
     return run
-
-
-def _load() -> None:
-    """Kernels register themselves when they are imported."""
 
 
 # -----------------------------------------------------------------------------

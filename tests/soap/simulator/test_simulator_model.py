@@ -25,7 +25,8 @@ from perfsearch.soap.plan import data_parallel, part_rectangles
 from perfsearch.soap.simulator.chain import ChainOptions
 from perfsearch.soap.simulator.machine import Shard, at_size, shards_of
 from perfsearch.soap.simulator.problem import bucket_bytes, sync_us
-from perfsearch.soap.simulator.simulator import Simulator, busy_lines, chrome_trace
+from perfsearch.soap.simulator.simulator import Simulator
+from perfsearch.soap.simulator.timeline import busy_lines, chrome_trace
 
 X = batch_input("x", (8, 16))
 FIRST = linear("first", X, 32)
