@@ -100,7 +100,7 @@ class Job:
     def calibrate(self, trials: Sequence[Trial], directory: Path) -> None:
         """Let the measured baseline say what steps and tasks take beside what was timed.
 
-        The result is kept with the search's tables, so that it can be walked again without it.
+        The result is kept with the search's tables, so that the chain can be run again without it.
 
         Args:
             trials: of the search; without a baseline that ran nothing is done.
@@ -120,8 +120,8 @@ class Job:
         self.simulator = self._simulator(machine)
 
     @property
-    def walked(self) -> Simulator:
-        """What a search walks in: where hosts that replay decide, all plans are equal to them, so
+    def chain_simulator(self) -> Simulator:
+        """What a chain runs in: where hosts that replay decide, all plans are equal to them, so
         that it goes by the devices alone.
         """
         if self.replays and self.inputs.machine.host_us > 0:

@@ -47,7 +47,7 @@ def import_plan(path: Path, graph: Graph, devices: int) -> Plan:
     return formats.parse_plan(text, graph, devices)
 
 
-def walk_line(found: Found, host_us: float = 0.0) -> str:
+def chain_line(found: Found, host_us: float = 0.0) -> str:
     """How a search in the simulator went; ``host_us`` is the least that a step takes anyway."""
     best = f", best {1e3 * found.plans[0][0]:.4g} ms" if found.plans else ", none fits"
     if found.plans and host_us > 1e6 * found.plans[0][0]:
@@ -81,7 +81,7 @@ def found_lines(simulator: Simulator, found: Found, start: Plan) -> list[str]:
         f"iter({n}) cur({1e3 * current:.4g}) next({1e3 * proposed:.4g}) best({1e3 * best:.4g})"
         for n, current, proposed, best in found.series[:: max(1, len(found.series) // 20)]
     ]
-    lines.append(walk_line(found))
+    lines.append(chain_line(found))
     if not found.plans:
         return [*lines, nothing_fits(simulator, start)]
     before = simulator.estimate(start).seconds
@@ -153,7 +153,7 @@ def compare(
 
 
 def accuracy_lines(compared: Sequence[Compared]) -> list[str]:
-    """How well the simulator foretold what was measured, the baseline aside.
+    """How well the simulator predicted what was measured, the baseline aside.
 
     Its step is what the machine was fitted to.
     """
@@ -189,7 +189,7 @@ def write_csv(compared: Sequence[Compared], path: Path) -> None:
 
 
 # -----------------------------------------------------------------------------
-# How well the simulator foretold single operators: a row a strategy and operator.
+# How well the simulator predicted single operators: a row a strategy and operator.
 
 HEADER = (
     "trials",
@@ -467,7 +467,7 @@ def neighbours(graph: Graph, searched: Collection[str]) -> dict[str, tuple[str, 
 
 
 # -----------------------------------------------------------------------------
-# Files of a strategy that was found, and how well the simulator foretold what was executed.
+# Files of a strategy that was found, and how well the simulator predicted what was executed.
 
 
 def write_strategy(

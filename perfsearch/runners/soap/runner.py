@@ -12,7 +12,7 @@ from perfsearch.config.options import build_options
 from perfsearch.core import hardware
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
-from perfsearch.core.hints import PROPAGATION, Hints, Prediction, Walk, WalkRequest
+from perfsearch.core.hints import PROPAGATION, ChainRequest, ChainResult, Hints, Prediction
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Status, Trial
@@ -179,14 +179,14 @@ class Soap(Runner):
         return self.hardware.device_set
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
-        """Predicted times and peaks, the memory of a device, and a walk in the simulator."""
+        """Predicted times and peaks, the memory of a device, and MCMC in the simulator."""
         self._trials = trials
         return Hints(
             baseline=dict(self.baseline),
             memory_limit_gib=self.inputs.machine.memory_gib,
             predict=lambda configuration: self.predict(configuration, trials),
             start=self.job.start,
-            walk=self._walk,
+            run_chain=self._run_chain,
             neighbours=report.neighbours(self.inputs.graph, self.baseline),
         )
 
@@ -209,15 +209,15 @@ class Soap(Runner):
             f"{report.size(self.inputs.machine.memory_gib)}"
         )
 
-    def _walk(self, request: WalkRequest) -> Walk:
+    def _run_chain(self, request: ChainRequest) -> ChainResult:
         self.job.calibrate(self._trials, self._environment.run_dir / "soap")
-        found = walk_chain(self.job.walked, self.plan(request.start), request)
+        found = run_chain(self.job.chain_simulator, self.plan(request.start), request)
         points = [self.job.searched_of(plan) for _, plan in found.plans] or [dict(request.start)]
-        line = report.walk_line(found, self.inputs.machine.host_us * self.job.replays)
+        line = report.chain_line(found, self.inputs.machine.host_us * self.job.replays)
         lines = [self.job.coverage.line(), line]
         if not found.plans:
             lines.append(report.nothing_fits(self.simulator, self.plan(request.start)))
-        return Walk(points, found.series, "\n".join(lines))
+        return ChainResult(points, found.series, "\n".join(lines))
 
     def simulate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
@@ -238,8 +238,8 @@ class Soap(Runner):
         options = settings.strategy.options
         start = self.job.first_plan
         how = [options.get(name) for name in ("alpha", "return_every", "propagation")]
-        request = WalkRequest({}, options.get("proposals"), settings.seed, *how)
-        found = walk_chain(self.job.walked, start, request)
+        request = ChainRequest({}, options.get("proposals"), settings.seed, *how)
+        found = run_chain(self.job.chain_simulator, start, request)
         if settings.strategy.name not in ("mcmc", "auto"):
             note(f"searched by a Markov chain: strategy={settings.strategy.name} needs trials")
         for line in report.found_lines(self.simulator, found, start):
@@ -251,7 +251,7 @@ class Soap(Runner):
         return 0 if found.plans else 1
 
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
-        """The strategy as FlexFlow prints it, and how well the simulator foretold the trials."""
+        """The strategy as FlexFlow prints it, and how well the simulator predicted the trials."""
         self.job.calibrate(trials, self._environment.run_dir / "soap")
         lines = formats.plan_table(self.inputs.graph, self.plan(configuration))
         own = [t for t in trials if key_of(t.configuration) == key_of(configuration)]
@@ -293,7 +293,7 @@ class Soap(Runner):
 
 
 # -----------------------------------------------------------------------------
-# How a chain walks in the simulator, where the user leaves that to the runner.
+# A chain in the simulator, where the user leaves its options to the runner.
 
 PROPOSALS = 200_000
 ALPHA = 1.0
@@ -301,8 +301,8 @@ RETURNS = 100
 """Times that a chain goes back to its best plan, unless it is told when to."""
 
 
-def walk_chain(simulator: Simulator, start: Plan, request: WalkRequest) -> Found:
-    """Walk from ``start``; what ``request`` leaves open is as was found best."""
+def run_chain(simulator: Simulator, start: Plan, request: ChainRequest) -> Found:
+    """Run a chain from ``start``; what ``request`` leaves open is as was found best."""
     from perfsearch.soap.simulator.chain import ChainOptions
 
     proposals = PROPOSALS if request.proposals is None else request.proposals

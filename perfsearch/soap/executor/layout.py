@@ -23,7 +23,7 @@ from perfsearch.soap.executor.exchange import (
 )
 from perfsearch.soap.executor.kernels import Function, Surroundings, prepare, whole_mask
 from perfsearch.soap.graph import INPUT, Graph, Operator, Rectangle, Stage, volume, within
-from perfsearch.soap.parts import partial_sum_partners
+from perfsearch.soap.parts import reduction_partners
 from perfsearch.soap.plan import (
     Cell,
     Plan,
@@ -564,7 +564,7 @@ def sharing(operator: Operator, plan: Plan) -> dict[int, Devices]:
     """By device, the devices whose sums its part needs, itself included; see ``partners``."""
     configuration = plan[operator.name]
     devices = configuration.devices
-    places = partial_sum_partners(operator, part_rectangles(operator, configuration))
+    places = reduction_partners(operator, part_rectangles(operator, configuration))
     return {
         device: tuple(sorted(devices[place] for place in mine))
         for device, mine in zip(devices, places, strict=False)

@@ -1,6 +1,6 @@
 """Forward and backward pass of one rank.
 
-The backward pass is a walk over the operators in reverse, the same on all ranks, rather than one
+The backward pass goes over the operators in reverse, in one order on all ranks, rather than by one
 call of autograd: a rank that only has a source of a value then needs no graph of its own, and
 communication has one order everywhere.
 """

@@ -22,7 +22,7 @@ from perfsearch.soap.parts import (
     class_key,
     degrees_of,
     gradients,
-    layout,
+    layout_of,
     owned_keys,
     shares_statistics,
 )
@@ -31,7 +31,7 @@ from perfsearch.soap.rules.base import signature
 SCHEMA = 1
 
 KINDS = ("exchange", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce")
-"""In the order of the numbers in ``tables``. The size of an exchange is the larger of what a device
+"""In the order of the numbers in ``memory``. The size of an exchange is the larger of what a device
 sends and receives, and its members are the peers; of an all-gather and a reduce-scatter it is the
 whole tensor; of an all-to-all what a device holds; of the others what each device holds."""
 
@@ -478,7 +478,7 @@ def shards_of(
         classes.add(kind)
         wanted = gradients(graph, operator)
         for degrees in degrees_of(operator, devices, roles):
-            for part in layout(operator, degrees, owned[operator.name], 0.0).parts:
+            for part in layout_of(operator, degrees, owned[operator.name], 0.0).parts:
                 shard = Shard(operator, part, wanted)
                 if shard.key not in seen:
                     seen.add(shard.key)
