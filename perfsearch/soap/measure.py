@@ -1,4 +1,4 @@
-"""Times transfers between the devices of a process group, and the optimizer's step."""
+"""Measures the machine (transfers, the optimizer's step) and the parts of operators."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def _optimizer(
 
 
 # -----------------------------------------------------------------------------
-# Times parts of operators on the device that they will run on.
+# Parts of operators, on the device that they will run on.
 
 _PART_SLEEP_CYCLES = 10_000_000
 """GPU cycles, several milliseconds, in which the host launches what is timed."""

@@ -493,7 +493,7 @@ def write_strategy(
     write_timeline(simulator, plan, timeline)
     written.append(timeline)
     with contextlib.suppress(formats.NotRegular):  # one mesh only
-        code = formats.render(graph, plan, devices)
+        code = formats.dump_dtensor(graph, plan, devices)
         (directory / "dtensor_plan.py").write_text(code)
         written.append(directory / "dtensor_plan.py")
     return written
