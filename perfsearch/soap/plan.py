@@ -232,7 +232,7 @@ def _computable(operator: Operator, need: Rectangle) -> Rectangle:
 
 
 @dataclass(frozen=True)
-class Use:
+class ParameterRead:
     """One operator's reading of a parameter on one device."""
 
     operator: str
@@ -246,12 +246,12 @@ class Tile:
 
     Attributes:
         rectangle: stored.
-        uses: by operators, in topological order.
+        reads: by operators, in topological order.
 
     """
 
     rectangle: Rectangle
-    uses: tuple[Use, ...]
+    reads: tuple[ParameterRead, ...]
 
 
 @dataclass(frozen=True)
@@ -292,19 +292,21 @@ def tiles(graph: Graph, mine: Mapping[str, Rectangle]) -> dict[str, Tile]:
         mine: the device's entry of ``placements``.
 
     """
-    uses: dict[str, list[Use]] = {}
+    found: dict[str, list[ParameterRead]] = {}
     for operator in graph.operators:
         rectangle = mine.get(operator.name)
         if rectangle is not None and operator.parameters:
-            _note(operator, rectangle, uses)
-    return {key: Tile(hull(u.rectangle for u in each), tuple(each)) for key, each in uses.items()}
+            _add_reads(operator, rectangle, found)
+    return {key: Tile(hull(r.rectangle for r in each), tuple(each)) for key, each in found.items()}
 
 
-def _note(operator: Operator, rectangle: Rectangle, uses: dict[str, list[Use]]) -> None:
-    reads = parameter_rectangles(operator, rectangle)
+def _add_reads(
+    operator: Operator, rectangle: Rectangle, found: dict[str, list[ParameterRead]]
+) -> None:
+    rectangles = parameter_rectangles(operator, rectangle)
     for parameter in operator.parameters:
-        use = Use(operator.name, parameter.name, reads[parameter.name])
-        uses.setdefault(parameter.key, []).append(use)
+        read = ParameterRead(operator.name, parameter.name, rectangles[parameter.name])
+        found.setdefault(parameter.key, []).append(read)
 
 
 def cells(key: str, stored: Mapping[int, Rectangle]) -> list[Cell]:

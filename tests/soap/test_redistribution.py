@@ -11,7 +11,7 @@ from support.soap_ranks import random_plan
 
 from perfsearch.soap.capture.capture import capture
 from perfsearch.soap.executor.exchange import Gatherer, Scatterer
-from perfsearch.soap.executor.layout import buckets
+from perfsearch.soap.executor.rank_plan import buckets
 from perfsearch.soap.graph import holds, volume
 from perfsearch.soap.plan import (
     Pattern,
