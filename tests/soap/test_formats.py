@@ -7,8 +7,7 @@ from support.soap_graphs import cost_of, machine, on, random_graph, random_plan
 
 from perfsearch.runners.soap import report
 from perfsearch.soap import formats
-from perfsearch.soap import graph as graph_file
-from perfsearch.soap.graph import Graph
+from perfsearch.soap.graph import Graph, dump_graph, parse_graph
 from perfsearch.soap.parts import gradients
 from perfsearch.soap.plan import OperatorConfiguration, PlanError, data_parallel
 from perfsearch.soap.simulator.machine import (
@@ -147,7 +146,7 @@ def test_flexflows_text_that_is_no_plan_is_refused():
 
 
 def test_a_graph_is_read_as_it_was_written_and_its_costs_are_found_again():
-    again = graph_file.parse_graph(graph_file.dump_graph(GRAPH))
+    again = parse_graph(dump_graph(GRAPH))
     assert [o.name for o in again.operators] == [o.name for o in GRAPH.operators]
     assert again.edges == GRAPH.edges
     assert again.inputs == GRAPH.inputs

@@ -356,7 +356,7 @@ def plan_to_knob(configuration: OperatorConfiguration) -> str:
 
 
 def plan_of_knob(value: Value) -> OperatorConfiguration:
-    """What ``written`` wrote.
+    """What ``plan_to_knob`` wrote.
 
     Raises:
         ValueError: it is of another form.

@@ -19,10 +19,17 @@ from perfsearch.core.trial import Status, Trial
 from perfsearch.runners.base import Outcome, Runner, environment_of
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.ddp import runner
-from perfsearch.runners.soap import job as _soap_given
-from perfsearch.runners.soap import job as _soap_tables
 from perfsearch.runners.soap import report
-from perfsearch.runners.soap.job import Identity, SoapOptions
+from perfsearch.runners.soap.job import (
+    InputTables,
+    Job,
+    JobKey,
+    SoapOptions,
+    describe_tables,
+    measured_tables,
+    read_tables,
+    workload_of_tables,
+)
 from perfsearch.soap import formats
 from perfsearch.soap.plan import Plan
 from perfsearch.workers import processes
@@ -32,7 +39,6 @@ from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
-    from perfsearch.runners.soap.job import Job
     from perfsearch.soap.simulator.simulator import Found, Simulator
 
 
@@ -83,16 +89,16 @@ class Soap(Runner):
         self._metric = metric
         self.hardware = detect_hardware(options.device, environment)
         self.devices = self.hardware.world_size
-        self._given = None
+        self._tables = None
         if options.tables is None:
             self.workload = workload.resolve(
                 self.hardware.device, self.hardware.memory_gib, self.devices
             )
         else:
-            self._given = _soap_tables.read_tables(Path(options.tables))
-            self.devices = self._given.machine.devices
-            self.workload = _soap_given.workload_of_tables(
-                self._given, options.tables, workload, self.hardware, environment.nproc, planning
+            self._tables = read_tables(Path(options.tables))
+            self.devices = self._tables.machine.devices
+            self.workload = workload_of_tables(
+                self._tables, options.tables, workload, self.hardware, environment.nproc, planning
             )
         self.space = Space([])
         self.baseline: dict[str, Value] = {}
@@ -108,7 +114,7 @@ class Soap(Runner):
         return self._job
 
     @property
-    def inputs(self) -> _soap_tables.Inputs:
+    def inputs(self) -> InputTables:
         """Graph, machine and costs; known after ``open``."""
         return self.job.inputs
 
@@ -132,20 +138,18 @@ class Soap(Runner):
             BadInputError: the job cannot be captured, or a file does not fit it.
 
         """
-        from perfsearch.runners.soap.job import Job
-
-        if self._given is not None:
-            inputs = self._given
+        if self._tables is not None:
+            inputs = self._tables
             inputs.write(directory)
         else:
             cache = self.options.cache or "~/.cache/perfsearch/soap"
-            inputs = _soap_tables.measured_tables(
+            inputs = measured_tables(
                 directory,
                 Path(cache).expanduser(),
                 self.hardware.device_name,
                 hardware.torch_version(),
                 self.devices,
-                Identity.of(self.workload),
+                JobKey.of(self.workload),
                 self._profile,
             )
         self._job = Job(inputs, self.options, self.devices)
@@ -222,7 +226,7 @@ class Soap(Runner):
     def simulate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
         self.prepare(self._environment.run_dir / "soap")
-        note(_soap_given.describe_tables(self.inputs, self.options.tables))
+        note(describe_tables(self.inputs, self.options.tables))
         plan = self.job.first_plan
         for line in report.simulation(self.simulator, plan):
             note(line)
@@ -234,7 +238,7 @@ class Soap(Runner):
     def estimate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Search in the simulator alone, and print what was found (``mode=estimate``)."""
         self.prepare(self._environment.run_dir / "soap")
-        note(_soap_given.describe_tables(self.inputs, self.options.tables))
+        note(describe_tables(self.inputs, self.options.tables))
         options = settings.strategy.options
         start = self.job.first_plan
         how = [options.get(name) for name in ("alpha", "return_every", "propagation")]

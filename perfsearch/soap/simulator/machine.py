@@ -459,7 +459,7 @@ class CostTable:
             raise CostError(f"{path}: not a table of costs: {error}") from error
 
 
-def file_of(directory: Path, device: str, torch: str) -> Path:
+def cost_file(directory: Path, device: str, torch: str) -> Path:
     """Where the costs of a kind of device are kept."""
     name = re.sub(r"[^A-Za-z0-9.+-]+", "-", f"costs-{device}-torch-{torch}")
     return directory / f"{name}.json"
