@@ -68,11 +68,11 @@ def test_an_operator_twice_is_refused():
 
 def test_only_operators_of_plans_are_named_as_near_ones():
     text = formats.dump_plan(GRAPH, data_parallel(GRAPH, range(2)), 2)
-    given = next(iter(GRAPH.inputs))
+    input_name = next(iter(GRAPH.inputs))
     with pytest.raises(PlanError) as error:
-        formats.parse_plan(text + f"  {given}: {{degrees: [1], devices: [0]}}\n", GRAPH)
-    assert f"operator {given}" in str(error.value)
-    assert given not in str(error.value).partition("planned")[2]
+        formats.parse_plan(text + f"  {input_name}: {{degrees: [1], devices: [0]}}\n", GRAPH)
+    assert f"operator {input_name}" in str(error.value)
+    assert input_name not in str(error.value).partition("planned")[2]
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):

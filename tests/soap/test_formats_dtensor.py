@@ -20,7 +20,7 @@ def mixed(graph):
     }
 
 
-def test_layouts_follow_the_rules(graph):
+def test_shardings_follow_the_rules(graph):
     found = module_shardings(graph, mixed(graph), 2)
     assert (found["2"].input, found["2"].output) == (None, 1)
     assert dict(found["2"].parameters) == {"weight": 0, "bias": 0}
