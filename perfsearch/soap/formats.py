@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from perfsearch.core.errors import nearest
@@ -19,6 +20,22 @@ from perfsearch.soap.plan import (
 from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles, stage_rectangles
 
 SCHEMA = 1
+
+
+def read_plan(path: Path, graph: Graph, devices: int) -> Plan:
+    """Read a strategy, ours or FlexFlow's.
+
+    Raises:
+        PlanError: it is neither, or does not fit; the operator is named.
+
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot be read as text: {error}") from error
+    if is_flexflow(text):
+        return parse_flexflow(text, graph, devices)
+    return parse_plan(text, graph, devices)
 
 
 def dump_plan(graph: Graph, plan: Plan, device_count: int) -> str:

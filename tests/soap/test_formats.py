@@ -5,7 +5,6 @@ import pytest
 import yaml
 from support.soap_graphs import cost_of, machine, on, random_graph, random_plan
 
-from perfsearch.runners.soap import report
 from perfsearch.soap import formats
 from perfsearch.soap.graph import Graph, dump_graph, parse_graph
 from perfsearch.soap.parts import gradients
@@ -78,7 +77,7 @@ def test_only_operators_of_plans_are_named_as_near_ones():
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "plan").write_bytes(b"schema: \xb7")
     with pytest.raises(PlanError, match="cannot be read as text"):
-        report.import_plan(tmp_path / "plan", GRAPH, 2)
+        formats.read_plan(tmp_path / "plan", GRAPH, 2)
 
 
 def test_the_table_is_flexflows():

@@ -15,7 +15,8 @@ from perfsearch.core.hardware import Hardware
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.option import option
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.runners.soap import report
+from perfsearch.runners.soap import space
+from perfsearch.soap import formats
 from perfsearch.soap.capture.capture import coverage
 from perfsearch.soap.graph import Graph, Role, dump_graph, parse_graph
 from perfsearch.soap.plan import Plan, PlanError, data_parallel
@@ -67,14 +68,14 @@ class Job:
         start = data_parallel(graph, range(devices))
         imported = self._imported()
         self._extra = (start,) if imported is None else (start, imported)
-        asked = report.by_operator(options.knobs)
-        self._allowed = report.allowed_configurations(graph, start, asked, devices)
+        asked = space.by_operator(options.knobs)
+        self._allowed = space.allowed_configurations(graph, start, asked, devices)
         self.simulator = self._simulator(self.inputs.machine)
-        self.searched, self.pinned = report.knobs(self.simulator.problem, start, asked)
+        self.searched, self.pinned = space.knobs(self.simulator.problem, start, asked)
         self.baseline: dict[str, Value] = {knob.name: knob.default for knob in self.searched}
         self.start: dict[str, Value] | None = None
         if imported is not None:
-            whole = report.configuration_of(imported)
+            whole = space.configuration_of(imported)
             self.start = {name: whole[name] for name in self.baseline}
 
     @property
@@ -84,11 +85,11 @@ class Job:
 
     def plan(self, configuration: Configuration) -> Plan:
         """The plan of a configuration of the space."""
-        return report.plan_of({**self.pinned, **configuration})
+        return space.plan_of({**self.pinned, **configuration})
 
     def searched_of(self, plan: Plan) -> dict[str, Value]:
         """The configuration of a plan; operators that are pinned are left out."""
-        whole = report.configuration_of(plan)
+        whole = space.configuration_of(plan)
         return {name: whole[name] for name in self.baseline}
 
     @property
@@ -146,7 +147,7 @@ class Job:
         if path is None:
             return None
         try:
-            return report.import_plan(Path(path), self.inputs.graph, self._devices)
+            return formats.read_plan(Path(path), self.inputs.graph, self._devices)
         except PlanError as error:
             raise BadInputError(f"runner.import_from={path}: {error}") from error
 

@@ -19,7 +19,7 @@ from perfsearch.core.trial import Status, Trial
 from perfsearch.runners.base import Outcome, Runner, environment_of
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.ddp import runner
-from perfsearch.runners.soap import report
+from perfsearch.runners.soap import report, space
 from perfsearch.runners.soap.job import (
     InputTables,
     Job,
@@ -191,7 +191,7 @@ class Soap(Runner):
             predict=lambda configuration: self.predict(configuration, trials),
             start=self.job.start,
             run_chain=self._run_chain,
-            neighbours=report.neighbours(self.inputs.graph, self.baseline),
+            neighbours=space.neighbours(self.inputs.graph, self.baseline),
         )
 
     def predict(self, configuration: Configuration, trials: Sequence[Trial]) -> Prediction:

@@ -14,7 +14,7 @@ from perfsearch.core.hints import ChainRequest
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.pipeline.search import build_runner
 from perfsearch.runners.base import Outcome
-from perfsearch.runners.soap import report
+from perfsearch.runners.soap import space
 from perfsearch.runners.soap.runner import run_chain
 from perfsearch.soap.plan import data_parallel
 from perfsearch.soap.simulator.simulator import Simulator
@@ -26,7 +26,7 @@ def test_the_baseline_is_data_parallel_and_each_operator_a_knob(opened):
     plan = runner.plan(runner.baseline)
     assert plan == data_parallel(runner.inputs.graph, range(DEVICES))
     for name, value in runner.baseline.items():
-        assert report.plan_to_knob(report.plan_of_knob(value)) == value
+        assert space.plan_to_knob(space.plan_of_knob(value)) == value
         assert value in runner.space.by_name[name].values
     assert runner.space.feasible(runner.baseline)
 
@@ -151,7 +151,7 @@ def test_pinned_operators_stay_and_lists_bound(tmp_path, tables, opened):
 
 def test_a_name_with_dots_comes_as_groups_from_the_command_line(opened):
     asked = {"blocks": {0: {"up": "1x1@0"}}, "blocks.0.down": ["1x1@1"], "leave": "search"}
-    assert report.by_operator(asked) == {
+    assert space.by_operator(asked) == {
         "blocks.0.up": "1x1@0", "blocks.0.down": ["1x1@1"], "leave": "search"
     }  # fmt: skip
     assert "top" in opened(knobs={"top": "search"}).space.by_name
