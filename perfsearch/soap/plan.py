@@ -396,12 +396,6 @@ class Redistribution:
         moved = [m for m in self.messages if m.source != m.destination]
         return tuple(sorted({d for m in moved for d in (m.source, m.destination)}))
 
-    @property
-    def moved_elements(self) -> int:
-        """Elements that change the device."""
-        moved = (m for m in self.messages if m.source != m.destination)
-        return sum(volume(m.rectangle) for m in moved)
-
 
 def messages(
     owned: Mapping[int, Rectangle], needed: Mapping[int, Rectangle]

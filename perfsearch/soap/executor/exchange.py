@@ -439,29 +439,7 @@ class _Way:
 
 
 # -----------------------------------------------------------------------------
-# Cutting a tensor into pieces for sending, and putting pieces together.
-
-
-class Scatterer:
-    """Copies pieces of a tensor side by side into one buffer.
-
-    Args:
-        held: what the tensor holds.
-        pieces: of it, in their order.
-
-    """
-
-    def __init__(self, held: Rectangle, pieces: Sequence[Rectangle]) -> None:
-        self._cuts = [within(piece, held) for piece in pieces]
-        self._whole = len(pieces) == 1 and pieces[0] == held
-
-    def flat(self, value: torch.Tensor) -> torch.Tensor:
-        """The buffer."""
-        if self._whole:
-            return value.reshape(-1).contiguous()
-        if not self._cuts:
-            return value.new_empty(0)
-        return torch.cat([value[cut].reshape(-1) for cut in self._cuts])
+# Putting pieces together.
 
 
 class Gatherer:

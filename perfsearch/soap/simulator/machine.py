@@ -135,14 +135,6 @@ class Machine:
         _check_curves("within", self.within, needed=self.devices > 1)
         _check_curves("across", self.across, needed=self.devices_per_node < self.devices)
 
-    def with_devices(self, devices: int) -> Machine:
-        """The same with fewer or more devices; curves are continued where they end."""
-        per_node = self.devices_per_node
-        if per_node == self.devices:
-            per_node = devices
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Machine(**{**values, "devices": devices, "devices_per_node": min(per_node, devices)})
-
     def write(self, path: Path) -> None:
         """Write it for people to read and edit, at once or not at all."""
         write_text(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
