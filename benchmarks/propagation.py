@@ -51,7 +51,7 @@ def best_after(problem: Problem, start: list[int], share: float, seed: int) -> l
     first = engine.start(start)
     found = []
     for mark in MARKS:
-        engine.walk(mark)
+        engine.run(mark)
         found.append(engine[at.BEST_COST] / first)
     return found
 

@@ -59,14 +59,14 @@ def engine_of(name: str, devices: int) -> tuple[Problem, Engine]:
 
 def walked(engine: Engine, seconds: float, repeats: int) -> tuple[float, float]:
     """Proposals a second of wall and of processor time."""
-    engine.walk(PROBE)
+    engine.run(PROBE)
     begin = time.perf_counter()
-    engine.walk(2 * PROBE)
+    engine.run(2 * PROBE)
     count = max(PROBE, int(PROBE * seconds / (time.perf_counter() - begin)))
     done, walls, cpus = 2 * PROBE, [], []
     for _ in range(repeats):
         wall, cpu = time.perf_counter(), time.process_time()
-        engine.walk(done + count)
+        engine.run(done + count)
         walls.append(count / (time.perf_counter() - wall))
         cpus.append(count / (time.process_time() - cpu))
         done += count

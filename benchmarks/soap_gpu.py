@@ -36,11 +36,10 @@ import _soap_report
 from _soap_bench import HERE, MODELS, Bench, visit, with_repository
 from _store import Store
 
-from perfsearch.runners.soap import report
+from perfsearch.runners.soap import space
 from perfsearch.runners.soap.runner import Soap
 from perfsearch.soap import formats
-from perfsearch.soap.executor.execute import OperatorTime
-from perfsearch.soap.plan import OperatorConfiguration, Plan, data_parallel
+from perfsearch.soap.plan import OperatorConfiguration, OperatorTime, Plan, data_parallel
 
 ROUNDS = 5
 DRAWN = 6
@@ -154,7 +153,7 @@ def _rows(bench: Bench, model: str, stack: ExitStack) -> dict[str, Row]:
     def plan_row(make: Callable[[Soap], Plan]) -> Row:
         def measure(turn: int) -> dict[str, Any]:
             soap = runner("soap", lambda: bench.soap(model))
-            return visit(soap, report.configuration_of(make(soap)), turn)
+            return visit(soap, space.configuration_of(make(soap)), turn)
 
         return measure
 
@@ -207,7 +206,7 @@ def drawn(bench: Bench) -> None:
                 changes = DRIFTS[number % len(DRIFTS)]
                 plan = runner.simulator.drift(start, changes, seed=number)
                 simulated = runner.simulator.estimate(plan)
-                kept = visit(runner, report.configuration_of(plan), number)
+                kept = visit(runner, space.configuration_of(plan), number)
                 operators = by_operator(runner, plan, kept.pop("operators", {}))
                 bench.store.add(
                     "drawn", f"{model}/{number}", model=model, changes=changes,

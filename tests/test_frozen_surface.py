@@ -15,7 +15,7 @@ import pytest
 from perfsearch.cli.view import View
 from perfsearch.config.options import plain_value
 from perfsearch.config.schema import Settings, validate
-from perfsearch.core.hints import Walk
+from perfsearch.core.hints import ChainResult
 from perfsearch.core.journal import EVENTS
 from perfsearch.pipeline.search import search, strategy_factory
 from perfsearch.runners.replay import Replay
@@ -49,12 +49,12 @@ class Cautious(Replay):
         return "too large" if configuration["bucket"] == 8 else None
 
 
-def walking(settings):
-    """Builds the strategy, which first walks a chain over simulated configurations."""
+def chaining(settings):
+    """Builds the strategy, which first runs a chain over simulated configurations."""
 
     def build(space, hints):
         strategy = strategy_factory(settings)(space, hints)
-        strategy.walks.append(Walk([], [(1, 0.3, 0.2, 0.1)], "walked"))
+        strategy.chain_results.append(ChainResult([], [(1, 0.3, 0.2, 0.1)], "chained"))
         return strategy
 
     return build
@@ -77,7 +77,7 @@ def run_dir(tmp_path_factory):
         }
     )
     with View(stream=(directory / "out.txt").open("w")) as view:
-        search(settings, Cautious.from_settings(settings), walking(settings), view)
+        search(settings, Cautious.from_settings(settings), chaining(settings), view)
     return directory / "run"
 
 

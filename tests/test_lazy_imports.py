@@ -14,6 +14,9 @@ CASES = {
     "perfsearch.cli.view": HEAVY | {"hydra", "omegaconf"},
     "perfsearch.pipeline.search": {"torch", "mlflow", "sklearn", "nevergrad", "hydra", "omegaconf"},
     "perfsearch.workers.rank": {"mlflow", "sklearn", "nevergrad", "hydra", "omegaconf", "rich"},
+    "perfsearch.runners.soap.runner": {"numba", "mlflow", "sklearn", "nevergrad", "optuna"},
+    "perfsearch.soap.recipe": {"numba", "mlflow", "sklearn", "nevergrad", "optuna"},
+    "perfsearch.soap.profile": {"numba", "mlflow", "sklearn", "nevergrad", "optuna"},
 }
 
 

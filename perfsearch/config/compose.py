@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from typing import Any
 
 from perfsearch.config.messages import FORCE, explain
@@ -172,14 +173,23 @@ def plain(config: Any, complete: bool = True) -> dict[str, Any]:
 def open_knobs(words: Sequence[str]) -> list[str]:
     """Let any name stand below ``runner.knobs`` where no file can hold them all.
 
-    Those of ``runner=soap`` are the model's operators, and ``workload=script`` has the script's
-    own; the runners refuse what there is not. Everywhere else a key must be in the option's file.
+    A runner whose file has ``knobs: {}`` learns their names from the model, and ``workload=script``
+    has the script's own; the runners refuse what there is not. Everywhere else a key must be in the
+    option's file.
 
     Args:
         words: of a command line, options among them.
 
     """
     chosen = {match[1]: match[2] for word in words if (match := _CHOICE.match(word))}
-    if chosen.get("runner") != "soap" and chosen.get("workload") != "script":
+    if not any(map(_KNOB.match, words)):
+        return list(words)
+    if chosen.get("workload") != "script" and not _learns_knobs(chosen.get("runner", "")):
         return list(words)
     return [f"{FORCE}{word}" if _KNOB.match(word) else word for word in words]
+
+
+def _learns_knobs(runner: str) -> bool:
+    """Whether the runner's file names no knobs."""
+    file = resources.files(CONFIG_MODULE) / "runner" / f"{runner}.yaml"
+    return file.is_file() and re.search(r"^knobs: \{\}", file.read_text(), re.MULTILINE) is not None

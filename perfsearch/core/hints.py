@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from perfsearch.core.knob import Configuration, Value
 
 PROPAGATION = 0.25
-"""Share of a walk's proposals that carry a value over to a neighbour, where nobody asks for
+"""Share of a Markov chain's proposals that carry a value over to a neighbour, where nobody asks for
 another; ``benchmarks/propagation.py`` found none better.
 """
 
@@ -22,8 +22,8 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """What a chain over simulated configurations came to.
+class ChainResult:
+    """What a Markov chain over simulated configurations came to.
 
     Attributes:
         points: the best distinct configurations seen, best first.
@@ -53,8 +53,8 @@ class Earlier:
 
 
 @dataclass(frozen=True)
-class WalkRequest:
-    """A chain that a runner is to walk by its own simulator.
+class ChainRequest:
+    """A Markov chain that a runner is to run on its own simulator.
 
     Attributes:
         start: configuration to begin with.
@@ -91,8 +91,8 @@ class Hints:
         memory_limit_gib: what fits on a device.
         predict: prediction for a configuration, given the trials told so far.
         start: configuration that the user wants a search to begin with; ``None``: the baseline.
-        walk: walks a Markov chain on the runner's own simulator, which is far faster than asking
-            for predictions one by one; ``None``: there is none.
+        run_chain: runs a Markov chain on the runner's own simulator, which is far faster than
+            asking for predictions one by one; ``None``: there is none.
         neighbours: knob name to the knobs beside it where the job is a graph: what one of them is
             set to is likely to suit the others.
         earlier: what an earlier search of a similar job found.
@@ -107,6 +107,6 @@ class Hints:
     memory_limit_gib: float | None = None
     predict: Callable[[Configuration], Prediction] = lambda configuration: Prediction()
     start: dict[str, Value] | None = None
-    walk: Callable[[WalkRequest], Walk] | None = None
+    run_chain: Callable[[ChainRequest], ChainResult] | None = None
     neighbours: dict[str, tuple[str, ...]] = field(default_factory=dict)
     earlier: Earlier | None = None

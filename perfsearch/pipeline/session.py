@@ -183,7 +183,7 @@ class Session:
     sampler: SystemSampler | None = None
     search_seconds: float = 0.0
     screened: int = 0
-    simulated: int = 0  # chains of the journal that a resumed strategy walks once more
+    simulated: int = 0  # chains of the journal that a resumed strategy runs once more
     consecutive_failures: int = 0
     recycle: bool = False
     rerun: list[tuple[dict[str, Value], int | None]] = field(default_factory=list)

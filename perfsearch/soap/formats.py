@@ -1,14 +1,11 @@
-"""A plan that is one mesh with regular shards, as Python for torch's DTensor.
-
-DTensor moves nothing, and says nothing, between different meshes, so that only plans whose every
-operator is split in as many equal parts as there are devices, in their order, are written.
-"""
+"""File formats of a plan: our YAML, FlexFlow's text files, and Python for torch's DTensor."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from perfsearch.core.errors import nearest
@@ -22,194 +19,23 @@ from perfsearch.soap.plan import (
 )
 from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles, stage_rectangles
 
-
-class NotRegular(ValueError):
-    """The plan cannot be written for DTensor; the message names the operator."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a module's tensors are split: a dimension, or ``None`` for a copy on each device."""
-
-    input: int | None
-    output: int | None
-    parameters: tuple[tuple[str, int | None], ...]
-
-
-def layouts(graph: Graph, plan: Plan, device_count: int) -> dict[str, Layout]:
-    """Layout of each module that has parameters, by its name in the model.
-
-    Raises:
-        NotRegular: an operator is not split over all devices in equal parts.
-
-    """
-    found: dict[str, Layout] = {}
-    placed: dict[str, tuple[str, int | None]] = {}
-    for operator in graph.planned:
-        part = _first_part(operator, plan[operator.name], device_count)
-        if not operator.parameters:
-            continue
-        layout = _layout(operator, part, device_count)
-        for parameter, (name, dim) in zip(operator.parameters, layout.parameters, strict=True):
-            module, _, attribute = parameter.key.rpartition(".")
-            before = placed.setdefault(parameter.key, (operator.name, dim))
-            if before[1] != dim:
-                raise NotRegular(
-                    f"operator {operator.name}: splits {parameter.key} otherwise than "
-                    f"{before[0]}, which has the same"
-                )
-            if attribute != name or found.get(module, layout) != layout:
-                raise NotRegular(
-                    f"operator {operator.name}: {parameter.key} is used apart from a module's "
-                    "own forward pass"
-                )
-            found[module] = layout
-    return found
-
-
-def _first_part(
-    operator: Operator, configuration: OperatorConfiguration, device_count: int
-) -> Rectangle:
-    divided = [d for d, degree in enumerate(configuration.degrees) if degree > 1]
-    regular = (
-        configuration.devices == tuple(range(device_count))
-        and len(divided) == 1
-        and operator.shape[divided[0]] % device_count == 0
-    )
-    if device_count > 1 and not regular:
-        raise NotRegular(
-            f"operator {operator.name}: degrees {list(configuration.degrees)} on devices "
-            f"{list(configuration.devices)}; DTensor has one mesh, so one dimension in "
-            f"{device_count} equal parts on devices 0 to {device_count - 1} is needed"
-        )
-    return part_rectangles(operator, configuration)[0]
-
-
-def _layout(operator: Operator, part: Rectangle, device_count: int) -> Layout:
-    head = stage_rectangles(operator, part)[0]
-    reads = parameter_rectangles(operator, part)
-    need = input_rectangle(operator, 0, part)
-    if need is None or len(operator.inputs) != 1:
-        raise NotRegular(f"operator {operator.name}: it does not have one input")
-
-    def divided(rectangle: Rectangle, shape: Shape) -> int | None:
-        dims = [d for d, span in enumerate(rectangle) if span != (0, shape[d])]
-        if any(shape[d] != device_count * (rectangle[d][1] - rectangle[d][0]) for d in dims):
-            raise NotRegular(f"operator {operator.name}: parts overlap, as those of windows do")
-        if len(dims) > 1:
-            raise NotRegular(f"operator {operator.name}: more than one dimension is split")
-        return dims[0] if dims else None
-
-    output = divided(head, operator.stages[0].shape)
-    blocks = operator.attributes.get("blocks", 0)
-    if blocks and output is not None and output > len(head) - blocks:
-        raise NotRegular(f"operator {operator.name}: rows of its weight are split in blocks")
-    return Layout(
-        input=divided(need, operator.input_shapes[0]),
-        output=output,
-        parameters=tuple(
-            (parameter.name, divided(reads[parameter.name], parameter.shape))
-            for parameter in operator.parameters
-        ),
-    )
-
-
-def render(graph: Graph, plan: Plan, device_count: int) -> str:
-    """A Python module that splits the model as the plan has it.
-
-    Raises:
-        NotRegular: the plan cannot be written for DTensor.
-
-    """
-    lines = [
-        f"    {name!r}: ({_placement(layout.input)}, {_placement(layout.output)}, "
-        f"{{{', '.join(f'{n!r}: {_placement(d)}' for n, d in layout.parameters)}}}),"
-        for name, layout in layouts(graph, plan, device_count).items()
-    ]
-    return _TEMPLATE.replace("@PLAN@", "\n".join(lines)).replace("@DEVICES@", str(device_count))
-
-
-def _placement(dim: int | None) -> str:
-    return "Replicate()" if dim is None else f"Shard({dim})"
-
-
-_TEMPLATE = '''"""The strategy for torch's DTensor: parallelize(model), then give it DTensors.
-
-    mesh = parallelize(model, "cuda")
-    inputs = DTensor.from_local(share_of_this_rank, mesh, [Shard(0)])
-    loss = loss_function(model(inputs), targets_of_the_whole_batch)
-
-Modules without an entry follow their inputs. The model's outputs are gathered and plain tensors:
-DTensor's gradient of a mean over shards is too large by the number of devices (torch 2.13).
-Dropout draws other masks than one device would.
-"""
-
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_map_only
-
-DEVICES = @DEVICES@
-
-# by module: of its input, of its output, of its parameters
-PLAN = {
-@PLAN@
-}
-
-
-def parallelize(model, device_type):
-    """Split the model's parameters; return the mesh."""
-    mesh = init_device_mesh(device_type, (DEVICES,))
-    made = {}  # tied parameters stay tied
-
-    def split(parameter, placement):
-        if id(parameter) not in made:
-            shard = distribute_tensor(parameter.data, mesh, [placement])
-            made[id(parameter)] = torch.nn.Parameter(shard, parameter.requires_grad)
-        return made[id(parameter)]
-
-    def move(value, placement):
-        if not isinstance(value, DTensor):
-            return value
-        if value.device_mesh != mesh:
-            raise ValueError("a tensor of another mesh: DTensor would not move it")
-        return value.redistribute(mesh, [placement])
-
-    def gather(value):
-        if any(placement.is_partial() for placement in value.placements):
-            raise ValueError(
-                "the model reduces over shards, as to a loss, and the gradient of that would be "
-                "too large; let it return what the loss is computed from"
-            )
-        return value.full_tensor()
-
-    for name, (before, after, parameters) in PLAN.items():
-        module = model.get_submodule(name)
-        for key, placement in parameters.items():
-            setattr(module, key, split(getattr(module, key), placement))
-        module.register_forward_pre_hook(
-            lambda module, inputs, before=before: (move(inputs[0], before), *inputs[1:])
-        )
-        module.register_forward_hook(
-            lambda module, inputs, output, after=after: move(output, after)
-        )
-    model.register_forward_hook(
-        lambda module, inputs, output: tree_map_only(DTensor, gather, output)
-    )
-    for module in model.modules():
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(parameter, DTensor):
-                setattr(module, key, split(parameter, Replicate()))
-        for key, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, key, distribute_tensor(buffer, mesh, [Replicate()]))
-    return mesh
-'''
-
-
-# -----------------------------------------------------------------------------
-# A strategy as a readable YAML file: how each operator, by name, is split and placed.
-
 SCHEMA = 1
+
+
+def read_plan(path: Path, graph: Graph, devices: int) -> Plan:
+    """Read a strategy, ours or FlexFlow's.
+
+    Raises:
+        PlanError: it is neither, or does not fit; the operator is named.
+
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot be read as text: {error}") from error
+    if is_flexflow(text):
+        return parse_flexflow(text, graph, devices)
+    return parse_plan(text, graph, devices)
 
 
 def dump_plan(graph: Graph, plan: Plan, device_count: int) -> str:
@@ -233,7 +59,7 @@ def dump_plan(graph: Graph, plan: Plan, device_count: int) -> str:
 
 
 def parse_plan(text: str, graph: Graph, device_count: int | None = None) -> Plan:
-    """Read what ``dump`` wrote, or the same as JSON, and check it against model and machine.
+    """Read what ``dump_plan`` wrote, or the same as JSON, and check it against model and machine.
 
     Args:
         text: of the file.
@@ -338,7 +164,6 @@ def _entry(name: str, entry: Any) -> OperatorConfiguration:
 # The number of operators, then for each its name, type of device, number of dimensions, degrees,
 # number of parts and their devices, apart by white space. Degrees lie innermost first, so in the
 # reverse of ours; parts are counted with the innermost dimension running fastest, as ours are.
-
 _MOST_DIMENSIONS = 8
 _MOST_PARTS = 1024
 
@@ -433,3 +258,193 @@ def _number(words: Iterator[str], what: str, low: int, high: int) -> int:
     if word is None or not word.isdecimal() or not low <= int(word) <= high:
         raise PlanError(f"FlexFlow strategy: {what}: {word!r}, a number from {low} to {high}")
     return int(word)
+
+
+# -----------------------------------------------------------------------------
+# One mesh with regular shards, as Python for torch's DTensor.
+#
+# DTensor moves nothing, and says nothing, between different meshes, so that only plans whose every
+# operator is split in as many equal parts as there are devices, in their order, are written.
+
+
+class NotRegular(ValueError):
+    """The plan cannot be written for DTensor; the message names the operator."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Where a module's tensors are split: a dimension, or ``None`` for a copy on each device."""
+
+    input: int | None
+    output: int | None
+    parameters: tuple[tuple[str, int | None], ...]
+
+
+def module_shardings(graph: Graph, plan: Plan, device_count: int) -> dict[str, Sharding]:
+    """Sharding of each module that has parameters, by its name in the model.
+
+    Raises:
+        NotRegular: an operator is not split over all devices in equal parts.
+
+    """
+    found: dict[str, Sharding] = {}
+    placed: dict[str, tuple[str, int | None]] = {}
+    for operator in graph.planned:
+        part = _first_part(operator, plan[operator.name], device_count)
+        if not operator.parameters:
+            continue
+        sharding = _sharding(operator, part, device_count)
+        for parameter, (name, dim) in zip(operator.parameters, sharding.parameters, strict=True):
+            module, _, attribute = parameter.key.rpartition(".")
+            before = placed.setdefault(parameter.key, (operator.name, dim))
+            if before[1] != dim:
+                raise NotRegular(
+                    f"operator {operator.name}: splits {parameter.key} otherwise than "
+                    f"{before[0]}, which has the same"
+                )
+            if attribute != name or found.get(module, sharding) != sharding:
+                raise NotRegular(
+                    f"operator {operator.name}: {parameter.key} is used apart from a module's "
+                    "own forward pass"
+                )
+            found[module] = sharding
+    return found
+
+
+def _first_part(
+    operator: Operator, configuration: OperatorConfiguration, device_count: int
+) -> Rectangle:
+    divided = [d for d, degree in enumerate(configuration.degrees) if degree > 1]
+    regular = (
+        configuration.devices == tuple(range(device_count))
+        and len(divided) == 1
+        and operator.shape[divided[0]] % device_count == 0
+    )
+    if device_count > 1 and not regular:
+        raise NotRegular(
+            f"operator {operator.name}: degrees {list(configuration.degrees)} on devices "
+            f"{list(configuration.devices)}; DTensor has one mesh, so one dimension in "
+            f"{device_count} equal parts on devices 0 to {device_count - 1} is needed"
+        )
+    return part_rectangles(operator, configuration)[0]
+
+
+def _sharding(operator: Operator, part: Rectangle, device_count: int) -> Sharding:
+    head = stage_rectangles(operator, part)[0]
+    reads = parameter_rectangles(operator, part)
+    need = input_rectangle(operator, 0, part)
+    if need is None or len(operator.inputs) != 1:
+        raise NotRegular(f"operator {operator.name}: it does not have one input")
+
+    def divided(rectangle: Rectangle, shape: Shape) -> int | None:
+        dims = [d for d, span in enumerate(rectangle) if span != (0, shape[d])]
+        if any(shape[d] != device_count * (rectangle[d][1] - rectangle[d][0]) for d in dims):
+            raise NotRegular(f"operator {operator.name}: parts overlap, as those of windows do")
+        if len(dims) > 1:
+            raise NotRegular(f"operator {operator.name}: more than one dimension is split")
+        return dims[0] if dims else None
+
+    output = divided(head, operator.stages[0].shape)
+    blocks = operator.attributes.get("blocks", 0)
+    if blocks and output is not None and output > len(head) - blocks:
+        raise NotRegular(f"operator {operator.name}: rows of its weight are split in blocks")
+    return Sharding(
+        input=divided(need, operator.input_shapes[0]),
+        output=output,
+        parameters=tuple(
+            (parameter.name, divided(reads[parameter.name], parameter.shape))
+            for parameter in operator.parameters
+        ),
+    )
+
+
+def dump_dtensor(graph: Graph, plan: Plan, device_count: int) -> str:
+    """A Python module that splits the model as the plan has it.
+
+    Raises:
+        NotRegular: the plan cannot be written for DTensor.
+
+    """
+    lines = [
+        f"    {name!r}: ({_placement(sharding.input)}, {_placement(sharding.output)}, "
+        f"{{{', '.join(f'{n!r}: {_placement(d)}' for n, d in sharding.parameters)}}}),"
+        for name, sharding in module_shardings(graph, plan, device_count).items()
+    ]
+    return _TEMPLATE.replace("@PLAN@", "\n".join(lines)).replace("@DEVICES@", str(device_count))
+
+
+def _placement(dim: int | None) -> str:
+    return "Replicate()" if dim is None else f"Shard({dim})"
+
+
+_TEMPLATE = '''"""The strategy for torch's DTensor: parallelize(model), then give it DTensors.
+
+    mesh = parallelize(model, "cuda")
+    inputs = DTensor.from_local(share_of_this_rank, mesh, [Shard(0)])
+    loss = loss_function(model(inputs), targets_of_the_whole_batch)
+
+Modules without an entry follow their inputs. The model's outputs are gathered and plain tensors:
+DTensor's gradient of a mean over shards is too large by the number of devices (torch 2.13).
+Dropout draws other masks than one device would.
+"""
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+DEVICES = @DEVICES@
+
+# by module: of its input, of its output, of its parameters
+PLAN = {
+@PLAN@
+}
+
+
+def parallelize(model, device_type):
+    """Split the model's parameters; return the mesh."""
+    mesh = init_device_mesh(device_type, (DEVICES,))
+    made = {}  # tied parameters stay tied
+
+    def split(parameter, placement):
+        if id(parameter) not in made:
+            shard = distribute_tensor(parameter.data, mesh, [placement])
+            made[id(parameter)] = torch.nn.Parameter(shard, parameter.requires_grad)
+        return made[id(parameter)]
+
+    def move(value, placement):
+        if not isinstance(value, DTensor):
+            return value
+        if value.device_mesh != mesh:
+            raise ValueError("a tensor of another mesh: DTensor would not move it")
+        return value.redistribute(mesh, [placement])
+
+    def gather(value):
+        if any(placement.is_partial() for placement in value.placements):
+            raise ValueError(
+                "the model reduces over shards, as to a loss, and the gradient of that would be "
+                "too large; let it return what the loss is computed from"
+            )
+        return value.full_tensor()
+
+    for name, (before, after, parameters) in PLAN.items():
+        module = model.get_submodule(name)
+        for key, placement in parameters.items():
+            setattr(module, key, split(getattr(module, key), placement))
+        module.register_forward_pre_hook(
+            lambda module, inputs, before=before: (move(inputs[0], before), *inputs[1:])
+        )
+        module.register_forward_hook(
+            lambda module, inputs, output, after=after: move(output, after)
+        )
+    model.register_forward_hook(
+        lambda module, inputs, output: tree_map_only(DTensor, gather, output)
+    )
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if not isinstance(parameter, DTensor):
+                setattr(module, key, split(parameter, Replicate()))
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, key, distribute_tensor(buffer, mesh, [Replicate()]))
+    return mesh
+'''

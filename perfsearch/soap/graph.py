@@ -283,19 +283,60 @@ Axis = Whole | Same | Window | Strided | Joined | Fixed | Unfolded | Folded
 
 
 # -----------------------------------------------------------------------------
+# Arithmetic of rectangles.
+
+
+def intersection(a: Rectangle, b: Rectangle) -> Rectangle | None:
+    """What both cover; ``None`` where that is nothing."""
+    common = tuple(
+        (max(low, other_low), min(high, other_high))
+        for (low, high), (other_low, other_high) in zip(a, b, strict=True)
+    )
+    return common if all(low < high for low, high in common) else None
+
+
+def hull(rectangles: Iterable[Rectangle]) -> Rectangle:
+    """The smallest rectangle around all of them."""
+    return tuple(
+        (min(low for low, _ in ranges), max(high for _, high in ranges))
+        for ranges in zip(*rectangles, strict=True)
+    )
+
+
+def volume(rectangle: Rectangle) -> int:
+    """Number of elements."""
+    return math.prod(high - low for low, high in rectangle)
+
+
+def within(inner: Rectangle, outer: Rectangle) -> tuple[slice, ...]:
+    """Slices that cut ``inner`` out of a tensor that holds ``outer``."""
+    return tuple(
+        slice(low - start, high - start)
+        for (low, high), (start, _) in zip(inner, outer, strict=True)
+    )
+
+
+def holds(outer: Rectangle, inner: Rectangle) -> bool:
+    """Whether ``outer`` covers all of ``inner``."""
+    return all(
+        start <= low and high <= end for (low, high), (start, end) in zip(inner, outer, strict=True)
+    )
+
+
+# -----------------------------------------------------------------------------
 # A graph as JSON, so that a captured model can be planned for without capturing it again.
 
 SCHEMA = 1
 _CLASSES = {c.__name__: c for c in (*Axis.__args__, Graph, Operator, Parameter, Stage)}
 
 
-def dump_graph(captured: Graph) -> str:
+def dump_graph(graph: Graph) -> str:
     """Everything that planning needs of a graph."""
-    return json.dumps({"schema": SCHEMA, "graph": _plain(captured)})
+    return json.dumps({"schema": SCHEMA, "graph": _plain(graph)})
 
 
 def parse_graph(text: str) -> Graph:
-    """Read what ``dump`` wrote.
+    """Read what ``dump_graph`` wrote.
 
     Raises:
         ValueError: it is of another version, or damaged.
@@ -351,44 +392,3 @@ def _made(value: Any) -> Any:
     if "text" in value:
         return value["text"]
     return {_made(k): _made(v) for k, v in value["map"]}
-
-
-# -----------------------------------------------------------------------------
-# Arithmetic of rectangles.
-
-
-def intersection(a: Rectangle, b: Rectangle) -> Rectangle | None:
-    """What both cover; ``None`` where that is nothing."""
-    common = tuple(
-        (max(low, other_low), min(high, other_high))
-        for (low, high), (other_low, other_high) in zip(a, b, strict=True)
-    )
-    return common if all(low < high for low, high in common) else None
-
-
-def hull(rectangles: Iterable[Rectangle]) -> Rectangle:
-    """The smallest rectangle around all of them."""
-    return tuple(
-        (min(low for low, _ in ranges), max(high for _, high in ranges))
-        for ranges in zip(*rectangles, strict=True)
-    )
-
-
-def volume(rectangle: Rectangle) -> int:
-    """Number of elements."""
-    return math.prod(high - low for low, high in rectangle)
-
-
-def within(inner: Rectangle, outer: Rectangle) -> tuple[slice, ...]:
-    """Slices that cut ``inner`` out of a tensor that holds ``outer``."""
-    return tuple(
-        slice(low - start, high - start)
-        for (low, high), (start, _) in zip(inner, outer, strict=True)
-    )
-
-
-def holds(outer: Rectangle, inner: Rectangle) -> bool:
-    """Whether ``outer`` covers all of ``inner``."""
-    return all(
-        start <= low and high <= end for (low, high), (start, end) in zip(inner, outer, strict=True)
-    )

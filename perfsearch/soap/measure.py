@@ -1,4 +1,4 @@
-"""Times transfers between the devices of a process group, and the optimizer's step."""
+"""Measures the machine (transfers, the optimizer's step) and the parts of operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from perfsearch.soap.executor.kernels import Surroundings, prepare
+from perfsearch.soap.executor.kernels import PartContext, prepare
 from perfsearch.soap.executor.passes import is_plain_descent
 from perfsearch.soap.graph import Operator, Rectangle
 from perfsearch.soap.parts import TABLES, shares_statistics
@@ -220,7 +220,7 @@ def _optimizer(
 
 
 # -----------------------------------------------------------------------------
-# Times parts of operators on the device that they will run on.
+# Parts of operators, on the device that they will run on.
 
 _PART_SLEEP_CYCLES = 10_000_000
 """GPU cycles, several milliseconds, in which the host launches what is timed."""
@@ -238,11 +238,11 @@ def measure_part(shard: Shard, dtypes: dict[str, str], device: torch.device) -> 
 
     """
     operator, part = shard.operator, shard.part
-    surroundings = Surroundings(device)
+    context = PartContext(device)
     if shares_statistics(operator, part):
         # computed otherwise than alone; the time of the exchange itself is the machine's
-        surroundings = Surroundings(device, sum_over_channels=lambda sums: sums)
-    function = prepare(operator, part, surroundings)
+        context = PartContext(device, reduce_channels=lambda partial: partial)
+    function = prepare(operator, part, context)
     parameters = {
         p.name: _tensor(sizes(r), p.dtype, device).requires_grad_(p.trained)
         for p, r in zip(

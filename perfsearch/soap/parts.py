@@ -132,7 +132,7 @@ def degrees_of(operator: Operator, devices: int, roles: frozenset[Role]) -> list
     return [d for d in offered if devices % math.prod(d) == 0]
 
 
-def layout(
+def layout_of(
     operator: Operator,
     degrees: tuple[int, ...],
     owned: frozenset[str],
@@ -189,8 +189,8 @@ def _syncs(
     return tuple(sorted(total.items()))
 
 
-def placements(degrees: tuple[int, ...], devices: int) -> list[tuple[int, ...]]:
-    """Ordered device lists for the parts: sets of devices, and the two orders of two dimensions."""
+def device_lists(degrees: tuple[int, ...], devices: int) -> list[tuple[int, ...]]:
+    """Devices of the parts, in order: sets of devices, and the two orders of two dimensions."""
     count = math.prod(degrees)
     found: dict[tuple[int, ...], None] = {}
     split = [i for i, degree in enumerate(degrees) if degree > 1]
@@ -216,16 +216,16 @@ def _device_sets(count: int, devices: int) -> Iterator[tuple[int, ...]]:
 
 
 # -----------------------------------------------------------------------------
-# Which parts of an operator exchange sums while they compute, and how much.
+# Partial reductions: which parts of an operator all-reduce while they compute, and how much.
 
 _DOUBLE_BYTES = 8
-_LEAST_BYTES = 4  # half precision is computed with in single
+_LEAST_BYTES = 4  # half precision is computed in single
 
 
-def partial_sum_partners(operator: Operator, parts: Sequence[Rectangle]) -> list[tuple[int, ...]]:
-    """By part, the parts whose sums it needs, itself included; empty where there are no sums.
+def reduction_partners(operator: Operator, parts: Sequence[Rectangle]) -> list[tuple[int, ...]]:
+    """By part, the parts that it reduces with, itself included; empty where nothing is reduced.
 
-    Batch norm sums over parts with the same channels, a loss over all of its parts.
+    A batch norm reduces over parts with the same channels, a loss over all of its parts.
     """
     if operator.kind == "class_loss":
         return [tuple(range(len(parts)))] * len(parts)
@@ -246,8 +246,8 @@ def shares_statistics(operator: Operator, part: Rectangle) -> bool:
     return any(dim != 1 and span != (0, shape[dim]) for dim, span in enumerate(own))
 
 
-def summed_bytes(operator: Operator, part: Rectangle, gradient: bool) -> tuple[int, int]:
-    """Bytes that a part has summed with its partners, forward and backward; 0: there is no sum.
+def reduction_bytes(operator: Operator, part: Rectangle, gradient: bool) -> tuple[int, int]:
+    """Bytes that a part reduces with its partners, forward and backward; 0: nothing.
 
     Args:
         operator: has partners.

@@ -16,17 +16,15 @@ import torch.distributed as dist
 
 from perfsearch.core.hardware import torch_version
 from perfsearch.core.knob import Value
-from perfsearch.soap import graph as graph_file
-from perfsearch.soap import measure
-from perfsearch.soap.graph import Graph, Role
+from perfsearch.soap.graph import Graph, Role, dump_graph
+from perfsearch.soap.measure import measure_machine, measure_part, with_optimizer
 from perfsearch.soap.recipe import captured_of
-from perfsearch.soap.simulator import machine as costs
-from perfsearch.soap.simulator.machine import CostTable, Machine
+from perfsearch.soap.simulator.machine import CostTable, Machine, shards_of
 from perfsearch.training.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
 from perfsearch.workloads.base import Job
 
 GRAPH, MACHINE, COSTS = "graph.json", "machine.json", "costs.json"
-"""What rank 0 leaves in the directory."""
+"""Files that rank 0 leaves in the directory, and that a search keeps as its input tables."""
 
 
 class ProfileStep(TrainStep):
@@ -58,7 +56,7 @@ def build(context: BuildContext) -> ProfileStep:
     first = context.groups.rank == 0
     if first:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / GRAPH).write_text(graph_file.dump_graph(graph))
+        (directory / GRAPH).write_text(dump_graph(graph))
     _machine(options, device, job, first)
     table = _costs(graph, options, device)
     if first:
@@ -70,14 +68,14 @@ def _machine(options: Mapping[str, Any], device: torch.device, job: Job, first: 
     """Leave the machine, whose transfers may be known, with the job's own optimizer."""
     path = Path(options["directory"]) / MACHINE
     if options["machine"] is None:
-        machine = measure.measure_machine(
+        machine = measure_machine(
             device, options["device_name"], options["memory_gib"], job.optimizer
         )
         if first:
             machine.write(path)
     elif first:
         known = Machine.read(Path(options["machine"]))
-        measure.with_optimizer(known, device, job.optimizer).write(path)
+        with_optimizer(known, device, job.optimizer).write(path)
 
 
 def _costs(graph: Graph, options: Any, device: torch.device) -> CostTable:
@@ -86,11 +84,11 @@ def _costs(graph: Graph, options: Any, device: torch.device) -> CostTable:
     table = CostTable(options["device_name"], torch_version())
     known = set(options["known"])
     roles = frozenset(Role(name) for name in options["roles"])
-    wanted = [s for s in costs.shards_of(graph, options["devices"], roles) if s.key not in known]
+    wanted = [s for s in shards_of(graph, options["devices"], roles) if s.key not in known]
     dtypes = {o.name: o.dtype for o in graph.operators}
     share = wanted[rank::world] if device.type == "cuda" else wanted if rank == 0 else []
     for shard in share:
-        table.add(shard, measure.measure_part(shard, dtypes, device))
+        table.add(shard, measure_part(shard, dtypes, device))
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, json.dumps(table.to_json()))
     for other in gathered:

@@ -48,9 +48,10 @@ class Auto(Strategy):
         if size is not None and size <= self.options.try_all:
             return f"{size} configurations are few enough to try all", Grid(space, hints, seed)
         if space.feasible(start) and hints.predict(start).cost is not None:
-            why = "the runner predicts costs, so the search walks on predictions"
+            why = "the runner predicts costs, so the search runs on predictions"
             chosen = Mcmc(space, hints, seed)
-            chosen.walks = self.walks  # to be shown like those of a strategy of one's own
+            # to be shown like those of a strategy of one's own
+            chosen.chain_results = self.chain_results
             return why, chosen
         why = (
             "there are more configurations than can be listed"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from perfsearch.core.hints import PROPAGATION, Hints, WalkRequest
+from perfsearch.core.hints import PROPAGATION, ChainRequest, Hints
 from perfsearch.core.knob import Value, same_value
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
@@ -42,7 +42,7 @@ class Mcmc(Strategy):
     depends on the size of the model). States that are visited again are served from the record.
     Failures are never accepted. Where the runner predicts costs, ``proposals`` steps are taken on
     the predictions, and the best states found are measured, best first; a runner with a simulator
-    of its own walks the chain itself. Where the runner says which knobs are neighbours (the
+    of its own runs the chain itself. Where the runner says which knobs are neighbours (the
     operators of a graph), ``propagation`` of the proposals carry a knob's value on to neighbours
     that can have it, as FlexFlow does with an operator's configuration.
 
@@ -56,13 +56,13 @@ class Mcmc(Strategy):
         Attributes:
             alpha: how strictly worse states are refused, per percent of the start's cost; 0
                 accepts all of them, a large number none; ``None``: 0.05, or as a runner that
-                walks the chain itself finds best.
+                runs the chain itself finds best.
             proposals: steps on predicted costs, all chains together; 0 measures the start alone;
-                ``None``: 1,000, or as a runner that walks the chain itself finds best. Without
+                ``None``: 1,000, or as a runner that runs the chain itself finds best. Without
                 predictions it has no effect: each step is then a trial.
             chains: number of chains that take turns.
             return_every: steps after which a chain goes back to the best state; 0 never; ``None``:
-                25, or as a runner that walks the chain itself finds best.
+                25, or as a runner that runs the chain itself finds best.
             propagation: share of proposals that carry a value over to neighbouring knobs, 0 for
                 none; ``None``: 0.25. Without neighbours it has no effect.
             start: configuration to start from; ``None`` takes the runner's, or the baseline.
@@ -182,7 +182,7 @@ class Mcmc(Strategy):
     def _carried(
         self, configuration: dict[str, Value], generator: np.random.Generator
     ) -> dict[str, Value]:
-        """A walk along neighbours, each given the value of the one before where it can have it."""
+        """Follow neighbours, each given the value of the one before where it can have it."""
         values = dict(configuration)
         name = self.space.knobs[int(generator.integers(len(self.space.knobs)))].name
         for _ in range(_LONGEST_CARRY - 1):
@@ -221,7 +221,8 @@ class Mcmc(Strategy):
 
     def _ask_ranked(self, start: dict[str, Value]) -> dict[str, Value] | None:
         if self._ranked is None:
-            self._ranked = self._walk(start) if self.hints.walk else self._simulate(start)
+            by_runner = self.hints.run_chain is not None
+            self._ranked = self._run_by_runner(start) if by_runner else self._simulate(start)
         for point in self._ranked:
             if not self._record.taken(point):
                 return self._record.propose(point)
@@ -230,33 +231,33 @@ class Mcmc(Strategy):
             self._record.why_none()
             if size is not None and len(self._ranked) >= size
             else "every state that the chain kept was measured"
-            if self.hints.walk
+            if self.hints.run_chain
             else f"every state found in {self._proposals} proposals was measured"
         )
         return None
 
-    def _walk(self, start: dict[str, Value]) -> list[dict[str, Value]]:
-        """Let the runner walk; the chains share the proposals."""
-        assert self.hints.walk is not None
+    def _run_by_runner(self, start: dict[str, Value]) -> list[dict[str, Value]]:
+        """Let the runner run the chains, which share the proposals."""
+        assert self.hints.run_chain is not None
         chosen = self.options
         share = None if chosen.proposals is None else -(-chosen.proposals // chosen.chains)
         found: dict[str, dict[str, Value]] = {}
-        walks = []
+        results = []
         for chain in range(chosen.chains):
             seed = (self.seed + chain) % 2**63
-            request = WalkRequest(
+            request = ChainRequest(
                 start, share, seed, chosen.alpha, chosen.return_every, chosen.propagation
             )
-            walks.append(self.hints.walk(request))
-        self.walks.extend(walks)
-        for points in zip_longest(*(walk.points for walk in walks)):
+            results.append(self.hints.run_chain(request))
+        self.chain_results.extend(results)
+        for points in zip_longest(*(result.points for result in results)):
             for point in points:
                 if point is not None and self.space.feasible(point):
                     found.setdefault(key_of(point), self.space.canonical(point))
         return list(found.values())
 
     def _simulate(self, start: dict[str, Value]) -> list[dict[str, Value]]:
-        """Walk on predicted costs; return the states seen, best first."""
+        """Run the chains on predicted costs; return the states seen, best first."""
         cost = self.hints.predict(start).cost
         assert cost is not None
         generator = np.random.default_rng([self.seed % 2**63, 1])

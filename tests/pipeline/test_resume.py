@@ -10,7 +10,7 @@ import pytest
 from pipeline.conftest import Search
 from support.synthetic import SyntheticRunner
 
-from perfsearch.core.hints import Walk
+from perfsearch.core.hints import ChainResult
 from perfsearch.core.journal import Journal, read
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.pipeline.resume import RefusedError
@@ -305,22 +305,24 @@ def test_a_job_that_cannot_be_measured_ends_the_search_until_it_is_mended(
     assert [t.number for t in result.trials].count(0) == 1
 
 
-class Walking(Random):
-    """Walks a chain over simulated configurations before it proposes the first one."""
+class Chaining(Random):
+    """Runs a chain over simulated configurations before it proposes the first one."""
 
     def ask(self):
-        if not self.walked:
-            self.walks.append(Walk([], [(1, 0.3, 0.2, 0.1), (2, 0.3, math.inf, 0.1)], "walked"))
-            self.walked = True
+        if not self.chained:
+            self.chain_results.append(
+                ChainResult([], [(1, 0.3, 0.2, 0.1), (2, 0.3, math.inf, 0.1)], "chained")
+            )
+            self.chained = True
         return super().ask()
 
-    walked = False
+    chained = False
 
 
 def test_a_chain_is_recorded_once_however_often_a_search_is_resumed(
     search: Search,
 ) -> None:
-    search.strategy = Walking
+    search.strategy = Chaining
     for number in (3, 5):
         with pytest.raises(KeyboardInterrupt):
             search(SyntheticRunner(fail=interrupt_at(number)))

@@ -5,10 +5,8 @@ import pytest
 import yaml
 from support.soap_graphs import cost_of, machine, on, random_graph, random_plan
 
-from perfsearch.runners.soap import report
 from perfsearch.soap import formats
-from perfsearch.soap import graph as graph_file
-from perfsearch.soap.graph import Graph
+from perfsearch.soap.graph import Graph, dump_graph, parse_graph
 from perfsearch.soap.parts import gradients
 from perfsearch.soap.plan import OperatorConfiguration, PlanError, data_parallel
 from perfsearch.soap.simulator.machine import (
@@ -69,17 +67,17 @@ def test_an_operator_twice_is_refused():
 
 def test_only_operators_of_plans_are_named_as_near_ones():
     text = formats.dump_plan(GRAPH, data_parallel(GRAPH, range(2)), 2)
-    given = next(iter(GRAPH.inputs))
+    input_name = next(iter(GRAPH.inputs))
     with pytest.raises(PlanError) as error:
-        formats.parse_plan(text + f"  {given}: {{degrees: [1], devices: [0]}}\n", GRAPH)
-    assert f"operator {given}" in str(error.value)
-    assert given not in str(error.value).partition("planned")[2]
+        formats.parse_plan(text + f"  {input_name}: {{degrees: [1], devices: [0]}}\n", GRAPH)
+    assert f"operator {input_name}" in str(error.value)
+    assert input_name not in str(error.value).partition("planned")[2]
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "plan").write_bytes(b"schema: \xb7")
     with pytest.raises(PlanError, match="cannot be read as text"):
-        report.import_plan(tmp_path / "plan", GRAPH, 2)
+        formats.read_plan(tmp_path / "plan", GRAPH, 2)
 
 
 def test_the_table_is_flexflows():
@@ -147,7 +145,7 @@ def test_flexflows_text_that_is_no_plan_is_refused():
 
 
 def test_a_graph_is_read_as_it_was_written_and_its_costs_are_found_again():
-    again = graph_file.parse_graph(graph_file.dump_graph(GRAPH))
+    again = parse_graph(dump_graph(GRAPH))
     assert [o.name for o in again.operators] == [o.name for o in GRAPH.operators]
     assert again.edges == GRAPH.edges
     assert again.inputs == GRAPH.inputs

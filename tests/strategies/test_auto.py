@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from strategies.conftest import baseline_of, cost_of, drive, make, mixed_space, small_space
 
-from perfsearch.core.hints import Hints, Prediction, Walk
+from perfsearch.core.hints import ChainResult, Hints, Prediction
 from perfsearch.strategies.auto import Auto
 
 
@@ -18,7 +18,7 @@ def test_uses_a_gaussian_process_on_a_larger_one() -> None:
     assert "too many to try all" in strategy.describe()
 
 
-def test_walks_on_predictions_where_costs_are_simulated() -> None:
+def test_runs_chains_on_predictions_where_costs_are_simulated() -> None:
     space = mixed_space()
     hints = Hints(baseline_of(space), predict=lambda p: Prediction(cost=cost_of(space, p)))
     strategy = Auto(space, hints, 0)
@@ -56,14 +56,14 @@ def test_asks_the_runner_nothing_before_it_must_choose() -> None:
     assert asked
 
 
-def test_shows_the_chains_of_a_walk() -> None:
+def test_shows_the_chains_that_the_runner_ran() -> None:
     space = mixed_space()
-    walk = Walk([baseline_of(space)])
+    result = ChainResult([baseline_of(space)])
     hints = Hints(
         baseline_of(space),
         predict=lambda p: Prediction(cost=cost_of(space, p)),
-        walk=lambda request: walk,
+        run_chain=lambda request: result,
     )
     strategy = Auto(space, hints, 0)
     strategy.ask()
-    assert strategy.walks
+    assert strategy.chain_results

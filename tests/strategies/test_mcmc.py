@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from strategies.conftest import baseline_of, cost_of, drive, ended, make, mixed_space
 
-from perfsearch.core.hints import Hints, Prediction, Walk, WalkRequest
+from perfsearch.core.hints import ChainRequest, ChainResult, Hints, Prediction
 from perfsearch.core.knob import Configuration, Kind, Knob, Value
 from perfsearch.core.space import Space, key_of
 from perfsearch.strategies.mcmc import Mcmc
@@ -67,7 +67,7 @@ def test_starts_at_an_imported_configuration() -> None:
         make("mcmc", SPACE, 0, start={**START, "bucket": 7})
 
 
-def test_predicted_costs_are_walked_without_trials() -> None:
+def test_chains_run_on_predicted_costs_without_trials() -> None:
     strategy = Mcmc(SPACE, SIMULATED, 0, Mcmc.Options(proposals=2000))
     strategy.tell(ended(0, START, cost_of(SPACE, START)))
     assert strategy.ask() == BEST
@@ -157,14 +157,14 @@ def test_propagation_finds_what_must_agree() -> None:
     assert best(0.5) < best(0.0)
 
 
-def test_a_runner_that_walks_itself_is_told_the_share() -> None:
-    asked: list[WalkRequest] = []
+def test_a_runner_that_runs_the_chain_itself_is_told_the_share() -> None:
+    asked: list[ChainRequest] = []
 
-    def walk(request: WalkRequest) -> Walk:
+    def run_chain(request: ChainRequest) -> ChainResult:
         asked.append(request)
-        return Walk([dict(START)])
+        return ChainResult([dict(START)])
 
-    hints = replace(SIMULATED, walk=walk)
+    hints = replace(SIMULATED, run_chain=run_chain)
     for share in (None, 0.0, 0.4):
         Mcmc(SPACE, hints, 0, Mcmc.Options(propagation=share)).ask()
     assert [request.propagation for request in asked] == [None, 0.0, 0.4]

@@ -4,7 +4,7 @@ import math
 
 from perfsearch.soap import plan as redistribute
 from perfsearch.soap.graph import intersection, volume
-from perfsearch.soap.parts import gradients, item_bytes, layout, owned_keys
+from perfsearch.soap.parts import gradients, item_bytes, layout_of, owned_keys
 from perfsearch.soap.plan import part_rectangles
 from perfsearch.soap.rules.base import input_rectangle
 from perfsearch.soap.simulator import machine as machines
@@ -51,7 +51,9 @@ class _Step:
             if self.exchanges(operator.name):
                 self.send(self.exchanges(operator.name), True)
             chosen = self.plan[operator.name]
-            known = layout(operator, chosen.degrees, owned[operator.name], machine.state_per_weight)
+            known = layout_of(
+                operator, chosen.degrees, owned[operator.name], machine.state_per_weight
+            )
             for place, device in enumerate(chosen.devices):
                 self.memory[device] += known.resident_bytes[place]
                 mib = known.weight_bytes[place] / 2**20

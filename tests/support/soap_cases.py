@@ -5,7 +5,7 @@ from support import soap_graphs as synthetic
 from perfsearch.config.schema import validate
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.pipeline.search import strategy_factory
-from perfsearch.runners.soap.job import Identity, Inputs
+from perfsearch.runners.soap.job import InputTables, JobKey
 from perfsearch.soap.graph import Graph
 from perfsearch.soap.simulator.machine import CostTable, shards_of
 
@@ -25,8 +25,8 @@ def write_tables(directory):
     costs = CostTable("a card", "2.13")
     for shard in shards_of(graph, DEVICES):
         costs.add(shard, synthetic.cost_of(shard.operator, shard.part, shard.gradients))
-    job = Identity("dlrm", 8, "tiny", options={})
-    Inputs(graph, synthetic.machine(devices=DEVICES), costs, job).write(directory)
+    job = JobKey("dlrm", 8, "tiny", options={})
+    InputTables(graph, synthetic.machine(devices=DEVICES), costs, job).write(directory)
 
 
 def settings(tmp_path, tables, strategy=None, mode="search", **runner):

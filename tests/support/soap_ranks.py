@@ -12,7 +12,7 @@ from support import soap_models, soap_odd_models
 from torch.utils._pytree import tree_flatten, tree_map
 
 from perfsearch.soap.capture.capture import capture
-from perfsearch.soap.executor import layout
+from perfsearch.soap.executor import rank_plan
 from perfsearch.soap.executor.exchange import Communicators, PieceExchange
 from perfsearch.soap.executor.execute import Execution, Recording, make_capturable
 from perfsearch.soap.executor.passes import OperatorClock
@@ -295,9 +295,9 @@ def _without_messages(captured, plan, name, reference):
 
 def _without_sums(captured, plan, name, reference):
     """Gradients of what is replicated are not summed."""
-    original = layout.Synchroniser.after
-    layout.Synchroniser.after = lambda self, place, gradients: None
+    original = rank_plan.Synchroniser.after
+    rank_plan.Synchroniser.after = lambda self, place, gradients: None
     try:
         return error_of(captured, plan, name, reference)
     finally:
-        layout.Synchroniser.after = original
+        rank_plan.Synchroniser.after = original

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perfsearch.config.options import show
 from perfsearch.core.errors import BadInputError
@@ -15,23 +15,25 @@ from perfsearch.core.hardware import Hardware
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.option import option
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.runners.soap import report
-from perfsearch.soap import graph as graph_file
+from perfsearch.runners.soap import space
+from perfsearch.soap import formats
 from perfsearch.soap.capture.capture import coverage
-from perfsearch.soap.graph import Graph, Role
+from perfsearch.soap.graph import Graph, Role, dump_graph, parse_graph
 from perfsearch.soap.plan import Plan, PlanError, data_parallel
-from perfsearch.soap.simulator import machine as costs
-from perfsearch.soap.simulator.machine import CostTable, Machine, ShardCost
-from perfsearch.soap.simulator.problem import CostOf
-from perfsearch.soap.simulator.simulator import Simulator
+from perfsearch.soap.profile import COSTS, GRAPH, MACHINE
+from perfsearch.soap.simulator.machine import CostTable, Machine, ShardCost, cost_file
 from perfsearch.workloads.spec import AUTO, TRAITS, WorkloadSpec
+
+if TYPE_CHECKING:  # these need the extra ``soap``
+    from perfsearch.soap.simulator.problem import CostOf
+    from perfsearch.soap.simulator.simulator import Simulator
 
 
 class Job:
     """What a search over per-operator parallelisation knows before and while it runs.
 
     Args:
-        inputs: graph, machine and costs, as they were measured or given.
+        inputs: graph, machine and costs, as they were measured or read.
         options: the ``runner.*`` keys.
         devices: how many to plan for.
 
@@ -49,7 +51,7 @@ class Job:
 
     """
 
-    def __init__(self, inputs: Inputs, options: SoapOptions, devices: int) -> None:
+    def __init__(self, inputs: InputTables, options: SoapOptions, devices: int) -> None:
         self._options = options
         self._devices = devices
         self.inputs = with_memory_limit(inputs, options.device_memory_gib)
@@ -66,14 +68,14 @@ class Job:
         start = data_parallel(graph, range(devices))
         imported = self._imported()
         self._extra = (start,) if imported is None else (start, imported)
-        asked = report.by_operator(options.knobs)
-        self._allowed = report.allowed_configurations(graph, start, asked, devices)
+        asked = space.by_operator(options.knobs)
+        self._allowed = space.allowed_configurations(graph, start, asked, devices)
         self.simulator = self._simulator(self.inputs.machine)
-        self.searched, self.pinned = report.knobs(self.simulator.problem, start, asked)
+        self.searched, self.pinned = space.knobs(self.simulator.problem, start, asked)
         self.baseline: dict[str, Value] = {knob.name: knob.default for knob in self.searched}
         self.start: dict[str, Value] | None = None
         if imported is not None:
-            whole = report.configuration_of(imported)
+            whole = space.configuration_of(imported)
             self.start = {name: whole[name] for name in self.baseline}
 
     @property
@@ -83,11 +85,11 @@ class Job:
 
     def plan(self, configuration: Configuration) -> Plan:
         """The plan of a configuration of the space."""
-        return report.plan_of({**self.pinned, **configuration})
+        return space.plan_of({**self.pinned, **configuration})
 
     def searched_of(self, plan: Plan) -> dict[str, Value]:
         """The configuration of a plan; operators that are pinned are left out."""
-        whole = report.configuration_of(plan)
+        whole = space.configuration_of(plan)
         return {name: whole[name] for name in self.baseline}
 
     @property
@@ -98,7 +100,7 @@ class Job:
     def calibrate(self, trials: Sequence[Trial], directory: Path) -> None:
         """Let the measured baseline say what steps and tasks take beside what was timed.
 
-        The result is kept with the search's tables, so that it can be walked again without it.
+        The result is kept with the search's tables, so that the chain can be run again without it.
 
         Args:
             trials: of the search; without a baseline that ran nothing is done.
@@ -118,8 +120,8 @@ class Job:
         self.simulator = self._simulator(machine)
 
     @property
-    def walked(self) -> Simulator:
-        """What a search walks in: where hosts that replay decide, all plans are equal to them, so
+    def chain_simulator(self) -> Simulator:
+        """What a chain runs in: where hosts that replay decide, all plans are equal to them, so
         that it goes by the devices alone.
         """
         if self.replays and self.inputs.machine.host_us > 0:
@@ -127,6 +129,8 @@ class Job:
         return self.simulator
 
     def _simulator(self, machine: Machine) -> Simulator:
+        from perfsearch.soap.simulator.simulator import Simulator
+
         if self.replays:
             machine = replace(machine, transfer_host_us=0.0, sync_host_us=0.0)
         return Simulator(
@@ -143,34 +147,32 @@ class Job:
         if path is None:
             return None
         try:
-            return report.import_plan(Path(path), self.inputs.graph, self._devices)
+            return formats.read_plan(Path(path), self.inputs.graph, self._devices)
         except PlanError as error:
             raise BadInputError(f"runner.import_from={path}: {error}") from error
 
 
 # -----------------------------------------------------------------------------
-# What plans are simulated from: the job's graph, the machine, and costs; measured or read.
-
-GRAPH, MACHINE, COSTS = "graph.json", "machine.json", "costs.json"
+# The input tables that plans are simulated from: graph, machine and costs; measured or read.
 
 Measure = Callable[[Path, list[str], Path | None], None]
-"""Leaves the three files in a directory, costs less those of the given keys; of the machine of a
-file, where one is given, only what the job's optimizer adds is measured."""
+"""Leaves the three files in a directory, without the costs of these keys; of the machine of
+a file, where there is one, only what the job's optimizer adds is measured."""
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The three, ready to plan with, and the job that they are of."""
+class InputTables:
+    """Graph, machine and costs, ready to plan with, and the job that they are of."""
 
     graph: Graph
     machine: Machine
     costs: CostTable
-    job: Identity
+    job: JobKey
 
     def write(self, directory: Path) -> None:
         """Leave them in a directory from which they can be read again."""
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / GRAPH).write_text(graph_file.dump_graph(self.graph))
+        (directory / GRAPH).write_text(dump_graph(self.graph))
         self.machine.write(directory / MACHINE)
         self.costs.write(directory / COSTS)
         self.job.write(directory)
@@ -187,19 +189,19 @@ class Inputs:
         return cost
 
 
-def read_tables(directory: Path) -> Inputs:
-    """Read what ``Inputs.write`` wrote, or edited copies.
+def read_tables(directory: Path) -> InputTables:
+    """Read what ``InputTables.write`` wrote, or edited copies.
 
     Raises:
         BadInputError: a file is missing or cannot be used.
 
     """
     try:
-        graph = graph_file.parse_graph((directory / GRAPH).read_text())
+        graph = parse_graph((directory / GRAPH).read_text())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(f"{directory / GRAPH}: not a captured graph: {error}") from error
     machine, table = Machine.read(directory / MACHINE), CostTable.read(directory / COSTS)
-    return Inputs(graph, machine, table, Identity.read(directory, graph))
+    return InputTables(graph, machine, table, JobKey.read(directory, graph))
 
 
 def measured_tables(
@@ -208,9 +210,9 @@ def measured_tables(
     device: str,
     torch: str,
     devices: int,
-    job: Identity,
+    job: JobKey,
     measure: Measure,
-) -> Inputs:
+) -> InputTables:
     """Measure what is not known yet of this kind of device.
 
     Args:
@@ -226,7 +228,7 @@ def measured_tables(
     """
     if all((directory / name).exists() for name in (GRAPH, MACHINE, COSTS, JOB)):
         return read_tables(directory)
-    known_costs = costs.file_of(cache, device, torch)
+    known_costs = cost_file(cache, device, torch)
     name = re.sub(r"[^A-Za-z0-9.+-]+", "-", f"machine-{device}-x{devices}-torch-{torch}.json")
     known = CostTable.read(known_costs) if known_costs.exists() else CostTable(device, torch)
     known_machine = cache / name
@@ -240,7 +242,7 @@ def measured_tables(
     return read_tables(directory)
 
 
-def with_memory_limit(inputs: Inputs, memory_gib: float | None) -> Inputs:
+def with_memory_limit(inputs: InputTables, memory_gib: float | None) -> InputTables:
     """The same with less memory a device, where that is wanted."""
     if memory_gib is None:
         return inputs
@@ -262,7 +264,7 @@ def roles_of(names: tuple[str, ...]) -> frozenset[Role]:
 
 
 # -----------------------------------------------------------------------------
-# Which job a directory of tables is of, so that they are taken for no other one's.
+# The cache key of input tables: which job they are of, so that they are taken for no other one's.
 
 JOB = "job.json"
 SCHEMA = 1
@@ -272,8 +274,8 @@ _ANYWHERE = re.compile(r"\.py:\d+$")
 
 
 @dataclass(frozen=True)
-class Identity:
-    """The job that tables were measured for.
+class JobKey:
+    """Cache key of input tables: the job that they were measured for.
 
     Attributes:
         name: of the workload; empty where tables do not say.
@@ -292,15 +294,15 @@ class Identity:
     options: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, workload: WorkloadSpec) -> Identity:
-        """That of a workload, once its size and batch are settled."""
+    def of(cls, workload: WorkloadSpec) -> JobKey:
+        """The key of a workload, once its size and batch are settled."""
         assert workload.global_batch is not None
         options = _own_options(workload)
         return cls(workload.name, workload.global_batch, workload.size, workload.factory, options)
 
     @classmethod
-    def read(cls, directory: Path, graph: Graph) -> Identity:
-        """That of a directory, as far as it says; where its model was written, otherwise.
+    def read(cls, directory: Path, graph: Graph) -> JobKey:
+        """The key of a directory, as far as it says; where its model was written, otherwise.
 
         Raises:
             BadInputError: the file cannot be used.
@@ -370,7 +372,7 @@ class Identity:
             yield f"workload.global_batch={asked.global_batch}"
 
 
-def is_given(workload: WorkloadSpec) -> bool:
+def differs_from_default(workload: WorkloadSpec) -> bool:
     """Whether any ``workload.*`` key is another one than where nothing is asked for."""
     return replace(workload, options=_own_options(workload)) != WorkloadSpec()
 
@@ -382,22 +384,22 @@ def _own_options(workload: WorkloadSpec) -> dict[str, Any]:
     return {name: value for name, value in workload.options.items() if value is not None}
 
 
-def _of_graph(graph: Graph) -> Identity:
+def _of_graph(graph: Graph) -> JobKey:
     """By the files that the model's operators were written in."""
     sources = [operator.source for operator in graph.planned]
     built_in = [match.group(1) for source in sources if (match := _BUILT_IN.search(source))]
     if built_in and built_in[0] in TRAITS:
-        return Identity(built_in[0], graph.batch)
-    return Identity("custom" if any(map(_ANYWHERE.search, sources)) else "", graph.batch)
+        return JobKey(built_in[0], graph.batch)
+    return JobKey("custom" if any(map(_ANYWHERE.search, sources)) else "", graph.batch)
 
 
 # -----------------------------------------------------------------------------
-# Tables that were given by ``runner.tables``, beside what else was asked for.
+# Input tables from ``runner.tables``, beside what else was asked for.
 
 
 def workload_of_tables(
-    given: Inputs,
-    tables: str,
+    tables: InputTables,
+    directory: str,
     workload: WorkloadSpec,
     hardware: Hardware,
     nproc: int | None,
@@ -406,8 +408,8 @@ def workload_of_tables(
     """The workload that the tables are of; a plan is made for their number of devices.
 
     Args:
-        given: what the tables hold.
-        tables: their directory.
+        tables: from ``runner.tables``.
+        directory: that they were read from.
         workload: as it was asked for.
         hardware: that is here.
         nproc: as it was asked for; ``None``: not at all.
@@ -418,31 +420,31 @@ def workload_of_tables(
         ValueError: the workload itself cannot work.
 
     """
-    devices = given.machine.devices
+    devices = tables.machine.devices
     if planning and nproc not in (None, devices):
         raise BadInputError(
-            f"nproc={nproc}: runner.tables={tables} are of {devices} devices. Leave nproc out, or "
-            f'set "devices" in {tables}/machine.json to plan for others'
+            f"nproc={nproc}: runner.tables={directory} are of {devices} devices. Leave nproc out, "
+            f'or set "devices" in {directory}/machine.json to plan for others'
         )
     if not planning and devices != hardware.world_size:
         raise BadInputError(
-            f"runner.tables={tables}: they are of {devices} devices and here are "
+            f"runner.tables={directory}: they are of {devices} devices and here are "
             f"{hardware.world_size}. Set nproc, or measure here without runner.tables"
         )
-    if planning and is_given(workload):
-        given.job.require(workload, tables)
+    if planning and differs_from_default(workload):
+        tables.job.require(workload, directory)
     settled = workload.resolve(hardware.device, hardware.memory_gib, devices)
     if planning:
-        return replace(settled, global_batch=given.graph.batch)
-    given.job.require(settled, tables)
+        return replace(settled, global_batch=tables.graph.batch)
+    tables.job.require(settled, directory)
     return settled
 
 
-def describe_tables(inputs: Inputs, tables: str | None) -> str:
+def describe_tables(tables: InputTables, directory: str | None) -> str:
     """What is planned for, for the terminal."""
-    devices = inputs.machine.devices
-    of = "" if tables is None else f" of runner.tables={tables}"
-    return f"planning for {devices} device{'s' if devices > 1 else ''}{of}, {inputs.job}"
+    devices = tables.machine.devices
+    of = "" if directory is None else f" of runner.tables={directory}"
+    return f"planning for {devices} device{'s' if devices > 1 else ''}{of}, {tables.job}"
 
 
 # -----------------------------------------------------------------------------

@@ -5,25 +5,19 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import re
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from perfsearch.config.options import show
-from perfsearch.core.errors import nearest
-from perfsearch.core.knob import Configuration, Kind, Knob, Numerics, Value
-from perfsearch.core.narrow import SEARCH, KnobError, narrow
+from perfsearch.core.knob import Configuration
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Status, Trial
 from perfsearch.soap import formats
-from perfsearch.soap.executor.execute import OperatorTime
 from perfsearch.soap.graph import Graph, Operator
-from perfsearch.soap.plan import OperatorConfiguration, Plan, PlanError, validate_plan
-from perfsearch.soap.simulator.problem import Problem
-from perfsearch.soap.simulator.simulator import busy_lines, chrome_trace
+from perfsearch.soap.plan import OperatorConfiguration, OperatorTime, Plan
+from perfsearch.soap.simulator.timeline import busy_lines, chrome_trace
 
 if TYPE_CHECKING:
     from perfsearch.soap.simulator.simulator import Estimate, Found, Simulator
@@ -32,23 +26,7 @@ if TYPE_CHECKING:
 _SMALL_GIB = 0.1
 
 
-def import_plan(path: Path, graph: Graph, devices: int) -> Plan:
-    """Read a strategy, ours or FlexFlow's.
-
-    Raises:
-        PlanError: it is neither, or does not fit; the operator is named.
-
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"cannot be read as text: {error}") from error
-    if formats.is_flexflow(text):
-        return formats.parse_flexflow(text, graph, devices)
-    return formats.parse_plan(text, graph, devices)
-
-
-def walk_line(found: Found, host_us: float = 0.0) -> str:
+def chain_line(found: Found, host_us: float = 0.0) -> str:
     """How a search in the simulator went; ``host_us`` is the least that a step takes anyway."""
     best = f", best {1e3 * found.plans[0][0]:.4g} ms" if found.plans else ", none fits"
     if found.plans and host_us > 1e6 * found.plans[0][0]:
@@ -82,7 +60,7 @@ def found_lines(simulator: Simulator, found: Found, start: Plan) -> list[str]:
         f"iter({n}) cur({1e3 * current:.4g}) next({1e3 * proposed:.4g}) best({1e3 * best:.4g})"
         for n, current, proposed, best in found.series[:: max(1, len(found.series) // 20)]
     ]
-    lines.append(walk_line(found))
+    lines.append(chain_line(found))
     if not found.plans:
         return [*lines, nothing_fits(simulator, start)]
     before = simulator.estimate(start).seconds
@@ -106,10 +84,60 @@ def nothing_fits(simulator: Simulator, start: Plan) -> str:
     )
 
 
+# -----------------------------------------------------------------------------
+# Files of a plan.
+
+
+def write_strategy(
+    simulator: Simulator, plan: Plan, devices: int, export_to: str | None, directory: Path
+) -> list[Path]:
+    """The strategy as YAML, its timeline and, where it is regular, a DTensor plan.
+
+    Args:
+        simulator: of the job.
+        plan: to write.
+        devices: of the machine.
+        export_to: another place that the user wants the YAML in.
+        directory: made where it is missing.
+
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    graph = simulator.problem.graph
+    text = formats.dump_plan(graph, plan, devices)
+    written = [directory / "strategy.yaml", *([] if export_to is None else [Path(export_to)])]
+    for path in written:
+        path.write_text(text)
+    timeline = directory / "timeline.json"
+    write_timeline(simulator, plan, timeline)
+    written.append(timeline)
+    with contextlib.suppress(formats.NotRegular):  # one mesh only
+        code = formats.dump_dtensor(graph, plan, devices)
+        (directory / "dtensor_plan.py").write_text(code)
+        written.append(directory / "dtensor_plan.py")
+    return written
+
+
+def write_tables(
+    compared: Sequence[Compared],
+    operators: Sequence[OperatorCompared],
+    directory: Path,
+) -> list[Path]:
+    """Simulated against measured times, by strategy and by operator."""
+    whole = directory / "simulated_against_measured.csv"
+    write_csv(compared, whole)
+    parts = directory / "simulated_against_measured_by_operator.csv"
+    write_operators_csv(operators, parts)
+    return [whole, parts]
+
+
 def write_timeline(simulator: Simulator, plan: Plan, path: Path) -> None:
     """Write the simulated step as a Chrome trace."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(chrome_trace(simulator.timeline(plan))))
+
+
+# -----------------------------------------------------------------------------
+# Simulated against measured steps: a row a plan.
 
 
 @dataclass(frozen=True)
@@ -154,7 +182,7 @@ def compare(
 
 
 def accuracy_lines(compared: Sequence[Compared]) -> list[str]:
-    """How well the simulator foretold what was measured, the baseline aside.
+    """How well the simulator predicted what was measured, the baseline aside.
 
     Its step is what the machine was fitted to.
     """
@@ -190,7 +218,7 @@ def write_csv(compared: Sequence[Compared], path: Path) -> None:
 
 
 # -----------------------------------------------------------------------------
-# How well the simulator foretold single operators: a row a strategy and operator.
+# Simulated against measured operators: a row a plan and operator.
 
 HEADER = (
     "trials",
@@ -338,176 +366,3 @@ def _line(row: OperatorCompared) -> str:
     error = "" if row.error is None else f" ({100 * row.error:+.0f}%)"
     whole = f"simulated {row.simulated.whole_ms:.3f} for {row.measured.whole_ms:.3f} measured"
     return f"  [{row.operator.name}] {whole}{error}: {parts}"
-
-
-# -----------------------------------------------------------------------------
-# Between plans and configurations: a knob an operator, whose values are written like
-# ``4x1@0,1``.
-#
-# Before the ``@`` stand the number of parts along each dimension of the output, behind it the
-# devices of the parts in row-major order. A scalar's has nothing before it.
-
-_FORM = re.compile(r"^(\d+(x\d+)*)?@\d+(,\d+)*$", re.ASCII)
-
-
-def plan_to_knob(configuration: OperatorConfiguration) -> str:
-    """A knob's value."""
-    degrees = "x".join(map(str, configuration.degrees))
-    return f"{degrees}@{','.join(map(str, configuration.devices))}"
-
-
-def plan_of_knob(value: Value) -> OperatorConfiguration:
-    """What ``written`` wrote.
-
-    Raises:
-        ValueError: it is of another form.
-
-    """
-    if not isinstance(value, str) or not _FORM.match(value):
-        raise ValueError(
-            "its form is PARTS@DEVICES: parts along each dimension of the output, as in 2x1, then "
-            "a device for each part, as in 0,1"
-        )
-    degrees, _, devices = value.partition("@")
-    return OperatorConfiguration(
-        tuple(int(d) for d in degrees.split("x")) if degrees else (),
-        tuple(int(d) for d in devices.split(",")),
-    )
-
-
-def configuration_of(plan: Plan) -> dict[str, Value]:
-    """The whole configuration of a plan."""
-    return {name: plan_to_knob(chosen) for name, chosen in plan.items()}
-
-
-def plan_of(configuration: Configuration) -> Plan:
-    """The plan of a whole configuration."""
-    return {name: plan_of_knob(value) for name, value in configuration.items()}
-
-
-def by_operator(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``runner.knobs`` with whole names: those with dots come as groups from a command line."""
-    found: dict[str, Any] = {}
-    for name, setting in settings.items():
-        inside = by_operator(setting) if setting and isinstance(setting, Mapping) else {"": setting}
-        found.update({f"{name}.{rest}" if rest else str(name): v for rest, v in inside.items()})
-    return found
-
-
-def allowed_configurations(
-    graph: Graph, start: Plan, settings: Mapping[str, Any], devices: int
-) -> dict[str, tuple[OperatorConfiguration, ...]]:
-    """What operators with an entry in ``runner.knobs`` may have.
-
-    Raises:
-        KnobError: an entry is for no operator, or a value is not one that its operator can have.
-
-    """
-    found = {}
-    for name, setting in settings.items():
-        if name not in start:
-            raise KnobError(f"runner.knobs.{name}: no such operator. {nearest(name, start)}")
-        if setting == SEARCH:
-            continue
-        values = setting if isinstance(setting, list | tuple) else [setting]
-        chosen = []
-        for value in values:
-            try:
-                chosen.append(plan_of_knob(value))
-                validate_plan(graph, {**start, name: chosen[-1]}, devices)
-            except ValueError as error:
-                raise KnobError(
-                    f"runner.knobs.{name}={show(value)}: a value such as "
-                    f"{plan_to_knob(start[name])} is needed ({error})"
-                ) from error
-        if isinstance(setting, list | tuple) and start[name] not in chosen:
-            chosen.append(start[name])  # the baseline's, which a search begins with
-        found[name] = tuple(chosen)
-    return found
-
-
-def knobs(
-    problem: Problem, baseline: Plan, settings: Mapping[str, Any]
-) -> tuple[list[Knob], dict[str, Value]]:
-    """Split operators into those searched and those pinned.
-
-    Args:
-        problem: the choices.
-        baseline: the defaults.
-        settings: ``runner.knobs``: what an operator may have, all that there is without an entry.
-
-    Raises:
-        KnobError: an operator that there is not, or a value that it cannot have.
-
-    """
-    declared = []
-    for place, operator in enumerate(problem.operators):
-        values = tuple(plan_to_knob(c) for c in problem.configurations(place))
-        declared.append(
-            Knob(
-                operator.name,
-                Kind.CATEGORICAL,
-                plan_to_knob(baseline[operator.name]),
-                values,
-                numerics=Numerics.REORDERED,
-                help=f"parts and devices of {operator.kind} {list(operator.shape)}",
-            )
-        )
-    asked = {knob.name: SEARCH if len(knob.values) > 1 else knob.default for knob in declared}
-    return narrow(declared, {**asked, **settings}, Numerics.REORDERED)
-
-
-def neighbours(graph: Graph, searched: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """For each searched operator those that it feeds or is fed by, in the graph's order."""
-    found: dict[str, list[str]] = {name: [] for name in searched}
-    for source, target, _ in graph.edges:
-        if source in found and target in found:
-            found[source].append(target)
-            found[target].append(source)
-    return {name: tuple(dict.fromkeys(beside)) for name, beside in found.items()}
-
-
-# -----------------------------------------------------------------------------
-# Files of a strategy that was found, and how well the simulator foretold what was executed.
-
-
-def write_strategy(
-    simulator: Simulator, plan: Plan, devices: int, export_to: str | None, directory: Path
-) -> list[Path]:
-    """The strategy as YAML, its timeline and, where it is regular, a DTensor plan.
-
-    Args:
-        simulator: of the job.
-        plan: to write.
-        devices: of the machine.
-        export_to: another place that the user wants the YAML in.
-        directory: made where it is missing.
-
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    graph = simulator.problem.graph
-    text = formats.dump_plan(graph, plan, devices)
-    written = [directory / "strategy.yaml", *([] if export_to is None else [Path(export_to)])]
-    for path in written:
-        path.write_text(text)
-    timeline = directory / "timeline.json"
-    write_timeline(simulator, plan, timeline)
-    written.append(timeline)
-    with contextlib.suppress(formats.NotRegular):  # one mesh only
-        code = formats.render(graph, plan, devices)
-        (directory / "dtensor_plan.py").write_text(code)
-        written.append(directory / "dtensor_plan.py")
-    return written
-
-
-def write_tables(
-    compared: Sequence[Compared],
-    operators: Sequence[OperatorCompared],
-    directory: Path,
-) -> list[Path]:
-    """Simulated against measured times, by strategy and by operator."""
-    whole = directory / "simulated_against_measured.csv"
-    write_csv(compared, whole)
-    parts = directory / "simulated_against_measured_by_operator.csv"
-    write_operators_csv(operators, parts)
-    return [whole, parts]

@@ -12,17 +12,24 @@ from perfsearch.config.options import build_options
 from perfsearch.core import hardware
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
-from perfsearch.core.hints import PROPAGATION, Hints, Prediction, Walk, WalkRequest
+from perfsearch.core.hints import PROPAGATION, ChainRequest, ChainResult, Hints, Prediction
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Status, Trial
 from perfsearch.runners.base import Outcome, Runner, environment_of
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.ddp import runner
-from perfsearch.runners.soap import job as _soap_given
-from perfsearch.runners.soap import job as _soap_tables
-from perfsearch.runners.soap import report
-from perfsearch.runners.soap.job import Identity, SoapOptions
+from perfsearch.runners.soap import report, space
+from perfsearch.runners.soap.job import (
+    InputTables,
+    Job,
+    JobKey,
+    SoapOptions,
+    describe_tables,
+    measured_tables,
+    read_tables,
+    workload_of_tables,
+)
 from perfsearch.soap import formats
 from perfsearch.soap.plan import Plan
 from perfsearch.workers import processes
@@ -32,7 +39,6 @@ from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
-    from perfsearch.runners.soap.job import Job
     from perfsearch.soap.simulator.simulator import Found, Simulator
 
 
@@ -83,16 +89,16 @@ class Soap(Runner):
         self._metric = metric
         self.hardware = detect_hardware(options.device, environment)
         self.devices = self.hardware.world_size
-        self._given = None
+        self._tables = None
         if options.tables is None:
             self.workload = workload.resolve(
                 self.hardware.device, self.hardware.memory_gib, self.devices
             )
         else:
-            self._given = _soap_tables.read_tables(Path(options.tables))
-            self.devices = self._given.machine.devices
-            self.workload = _soap_given.workload_of_tables(
-                self._given, options.tables, workload, self.hardware, environment.nproc, planning
+            self._tables = read_tables(Path(options.tables))
+            self.devices = self._tables.machine.devices
+            self.workload = workload_of_tables(
+                self._tables, options.tables, workload, self.hardware, environment.nproc, planning
             )
         self.space = Space([])
         self.baseline: dict[str, Value] = {}
@@ -108,7 +114,7 @@ class Soap(Runner):
         return self._job
 
     @property
-    def inputs(self) -> _soap_tables.Inputs:
+    def inputs(self) -> InputTables:
         """Graph, machine and costs; known after ``open``."""
         return self.job.inputs
 
@@ -132,20 +138,18 @@ class Soap(Runner):
             BadInputError: the job cannot be captured, or a file does not fit it.
 
         """
-        from perfsearch.runners.soap.job import Job
-
-        if self._given is not None:
-            inputs = self._given
+        if self._tables is not None:
+            inputs = self._tables
             inputs.write(directory)
         else:
             cache = self.options.cache or "~/.cache/perfsearch/soap"
-            inputs = _soap_tables.measured_tables(
+            inputs = measured_tables(
                 directory,
                 Path(cache).expanduser(),
                 self.hardware.device_name,
                 hardware.torch_version(),
                 self.devices,
-                Identity.of(self.workload),
+                JobKey.of(self.workload),
                 self._profile,
             )
         self._job = Job(inputs, self.options, self.devices)
@@ -179,15 +183,15 @@ class Soap(Runner):
         return self.hardware.device_set
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
-        """Predicted times and peaks, the memory of a device, and a walk in the simulator."""
+        """Predicted times and peaks, the memory of a device, and MCMC in the simulator."""
         self._trials = trials
         return Hints(
             baseline=dict(self.baseline),
             memory_limit_gib=self.inputs.machine.memory_gib,
             predict=lambda configuration: self.predict(configuration, trials),
             start=self.job.start,
-            walk=self._walk,
-            neighbours=report.neighbours(self.inputs.graph, self.baseline),
+            run_chain=self._run_chain,
+            neighbours=space.neighbours(self.inputs.graph, self.baseline),
         )
 
     def predict(self, configuration: Configuration, trials: Sequence[Trial]) -> Prediction:
@@ -209,20 +213,20 @@ class Soap(Runner):
             f"{report.size(self.inputs.machine.memory_gib)}"
         )
 
-    def _walk(self, request: WalkRequest) -> Walk:
+    def _run_chain(self, request: ChainRequest) -> ChainResult:
         self.job.calibrate(self._trials, self._environment.run_dir / "soap")
-        found = walk_chain(self.job.walked, self.plan(request.start), request)
+        found = run_chain(self.job.chain_simulator, self.plan(request.start), request)
         points = [self.job.searched_of(plan) for _, plan in found.plans] or [dict(request.start)]
-        line = report.walk_line(found, self.inputs.machine.host_us * self.job.replays)
+        line = report.chain_line(found, self.inputs.machine.host_us * self.job.replays)
         lines = [self.job.coverage.line(), line]
         if not found.plans:
             lines.append(report.nothing_fits(self.simulator, self.plan(request.start)))
-        return Walk(points, found.series, "\n".join(lines))
+        return ChainResult(points, found.series, "\n".join(lines))
 
     def simulate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
         self.prepare(self._environment.run_dir / "soap")
-        note(_soap_given.describe_tables(self.inputs, self.options.tables))
+        note(describe_tables(self.inputs, self.options.tables))
         plan = self.job.first_plan
         for line in report.simulation(self.simulator, plan):
             note(line)
@@ -234,12 +238,12 @@ class Soap(Runner):
     def estimate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Search in the simulator alone, and print what was found (``mode=estimate``)."""
         self.prepare(self._environment.run_dir / "soap")
-        note(_soap_given.describe_tables(self.inputs, self.options.tables))
+        note(describe_tables(self.inputs, self.options.tables))
         options = settings.strategy.options
         start = self.job.first_plan
         how = [options.get(name) for name in ("alpha", "return_every", "propagation")]
-        request = WalkRequest({}, options.get("proposals"), settings.seed, *how)
-        found = walk_chain(self.job.walked, start, request)
+        request = ChainRequest({}, options.get("proposals"), settings.seed, *how)
+        found = run_chain(self.job.chain_simulator, start, request)
         if settings.strategy.name not in ("mcmc", "auto"):
             note(f"searched by a Markov chain: strategy={settings.strategy.name} needs trials")
         for line in report.found_lines(self.simulator, found, start):
@@ -251,7 +255,7 @@ class Soap(Runner):
         return 0 if found.plans else 1
 
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
-        """The strategy as FlexFlow prints it, and how well the simulator foretold the trials."""
+        """The strategy as FlexFlow prints it, and how well the simulator predicted the trials."""
         self.job.calibrate(trials, self._environment.run_dir / "soap")
         lines = formats.plan_table(self.inputs.graph, self.plan(configuration))
         own = [t for t in trials if key_of(t.configuration) == key_of(configuration)]
@@ -293,7 +297,7 @@ class Soap(Runner):
 
 
 # -----------------------------------------------------------------------------
-# How a chain walks in the simulator, where the user leaves that to the runner.
+# A chain in the simulator, where the user leaves its options to the runner.
 
 PROPOSALS = 200_000
 ALPHA = 1.0
@@ -301,8 +305,8 @@ RETURNS = 100
 """Times that a chain goes back to its best plan, unless it is told when to."""
 
 
-def walk_chain(simulator: Simulator, start: Plan, request: WalkRequest) -> Found:
-    """Walk from ``start``; what ``request`` leaves open is as was found best."""
+def run_chain(simulator: Simulator, start: Plan, request: ChainRequest) -> Found:
+    """Run a chain from ``start``; what ``request`` leaves open is as was found best."""
     from perfsearch.soap.simulator.chain import ChainOptions
 
     proposals = PROPOSALS if request.proposals is None else request.proposals

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator as operators
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+# Their rules register themselves.
+import perfsearch.soap.rules.norm
+import perfsearch.soap.rules.shape
+import perfsearch.soap.rules.window  # noqa: F401
 from perfsearch.soap.capture.lower import (
     RULES,
     TAKE_PARAMETERS,
     Autocast,
     Call,
+    InPlaceOperations,
     Lowered,
     Slot,
     Value,
-    Writes,
     batch_size,
     draws_random,
     dtype_name,
@@ -81,6 +85,28 @@ def capture(
     return _Capture(program, parameters, Autocast(autocast)).run()
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A model as operators, and what the graph alone does not hold.
+
+    Attributes:
+        graph: of operators.
+        leaves: names of the inputs that are the batch's tensors, in ``tree_flatten`` order.
+        buffers: name of an input to the qualified name of the model's buffer.
+        constants: tensors by name of the input.
+        counters: buffers that a step adds a number to, such as batch norm's.
+        tracer: ``export`` or ``fx``.
+
+    """
+
+    graph: Graph
+    leaves: tuple[str, ...]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    counters: tuple[tuple[str, int], ...]
+    tracer: str
+
+
 @dataclass
 class _Capture:
     program: Program
@@ -97,12 +123,12 @@ class _Capture:
         while isinstance(whole_output, list | tuple):
             whole_output = whole_output[0]
         self.output, self.scale = loss_and_scale(whole_output, LOSSES)
-        self.writes = Writes(nodes, self.program.buffers)
+        self.in_place = InPlaceOperations(nodes, self.program.buffers)
         self.batch = batch_size(nodes, self.program.leaves)
         for node in nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._placeholder(node)
-            elif node.op == "call_function" and node not in self.writes.skipped:
+            elif node.op == "call_function" and node not in self.in_place.skipped:
                 self._call(node)
                 if node is self.output and self.drafts[-1].kind != WHOLE:
                     break  # what follows is its factor, or not needed for it
@@ -117,7 +143,7 @@ class _Capture:
             leaves=tuple(self.program.leaves),
             buffers={p: n for p, n in self.program.buffers.items() if p in named},
             constants=self.program.constants,
-            counters=self.writes.counters,
+            counters=self.in_place.counters,
             tracer=self.program.tracer,
         )
 
@@ -157,7 +183,7 @@ class _Capture:
         self._add(node, call, lowered)
 
     def _as_call(self, node: fx.Node) -> Call:
-        if node.target is operators.getitem:
+        if node.target is operator.getitem:
             made, index = node.args
             if made in self.values:
                 raise CaptureError(f"a tensor is indexed outside torch; {place_of(node)}")
@@ -166,15 +192,15 @@ class _Capture:
         else:
             name = schema_name(node)
             if name not in _CHECKS:
-                require_tensors(node, name, self.values, self.writes.skipped)
+                require_tensors(node, name, self.values, self.in_place.skipped)
             arguments = self._arguments(node)
         value = node.meta.get("val")
-        if node in self.writes.in_place:
+        if node in self.in_place.calls:
             name = name.removesuffix("_")
             require_same_dtype(node)
         return Call(
             name=name,
-            target=out_of_place(node.target) if node in self.writes.in_place else node.target,
+            target=out_of_place(node.target) if node in self.in_place.calls else node.target,
             arguments=arguments,
             shape=shape_of(node),
             dtype=dtype_name(value) if isinstance(value, torch.Tensor) else "",
@@ -184,10 +210,12 @@ class _Capture:
 
     def _arguments(self, node: fx.Node) -> dict[str, Any]:
         schema = node.target._schema.arguments
-        given: dict[str, Any] = {a.name: a.default_value for a in schema if a.has_default_value()}
-        given.update({a.name: v for a, v in zip(schema, node.args, strict=False)})
-        given.update(node.kwargs)
-        return {a.name: self._value(given[a.name]) for a in schema if a.name in given}
+        arguments: dict[str, Any] = {
+            a.name: a.default_value for a in schema if a.has_default_value()
+        }
+        arguments.update({a.name: v for a, v in zip(schema, node.args, strict=False)})
+        arguments.update(node.kwargs)
+        return {a.name: self._value(arguments[a.name]) for a in schema if a.name in arguments}
 
     def _value(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
@@ -304,6 +332,44 @@ class _Capture:
 
 # -----------------------------------------------------------------------------
 # From lowered calls to operators: what belongs together is joined, and everything is named.
+
+
+@dataclass
+class Draft:
+    """An operator in the making.
+
+    Attributes:
+        name: of the traced call.
+        kind: of the first stage.
+        value: the output.
+        lowered: the first stage; ``None`` for inputs.
+        parameters: of the first stage.
+        module: path of the module that calls it.
+        place: in the user's code.
+        followers: stages that were joined.
+        output: of the last stage.
+
+    """
+
+    name: str
+    kind: str
+    value: Value
+    lowered: Lowered | None
+    parameters: tuple[Parameter, ...]
+    module: str
+    place: str
+    followers: list[Draft] = field(default_factory=list)
+
+    @property
+    def stages(self) -> list[Draft]:
+        """The first and those that follow."""
+        return [self, *self.followers]
+
+    @property
+    def output(self) -> Value:
+        """Of the last stage."""
+        return self.stages[-1].value
+
 
 _JOINED = frozenset({"pointwise", "cast", "dropout", "reshape", "permute", "expand"})
 """Kinds that are computed with their only input's operator."""
@@ -612,70 +678,3 @@ def _described(operator: Operator) -> str:
     target = operator.attributes.get("target", operator.kind)
     place = f" at {operator.source}" if operator.source else ""
     return f"{operator.name} ({target}){place}"
-
-
-# -----------------------------------------------------------------------------
-# What a model was captured as.
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A model as operators, and what the graph alone does not hold.
-
-    Attributes:
-        graph: of operators.
-        leaves: names of the inputs that are the batch's tensors, in ``tree_flatten`` order.
-        buffers: name of an input to the qualified name of the model's buffer.
-        constants: tensors by name of the input.
-        counters: buffers that a step adds a number to, such as batch norm's.
-        tracer: ``export`` or ``fx``.
-
-    """
-
-    graph: Graph
-    leaves: tuple[str, ...]
-    buffers: Mapping[str, str]
-    constants: Mapping[str, torch.Tensor]
-    counters: tuple[tuple[str, int], ...]
-    tracer: str
-
-
-# -----------------------------------------------------------------------------
-# An operator in the making.
-
-
-@dataclass
-class Draft:
-    """An operator in the making.
-
-    Attributes:
-        name: of the traced call.
-        kind: of the first stage.
-        value: the output.
-        lowered: the first stage; ``None`` for inputs.
-        parameters: of the first stage.
-        module: path of the module that calls it.
-        place: in the user's code.
-        followers: stages that were joined.
-        output: of the last stage.
-
-    """
-
-    name: str
-    kind: str
-    value: Value
-    lowered: Lowered | None
-    parameters: tuple[Parameter, ...]
-    module: str
-    place: str
-    followers: list[Draft] = field(default_factory=list)
-
-    @property
-    def stages(self) -> list[Draft]:
-        """The first and those that follow."""
-        return [self, *self.followers]
-
-    @property
-    def output(self) -> Value:
-        """Of the last stage."""
-        return self.stages[-1].value

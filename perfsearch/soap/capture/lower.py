@@ -1,9 +1,9 @@
-"""From a call in a traced program to a stage: what rules are given, and what they give back."""
+"""From a call in a traced program to a stage: what a rule takes, and what it returns."""
 
 from __future__ import annotations
 
 import math
-import operator as operators
+import operator
 import os
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from perfsearch.soap.capture import trace as tracing
 from perfsearch.soap.capture.trace import CaptureError
 from perfsearch.soap.graph import WHOLE, Axis, Role, Same, Shape, Whole
 
@@ -224,9 +223,9 @@ def positive(dim: int, count: int) -> int:
 
 
 # -----------------------------------------------------------------------------
-# What can be told of single calls of a traced program.
+# Facts of single calls of a traced program.
 
-_TRACER = tracing.__file__
+_TRACER = str(Path(__file__).with_name("trace.py"))
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
@@ -451,14 +450,14 @@ class Autocast:
         if precision == "full" and call.dtype == "float32":
             lowered.attributes["cast"] = "float32"
             return "float32"
-        given = [v.dtype for v, _ in lowered.operands if _floating(v.dtype)]
-        given += [v.dtype for v, _ in lowered.parameters.values() if _floating(v.dtype)]
+        dtypes = [v.dtype for v, _ in lowered.operands if _floating(v.dtype)]
+        dtypes += [v.dtype for v, _ in lowered.parameters.values() if _floating(v.dtype)]
         if lowered.kind in ("batch_norm", "embedding", "embedding_bag"):
-            given = given[:1]  # the input decides; a table is the only one that is floating
-        if not given or call.dtype != "float32":
+            dtypes = dtypes[:1]  # the input decides; a table is the only one that is floating
+        if not dtypes or call.dtype != "float32":
             return call.dtype
-        widest: torch.dtype = getattr(torch, given[0])
-        for name in given[1:]:
+        widest: torch.dtype = getattr(torch, dtypes[0])
+        for name in dtypes[1:]:
             widest = torch.promote_types(widest, getattr(torch, name))
         return str(widest).removeprefix("torch.")
 
@@ -470,8 +469,8 @@ class Autocast:
         if call.name in _FULL or call.name.endswith("_loss"):
             return "full"
         # the widest: what is not called by a rule of ours may not take mixed dtypes
-        given = {v.dtype for v, _ in lowered.operands if _floating(v.dtype)}
-        return "full" if lowered.kind == WHOLE and len(given) > 1 else "keep"
+        dtypes = {v.dtype for v, _ in lowered.operands if _floating(v.dtype)}
+        return "full" if lowered.kind == WHOLE and len(dtypes) > 1 else "keep"
 
 
 def _floating(name: str) -> bool:
@@ -480,7 +479,7 @@ def _floating(name: str) -> bool:
 
 
 # -----------------------------------------------------------------------------
-# Calls that are refused by the line of the user's code: what no plan would do right.
+# Checks of single calls: what no plan would do right is refused by the line of the user's code.
 
 
 def schema_name(node: fx.Node) -> str:
@@ -556,18 +555,18 @@ def unsplit(node: fx.Node, name: str) -> CaptureError:
 
 
 # -----------------------------------------------------------------------------
-# Functions of a traced program that write into their operand.
+# In-place operations of a traced program.
 
 
-class Writes:
-    """Which calls write in place, and that nobody sees the difference.
+class InPlaceOperations:
+    """Which calls are in place, and that nobody sees the difference.
 
     Args:
         nodes: of the program, in order.
         buffers: placeholders of the model's buffers.
 
     Attributes:
-        in_place: calls that may be replaced by what they are without writing.
+        calls: those that may be replaced by what they are without writing.
         skipped: calls that count steps in a buffer; ``counters`` has them.
         counters: buffers and what a step adds.
 
@@ -577,7 +576,7 @@ class Writes:
     """
 
     def __init__(self, nodes: Sequence[fx.Node], buffers: Mapping[str, str]) -> None:
-        self.in_place: set[fx.Node] = set()
+        self.calls: set[fx.Node] = set()
         self.skipped: set[fx.Node] = set()
         counters: list[tuple[str, int]] = []
         order = {node: i for i, node in enumerate(nodes)}
@@ -606,7 +605,7 @@ class Writes:
                     + ("kept" if not late else f"used again by {late[0].name}")
                     + f"; write its result to a new tensor instead; {place_of(node)}"
                 )
-            self.in_place.add(node)
+            self.calls.add(node)
         self.counters = tuple(counters)
 
 
@@ -631,8 +630,8 @@ def _require_no_output(node: fx.Node) -> None:
     if schema is None or schema.name.split("::")[1] == "batch_norm":
         return
     for place, argument in list(enumerate(schema.arguments))[1:]:
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-        if given is not None and argument.alias_info is not None and argument.alias_info.is_write:
+        value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        if value is not None and argument.alias_info is not None and argument.alias_info.is_write:
             raise CaptureError(
                 f"{node.target} writes into its {argument.name}; write its result to a new tensor "
                 f"instead; {place_of(node)}"
@@ -641,7 +640,7 @@ def _require_no_output(node: fx.Node) -> None:
 
 def _viewed(node: fx.Node) -> fx.Node | None:
     """The tensor whose memory the result may share."""
-    if node.target is operators.getitem:
+    if node.target is operator.getitem:
         first = node.args[0]
         return first if isinstance(first, fx.Node) else None
     schema = _schema(node)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import operator as operators
 import os
 import random
 import sys
@@ -109,9 +108,9 @@ def _as_left(moved: Mapping[Attribute, Any]) -> Iterator[None]:
 
 def _watched(module: _Whole, leaves: list[torch.Tensor]) -> tuple[Program, dict[Attribute, Any]]:
     """The program, and what the forward pass has changed of its modules' plain attributes."""
-    unseen = Unseen(module.model)
+    effects = SideEffects(module.model)
     try:
-        with unseen.watch():
+        with effects.watch():
             try:
                 program = _exported(module, leaves)
             except Exception as error:
@@ -120,15 +119,15 @@ def _watched(module: _Whole, leaves: list[torch.Tensor]) -> tuple[Program, dict[
                 except Exception as second:
                     raise CaptureError(_why_neither(error, second)) from second
     except CaptureError:
-        if not unseen.found:
+        if not effects.found:
             raise
-    if unseen.found:
-        raise CaptureError(unseen.found[0])
+    if effects.found:
+        raise CaptureError(effects.found[0])
     if any(isinstance(tensor, FakeTensor) for tensor in program.constants.values()):
         raise CaptureError(
             "a tensor that the step computes would be a constant, as by .data; use detach()"
         )
-    return program, unseen.moved
+    return program, effects.moved
 
 
 def _why_neither(export: Exception, fx_error: Exception) -> str:
@@ -168,7 +167,7 @@ def _strip(name: str) -> str:
 
 def _exported(module: _Whole, leaves: list[torch.Tensor]) -> Program:
     program = torch.export.export(module, tuple(leaves), strict=False)
-    inline_without_gradients(program.graph)
+    inline_no_grad(program.graph)
     signature = program.graph_signature
     constants = {**program.constants}
     # non-persistent buffers are among the constants too; the model has them under their names
@@ -206,7 +205,7 @@ def _traced(module: _Whole, leaves: list[torch.Tensor]) -> Program:
     lifted = {}
     for node in made.graph.nodes:
         if node.op == "get_attr":
-            lifted[node.name] = operators.attrgetter(node.target)(made)
+            lifted[node.name] = operator.attrgetter(node.target)(made)
     return Program(
         graph=made.graph,
         parameters={p: _strip(n) for p, n in zip(places[:count], parameters, strict=True)},
@@ -218,13 +217,13 @@ def _traced(module: _Whole, leaves: list[torch.Tensor]) -> Program:
 
 
 # -----------------------------------------------------------------------------
-# Parts of a traced program that lie in a function of their own: what runs under ``no_grad``.
+# Higher-order operators, by which torch.export keeps what runs under ``no_grad``, are inlined.
 
 
-def inline_without_gradients(graph: fx.Graph) -> None:
+def inline_no_grad(graph: fx.Graph) -> None:
     """Put what is computed under ``no_grad`` into the graph itself, its results detached.
 
-    Other nested functions stay, and so do those within these.
+    Other higher-order operators stay, and so do those within these.
     """
     for node in list(graph.nodes):
         if _name(node) != "wrap_with_set_grad_enabled":
@@ -269,15 +268,16 @@ def _name(node: fx.Node) -> str:
 
 
 # -----------------------------------------------------------------------------
-# What a training step does that a traced program does not show: looked for while it is traced.
+# Side effects of a training step, which a traced program does not show: watched for while it is
+# traced.
 
 _OWN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}")
 _SCALARS = (bool, int, float, str)
 Attribute = tuple[nn.Module, str]
 
 
-class Unseen:
-    """Findings of one trace.
+class SideEffects:
+    """Side effects found in one trace.
 
     Args:
         model: that is traced.

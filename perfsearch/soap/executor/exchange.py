@@ -1,4 +1,4 @@
-"""One redistribution on one rank, there and back; prepared once, run each step."""
+"""Redistributions on one rank, forward and back, and the process groups that they use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Exchange(ABC):
     wanted, so that computation can go on in between.
 
     Args:
-        plan: what moves.
+        redistribution: what moves.
         rank: this device.
         dtype: of the values.
         device: where they are.
@@ -35,11 +35,11 @@ class Exchange(ABC):
     """
 
     def __init__(
-        self, plan: Redistribution, rank: int, dtype: torch.dtype, device: torch.device
+        self, redistribution: Redistribution, rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.plan = plan
-        self.own = plan.owned.get(rank)
-        self.need = plan.needed.get(rank)
+        self.redistribution = redistribution
+        self.own = redistribution.owned.get(rank)
+        self.need = redistribution.needed.get(rank)
         self._rank = rank
         self.dtype = dtype
         self.device = device
@@ -67,7 +67,7 @@ class Exchange(ABC):
 
     def sent_elements(self) -> tuple[int, int]:
         """Elements that leave this rank, forward and backward."""
-        moved = [m for m in self.plan.messages if m.source != m.destination]
+        moved = [m for m in self.redistribution.messages if m.source != m.destination]
         there = sum(volume(m.rectangle) for m in moved if m.source == self._rank)
         back = sum(volume(m.rectangle) for m in moved if m.destination == self._rank)
         return there, back
@@ -85,7 +85,7 @@ class Exchange(ABC):
     @property
     def first_consumer(self) -> str:
         """The operator that reads what is moved before others do; empty for a batch's tensor."""
-        return self.plan.consumers[0][0] if self.plan.consumers else ""
+        return self.redistribution.consumers[0][0] if self.redistribution.consumers else ""
 
     def _empty(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -124,19 +124,19 @@ class GatherExchange(Exchange):
 
     def __init__(
         self,
-        plan: Redistribution,
+        redistribution: Redistribution,
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
         groups: Communicators,
     ) -> None:
-        super().__init__(plan, rank, dtype, device)
+        super().__init__(redistribution, rank, dtype, device)
         self._groups = groups
-        self._members = members_of(plan)
-        dim = stacking(plan)
+        self._members = members_of(redistribution)
+        dim = stacking(redistribution)
         assert dim is not None and self.own is not None
         self._dim = dim
-        self._count = len(plan.participants)
+        self._count = len(redistribution.participants)
         self._part = sizes(self.own)
 
     def start(self, value: torch.Tensor | None) -> None:
@@ -181,17 +181,17 @@ class BroadcastExchange(Exchange):
 
     def __init__(
         self,
-        plan: Redistribution,
+        redistribution: Redistribution,
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
         groups: Communicators,
     ) -> None:
-        super().__init__(plan, rank, dtype, device)
+        super().__init__(redistribution, rank, dtype, device)
         self._groups = groups
-        self._members = members_of(plan)
-        (self._root,) = plan.owned
-        self._moved = next(iter(plan.needed.values()))
+        self._members = members_of(redistribution)
+        (self._root,) = redistribution.owned
+        self._moved = next(iter(redistribution.needed.values()))
 
     def start(self, value: torch.Tensor | None) -> None:
         """Send it to all."""
@@ -232,15 +232,15 @@ class BroadcastExchange(Exchange):
         return whole
 
 
-def members_of(plan: Redistribution) -> Devices:
+def members_of(redistribution: Redistribution) -> Devices:
     """Devices whose communicator a redistribution uses."""
-    if pattern(plan) is Pattern.BROADCAST:
-        return tuple(sorted({*plan.owned, *plan.needed}))
-    return plan.participants
+    if pattern(redistribution) is Pattern.BROADCAST:
+        return tuple(sorted({*redistribution.owned, *redistribution.needed}))
+    return redistribution.participants
 
 
 # -----------------------------------------------------------------------------
-# From anybody to anybody: the pieces of several redistributions in one exchange.
+# Any other pattern: the pieces of several redistributions in one all-to-all.
 
 
 class PieceExchange(Exchange):
@@ -249,13 +249,13 @@ class PieceExchange(Exchange):
     batch: PieceBatch
 
     def __init__(
-        self, plan: Redistribution, rank: int, dtype: torch.dtype, device: torch.device
+        self, redistribution: Redistribution, rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(plan, rank, dtype, device)
-        others = [m for m in plan.messages if m.source != m.destination]
+        super().__init__(redistribution, rank, dtype, device)
+        others = [m for m in redistribution.messages if m.source != m.destination]
         self.sent = sorted((m.destination, m.rectangle) for m in others if m.source == rank)
         self.received = sorted((m.source, m.rectangle) for m in others if m.destination == rank)
-        kept = [m.rectangle for m in plan.messages if m.source == m.destination == rank]
+        kept = [m.rectangle for m in redistribution.messages if m.source == m.destination == rank]
         self._kept = kept[0] if kept else None
         if self.need is not None:
             pieces = [*kept, *(piece for _, piece in self.received)]
@@ -439,29 +439,7 @@ class _Way:
 
 
 # -----------------------------------------------------------------------------
-# Cutting a tensor into pieces for sending, and putting pieces together.
-
-
-class Scatterer:
-    """Copies pieces of a tensor side by side into one buffer.
-
-    Args:
-        held: what the tensor holds.
-        pieces: of it, in their order.
-
-    """
-
-    def __init__(self, held: Rectangle, pieces: Sequence[Rectangle]) -> None:
-        self._cuts = [within(piece, held) for piece in pieces]
-        self._whole = len(pieces) == 1 and pieces[0] == held
-
-    def flat(self, value: torch.Tensor) -> torch.Tensor:
-        """The buffer."""
-        if self._whole:
-            return value.reshape(-1).contiguous()
-        if not self._cuts:
-            return value.new_empty(0)
-        return torch.cat([value[cut].reshape(-1) for cut in self._cuts])
+# Putting pieces together.
 
 
 class Gatherer:
@@ -519,7 +497,7 @@ class Connection:
     """A redistribution in its place.
 
     Attributes:
-        plan: what moves.
+        redistribution: what moves.
         dtype: of the values.
         begins: place of the producer.
         ends: place of the first consumer.
@@ -527,7 +505,7 @@ class Connection:
 
     """
 
-    plan: Redistribution
+    redistribution: Redistribution
     dtype: torch.dtype
     begins: int
     ends: int
@@ -577,9 +555,9 @@ def grouped(connections: Sequence[Connection]) -> list[Group]:
     found: list[Group] = []
     merged: dict[tuple[int, str, bool], Group] = {}
     for connection in connections:
-        kind = pattern(connection.plan)
+        kind = pattern(connection.redistribution)
         if kind not in _MERGED:
-            devices = () if kind is Pattern.LOCAL else members_of(connection.plan)
+            devices = () if kind is Pattern.LOCAL else members_of(connection.redistribution)
             found.append(Group([connection], devices))
             continue
         key = (connection.ends, str(connection.dtype), connection.returns)
@@ -588,7 +566,7 @@ def grouped(connections: Sequence[Connection]) -> list[Group]:
             found.append(merged[key])
         group = merged[key]
         group.connections.append(connection)
-        group.devices = tuple(sorted({*group.devices, *connection.plan.participants}))
+        group.devices = tuple(sorted({*group.devices, *connection.redistribution.participants}))
     return found
 
 
@@ -596,21 +574,23 @@ def connect(group: Group, rank: int, device: torch.device, groups: Communicators
     """Make this rank's exchanges of a group."""
     members: list[PieceExchange] = []
     for number, connection in enumerate(group.connections):
-        plan = connection.plan
-        if rank not in plan.owned and rank not in plan.needed:
+        redistribution = connection.redistribution
+        if rank not in redistribution.owned and rank not in redistribution.needed:
             continue
-        kind = pattern(plan)
+        kind = pattern(redistribution)
         if kind in _MERGED:
-            piece = PieceExchange(plan, rank, connection.dtype, device)
+            piece = PieceExchange(redistribution, rank, connection.dtype, device)
             members.append(piece)
             group.exchanges[number] = piece
         elif kind is Pattern.LOCAL or rank not in group.devices:
-            group.exchanges[number] = LocalExchange(plan, rank, connection.dtype, device)
+            group.exchanges[number] = LocalExchange(redistribution, rank, connection.dtype, device)
         elif kind is Pattern.ALL_GATHER:
-            group.exchanges[number] = GatherExchange(plan, rank, connection.dtype, device, groups)
+            group.exchanges[number] = GatherExchange(
+                redistribution, rank, connection.dtype, device, groups
+            )
         else:
             group.exchanges[number] = BroadcastExchange(
-                plan, rank, connection.dtype, device, groups
+                redistribution, rank, connection.dtype, device, groups
             )
     if members:
         group.batch = PieceBatch(members, group.devices, rank, groups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from torch import nn
 from perfsearch.soap.capture.capture import Captured
 from perfsearch.soap.capture.lower import dtype_name
 from perfsearch.soap.executor.exchange import Communicators
-from perfsearch.soap.executor.layout import lay_out, tile_of
 from perfsearch.soap.executor.passes import (
     Column,
     OperatorClock,
@@ -23,8 +21,16 @@ from perfsearch.soap.executor.passes import (
     is_plain_descent,
     tables_of,
 )
+from perfsearch.soap.executor.rank_plan import plan_rank, tile_of
 from perfsearch.soap.graph import Rectangle
-from perfsearch.soap.plan import Plan, PlanError, parameters, share, validate_plan
+from perfsearch.soap.plan import (
+    OperatorTime,
+    Plan,
+    PlanError,
+    parameters,
+    share,
+    validate_plan,
+)
 from perfsearch.soap.rules.base import sizes
 from perfsearch.workloads.base import OptimizerFactory
 
@@ -49,7 +55,7 @@ class Execution:
         operators: names, in topological order.
         passes: forward and backward.
         shapes: of all parameters of the model, as the graph views them.
-        samples: range of the global batch that this rank must be given, an even share; what it
+        samples: range of the global batch that this rank must load, an even share; what it
             needs of other samples it gets from the other ranks.
 
     Raises:
@@ -67,12 +73,12 @@ class Execution:
     ) -> None:
         self.rank, world = dist.get_rank(), dist.get_world_size()
         validate_plan(captured.graph, plan, world)
-        self._layout = lay_out(captured, plan, model, self.rank, device, groups)
+        self._rank_plan = plan_rank(captured, plan, model, self.rank, device, groups)
         self.operators = [operator.name for operator in captured.graph.operators]
         self.samples = share(captured.graph.batch, world, self.rank)
         low, high = self.samples
         inputs = [captured.graph.by_name[name] for name in captured.leaves]
-        self._given = [((high - low, *leaf.shape[1:]), leaf.dtype) for leaf in inputs]
+        self._expected = [((high - low, *leaf.shape[1:]), leaf.dtype) for leaf in inputs]
         tensors = dict(model.named_parameters())
         viewed = parameters(captured.graph)
         self.shapes = {k: viewed[k].shape if k in viewed else t.shape for k, t in tensors.items()}
@@ -82,9 +88,9 @@ class Execution:
                 tensor.requires_grad,
             )
             for key, tensor in tensors.items()
-            if key in self._layout.tiles
+            if key in self._rank_plan.tiles
         }
-        self.passes = Passes(self._layout, self.parameters, captured.counters, device, groups)
+        self.passes = Passes(self._rank_plan, self.parameters, captured.counters, device, groups)
 
     def require_fit(self, leaves: Sequence[torch.Tensor]) -> None:
         """See that a batch is what the graph was made for.
@@ -94,9 +100,9 @@ class Execution:
 
         """
         found = [(tuple(leaf.shape), dtype_name(leaf)) for leaf in leaves]
-        if found != self._given:
+        if found != self._expected:
             raise BatchError(
-                f"a batch has tensors of {found}, and the model was captured for {self._given}, "
+                f"a batch has tensors of {found}, and the model was captured for {self._expected}, "
                 "as from the first sample: runner=soap needs batches of one shape. Pad them to a "
                 "fixed length"
             )
@@ -117,7 +123,7 @@ class Execution:
 
     def stored(self, key: str) -> Rectangle:
         """What this rank has of a parameter."""
-        return self._layout.tiles[key].rectangle
+        return self._rank_plan.tiles[key].rectangle
 
     def step(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """Forward and backward; returns this rank's share of the loss.
@@ -150,7 +156,7 @@ class Execution:
         """
         if optimizer is None or not is_plain_descent(optimizer):
             return []
-        tables = tables_of(self._layout.nodes, self._layout.synchroniser.keys)
+        tables = tables_of(self._rank_plan.nodes, self._rank_plan.synchroniser.keys)
         self.passes.rows = RowUpdates(tables, optimizer) if tables else None
         return list(tables)
 
@@ -171,17 +177,16 @@ class Execution:
 
     def traffic_bytes(self) -> dict[str, int]:
         """What this rank sends to others in one step: values and gradients, and in sums."""
-        returning = {e for node in self._layout.nodes for e in node.returning}
+        returning = {e for node in self._rank_plan.nodes for e in node.returning}
         moved = 0
-        for exchange in self._layout.exchanges:
+        for exchange in self._rank_plan.exchanges:
             there, back = exchange.sent_elements()
             moved += (there + (back if exchange in returning else 0)) * exchange.dtype.itemsize
-        return {"redistributed_mib": moved, "summed_mib": self._layout.synchroniser.summed_bytes}
+        return {"redistributed_mib": moved, "summed_mib": self._rank_plan.synchroniser.summed_bytes}
 
 
 # -----------------------------------------------------------------------------
 # A step as CUDA graphs: its hundreds of launches become three.
-
 Phase = Callable[[], None]
 
 
@@ -260,7 +265,6 @@ class Recording:
 
 # -----------------------------------------------------------------------------
 # The user's optimizer on pieces of tensors: only where that is the same as on the whole.
-
 _BY_ELEMENT = frozenset(
     {
         "ASGD",
@@ -373,7 +377,6 @@ def make_capturable(optimizer: torch.optim.Optimizer | None) -> bool:
 
 # -----------------------------------------------------------------------------
 # Some further steps of an execution, to time each operator in them.
-
 STEPS = 4
 """Steps that are run; the first is not counted: what was replayed so far is launched there."""
 
@@ -409,38 +412,3 @@ def time_operators(
         name: OperatorTime(*(round(float(usual[place, column]), 6) for column in Column))
         for place, name in enumerate(execution.operators)
     }
-
-
-# -----------------------------------------------------------------------------
-# What one operator takes of a step: as it was simulated, or as it was measured.
-
-
-@dataclass(frozen=True)
-class OperatorTime:
-    """Milliseconds of a step, each the slowest device's.
-
-    Attributes:
-        forward_ms: of its own forward pass.
-        backward_ms: of its own backward pass.
-        communication_ms: of moving what it reads, and the gradients of that, packing included, and
-            of summing the gradients of the parameters that are accounted for with it.
-
-    """
-
-    forward_ms: float = 0.0
-    backward_ms: float = 0.0
-    communication_ms: float = 0.0
-
-    @property
-    def whole_ms(self) -> float:
-        """All three; what is overlapped in a step counts as if it were not."""
-        return self.forward_ms + self.backward_ms + self.communication_ms
-
-    def to_json(self) -> dict[str, float]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, float]) -> OperatorTime:
-        """Rebuild it from ``to_json``."""
-        return cls(**record)

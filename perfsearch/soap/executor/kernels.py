@@ -18,30 +18,30 @@ Parameters = Mapping[str, torch.Tensor]
 Function = Callable[[Inputs, Parameters], torch.Tensor]
 """Takes what a part reads, and gives what it computes."""
 
-SumOver = Callable[[torch.Tensor], torch.Tensor]
-"""Adds a tensor up over the parts of an operator that share something; in place."""
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""All-reduces a tensor over parts of an operator that share something; in place."""
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over one part."""
+    """The reduction over one part."""
     return tensor
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a part knows of the others.
+class PartContext:
+    """Where a part computes, and how it reduces with the others.
 
     Attributes:
         device: where it computes.
-        sum_over_all: over all parts of the operator.
-        sum_over_channels: over those parts that have the same channels.
+        reduce_all: partial sums over all parts of the operator.
+        reduce_channels: over those parts that have the same channels.
         buffers: of the model, by name, for statistics that are kept.
 
     """
 
     device: torch.device
-    sum_over_all: SumOver = alone
-    sum_over_channels: SumOver = alone
+    reduce_all: Reduce = alone
+    reduce_channels: Reduce = alone
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -53,14 +53,14 @@ class Piece:
         stage: which.
         rectangle: of the stage's output.
         reads: rectangles of its inputs.
-        surroundings: of the part.
+        context: of the part.
 
     """
 
     stage: Stage
     rectangle: Rectangle
     reads: tuple[Rectangle | None, ...]
-    surroundings: Surroundings
+    context: PartContext
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -86,19 +86,18 @@ def kernel(*kinds: str) -> Callable[[Builder], Builder]:
     return register
 
 
-def prepare(operator: Operator, part: Rectangle, surroundings: Surroundings) -> Function:
+def prepare(operator: Operator, part: Rectangle, context: PartContext) -> Function:
     """The function that computes a part.
 
     Its inputs hold exactly ``rules.input_rectangle``, its parameters ``parameter_rectangles``.
     That of a loss gives a scalar: the part's share of the sum.
     """
-    _load()
     rectangles = stage_rectangles(operator, part)
     needs = tuple(input_rectangle(operator, i, part) for i in range(len(operator.inputs)))
     functions = []
     for i, (stage, rectangle) in enumerate(zip(operator.stages, rectangles, strict=True)):
         reads = needs if i == 0 else (rectangles[i - 1],)
-        built = KERNELS[stage.kind](Piece(stage, rectangle, reads, surroundings))
+        built = KERNELS[stage.kind](Piece(stage, rectangle, reads, context))
         precision = stage.attributes.get("cast")
         functions.append(built if precision is None else _in_precision(built, precision))
     if len(functions) == 1:
@@ -120,7 +119,7 @@ def forward(
     """Compute a part once, by itself: without what others would add to it."""
     tensors = [t for t in (*inputs, *parameters.values()) if t is not None]
     device = tensors[0].device if tensors else torch.device("cpu")
-    return prepare(operator, part, Surroundings(device))(inputs, parameters)
+    return prepare(operator, part, PartContext(device))(inputs, parameters)
 
 
 def _in_precision(function: Function, name: str) -> Function:
@@ -135,10 +134,6 @@ def _in_precision(function: Function, name: str) -> Function:
         return function([cast(tensor) for tensor in inputs], lowered)
 
     return run
-
-
-def _load() -> None:
-    """Kernels register themselves when they are imported."""
 
 
 # -----------------------------------------------------------------------------
@@ -184,7 +179,7 @@ def call(piece: Piece) -> Function:
     names = [argument.name for argument in target._schema.arguments]
     by_keyword = {a.name for a in target._schema.arguments if a.kwarg_only}
     arguments = piece["arguments"]
-    device = piece.surroundings.device
+    device = piece.context.device
     places = [
         fill_template(arguments[n], device) for n in names if n in arguments and n not in by_keyword
     ]
@@ -206,7 +201,7 @@ def call(piece: Piece) -> Function:
 def cast(piece: Piece) -> Function:
     """Another dtype; the same tensor where it has that already."""
     dtype: torch.dtype = getattr(torch, piece["dtype"])
-    device = piece.surroundings.device
+    device = piece.context.device
     detached = piece.stage.attributes.get("detach", False)
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
@@ -304,7 +299,7 @@ def class_loss(piece: Piece) -> Function:
         options["label_smoothing"] = piece["label_smoothing"]
     mean, weighted, ignored = piece["mean"], piece["weighted"], piece["ignore_index"]
     scale = _scale(piece)
-    sum_over = piece.surroundings.sum_over_all
+    reduce = piece.context.reduce_all
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
         value, target = inputs[:2]
@@ -317,7 +312,7 @@ def class_loss(piece: Piece) -> Function:
         counts = counted.to(terms.dtype)
         if weight is not None:
             counts = counts * weight[target.masked_fill(~counted, 0)]
-        return terms * (scale / sum_over(counts.sum()))
+        return terms * (scale / reduce(counts.sum()))
 
     return run
 
@@ -350,17 +345,17 @@ def rms_norm(piece: Piece) -> Function:
 
 
 class _Normalised(torch.autograd.Function):  # type: ignore[misc]
-    """Centred and scaled by statistics of all parts; the backward pass exchanges two sums."""
+    """Centred and scaled by statistics of all parts; the backward pass all-reduces two."""
 
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, *rest: Any
     ) -> torch.Tensor:
-        sum_over, count = rest
+        reduce, count = rest
         shape = [1, -1] + [1] * (value.dim() - 2)
         normal = (value - mean.view(shape)) * scale.view(shape)
         ctx.save_for_backward(normal, scale)
-        ctx.sum_over, ctx.count = sum_over, count
+        ctx.reduce, ctx.count = reduce, count
         return normal
 
     @staticmethod
@@ -368,7 +363,7 @@ class _Normalised(torch.autograd.Function):  # type: ignore[misc]
         normal, scale = ctx.saved_tensors
         dims = [d for d in range(gradient.dim()) if d != 1]
         sums = torch.stack([gradient.sum(dims), (gradient * normal).sum(dims)])
-        means = ctx.sum_over(sums) / ctx.count
+        means = ctx.reduce(sums) / ctx.count
         shape = [1, -1] + [1] * (gradient.dim() - 2)
         centred = gradient - means[0].view(shape) - normal * means[1].view(shape)
         return centred * scale.view(shape), None, None, None, None
@@ -388,16 +383,14 @@ def _unshared_norm(piece: Piece, kept: list[torch.Tensor]) -> Function:
 
 @kernel("batch_norm")
 def batch_norm(piece: Piece) -> Function:
-    """Statistics of the whole batch, summed over the parts in double precision."""
+    """Statistics of the whole batch: partial sums of the parts, all-reduced in double precision."""
     eps, momentum, count = piece["eps"], piece["momentum"], piece["count"]
-    sum_over: SumOver = piece.surroundings.sum_over_channels
+    reduce: Reduce = piece.context.reduce_channels
     low, high = piece.rectangle[1]
     kept = [
-        piece.surroundings.buffers[n][low:high]
-        for n in piece["running"]
-        if n in piece.surroundings.buffers
+        piece.context.buffers[n][low:high] for n in piece["running"] if n in piece.context.buffers
     ]
-    if sum_over is alone:
+    if reduce is alone:
         return _unshared_norm(piece, kept)
     dims = [d for d in range(len(piece.rectangle)) if d != 1]
     local = 1
@@ -407,7 +400,7 @@ def batch_norm(piece: Piece) -> Function:
     def statistics(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         variance, mean = torch.var_mean(value, dims, correction=0)
         mean, variance = mean.double(), variance.double()
-        sums = sum_over(torch.stack([mean * local, (variance + mean * mean) * local])) / count
+        sums = reduce(torch.stack([mean * local, (variance + mean * mean) * local])) / count
         return sums[0], (sums[1] - sums[0] * sums[0]).clamp_(min=0)
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
@@ -423,7 +416,7 @@ def batch_norm(piece: Piece) -> Function:
                 kept[1].lerp_(unbiased.to(kept[1].dtype), momentum)
             scale = (variance + eps).rsqrt().to(value.dtype)
             mean = mean.to(value.dtype)
-        normal: torch.Tensor = _Normalised.apply(value, mean, scale, sum_over, count)
+        normal: torch.Tensor = _Normalised.apply(value, mean, scale, reduce, count)
         shape = [1, -1] + [1] * (value.dim() - 2)
         if "weight" in parameters:
             normal = normal * parameters["weight"].view(shape)
@@ -546,7 +539,7 @@ def linear(piece: Piece) -> Function:
 @kernel("matmul")
 def matmul(piece: Piece) -> Function:
     """As torch broadcasts it."""
-    left, right = (fill_template(slot, piece.surroundings.device) for slot in piece["operands"])
+    left, right = (fill_template(slot, piece.context.device) for slot in piece["operands"])
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
         return torch.matmul(left(inputs, parameters), right(inputs, parameters))
@@ -603,7 +596,7 @@ def attention(piece: Piece) -> Function:
         below = torch.ones(rows[1] - rows[0], scores[-1], dtype=torch.bool, device=device)
         return below.tril(rows[0])
 
-    kept = allowed(piece.surroundings.device) if causal and (partial or probability) else None
+    kept = allowed(piece.context.device) if causal and (partial or probability) else None
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
         query, key, value = inputs[:3]

@@ -1,6 +1,6 @@
 """Forward and backward pass of one rank.
 
-The backward pass is a walk over the operators in reverse, the same on all ranks, rather than one
+The backward pass goes over the operators in reverse, in one order on all ranks, rather than by one
 call of autograd: a rank that only has a source of a value then needs no graph of its own, and
 communication has one order everywhere.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from perfsearch.soap.executor.exchange import Communicators, Exchange, LocalExchange, PieceBatch
-from perfsearch.soap.executor.layout import Cut, Layout, Node, Source
+from perfsearch.soap.executor.rank_plan import Cut, Node, RankPlan, Source
 from perfsearch.soap.graph import within
 from perfsearch.soap.rules.base import sizes
 from perfsearch.training.clock import make_clock, synchronize
@@ -39,7 +39,7 @@ class Passes:
     """Computes a rank's parts, and exchanges what they need.
 
     Args:
-        layout: of the rank.
+        rank_plan: what the rank does.
         parameters: its tiles, by key.
         counters: buffers that a step adds a number to.
         device: where it computes.
@@ -53,25 +53,25 @@ class Passes:
 
     def __init__(
         self,
-        layout: Layout,
+        rank_plan: RankPlan,
         parameters: Mapping[str, nn.Parameter],
         counters: Sequence[tuple[str, int]],
         device: torch.device,
         groups: Communicators,
     ) -> None:
-        self.layout = layout
+        self.rank_plan = rank_plan
         self.parameters = parameters
         self.gradients: dict[str, torch.Tensor] = {}
         self.rows: RowUpdates | None = None
         self._counters, self._device, self._groups = counters, device, groups
-        self._nodes, self._output = layout.nodes, layout.output
-        self._buffers, self._synchroniser = layout.buffers, layout.synchroniser
+        self._nodes, self._output = rank_plan.nodes, rank_plan.output
+        self._buffers, self._synchroniser = rank_plan.buffers, rank_plan.synchroniser
         self._values: list[torch.Tensor | None] = [None] * len(self._nodes)
         self._inputs: list[list[torch.Tensor | None]] = [[] for _ in self._nodes]
 
     def forward(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The forward pass; returns this rank's share of the loss, detached."""
-        self._give(leaves)
+        self._load(leaves)
         received: dict[Exchange, torch.Tensor | None] = {}
         for node in self._nodes:
             self._align()
@@ -92,13 +92,15 @@ class Passes:
         dtype = self._nodes[self._output].dtype
         return torch.zeros((), dtype=dtype, device=self._device) if loss is None else loss.detach()
 
-    def _give(self, leaves: Sequence[torch.Tensor]) -> None:
-        for exchange, tensor in zip(self.layout.given, leaves, strict=True):
+    def _load(self, leaves: Sequence[torch.Tensor]) -> None:
+        for exchange, tensor in zip(self.rank_plan.leaf_exchanges, leaves, strict=True):
             if exchange is not None:
                 exchange.start(tensor)
-        for batch in self.layout.given_batches:
+        for batch in self.rank_plan.leaf_batches:
             batch.launch()
-        for exchange, leaf in zip(self.layout.given, self.layout.leaves, strict=True):
+        for exchange, leaf in zip(
+            self.rank_plan.leaf_exchanges, self.rank_plan.leaves, strict=True
+        ):
             if exchange is not None and leaf.rectangle is not None:
                 value = exchange.finish()
                 assert value is not None and exchange.need is not None
@@ -116,7 +118,7 @@ class Passes:
             use.name: self.parameters[use.key]
             if use.cut is None
             else self.parameters[use.key][use.cut]
-            for use in node.uses
+            for use in node.parameters
         }
         self._inputs[node.place] = inputs
         self._values[node.place] = node.function(inputs, read)
@@ -218,7 +220,7 @@ class Passes:
             for source, tensor in zip(node.sources, inputs, strict=True)
             if source is not None and source.differentiable
         ]
-        trained = [use for use in node.uses if use.trained]
+        trained = [use for use in node.parameters if use.trained]
         leaves = [tensor for _, tensor in wanted] + [self.parameters[u.key] for u in trained]
         found: Sequence[torch.Tensor | None] = [None] * len(leaves)
         if value.requires_grad and (arrived is not None or node.place == self._output):
@@ -258,7 +260,7 @@ class Passes:
 
     def reset(self) -> None:
         """Forget a step that was broken off."""
-        for exchange in self.layout.exchanges:
+        for exchange in self.rank_plan.exchanges:
             exchange.forget()
         self._groups.settled()
         self._synchroniser.forget()
@@ -268,7 +270,7 @@ class Passes:
 
     def _drain(self) -> None:
         """Wait for what this rank only sent, so that nothing of a pass is left to the next."""
-        for exchange in self.layout.exchanges:
+        for exchange in self.rank_plan.exchanges:
             exchange.drain()
         self._groups.settled()
 
@@ -296,7 +298,7 @@ class TimedPasses(Passes):
 
     def __init__(self, usual: Passes, clock: OperatorClock) -> None:
         super().__init__(
-            usual.layout, usual.parameters, usual._counters, usual._device, usual._groups
+            usual.rank_plan, usual.parameters, usual._counters, usual._device, usual._groups
         )
         self.rows = usual.rows
         self._clock = clock
@@ -490,7 +492,7 @@ def tables_of(nodes: list[Node], shared: set[str]) -> dict[str, Node]:
     """
     readers: dict[str, list[Node]] = {}
     for node in nodes:
-        for use in node.uses:
+        for use in node.parameters:
             readers.setdefault(use.key, []).append(node)
     return {
         key: found[0]
@@ -511,7 +513,7 @@ def _only_reads(node: Node) -> bool:
         node.operator.kind in _TABLES
         and alone
         and node.differentiable
-        and all(use.trained and use.cut is None for use in node.uses)
+        and all(use.trained and use.cut is None for use in node.parameters)
         and attributes.get("bag_size", 1) is not None
         and (padding is None or padding < 0)
     )

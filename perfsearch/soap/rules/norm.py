@@ -66,7 +66,7 @@ def layer_norm(call: Call) -> Lowered | None:
 
 @rule("batch_norm")
 def batch_norm(call: Call) -> Lowered | None:
-    """Over the whole batch: parts that share channels exchange their sums."""
+    """Over the whole batch: parts that share channels all-reduce their partial sums."""
     value, weight, bias = call["input"], call["weight"], call["bias"]
     means, variances = call["running_mean"], call["running_var"]
     if not call["training"]:

@@ -222,15 +222,15 @@ def stack(call: Call) -> Lowered | None:
 def index(call: Call) -> Lowered | None:
     """By tensors of indices, for dimensions that lie side by side."""
     value: Value = call["self"]
-    given = list(call["indices"])
-    given += [None] * (len(value.shape) - len(given))
-    used = [d for d, v in enumerate(given) if v is not None]
+    indices = list(call["indices"])
+    indices += [None] * (len(value.shape) - len(indices))
+    used = [d for d, v in enumerate(indices) if v is not None]
     if not used or used != list(range(used[0], used[-1] + 1)):
         return None
-    if any(given[d].dtype not in ("int64", "int32") for d in used):
+    if any(indices[d].dtype not in ("int64", "int32") for d in used):
         return None
-    picked = max((given[d].shape for d in used), key=len)
-    if any(given[d].shape != picked for d in used):
+    picked = max((indices[d].shape for d in used), key=len)
+    if any(indices[d].shape != picked for d in used):
         return None
     first, width = used[0], len(picked)
     labels = (
@@ -246,7 +246,7 @@ def index(call: Call) -> Lowered | None:
         axes[dim] = Same(dim - len(used) + width)
     lowered.operand(value, axes)
     for dim in used:
-        lowered.operand(given[dim], [Same(first + i) for i in range(width)])
+        lowered.operand(indices[dim], [Same(first + i) for i in range(width)])
     lowered.attributes = {"first": first, "count": len(used)}
     return lowered
 

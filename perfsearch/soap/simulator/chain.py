@@ -1,4 +1,4 @@
-"""Memory of the compiled simulator, and its growth."""
+"""MCMC over simulated plans: the engine that holds a chain, and the chain in compiled code."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from perfsearch.soap.simulator import memory as at
 from perfsearch.soap.simulator.memory import (
     ACCEPTED,
+    ARENA,
+    ARENA_SIZE,
+    ARENA_USED,
     ARRIVED,
     ARRIVED_BACK,
     BEFORE,
@@ -41,14 +43,20 @@ from perfsearch.soap.simulator.memory import (
     EVERY,
     FIRST_STEP,
     FRESH,
+    HOST,
     HOST_IS_FREE,
     IMPROVED,
     IN_FIRST,
     INFEASIBLE_COUNT,
     ITERATION,
     KEPT,
+    KEY_SLOTS,
+    KEYS,
+    KEYS_USED,
     LAUNCHED,
     LAYOUT_FIRST,
+    LINK,
+    LISTS,
     MEMORY,
     OPERATOR_CLASS,
     OPERATORS,
@@ -58,6 +66,7 @@ from perfsearch.soap.simulator.memory import (
     P_OPTIMIZER,
     P_RESIDENT,
     P_WIDTH,
+    PLACES,
     PLAN,
     RETURN_EVERY,
     ROUTES,
@@ -67,12 +76,21 @@ from perfsearch.soap.simulator.memory import (
     SKIP_FROM,
     SKIP_SHIFT,
     SKIP_TO,
+    START_COST,
     STATE,
+    SYNC,
     TOP_COST,
     TOP_PLANS,
+    TRACE,
+    TRACE_SIZE,
+    TRACED,
+    VOLUME,
+    W_SCALARS,
+    W_TABLES,
     Integers,
     Reals,
     compiled,
+    pack,
 )
 from perfsearch.soap.simulator.routes import NO_SPACE, find_route
 from perfsearch.soap.simulator.step import run_steps, step_nanoseconds
@@ -85,7 +103,7 @@ NEVER = 1 << 60
 
 @dataclass(frozen=True)
 class ChainOptions:
-    """How a chain walks.
+    """How a chain proposes, accepts and records.
 
     Attributes:
         alpha: refusal of worse plans, per percent of the current time.
@@ -128,67 +146,67 @@ class Engine:
         self._w = self._memory()
 
     def __getitem__(self, scalar: int) -> int:
-        """A scalar of the search, such as ``tables.BEST_COST``."""
+        """A scalar of the search, such as ``memory.BEST_COST``."""
         return int(self._w[scalar])
 
     def start(self, configs: Integers) -> int:
         """Make a plan the current one, a new chain's first, and return its nanoseconds."""
-        operators = self._t[at.OPERATORS]
+        operators = self._t[OPERATORS]
         while True:
-            self._view(at.PLAN, 2 * operators)[operators:] = configs
+            self._view(PLAN, 2 * operators)[operators:] = configs
             if start(self._t, self._c, self._w) != NO_SPACE:
                 break
             self._grow()
         time = step_nanoseconds(self._t, self._w, 0)
         w = self._w
-        w[at.COST] = w[at.BEST_COST] = w[at.START_COST] = time
-        w[at.ITERATION] = w[at.ACCEPTED] = w[at.INFEASIBLE_COUNT] = w[at.SERIES_USED] = 0
-        w[at.IMPROVED] = 0
-        self._view(at.BEST_PLAN, operators)[:] = configs
-        self._view(at.TOP_COST, self.options.kept)[:] = NEVER
+        w[COST] = w[BEST_COST] = w[START_COST] = time
+        w[ITERATION] = w[ACCEPTED] = w[INFEASIBLE_COUNT] = w[SERIES_USED] = 0
+        w[IMPROVED] = 0
+        self._view(BEST_PLAN, operators)[:] = configs
+        self._view(TOP_COST, self.options.kept)[:] = NEVER
         if self.fits():
-            self._view(at.TOP_COST, 1)[0] = time
-            self._view(at.TOP_PLANS, operators)[:] = configs
+            self._view(TOP_COST, 1)[0] = time
+            self._view(TOP_PLANS, operators)[:] = configs
         else:  # anything that fits is better
-            w[at.COST] = w[at.BEST_COST] = NEVER
+            w[COST] = w[BEST_COST] = NEVER
         return int(time)
 
     def fits(self) -> bool:
         """Whether the current plan keeps within every device's memory."""
-        devices = self._t[at.DEVICES]
-        capacity = self._t[self._t[at.CAPACITY] :][:devices]
-        return bool(np.all(self._view(at.MEMORY, devices) <= capacity))
+        devices = self._t[DEVICES]
+        capacity = self._t[self._t[CAPACITY] :][:devices]
+        return bool(np.all(self._view(MEMORY, devices) <= capacity))
 
     def memory_bytes(self) -> Integers:
         """What the current plan needs on each device."""
-        return self._view(at.MEMORY, self._t[at.DEVICES]).copy()
+        return self._view(MEMORY, self._t[DEVICES]).copy()
 
     def host_ns(self) -> int:
         """How long launching the current plan, just started, keeps the busiest host."""
-        devices = int(self._t[at.DEVICES])
-        return int(self._view(at.STATE, 4 * devices)[at.HOST * devices :][:devices].max())
+        devices = int(self._t[DEVICES])
+        return int(self._view(STATE, 4 * devices)[HOST * devices :][:devices].max())
 
     def trace(self, configs: Integers) -> Integers:
         """Every task of a plan: kind, operator or edge, device, begin, end in nanoseconds."""
         self.start(configs)
-        last = 2 * self._t[at.OPERATORS]
+        last = 2 * self._t[OPERATORS]
         rows = 1
         while True:
             self._w = self._memory(trace=rows)
             self.start(configs)
-            self._w[at.TRACED] = 0
-            self._view(at.STATE, 4 * self._t[at.DEVICES])[:] = 0
+            self._w[TRACED] = 0
+            self._view(STATE, 4 * self._t[DEVICES])[:] = 0
             run_steps(self._t, self._w, 0, last, last, 0)
             step_nanoseconds(self._t, self._w, 0)
-            if self._w[at.TRACED] <= rows:
+            if self._w[TRACED] <= rows:
                 break
-            rows = int(self._w[at.TRACED])
-        recorded = self._view(at.TRACE, 5 * rows).reshape(rows, 5).copy()
+            rows = int(self._w[TRACED])
+        recorded = self._view(TRACE, 5 * rows).reshape(rows, 5).copy()
         self._w = self._memory()
-        return recorded[: self._w[at.TRACED] or rows]
+        return recorded[: self._w[TRACED] or rows]
 
     def propose(self, changes: dict[int, int]) -> int:
-        """Time of the current plan with these changes; ``proposals.INFEASIBLE`` beyond memory.
+        """Time of the current plan with these changes; ``INFEASIBLE`` beyond memory.
 
         The current plan stays. Call ``accept`` or ``withdraw`` next.
         """
@@ -210,81 +228,81 @@ class Engine:
         """Drop the proposal."""
         withdraw(self._t, self._w)
 
-    def walk(self, count: int) -> None:
+    def run(self, count: int) -> None:
         """Go on until the chain has simulated ``count`` proposals."""
         arguments = (self._reals, self._random, count)
-        while walk(self._t, self._c, self._w, *arguments) == NO_SPACE:
+        while run_chain(self._t, self._c, self._w, *arguments) == NO_SPACE:
             self._grow()
 
     def current(self) -> Integers:
         """Configurations of the current plan."""
-        return self._view(at.PLAN, int(self._t[at.OPERATORS])).copy()
+        return self._view(PLAN, int(self._t[OPERATORS])).copy()
 
     def best(self) -> list[tuple[int, Integers]]:
         """The best distinct plans and their nanoseconds, best first."""
-        operators, kept = int(self._t[at.OPERATORS]), self.options.kept
-        costs = self._view(at.TOP_COST, kept)
-        plans = self._view(at.TOP_PLANS, kept * operators).reshape(kept, operators)
+        operators, kept = int(self._t[OPERATORS]), self.options.kept
+        costs = self._view(TOP_COST, kept)
+        plans = self._view(TOP_PLANS, kept * operators).reshape(kept, operators)
         return [(int(c), p.copy()) for c, p in zip(costs, plans, strict=True) if c < NEVER]
 
     def series(self) -> Integers:
         """Rows of iteration, current, proposed and best time, in nanoseconds."""
-        used = self[at.SERIES_USED]
-        return self._view(at.SERIES, 4 * used).reshape(used, 4).copy()
+        used = self[SERIES_USED]
+        return self._view(SERIES, 4 * used).reshape(used, 4).copy()
 
     def state(self) -> Integers:
         """Ends of the timelines before each step of the current plan: (steps + 1, 4, devices).
 
         A link that ends before its device counts as ending with it: nothing depends on which.
         """
-        count, devices = 2 * int(self._t[at.OPERATORS]) + 1, int(self._t[at.DEVICES])
-        rows = self._view(at.BEFORE, count * 4 * devices).reshape(count, 4, devices).copy()
-        for line in (at.LINK, at.SYNC):
-            rows[:, line] = np.maximum(rows[:, line], rows[:, at.DEVICE])
+        count, devices = 2 * int(self._t[OPERATORS]) + 1, int(self._t[DEVICES])
+        rows = self._view(BEFORE, count * 4 * devices).reshape(count, 4, devices).copy()
+        for line in (LINK, SYNC):
+            rows[:, line] = np.maximum(rows[:, line], rows[:, DEVICE])
         return rows
 
     def _view(self, table: int, count: int) -> Integers:
         return self._w[self._w[table] :][:count]
 
     def _memory(self, trace: int = 0) -> Integers:
-        operators, devices = int(self._t[at.OPERATORS]), int(self._t[at.DEVICES])
-        edges, options = int(self._t[at.EDGES]), self.options
+        operators, devices = int(self._t[OPERATORS]), int(self._t[DEVICES])
+        edges, options = int(self._t[EDGES]), self.options
         sizes = {
-            at.PLAN: 2 * operators,
-            at.ROUTES: 2 * edges,
-            at.MEMORY: 2 * devices,
-            at.OPTIMIZER: 2 * devices,
-            at.STATE: 4 * devices,
-            at.BEFORE: 2 * (2 * operators + 1) * 4 * devices,
-            at.ARRIVED: 2 * edges * devices,
-            at.ARRIVED_BACK: 2 * edges * devices,
-            at.FRESH: 2 * edges,
-            at.LAUNCHED: 4 * edges,
-            at.CHANGED: max(operators, LONGEST_CARRY),
-            at.VOLUME: devices * devices,
-            at.LISTS: 6 * devices,
-            at.BEST_PLAN: operators,
-            at.TOP_COST: options.kept,
-            at.TOP_PLANS: options.kept * operators,
-            at.SERIES: 4 * options.points,
-            at.TRACE: 5 * trace,
-            at.KEYS: _FIRST_KEYS,
-            at.PLACES: _FIRST_KEYS,
-            at.ARENA: _FIRST_ARENA,
+            PLAN: 2 * operators,
+            ROUTES: 2 * edges,
+            MEMORY: 2 * devices,
+            OPTIMIZER: 2 * devices,
+            STATE: 4 * devices,
+            BEFORE: 2 * (2 * operators + 1) * 4 * devices,
+            ARRIVED: 2 * edges * devices,
+            ARRIVED_BACK: 2 * edges * devices,
+            FRESH: 2 * edges,
+            LAUNCHED: 4 * edges,
+            CHANGED: max(operators, LONGEST_CARRY),
+            VOLUME: devices * devices,
+            LISTS: 6 * devices,
+            BEST_PLAN: operators,
+            TOP_COST: options.kept,
+            TOP_PLANS: options.kept * operators,
+            SERIES: 4 * options.points,
+            TRACE: 5 * trace,
+            KEYS: _FIRST_KEYS,
+            PLACES: _FIRST_KEYS,
+            ARENA: _FIRST_ARENA,
         }
         scalars = {
-            at.ARENA_USED: 1,  # place 0 says that nothing is moved
-            at.KEY_SLOTS: _FIRST_KEYS,
-            at.ARENA_SIZE: _FIRST_ARENA,
-            at.TRACE_SIZE: trace,
-            at.KEPT: options.kept,
-            at.EVERY: max(options.every, 1),
-            at.RETURN_EVERY: options.return_every,
-            at.SERIES_SIZE: options.points,
+            ARENA_USED: 1,  # place 0 says that nothing is moved
+            KEY_SLOTS: _FIRST_KEYS,
+            ARENA_SIZE: _FIRST_ARENA,
+            TRACE_SIZE: trace,
+            KEPT: options.kept,
+            EVERY: max(options.every, 1),
+            RETURN_EVERY: options.return_every,
+            SERIES_SIZE: options.points,
         }
         tables = {place: np.zeros(size, dtype=np.int64) for place, size in sizes.items()}
-        tables[at.KEYS] -= 1
-        return at.pack(scalars, tables, at.W_SCALARS, at.W_TABLES)
+        tables[KEYS] -= 1
+        return pack(scalars, tables, W_SCALARS, W_TABLES)
 
     def _grow(self) -> None:
         """Double the arena, and the table over it where that is crowded.
@@ -292,10 +310,10 @@ class Engine:
         The arena comes last: all that moves is itself, when the table before it grows.
         """
         w = self._w
-        slots, size, used = int(w[at.KEY_SLOTS]), int(w[at.ARENA_SIZE]), int(w[at.ARENA_USED])
-        arena_at = int(w[at.ARENA])
-        old_keys, old_places = self._view(at.KEYS, slots), self._view(at.PLACES, slots)
-        more_slots = 4 * slots if 3 * w[at.KEYS_USED] > slots else slots
+        slots, size, used = int(w[KEY_SLOTS]), int(w[ARENA_SIZE]), int(w[ARENA_USED])
+        arena_at = int(w[ARENA])
+        old_keys, old_places = self._view(KEYS, slots), self._view(PLACES, slots)
+        more_slots = 4 * slots if 3 * w[KEYS_USED] > slots else slots
         keys, places = np.full(more_slots, -1, dtype=np.int64), np.zeros(more_slots, dtype=np.int64)
         moved = 2 * (more_slots - slots)
         mask = more_slots - 1
@@ -306,14 +324,14 @@ class Engine:
             while keys[slot] != -1:
                 slot = (slot + 1) & mask
             keys[slot], places[slot] = key, place + moved if place else 0
-        head = w[: w[at.KEYS]].copy()
+        head = w[: w[KEYS]].copy()
         arena = np.zeros(2 * size, dtype=np.int64)
         arena[:used] = w[arena_at : arena_at + used]
-        head[at.KEY_SLOTS], head[at.ARENA_SIZE] = more_slots, 2 * size
-        head[at.PLACES] = head[at.KEYS] + more_slots
-        head[at.ARENA] = head[at.PLACES] + more_slots
-        edges = 2 * int(self._t[at.EDGES])
-        routes = head[head[at.ROUTES] :][:edges]
+        head[KEY_SLOTS], head[ARENA_SIZE] = more_slots, 2 * size
+        head[PLACES] = head[KEYS] + more_slots
+        head[ARENA] = head[PLACES] + more_slots
+        edges = 2 * int(self._t[EDGES])
+        routes = head[head[ROUTES] :][:edges]
         routes[routes > 0] += moved
         self._w = np.concatenate([head, keys, places, arena])
 
@@ -364,7 +382,7 @@ def draw_unit(random: Random) -> float:
 
 @compiled
 def propose(t: Integers, w: Integers, reals: Reals, random: Random) -> None:
-    """Draw a proposal; see the module."""
+    """Draw a proposal, as the comment above says."""
     operator = draw_below(random, t[OPERATORS])
     if draw_unit(random) >= reals[CARRY]:
         change(t, w, operator, _any_config(t, operator, random))
@@ -384,7 +402,7 @@ def _any_config(t: Integers, operator: int, random: Random) -> int:
 
 @compiled
 def _carry(t: Integers, w: Integers, operator: int, random: Random) -> None:
-    """Walk along edges from an operator, giving each the configuration of the one before."""
+    """Follow edges from an operator, giving each the configuration of the one before."""
     plan = w[PLAN] + t[OPERATORS]
     forward = draw_unit(random) < 0.5
     for _ in range(LONGEST_CARRY - 1):
@@ -434,7 +452,7 @@ def _note(t: Integers, w: Integers, time: int) -> None:
 
 
 @compiled
-def walk(t: Integers, c: Reals, w: Integers, reals: Reals, random: Random, count: int) -> int:
+def run_chain(t: Integers, c: Reals, w: Integers, reals: Reals, random: Random, count: int) -> int:
     """Go on until ``count`` proposals were simulated in all.
 
     Returns:

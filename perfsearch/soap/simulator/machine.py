@@ -22,7 +22,7 @@ from perfsearch.soap.parts import (
     class_key,
     degrees_of,
     gradients,
-    layout,
+    layout_of,
     owned_keys,
     shares_statistics,
 )
@@ -31,7 +31,7 @@ from perfsearch.soap.rules.base import signature
 SCHEMA = 1
 
 KINDS = ("exchange", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce")
-"""In the order of the numbers in ``tables``. The size of an exchange is the larger of what a device
+"""In the order of the numbers in ``memory``. The size of an exchange is the larger of what a device
 sends and receives, and its members are the peers; of an all-gather and a reduce-scatter it is the
 whole tensor; of an all-to-all what a device holds; of the others what each device holds."""
 
@@ -134,14 +134,6 @@ class Machine:
             )
         _check_curves("within", self.within, needed=self.devices > 1)
         _check_curves("across", self.across, needed=self.devices_per_node < self.devices)
-
-    def with_devices(self, devices: int) -> Machine:
-        """The same with fewer or more devices; curves are continued where they end."""
-        per_node = self.devices_per_node
-        if per_node == self.devices:
-            per_node = devices
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Machine(**{**values, "devices": devices, "devices_per_node": min(per_node, devices)})
 
     def write(self, path: Path) -> None:
         """Write it for people to read and edit, at once or not at all."""
@@ -459,7 +451,7 @@ class CostTable:
             raise CostError(f"{path}: not a table of costs: {error}") from error
 
 
-def file_of(directory: Path, device: str, torch: str) -> Path:
+def cost_file(directory: Path, device: str, torch: str) -> Path:
     """Where the costs of a kind of device are kept."""
     name = re.sub(r"[^A-Za-z0-9.+-]+", "-", f"costs-{device}-torch-{torch}")
     return directory / f"{name}.json"
@@ -478,7 +470,7 @@ def shards_of(
         classes.add(kind)
         wanted = gradients(graph, operator)
         for degrees in degrees_of(operator, devices, roles):
-            for part in layout(operator, degrees, owned[operator.name], 0.0).parts:
+            for part in layout_of(operator, degrees, owned[operator.name], 0.0).parts:
                 shard = Shard(operator, part, wanted)
                 if shard.key not in seen:
                     seen.add(shard.key)

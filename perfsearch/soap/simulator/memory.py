@@ -200,22 +200,21 @@ def pack(
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_MODULES = ("chain", "routes", "step")
-"""All that is compiled. What is kept of one holds code of the others."""
-
 
 def compiled(function: _Function) -> _Function:
     """Compile with numba at the first call, kept on disk for the next start."""
     dispatcher = numba.njit(cache=True, nogil=True)(function)
     file = getattr(dispatcher._cache, "_cache_file", None)
     if file is not None:
-        # Numba looks at the time of the function's own file only, not at those of its callees.
+        # Numba looks at the time of the function's own file only, but what it keeps holds the code
+        # of the functions that are called, and the constants of this file.
         file._source_stamp = (file._source_stamp, _digest())
     return cast("_Function", dispatcher)
 
 
 @cache
 def _digest() -> str:
-    here = Path(__file__).parent
-    content = b"".join((here / f"{name}.py").read_bytes() for name in _MODULES)
+    """Of this folder's files with compiled functions, and of this one."""
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    content = b"".join(text for text in texts if b"@compiled" in text)
     return hashlib.blake2b(content, digest_size=8).hexdigest()

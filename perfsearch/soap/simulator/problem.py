@@ -14,21 +14,25 @@ from perfsearch.soap.parts import (
     Layout,
     class_key,
     degrees_of,
+    device_lists,
     gradients,
     item_bytes,
+    layout_of,
     owned_keys,
-    partial_sum_partners,
-    placements,
-    summed_bytes,
-)
-from perfsearch.soap.parts import (
-    layout as layout_of,
+    reduction_bytes,
+    reduction_partners,
 )
 from perfsearch.soap.plan import OperatorConfiguration, Plan, PlanError, parameters
 from perfsearch.soap.rules.base import input_rectangle
-from perfsearch.soap.simulator import machine as machines
-from perfsearch.soap.simulator import memory as table
-from perfsearch.soap.simulator.machine import KINDS, Machine, ShardCost
+from perfsearch.soap.simulator import memory
+from perfsearch.soap.simulator.machine import (
+    KINDS,
+    Curve,
+    Machine,
+    ShardCost,
+    at_members,
+    at_size,
+)
 from perfsearch.soap.simulator.memory import Integers, Reals
 
 CURVE_BYTES = [256 * 4**p for p in range(12)]
@@ -97,7 +101,7 @@ class Problem:
         self.edges = sorted(edges, key=lambda edge: (edge[1], edge[2]))
         self._classify(allowed or {})
         self._configure(roles, extra)
-        self.tables = self._build(cost_of)
+        self.tables = tables(self, cost_of)
         self.curves = curves_of(machine)
 
     def numbers_of(self, plan: Plan) -> Integers:
@@ -148,7 +152,7 @@ class Problem:
                     asked[index].setdefault(chosen.degrees, []).append(chosen.devices)
                 continue
             for degrees in degrees_of(kind.example, self.machine.devices, roles):
-                asked[index][degrees] = placements(degrees, self.machine.devices)
+                asked[index][degrees] = device_lists(degrees, self.machine.devices)
         for plan in extra:
             for place, operator in enumerate(self.operators):
                 chosen = plan[operator.name]
@@ -176,23 +180,20 @@ class Problem:
                     number += 1
         self._by_number = [c for kind in self.classes for c in kind.numbers]
 
-    def _build(self, cost_of: CostOf) -> Integers:
-        return tables(self, cost_of)
-
 
 def behaviour(machine: Machine, host_is_free: bool) -> dict[int, int]:
     """The scalars that say how the execution behaves."""
     transfer, sync = round(1e3 * machine.transfer_host_us), round(1e3 * machine.sync_host_us)
     return {
-        table.TRANSFER_HOST_NS: transfer,
-        table.SYNC_HOST_NS: sync,
-        table.SYNC_ON_LINK: int(machine.sync_on_link),
-        table.COPY_NS: round(1e3 * machine.copy_us),
-        table.COPY_NS_PER_MIB: round(1e3 * machine.copy_us_per_mib),
-        table.OPTIMIZER_NS: round(1e3 * machine.optimizer_us),
-        table.STEP_NS: round(1e3 * machine.step_us),
-        table.HOST_NS: round(1e3 * machine.host_us),
-        table.HOST_IS_FREE: int(host_is_free and not transfer and not sync),
+        memory.TRANSFER_HOST_NS: transfer,
+        memory.SYNC_HOST_NS: sync,
+        memory.SYNC_ON_LINK: int(machine.sync_on_link),
+        memory.COPY_NS: round(1e3 * machine.copy_us),
+        memory.COPY_NS_PER_MIB: round(1e3 * machine.copy_us_per_mib),
+        memory.OPTIMIZER_NS: round(1e3 * machine.optimizer_us),
+        memory.STEP_NS: round(1e3 * machine.step_us),
+        memory.HOST_NS: round(1e3 * machine.host_us),
+        memory.HOST_IS_FREE: int(host_is_free and not transfer and not sync),
     }
 
 
@@ -202,9 +203,9 @@ def curves_of(machine: Machine) -> Reals:
     for side, curves in enumerate((machine.within, machine.across or machine.within)):
         for row, kind in enumerate(KINDS):
             for count in range(1, machine.devices + 1) if kind in curves else ():
-                curve = machines.at_members(curves[kind], count)
+                curve = at_members(curves[kind], count)
                 for column, size in enumerate(CURVE_BYTES):
-                    times[side, row, count, column] = 1e3 * machines.at_size(curve, size)
+                    times[side, row, count, column] = 1e3 * at_size(curve, size)
     return np.concatenate([np.array(CURVE_BYTES, dtype=np.float64), times.ravel()])
 
 
@@ -217,7 +218,7 @@ def bucket_bytes(graph: Graph, machine: Machine) -> int:
     return min(limit, sum(size for size in sizes if size < limit))
 
 
-def _curves(machine: Machine, devices: Sequence[int]) -> Mapping[str, machines.Curve]:
+def _curves(machine: Machine, devices: Sequence[int]) -> Mapping[str, Curve]:
     nodes = {device // machine.devices_per_node for device in devices}
     return machine.across if len(nodes) > 1 else machine.within
 
@@ -232,16 +233,16 @@ def sync_us(machine: Machine, devices: tuple[int, ...], size: int, bucket: int) 
         bucket: by ``bucket_bytes``.
 
     """
-    curve = machines.at_members(_curves(machine, devices)["all_reduce"], len(devices))
+    curve = at_members(_curves(machine, devices)["all_reduce"], len(devices))
     if size >= bucket:
-        return machine.sync_slowdown * machines.at_size(curve, size)
-    return machine.sync_slowdown * machines.at_size(curve, bucket) * size / bucket
+        return machine.sync_slowdown * at_size(curve, size)
+    return machine.sync_slowdown * at_size(curve, bucket) * size / bucket
 
 
-def sums_us(
+def partial_reductions_us(
     machine: Machine, kind: Class, parts: Sequence[Rectangle], devices: Sequence[int]
 ) -> list[tuple[float, float]]:
-    """By part, how long it exchanges sums with others within its forward and backward task.
+    """By part, how long its partial reductions take within its forward and backward task.
 
     Empty where the operator has none. That parts wait for one another there is left out.
 
@@ -253,14 +254,12 @@ def sums_us(
 
     """
     found = []
-    for part, mine in zip(parts, partial_sum_partners(kind.example, parts), strict=False):
+    for part, mine in zip(parts, reduction_partners(kind.example, parts), strict=False):
         members = [devices[place] for place in mine]
-        sizes = summed_bytes(kind.example, part, kind.gradients[0])
-        curve = machines.at_members(_curves(machine, members)["all_reduce"], len(members))
+        sizes = reduction_bytes(kind.example, part, kind.gradients[0])
+        curve = at_members(_curves(machine, members)["all_reduce"], len(members))
         alone = len(members) < 2
-        forward, backward = (
-            0.0 if alone or not size else machines.at_size(curve, size) for size in sizes
-        )
+        forward, backward = (0.0 if alone or not size else at_size(curve, size) for size in sizes)
         found.append((forward, backward))
     return found
 
@@ -285,45 +284,45 @@ def needed(kind: Class, index: int, part: Rectangle, dims: int) -> Rectangle:
 
 
 # -----------------------------------------------------------------------------
-# Writes a problem's arrays.
+# The arrays of a problem.
 
 
 def tables(problem: Problem, cost_of: CostOf) -> Integers:
     """All of a job's arrays in one."""
     machine, count = problem.machine, len(problem.operators)
     found = {**_classes(problem, cost_of), **_edges(problem)}
-    found[table.NODE_OF] = np.arange(machine.devices) // machine.devices_per_node
-    found[table.CAPACITY] = np.full(machine.devices, capacity_bytes(machine))
-    hosts = found[table.PARTS].reshape(-1, table.P_WIDTH)
-    hosts = hosts[:, [table.P_FORWARD_HOST, table.P_BACKWARD_HOST]]
+    found[memory.NODE_OF] = np.arange(machine.devices) // machine.devices_per_node
+    found[memory.CAPACITY] = np.full(machine.devices, capacity_bytes(machine))
+    hosts = found[memory.PARTS].reshape(-1, memory.P_WIDTH)
+    hosts = hosts[:, [memory.P_FORWARD_HOST, memory.P_BACKWARD_HOST]]
     scalars = {
-        table.OPERATORS: count,
-        table.DEVICES: machine.devices,
-        table.CONFIGS: len(found[table.CONFIG]),
-        table.EDGES: len(problem.graph.edges),
-        table.NEED_COUNT: int(found[table.NEED_OF].max(initial=0)) + 1,
-        table.POINTS: len(CURVE_BYTES),
+        memory.OPERATORS: count,
+        memory.DEVICES: machine.devices,
+        memory.CONFIGS: len(found[memory.CONFIG]),
+        memory.EDGES: len(problem.graph.edges),
+        memory.NEED_COUNT: int(found[memory.NEED_OF].max(initial=0)) + 1,
+        memory.POINTS: len(CURVE_BYTES),
         **behaviour(machine, host_is_free=not hosts.any()),
     }
-    packed = table.pack(scalars, found, table.T_SCALARS, table.T_TABLES)
-    _make_absolute(packed, len(found[table.CONFIG]), len(found[table.EDGE_CLASS]))
+    packed = memory.pack(scalars, found, memory.T_SCALARS, memory.T_TABLES)
+    _make_absolute(packed, len(found[memory.CONFIG]), len(found[memory.EDGE_CLASS]))
     return packed
 
 
 def _make_absolute(packed: Integers, configs: int, edge_classes: int) -> None:
     """Turn places within tables into places within the whole."""
-    rows = packed[packed[table.CONFIG] :][: configs * table.C_WIDTH].reshape(configs, -1)
+    rows = packed[packed[memory.CONFIG] :][: configs * memory.C_WIDTH].reshape(configs, -1)
     for column, of in (
-        (table.C_DEVICES, table.DEVICE_LISTS),
-        (table.C_ROWS, table.PARTS),
-        (table.C_GROUPS, table.SYNC_GROUPS),
-        (table.C_TIMES, table.SYNC_TIMES),
+        (memory.C_DEVICES, memory.DEVICE_LISTS),
+        (memory.C_ROWS, memory.PARTS),
+        (memory.C_GROUPS, memory.SYNC_GROUPS),
+        (memory.C_TIMES, memory.SYNC_TIMES),
     ):
         rows[:, column] += packed[of]
-    rows = packed[packed[table.EDGE_CLASS] :][: edge_classes * table.E_WIDTH]
+    rows = packed[packed[memory.EDGE_CLASS] :][: edge_classes * memory.E_WIDTH]
     rows = rows.reshape(edge_classes, -1)
-    rows[:, table.E_NEEDS] += packed[table.NEEDS]
-    rows[:, table.E_NEED_OF] += packed[table.NEED_OF]
+    rows[:, memory.E_NEEDS] += packed[memory.NEEDS]
+    rows[:, memory.E_NEED_OF] += packed[memory.NEED_OF]
 
 
 class _Pool:
@@ -375,7 +374,7 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
                     _nanoseconds(sync_us(machine, tuple(chosen[m] for m in group), size, bucket))
                     for group, size in layout.syncs
                 ]
-                waits = tuple(sums_us(machine, kind, layout.parts, chosen))
+                waits = tuple(partial_reductions_us(machine, kind, layout.parts, chosen))
                 if waits not in rows_of:  # else as on other devices
                     rows_of[waits] = parts.add(_part_rows(machine, layout, costs, waits))
                 rows = rows_of[waits]
@@ -385,14 +384,14 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
             layout_first.append(len(configs))
         class_first.append(layouts)
     return {
-        table.OPERATOR_CLASS: _array(problem.class_of),
-        table.CLASS_FIRST: _array(class_first),
-        table.LAYOUT_FIRST: _array(layout_first),
-        table.CONFIG: _array(configs).reshape(-1, table.C_WIDTH),
-        table.PARTS: parts.array(),
-        table.DEVICE_LISTS: devices.array(),
-        table.SYNC_GROUPS: groups.array(),
-        table.SYNC_TIMES: times.array(),
+        memory.OPERATOR_CLASS: _array(problem.class_of),
+        memory.CLASS_FIRST: _array(class_first),
+        memory.LAYOUT_FIRST: _array(layout_first),
+        memory.CONFIG: _array(configs).reshape(-1, memory.C_WIDTH),
+        memory.PARTS: parts.array(),
+        memory.DEVICE_LISTS: devices.array(),
+        memory.SYNC_GROUPS: groups.array(),
+        memory.SYNC_TIMES: times.array(),
     }
 
 
@@ -402,7 +401,7 @@ def _part_rows(
     costs: Sequence[ShardCost],
     waits: Sequence[tuple[float, float]],
 ) -> Iterator[int]:
-    """What ``PARTS`` has of a layout on some devices, by ``tasks.sums_us`` of these."""
+    """Rows of ``PARTS`` for a layout on some devices; ``waits`` by ``partial_reductions_us``."""
     for place, cost in enumerate(costs):
         forward, backward = waits[place] if waits else (0.0, 0.0)
         own_backward = cost.rows_us if layout.by_rows else cost.backward_us
@@ -458,16 +457,16 @@ def _edges(problem: Problem) -> dict[int, Integers]:
     count = len(problem.operators)
     consumers = [target for _, target, _ in edges]
     return {
-        table.EDGE: _array([[s, t, k] for (s, t, _), k in zip(edges, edge_class, strict=True)]),
-        table.IN_FIRST: np.searchsorted(consumers, range(count + 1)),
-        table.OUT_FIRST: _array([0, *np.cumsum([len(out) for out in outs]).tolist()]),
-        table.OUT_EDGES: _array([number for out in outs for number in out]),
-        table.EDGE_CLASS: _array(records).reshape(-1, table.E_WIDTH),
-        table.NEEDS: needs.array(),
-        table.NEED_OF: need_of.array(),
-        table.OWNED: _array(owned),
-        table.RECTANGLES: rectangles.array(),
-        table.COPIES: copies.array(),
+        memory.EDGE: _array([[s, t, k] for (s, t, _), k in zip(edges, edge_class, strict=True)]),
+        memory.IN_FIRST: np.searchsorted(consumers, range(count + 1)),
+        memory.OUT_FIRST: _array([0, *np.cumsum([len(out) for out in outs]).tolist()]),
+        memory.OUT_EDGES: _array([number for out in outs for number in out]),
+        memory.EDGE_CLASS: _array(records).reshape(-1, memory.E_WIDTH),
+        memory.NEEDS: needs.array(),
+        memory.NEED_OF: need_of.array(),
+        memory.OWNED: _array(owned),
+        memory.RECTANGLES: rectangles.array(),
+        memory.COPIES: copies.array(),
         **_live([(s, t) for s, t, _ in edges], count),
     }
 
@@ -493,7 +492,4 @@ def _live(edges: Sequence[tuple[int, int]], count: int) -> dict[int, Integers]:
             across[boundary].append(number)
     pool = _Pool()
     first = [pool.add(live) for live in across]
-    return {table.LIVE_FIRST: _array([*first, len(pool.values)]), table.LIVE: pool.array()}
-
-
-__all__ = ["Class", "CostOf", "Problem", "ShardCost", "item_bytes"]
+    return {memory.LIVE_FIRST: _array([*first, len(pool.values)]), memory.LIVE: pool.array()}

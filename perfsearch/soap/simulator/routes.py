@@ -305,7 +305,7 @@ def overlaps(t: Integers, w: Integers, edge: int, source: int, target: int) -> i
 
 @compiled
 def collective(t: Integers, w: Integers, edge: int, source: int, target: int) -> int:
-    """Which collective the forward transfers are, as ``redistribute.pattern`` has it.
+    """Which collective the forward transfers are, as ``plan.pattern`` has it.
 
     ``EXCHANGE`` where they are none.
     """

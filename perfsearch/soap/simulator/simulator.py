@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from perfsearch.soap.executor.execute import OperatorTime
 from perfsearch.soap.graph import Graph, Role
-from perfsearch.soap.plan import OperatorConfiguration, Plan
-from perfsearch.soap.simulator import memory as at
+from perfsearch.soap.plan import OperatorConfiguration, OperatorTime, Plan
+from perfsearch.soap.simulator import memory
 from perfsearch.soap.simulator.chain import NEVER, ChainOptions, Engine
 from perfsearch.soap.simulator.machine import Machine
 from perfsearch.soap.simulator.problem import CostOf, Problem
+from perfsearch.soap.simulator.timeline import Task
 
 _KINDS = {
-    at.FORWARD: "forward",
-    at.BACKWARD: "backward",
-    at.SEND_FORWARD: "transfer",
-    at.SEND_BACKWARD: "transfer of gradients",
-    at.SYNCHRONISE: "sum of gradients",
-    at.OPTIMIZE: "optimizer",
-    at.COPY: "copy",
-    at.COPY_SUM: "copy",
+    memory.FORWARD: "forward",
+    memory.BACKWARD: "backward",
+    memory.SEND_FORWARD: "transfer",
+    memory.SEND_BACKWARD: "transfer of gradients",
+    memory.SYNCHRONISE: "sum of gradients",
+    memory.OPTIMIZE: "optimizer",
+    memory.COPY: "copy",
+    memory.COPY_SUM: "copy",
 }
-_OF_EDGES = (at.SEND_FORWARD, at.SEND_BACKWARD, at.COPY)
+_OF_EDGES = (memory.SEND_FORWARD, memory.SEND_BACKWARD, memory.COPY)
 POINTS = 1000
 """Points of a search's series at most."""
 
@@ -121,9 +120,11 @@ class Simulator:
 
         """
         nanoseconds = self._engine.start(self.problem.numbers_of(plan))
-        memory = tuple((self._engine.memory_bytes() / 2**30).tolist())
+        by_device = tuple((self._engine.memory_bytes() / 2**30).tolist())
         launching = self._engine.host_ns() / 1e9
-        return Estimate(nanoseconds / 1e9, max(memory), memory, self._engine.fits(), launching)
+        return Estimate(
+            nanoseconds / 1e9, max(by_device), by_device, self._engine.fits(), launching
+        )
 
     def compile(self, start: Plan) -> None:
         """Compile what ``search`` runs, or take it from the disk: minutes on a busy machine, once.
@@ -134,10 +135,10 @@ class Simulator:
         """
         engine = Engine(self.problem.tables, self.problem.curves)
         engine.start(self.problem.numbers_of(start))
-        engine.walk(0)
+        engine.run(0)
 
     def search(self, start: Plan, proposals: int, options: ChainOptions, seed: int) -> Found:
-        """Walk from a plan; the same arguments give the same result, bit for bit."""
+        """Run a chain from a plan; the same arguments give the same result, bit for bit."""
         every = max(1, -(-proposals // POINTS))
         options = ChainOptions(
             alpha=options.alpha,
@@ -149,9 +150,9 @@ class Simulator:
         )
         engine = Engine(self.problem.tables, self.problem.curves, seed, options)
         engine.start(self.problem.numbers_of(start))
-        engine.walk(0)  # compiles, or takes the compiled code from the disk
+        engine.run(0)  # compiles, or takes the compiled code from the disk
         begin = time.perf_counter()
-        engine.walk(proposals)
+        engine.run(proposals)
         seconds = time.perf_counter() - begin
         return Found(
             plans=[(ns / 1e9, self.problem.plan_of(numbers)) for ns, numbers in engine.best()],
@@ -160,8 +161,8 @@ class Simulator:
                 for n, current, proposed, best in engine.series().tolist()
             ],
             proposals=proposals,
-            accepted=engine[at.ACCEPTED],
-            infeasible=engine[at.INFEASIBLE_COUNT],
+            accepted=engine[memory.ACCEPTED],
+            infeasible=engine[memory.INFEASIBLE_COUNT],
             seconds=seconds,
         )
 
@@ -177,7 +178,7 @@ class Simulator:
         options = ChainOptions(alpha=0.0)
         engine = Engine(self.problem.tables, self.problem.curves, seed, options)
         engine.start(self.problem.numbers_of(start))
-        engine.walk(changes)
+        engine.run(changes)
         return self.problem.plan_of(engine.current())
 
     def by_operator(self, plan: Plan) -> dict[str, OperatorTime]:
@@ -193,12 +194,12 @@ class Simulator:
         for kind, subject, device, begin, end in self._engine.trace(
             self.problem.numbers_of(plan)
         ).tolist():
-            if kind == at.OPTIMIZE:
+            if kind == memory.OPTIMIZE:
                 continue
             operator = self.problem.edges[subject][1] if kind in _OF_EDGES else subject
-            column = {at.FORWARD: 0, at.BACKWARD: 1}.get(kind, 2)
+            column = {memory.FORWARD: 0, memory.BACKWARD: 1}.get(kind, 2)
             own_ms = (end - begin) / 1e6 - (beside_ms if column < 2 else 0.0)
-            own_ms /= machine.sync_slowdown if kind == at.SYNCHRONISE else 1.0
+            own_ms /= machine.sync_slowdown if kind == memory.SYNCHRONISE else 1.0
             found[operator, column, device] += own_ms
         slowest = np.round(found.max(axis=2), 6).tolist()
         return {
@@ -222,78 +223,3 @@ class Simulator:
                 name = names[subject]
             found.append(Task(_KINDS[kind], name, device, begin / 1e3, end / 1e3))
         return found
-
-
-# -----------------------------------------------------------------------------
-# A simulated step's tasks, and their form for chrome://tracing and Perfetto.
-
-_ROWS = {
-    "forward": (0, "computing"),
-    "backward": (0, "computing"),
-    "optimizer": (0, "computing"),
-    "copy": (0, "computing"),
-    "transfer": (1, "link"),
-    "transfer of gradients": (1, "link"),
-    "sum of gradients": (2, "sums of gradients"),
-}
-
-
-@dataclass(frozen=True)
-class Task:
-    """One task on one device.
-
-    Attributes:
-        kind: what it does.
-        name: operator, or the two that an edge connects.
-        device: where.
-        begin_us: from the step's begin.
-        end_us: the same.
-
-    """
-
-    kind: str
-    name: str
-    device: int
-    begin_us: float
-    end_us: float
-
-
-def chrome_trace(tasks: Sequence[Task]) -> dict[str, Any]:
-    """The tasks as a Chrome trace, a process a device and a thread a timeline."""
-    events: list[dict[str, Any]] = []
-    for device in sorted({task.device for task in tasks}):
-        events.append(_named("process_name", device, 0, f"device {device}"))
-        for row, name in sorted(set(_ROWS.values())):
-            events.append(_named("thread_name", device, row, name))
-    for task in tasks:
-        row, _ = _ROWS[task.kind]
-        events.append(
-            {
-                "ph": "X",
-                "name": task.name,
-                "cat": task.kind,
-                "pid": task.device,
-                "tid": row,
-                "ts": task.begin_us,
-                "dur": task.end_us - task.begin_us,
-                "args": {"kind": task.kind},
-            }
-        )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _named(what: str, device: int, row: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": device, "tid": row, "args": {"name": name}}
-
-
-def busy_lines(tasks: Sequence[Task], devices: int) -> list[str]:
-    """A line a device: how long it computes, moves and sums."""
-    lines = []
-    for device in range(devices):
-        own = [task for task in tasks if task.device == device]
-        sums = {name: 0.0 for _, name in _ROWS.values()}
-        for task in own:
-            sums[_ROWS[task.kind][1]] += task.end_us - task.begin_us
-        shown = ", ".join(f"{name} {us / 1e3:.3f} ms" for name, us in sums.items())
-        lines.append(f"device {device}: {shown}")
-    return lines

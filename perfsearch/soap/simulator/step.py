@@ -1,4 +1,4 @@
-"""Sending what operators compute, and waiting for it, in compiled code.
+"""The simulated step in compiled code: transfers and waits first, then the schedule of operators.
 
 ``side`` is 0 for activations and 1 for gradients; ``plan`` is 0 for the current plan and 1 for the
 proposal.

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from perfsearch.soap import graph as graph_file
+from perfsearch.soap.graph import parse_graph
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def test_the_command_searches_and_runs_plans(tmp_path):
     table = run_dir / "best" / "apply" / "simulated_against_measured_by_operator.csv"
     with table.open() as file:
         by_operator = list(csv.DictReader(file))
-    graph = graph_file.parse_graph((run_dir / "soap" / "graph.json").read_text())
+    graph = parse_graph((run_dir / "soap" / "graph.json").read_text())
     operators = [operator.name for operator in graph.planned]
     assert [row["operator"] for row in by_operator] == operators * len(rows)
     assert {row["trials"] for row in by_operator} == {row["trials"] for row in rows}

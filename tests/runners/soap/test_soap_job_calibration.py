@@ -8,7 +8,7 @@ from support.soap_graphs import batch_input, free_host_cost_of, linear, machine
 
 from perfsearch.core.trial import Measurement
 from perfsearch.runners.soap.job import calibrated
-from perfsearch.runners.soap.report import walk_line
+from perfsearch.runners.soap.report import chain_line
 from perfsearch.soap.graph import Graph
 from perfsearch.soap.plan import data_parallel
 from perfsearch.soap.simulator.simulator import Found, Simulator
@@ -86,8 +86,8 @@ def test_of_plans_that_a_host_makes_equal_the_one_that_devices_are_done_with_fir
 
 def test_a_host_that_decides_is_named_beside_the_devices_best():
     found = Found([(0.001, PLAN)], proposals=5, seconds=1.0)
-    assert walk_line(found).endswith("best 1 ms")
-    assert "best 1 ms of the devices, where loading and launching take 2 ms" in walk_line(
+    assert chain_line(found).endswith("best 1 ms")
+    assert "best 1 ms of the devices, where loading and launching take 2 ms" in chain_line(
         found, 2e3
     )
 

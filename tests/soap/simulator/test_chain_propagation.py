@@ -28,13 +28,13 @@ def row() -> Problem:
     return Problem(graph, machine(DEVICES), cost_of)
 
 
-def walked(problem: Problem, share: float) -> Course:
+def course_of(problem: Problem, share: float) -> Course:
     """The layers' configurations after each of some proposals, all of which were accepted."""
     engine = Engine(problem.tables, problem.curves, 0, ChainOptions(alpha=0.0, carry=share))
     engine.start(problem.numbers_of(data_parallel(problem.graph, range(DEVICES))))
     course = []
     for step in range(STEPS + 1):
-        engine.walk(step)
+        engine.run(step)
         plan = problem.plan_of(engine.current())
         course.append([plan[operator.name] for operator in problem.operators])
     return course
@@ -51,10 +51,10 @@ def agreeing(course: Course) -> int:
 
 
 def test_without_propagation_one_operator_changes_at_a_time(row: Problem) -> None:
-    assert max(changed_at_once(walked(row, 0.0))) == 1
+    assert max(changed_at_once(course_of(row, 0.0))) == 1
 
 
 def test_with_propagation_neighbours_change_together(row: Problem) -> None:
-    course = walked(row, 1.0)
+    course = course_of(row, 1.0)
     assert sum(count > 1 for count in changed_at_once(course)) >= 5
-    assert agreeing(course) > 1.5 * agreeing(walked(row, 0.0))
+    assert agreeing(course) > 1.5 * agreeing(course_of(row, 0.0))

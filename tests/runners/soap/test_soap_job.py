@@ -1,4 +1,4 @@
-"""What the runner is given: saved tables, machines, models; and what is made of them alone."""
+"""Input tables of the runner: saved tables, machines, models; and what is made of them alone."""
 
 import re
 from dataclasses import replace
@@ -13,11 +13,9 @@ from perfsearch.cli.view import View
 from perfsearch.config.schema import Selected
 from perfsearch.core.errors import BadInputError
 from perfsearch.pipeline.search import build_runner
-from perfsearch.runners.soap import job as _soap_tables
-from perfsearch.runners.soap.job import JOB, Identity, Inputs
+from perfsearch.runners.soap.job import JOB, InputTables, JobKey, measured_tables
 from perfsearch.soap import formats
-from perfsearch.soap import graph as graph_file
-from perfsearch.soap.graph import Graph, Whole
+from perfsearch.soap.graph import Graph, Whole, dump_graph, parse_graph
 from perfsearch.soap.measure import with_optimizer
 from perfsearch.soap.simulator.machine import CostTable, Machine
 
@@ -45,11 +43,9 @@ def test_tables_that_were_broken_off_are_measured_again(tmp_path, tables):
         for path in tables.iterdir():
             (directory / path.name).write_text(path.read_text())
 
-    job = Identity("dlrm", 8, "tiny", options={})
+    job = JobKey("dlrm", 8, "tiny", options={})
     for _ in range(2):
-        found = _soap_tables.measured_tables(
-            kept, tmp_path / "cache", "a card", "2.13", DEVICES, job, measure
-        )
+        found = measured_tables(kept, tmp_path / "cache", "a card", "2.13", DEVICES, job, measure)
     assert asked == [(kept, None)]
     assert found.job == job
 
@@ -70,9 +66,9 @@ def test_a_machine_that_another_job_measured_has_this_jobs_optimizer(tmp_path, t
         )
 
     for name in ("first", "second"):
-        job = Identity(name, 8, "tiny", options={})
+        job = JobKey(name, 8, "tiny", options={})
         rooms.append(
-            _soap_tables.measured_tables(
+            measured_tables(
                 tmp_path / name, tmp_path / "cache", "a card", "2.13", DEVICES, job, measure
             )
         )
@@ -148,18 +144,18 @@ def test_tables_that_do_not_say_are_known_by_their_models_file(tmp_path, sources
         for i, source in enumerate(sources)
     ]
     graph = Graph((x, *layers), frozenset({"x"}), layers[-1].name, 8)
-    assert Identity.read(tmp_path, graph) == Identity(name, 8)
+    assert JobKey.read(tmp_path, graph) == JobKey(name, 8)
 
 
 def test_the_name_of_the_job_is_read_again_and_checked(tmp_path, tables):
-    graph = graph_file.parse_graph((tables / "graph.json").read_text())
-    job = Identity("mlp", 8, "tiny", None, {"layers": 3})
+    graph = parse_graph((tables / "graph.json").read_text())
+    job = JobKey("mlp", 8, "tiny", None, {"layers": 3})
     job.write(tmp_path)
-    assert Identity.read(tmp_path, graph) == job
+    assert JobKey.read(tmp_path, graph) == job
     for slip in (replace(job, global_batch=9), replace(job, name=None), replace(job, options=3)):
         slip.write(tmp_path)
         with pytest.raises(BadInputError, match=r"job.json"):
-            Identity.read(tmp_path, graph)
+            JobKey.read(tmp_path, graph)
 
 
 def test_memory_is_a_hard_limit(opened):
@@ -177,17 +173,17 @@ def test_a_model_without_rules_is_refused_with_its_operators_named(tmp_path, ope
     )
     graph = Graph((x, whole), frozenset({"x"}), "odd", 8)
     costs = CostTable("a card", "2.13")
-    job = Identity("", 8)
-    Inputs(graph, synthetic.machine(devices=DEVICES), costs, job).write(tables)
+    job = JobKey("", 8)
+    InputTables(graph, synthetic.machine(devices=DEVICES), costs, job).write(tables)
     with pytest.raises(BadInputError, match="odd"):
         opened()
 
 
 def test_a_model_without_operators_is_refused(opened, tables):
     path = tables / "graph.json"
-    found = graph_file.parse_graph(path.read_text())
+    found = parse_graph(path.read_text())
     inputs = frozenset(operator.name for operator in found.operators)
-    path.write_text(graph_file.dump_graph(replace(found, inputs=inputs)))
+    path.write_text(dump_graph(replace(found, inputs=inputs)))
     with pytest.raises(BadInputError, match="nothing to parallelise"):
         opened()
 

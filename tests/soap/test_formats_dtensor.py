@@ -2,7 +2,7 @@ import pytest
 from support.soap_dtensor_ranks import launch, make
 
 from perfsearch.soap.capture.capture import capture
-from perfsearch.soap.formats import NotRegular, layouts, render
+from perfsearch.soap.formats import NotRegular, dump_dtensor, module_shardings
 from perfsearch.soap.plan import OperatorConfiguration, data_parallel
 
 
@@ -20,8 +20,8 @@ def mixed(graph):
     }
 
 
-def test_layouts_follow_the_rules(graph):
-    found = layouts(graph, mixed(graph), 2)
+def test_shardings_follow_the_rules(graph):
+    found = module_shardings(graph, mixed(graph), 2)
     assert (found["2"].input, found["2"].output) == (None, 1)
     assert dict(found["2"].parameters) == {"weight": 0, "bias": 0}
     assert (found["7"].input, found["7"].output) == (0, 0)
@@ -37,12 +37,12 @@ def test_layouts_follow_the_rules(graph):
 )
 def test_what_dtensor_would_get_wrong_is_refused(graph, configuration):
     with pytest.raises(NotRegular, match=r"operator 5: .*one mesh"):
-        render(graph, {**mixed(graph), "5": configuration}, 2)
+        dump_dtensor(graph, {**mixed(graph), "5": configuration}, 2)
 
 
 @pytest.mark.slow
 def test_the_exported_module_trains_the_same(graph, tmp_path):
-    errors, placements, refused = launch(tmp_path, 2, render(graph, mixed(graph), 2))
+    errors, placements, refused = launch(tmp_path, 2, dump_dtensor(graph, mixed(graph), 2))
     assert max(errors) < 1e-10
     assert "the model reduces over shards" in refused
     assert placements["2.weight"] == "S(0)" and placements["7.weight"] == "R"

@@ -117,7 +117,7 @@ def test_beyond_a_devices_memory_is_infeasible():
     alone = problem.numbers_of({o.name: problem.configurations(0)[0] for o in graph.planned})
     assert engine.propose({i: int(c) for i, c in enumerate(alone)}) == chain.INFEASIBLE
     engine.withdraw()
-    engine.walk(500)
+    engine.run(500)
     assert engine[at.INFEASIBLE_COUNT] > 0
     for _, plan in engine.best():
         engine.start(plan)

@@ -10,12 +10,12 @@ from support.soap_cases import DEVICES, begun, settings, told
 
 from perfsearch.cli.view import View
 from perfsearch.core.errors import BadInputError
-from perfsearch.core.hints import WalkRequest
+from perfsearch.core.hints import ChainRequest
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.pipeline.search import build_runner
 from perfsearch.runners.base import Outcome
-from perfsearch.runners.soap import report
-from perfsearch.runners.soap.runner import walk_chain
+from perfsearch.runners.soap import space
+from perfsearch.runners.soap.runner import run_chain
 from perfsearch.soap.plan import data_parallel
 from perfsearch.soap.simulator.simulator import Simulator
 
@@ -26,7 +26,7 @@ def test_the_baseline_is_data_parallel_and_each_operator_a_knob(opened):
     plan = runner.plan(runner.baseline)
     assert plan == data_parallel(runner.inputs.graph, range(DEVICES))
     for name, value in runner.baseline.items():
-        assert report.plan_to_knob(report.plan_of_knob(value)) == value
+        assert space.plan_to_knob(space.plan_of_knob(value)) == value
         assert value in runner.space.by_name[name].values
     assert runner.space.feasible(runner.baseline)
 
@@ -100,22 +100,22 @@ def test_a_search_in_which_nothing_fits_says_by_how_much(tmp_path, tables, opene
     strategy, _ = begun(runner, settings(tmp_path, tables, **limit))
     strategy.ask()
     needed = 1024 * runner.predict(runner.baseline, ()).peak_gib
-    assert f"the one to start from needs {needed:.4g} MiB on one" in strategy.walks[0].note
+    assert f"the one to start from needs {needed:.4g} MiB on one" in strategy.chain_results[0].note
     assert f"it needs {needed:.4g} MiB on one device, of 1.024e-06" in runner.screen(
         runner.baseline
     )
 
 
-def test_the_chain_is_walked_after_the_baseline_and_shown(tmp_path, tables, opened):
+def test_the_chain_is_run_after_the_baseline_and_shown(tmp_path, tables, opened):
     runner = opened()
     phases_ms = {"dataloader_next": 2.0}
     strategy, trials = begun(runner, settings(tmp_path, tables), phases_ms=phases_ms)
     best = strategy.ask()
-    (walk,) = strategy.walks
-    assert walk.series[-1][0] == 300
-    assert walk.series[-1][3] == min(row[3] for row in walk.series)
-    assert "300 proposals" in walk.note
-    assert "can be split" in walk.note
+    (result,) = strategy.chain_results
+    assert result.series[-1][0] == 300
+    assert result.series[-1][3] == min(row[3] for row in result.series)
+    assert "300 proposals" in result.note
+    assert "can be split" in result.note
     predicted = runner.predict(best, trials).cost
     assert predicted <= runner.predict(runner.baseline, trials).cost
     saved = json.loads((tmp_path / "run" / "soap" / "machine.json").read_text())
@@ -151,7 +151,7 @@ def test_pinned_operators_stay_and_lists_bound(tmp_path, tables, opened):
 
 def test_a_name_with_dots_comes_as_groups_from_the_command_line(opened):
     asked = {"blocks": {0: {"up": "1x1@0"}}, "blocks.0.down": ["1x1@1"], "leave": "search"}
-    assert report.by_operator(asked) == {
+    assert space.by_operator(asked) == {
         "blocks.0.up": "1x1@0", "blocks.0.down": ["1x1@1"], "leave": "search"
     }  # fmt: skip
     assert "top" in opened(knobs={"top": "search"}).space.by_name
@@ -242,5 +242,5 @@ def test_the_share_that_is_carried_over_reaches_the_chain(opened, monkeypatch):
     monkeypatch.setattr(runner.simulator, "search", search)
     start = runner.plan(runner.baseline)
     for share in (None, 0.0, 0.5):
-        walk_chain(runner.simulator, start, WalkRequest({}, 20, 0, propagation=share))
+        run_chain(runner.simulator, start, ChainRequest({}, 20, 0, propagation=share))
     assert seen == [0.25, 0.0, 0.5]

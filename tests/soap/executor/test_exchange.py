@@ -27,7 +27,7 @@ def test_tables_on_devices_of_their_own_move_in_one_exchange():
         plan[f"tables.{number}"] = OperatorConfiguration((1, 1), (number,))
     found, places = groups_of(plan, graph)
     moving = [g for g in found if g.devices]
-    tables = [g for g in moving if g.connections[0].plan.producer.startswith("tables")]
+    tables = [g for g in moving if g.connections[0].redistribution.producer.startswith("tables")]
     assert len(tables) == 1 and tables[0].merged and len(tables[0].connections) == 3
     assert tables[0].begins == places["tables.2"]  # when the last one is done
     assert tables[0].ends == places["stack"] > tables[0].begins

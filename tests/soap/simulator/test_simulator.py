@@ -20,12 +20,13 @@ from support.soap_graphs import (
 )
 
 from perfsearch.soap.graph import Graph, Operator, Role, Same, Stage, Whole
-from perfsearch.soap.parts import layout, owned_keys, shares_statistics
+from perfsearch.soap.parts import layout_of, owned_keys, shares_statistics
 from perfsearch.soap.plan import data_parallel, part_rectangles
 from perfsearch.soap.simulator.chain import ChainOptions
 from perfsearch.soap.simulator.machine import Shard, at_size, shards_of
 from perfsearch.soap.simulator.problem import bucket_bytes, sync_us
-from perfsearch.soap.simulator.simulator import Simulator, busy_lines, chrome_trace
+from perfsearch.soap.simulator.simulator import Simulator
+from perfsearch.soap.simulator.timeline import busy_lines, chrome_trace
 
 X = batch_input("x", (8, 16))
 FIRST = linear("first", X, 32)
@@ -38,7 +39,7 @@ TABLE = table("table", IDS, 1000, 16)
 
 def syncs(operator, degrees):
     owned = owned_keys(Graph((X, operator), frozenset({"x"}), operator.name, 8))[operator.name]
-    return layout(operator, degrees, owned, 0.0).syncs
+    return layout_of(operator, degrees, owned, 0.0).syncs
 
 
 def test_only_the_shard_that_is_replicated_is_summed():
@@ -50,16 +51,16 @@ def test_only_the_shard_that_is_replicated_is_summed():
 
 def test_an_embeddings_gradient_has_the_tables_size():
     owned = frozenset({"table.weight"})
-    assert layout(TABLE, (4, 1), owned, 0.0).syncs == (((0, 1, 2, 3), 4 * 1000 * 16),)
+    assert layout_of(TABLE, (4, 1), owned, 0.0).syncs == (((0, 1, 2, 3), 4 * 1000 * 16),)
 
 
 def test_a_table_of_one_device_is_updated_by_rows_where_the_optimizer_allows_it():
     owned = frozenset({"table.weight"})
-    alone = layout(TABLE, (1, 1), owned, 0.0, updates_rows=True)
+    alone = layout_of(TABLE, (1, 1), owned, 0.0, updates_rows=True)
     assert alone.by_rows and alone.weight_bytes == (0,)
-    assert not layout(TABLE, (1, 1), owned, 0.0).by_rows
-    assert not layout(TABLE, (2, 1), owned, 0.0, updates_rows=True).by_rows
-    assert layout(TABLE, (1, 2), owned, 0.0, updates_rows=True).by_rows
+    assert not layout_of(TABLE, (1, 1), owned, 0.0).by_rows
+    assert not layout_of(TABLE, (2, 1), owned, 0.0, updates_rows=True).by_rows
+    assert layout_of(TABLE, (1, 2), owned, 0.0, updates_rows=True).by_rows
 
 
 def transfers(plan, hardware=None):

@@ -7,8 +7,8 @@ from support.soap_graphs import batch_input, linear, on
 
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.runners.soap import report
-from perfsearch.soap.executor.execute import OperatorTime
 from perfsearch.soap.graph import Graph
+from perfsearch.soap.plan import OperatorTime
 
 X = batch_input("x", (8, 16))
 FIRST = linear("first", X, 32)

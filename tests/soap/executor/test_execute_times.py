@@ -7,9 +7,8 @@ import pytest
 from support.soap_graphs import batch_input, cost_of, linear, machine, on, random_graph
 from support.soap_timed_ranks import launch
 
-from perfsearch.soap.executor.execute import OperatorTime
 from perfsearch.soap.graph import Graph
-from perfsearch.soap.plan import data_parallel
+from perfsearch.soap.plan import OperatorTime, data_parallel
 from perfsearch.soap.simulator.simulator import Simulator
 
 LOOSELY = 20.0

@@ -1,4 +1,4 @@
-"""Gradients of what several devices store: summed in buckets, while the backward pass goes on."""
+"""What one rank does under a plan, operator by operator; prepared once, run each step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from perfsearch.soap.executor.exchange import (
     connect,
     grouped,
 )
-from perfsearch.soap.executor.kernels import Function, Surroundings, prepare, whole_mask
+from perfsearch.soap.executor.kernels import Function, PartContext, prepare, whole_mask
 from perfsearch.soap.graph import INPUT, Graph, Operator, Rectangle, Stage, volume, within
-from perfsearch.soap.parts import partial_sum_partners
+from perfsearch.soap.parts import reduction_partners
 from perfsearch.soap.plan import (
     Cell,
     Plan,
@@ -38,6 +38,381 @@ from perfsearch.soap.plan import (
     tiles,
 )
 from perfsearch.soap.rules.base import input_rectangle, sizes
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's view of a plan.
+
+    Attributes:
+        nodes: a place for each operator, in topological order, the same on all ranks.
+        output: place of the loss.
+        tiles: what the rank stores of each parameter.
+        buffers: of the model, on the device.
+        leaves: nodes of the batch's tensors.
+        leaf_exchanges: what brings them; ``None`` where the rank neither has nor needs samples.
+        leaf_batches: what moves these.
+        synchroniser: sums gradients.
+
+    """
+
+    nodes: list[Node]
+    output: int
+    tiles: dict[str, Tile]
+    buffers: dict[str, torch.Tensor]
+    leaves: list[Node]
+    leaf_exchanges: list[Exchange | None]
+    leaf_batches: list[PieceBatch]
+    synchroniser: Synchroniser
+
+    @cached_property
+    def exchanges(self) -> list[Exchange]:
+        """All of this rank's."""
+        found = [exchange for node in self.nodes for exchange in node.outgoing]
+        return found + [exchange for exchange in self.leaf_exchanges if exchange is not None]
+
+
+def plan_rank(
+    captured: Captured,
+    plan: Plan,
+    model: nn.Module,
+    rank: int,
+    device: torch.device,
+    groups: Communicators,
+) -> RankPlan:
+    """Prepare a rank for a plan; all ranks must do so together, since communicators are made.
+
+    Args:
+        captured: the model.
+        plan: that fits it.
+        model: whose buffers are moved to the device.
+        rank: this device.
+        device: where it computes.
+        groups: of the default process group.
+
+    """
+    graph = captured.graph
+    placed = placements(graph, plan, groups.world_size)
+    mine = placed[rank]
+    stored = tiles(graph, mine)
+    nodes = _nodes(graph, mine)
+    places = {operator.name: i for i, operator in enumerate(graph.operators)}
+    loading = grouped(
+        [
+            Connection(move, nodes[places[move.producer]].dtype, places[move.producer], -1, False)
+            for move in batch_redistributions(captured.leaves, graph, placed)
+        ]
+    )
+    moving = grouped([_connection(m, nodes, places) for m in redistributions(graph, placed)])
+    synchronised = buckets(graph, placed)
+    groups.ensure(
+        [
+            *(g.devices for g in (*loading, *moving)),
+            *(b.devices for b in synchronised),
+            *reduction_groups(graph, plan),
+        ]
+    )
+    for group in (*loading, *moving):
+        connect(group, rank, device, groups)
+    buffers = buffers_of(captured, model, device)
+    for node in nodes:
+        if node.rectangle is not None and not node.is_leaf:
+            known = part_context(node.operator, plan, rank, device, groups, buffers)
+            node.function = function(node.operator, node.rectangle, known)
+    _connect(graph, nodes, moving, mine, stored)
+    leaves = [nodes[places[name]] for name in captured.leaves]
+    by_producer = {
+        e.redistribution.producer: e for group in loading for e in group.exchanges.values()
+    }
+    return RankPlan(
+        nodes=nodes,
+        output=places[graph.output],
+        tiles=stored,
+        buffers=buffers,
+        leaves=leaves,
+        leaf_exchanges=[by_producer.get(name) for name in captured.leaves],
+        leaf_batches=[group.batch for group in loading if group.batch is not None],
+        synchroniser=Synchroniser(
+            synchronised, {key: tile.rectangle for key, tile in stored.items()}, rank, groups
+        ),
+    )
+
+
+def _nodes(graph: Graph, mine: Mapping[str, Rectangle]) -> list[Node]:
+    flows = differentiable(graph)
+    return [
+        Node(
+            place=place,
+            operator=operator,
+            rectangle=mine.get(operator.name),
+            dtype=getattr(torch, operator.dtype),
+            differentiable=flows[operator.name],
+            draws=drawing(operator),
+        )
+        for place, operator in enumerate(graph.operators)
+    ]
+
+
+def _connection(
+    move: Redistribution, nodes: Sequence[Node], places: Mapping[str, int]
+) -> Connection:
+    producer = nodes[places[move.producer]]
+    first = min(places[name] for name, _ in move.consumers)
+    return Connection(move, producer.dtype, producer.place, first, producer.differentiable)
+
+
+def _connect(
+    graph: Graph,
+    nodes: list[Node],
+    moving: Iterable[Group],
+    mine: Mapping[str, Rectangle],
+    stored: Mapping[str, Tile],
+) -> None:
+    """Give nodes their inputs, exchanges and parameters."""
+    places = {node.operator.name: node.place for node in nodes}
+    by_consumer: dict[tuple[str, int], Exchange] = {}
+    for group in moving:
+        for exchange in group.exchanges.values():
+            by_consumer.update(dict.fromkeys(exchange.redistribution.consumers, exchange))
+            nodes[places[exchange.redistribution.producer]].outgoing.append(exchange)
+            if group.returns:
+                nodes[group.ends].returning.append(exchange)
+        if group.batch is not None:
+            nodes[group.begins].launched.append(group.batch)
+            if group.returns:
+                nodes[group.ends].launched_back.append(group.batch)
+    flows = {node.operator.name: node.differentiable for node in nodes}
+    for node in nodes:
+        if node.function is not None:
+            node.sources = sources(graph, node.operator, mine, by_consumer, places, flows)
+            node.parameters = node_parameters(node.operator, stored)
+
+
+# -----------------------------------------------------------------------------
+# One operator on one rank: its inputs, its function, its gradients.
+
+Cut = tuple[slice, ...] | None
+"""``None``: all of it."""
+
+
+def cut_of(inner: Rectangle, outer: Rectangle) -> Cut:
+    """What cuts ``inner`` out of a tensor that holds ``outer``."""
+    return None if inner == outer else within(inner, outer)
+
+
+@dataclass
+class Source:
+    """Where one input of a node comes from.
+
+    Attributes:
+        exchange: that brings it; ``None``: it is computed here.
+        place: of the operator that computes it here.
+        cut: what of that is read.
+        differentiable: whether its gradient is wanted.
+
+    """
+
+    exchange: Exchange | None
+    place: int
+    cut: Cut
+    differentiable: bool
+
+
+@dataclass
+class NodeParameter:
+    """A parameter that a node reads.
+
+    Attributes:
+        name: in the operator.
+        key: of the parameter.
+        cut: what of the tile is read.
+        trained: whether its gradient is wanted.
+
+    """
+
+    name: str
+    key: str
+    cut: Cut
+    trained: bool
+
+
+@dataclass
+class Node:
+    """What a rank does at one operator's place.
+
+    Attributes:
+        place: in topological order.
+        operator: which.
+        rectangle: of its part here; ``None``: it has none.
+        function: computes it.
+        sources: by input number; ``None`` where the part reads nothing of it.
+        parameters: what it reads of this rank's tiles.
+        dtype: of the output.
+        differentiable: whether a gradient flows through it.
+        outgoing: exchanges that take its output.
+        launched: batches that move once it is done.
+        returning: exchanges that take gradients once it is done in the backward pass.
+        launched_back: batches that move them then.
+        draws: stages that draw numbers, which a rank without a part must draw too.
+
+    """
+
+    place: int
+    operator: Operator
+    rectangle: Rectangle | None
+    dtype: torch.dtype
+    differentiable: bool
+    function: Function | None = None
+    sources: list[Source | None] = field(default_factory=list)
+    parameters: list[NodeParameter] = field(default_factory=list)
+    outgoing: list[Exchange] = field(default_factory=list)
+    launched: list[PieceBatch] = field(default_factory=list)
+    returning: list[Exchange] = field(default_factory=list)
+    launched_back: list[PieceBatch] = field(default_factory=list)
+    draws: list[Stage] = field(default_factory=list)
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether its value comes from outside."""
+        return self.operator.kind == INPUT
+
+    def draw(self, device: torch.device) -> None:
+        """Draw what ranks that have a part draw, so that generators stay alike."""
+        for stage in self.draws:
+            shape = stage.attributes.get("scores", stage.shape)
+            order = stage.attributes.get("order", tuple(range(len(shape))))
+            probability = stage.attributes["probability"]
+            whole_mask(shape, order, probability, getattr(torch, stage.dtype), device)
+
+
+def differentiable(graph: Graph) -> dict[str, bool]:
+    """Operators that a trained parameter reaches."""
+    found: dict[str, bool] = {}
+    for operator in graph.operators:
+        reached = any(p.trained for p in operator.parameters)
+        reached = reached or any(found[name] for name in operator.inputs)
+        floating = getattr(torch, operator.dtype).is_floating_point
+        found[operator.name] = reached and floating
+    return found
+
+
+def drawing(operator: Operator) -> list[Stage]:
+    """Stages that draw random numbers."""
+    return [s for s in operator.stages if s.attributes.get("probability", 0.0) > 0]
+
+
+def sources(
+    graph: Graph,
+    operator: Operator,
+    mine: Mapping[str, Rectangle],
+    exchanges: Mapping[tuple[str, int], Exchange],
+    places: Mapping[str, int],
+    flows: Mapping[str, bool],
+) -> list[Source | None]:
+    """Where a node's inputs come from.
+
+    Args:
+        graph: of the model.
+        operator: that has a part on this rank.
+        mine: this rank's placement.
+        exchanges: by consumer and input number.
+        places: of operators in topological order.
+        flows: by ``differentiable``.
+
+    """
+    found: list[Source | None] = []
+    for index, name in enumerate(operator.inputs):
+        need = input_rectangle(operator, index, mine[operator.name])
+        if need is None:
+            found.append(None)
+        elif name in graph.inputs:
+            cut = cut_of(need, mine[name])
+            found.append(Source(None, places[name], cut, flows[name]))
+        else:
+            exchange = exchanges[operator.name, index]
+            found.append(Source(exchange, places[name], None, flows[name]))
+    return found
+
+
+def node_parameters(operator: Operator, stored: Mapping[str, Tile]) -> list[NodeParameter]:
+    """Parameters that a node reads, as it reads them."""
+    found = []
+    for parameter in operator.parameters:
+        tile = stored[parameter.key]
+        read = next(
+            u.rectangle
+            for u in tile.reads
+            if u.operator == operator.name and u.name == parameter.name
+        )
+        cut = cut_of(read, tile.rectangle)
+        found.append(NodeParameter(parameter.name, parameter.key, cut, parameter.trained))
+    return found
+
+
+def function(operator: Operator, rectangle: Rectangle, context: PartContext) -> Function:
+    """What computes a part, in the dtype that others expect."""
+    inner = prepare(operator, rectangle, context)
+    dtype: torch.dtype = getattr(torch, operator.dtype)
+
+    def run(
+        inputs: Sequence[torch.Tensor | None], parameters: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        value = inner(inputs, parameters)
+        return value if value.dtype == dtype else value.to(dtype)
+
+    return run
+
+
+# -----------------------------------------------------------------------------
+# Partial reductions: what the parts of one operator all-reduce while they compute.
+
+
+def reducing_devices(operator: Operator, plan: Plan) -> dict[int, Devices]:
+    """By device, the devices that its part reduces with; see ``parts.reduction_partners``."""
+    configuration = plan[operator.name]
+    devices = configuration.devices
+    places = reduction_partners(operator, part_rectangles(operator, configuration))
+    return {
+        device: tuple(sorted(devices[place] for place in mine))
+        for device, mine in zip(devices, places, strict=False)
+    }
+
+
+def reduction_groups(graph: Graph, plan: Plan) -> list[Devices]:
+    """Sets of devices that reduce together."""
+    found = {
+        devices
+        for operator in graph.planned
+        for devices in reducing_devices(operator, plan).values()
+        if len(devices) > 1
+    }
+    return sorted(found)
+
+
+def part_context(
+    operator: Operator,
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    groups: Communicators,
+    buffers: Mapping[str, torch.Tensor],
+) -> PartContext:
+    """How a part on this rank reduces with the others."""
+    shared = reducing_devices(operator, plan).get(rank, ()) if operator.name in plan else ()
+    if len(shared) < 2:
+        return PartContext(device, buffers=buffers)
+
+    def total(tensor: torch.Tensor) -> torch.Tensor:
+        groups.launch(
+            shared, lambda group: dist.all_reduce(tensor, group=group, async_op=True)
+        ).wait()
+        return tensor
+
+    return PartContext(device, total, total, buffers)
+
+
+# -----------------------------------------------------------------------------
+# Gradients of what several devices store: all-reduced in buckets, while the backward pass goes on.
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -76,7 +451,7 @@ def buckets(
 
     Args:
         graph: of the model.
-        placed: by ``placement.placements``.
+        placed: by ``placements``.
         capacity_bytes: of a bucket; a larger piece has one by itself.
 
     """
@@ -87,7 +462,7 @@ def buckets(
     for device, mine in enumerate(placed):
         for key, tile in tiles(graph, mine).items():
             stored.setdefault(key, {})[device] = tile.rectangle
-            first = min(place[use.operator] for use in tile.uses)
+            first = min(place[read.operator] for read in tile.reads)
             ready[key] = min(ready.get(key, first), first)
     order = sorted((k for k in stored if known[k].trained), key=lambda k: (-ready[k], k))
     found: list[Bucket] = []
@@ -117,7 +492,7 @@ class Synchroniser:
     """Sums this rank's buckets; each is started when its gradients are there.
 
     Args:
-        plan: all buckets.
+        buckets: of the plan, all of them.
         stored: what this rank stores of each parameter.
         rank: this device.
         groups: where the buckets' devices were ensured.
@@ -130,19 +505,19 @@ class Synchroniser:
 
     def __init__(
         self,
-        plan: Sequence[Bucket],
+        buckets: Sequence[Bucket],
         stored: Mapping[str, Rectangle],
         rank: int,
         groups: Communicators,
     ) -> None:
         self._by_place: dict[int, list[RankBucket]] = {}
-        self.keys = {c.key for b in plan if rank in b.devices for c in b.cells}
+        self.keys = {c.key for b in buckets if rank in b.devices for c in b.cells}
         self.summed_bytes = sum(
             bucket.elements * getattr(torch, bucket.dtype).itemsize
-            for bucket in plan
+            for bucket in buckets
             if rank in bucket.devices
         )
-        for bucket in plan:
+        for bucket in buckets:
             if rank in bucket.devices:
                 one = RankBucket(bucket, stored, groups)
                 self._by_place.setdefault(bucket.ready, []).append(one)
@@ -229,379 +604,6 @@ class RankBucket:
                 whole = gradients[key].clone()  # other pieces of it may be on their way
                 whole[cut] = part.view(shape)
                 gradients[key] = whole
-
-
-# -----------------------------------------------------------------------------
-# From a plan to what one rank does at each operator, prepared once.
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One rank's view of a plan.
-
-    Attributes:
-        nodes: a place for each operator, in topological order, the same on all ranks.
-        output: place of the loss.
-        tiles: what the rank stores of each parameter.
-        buffers: of the model, on the device.
-        leaves: nodes of the batch's tensors.
-        given: what brings them; ``None`` where the rank neither has nor needs samples.
-        given_batches: what moves these.
-        synchroniser: sums gradients.
-
-    """
-
-    nodes: list[Node]
-    output: int
-    tiles: dict[str, Tile]
-    buffers: dict[str, torch.Tensor]
-    leaves: list[Node]
-    given: list[Exchange | None]
-    given_batches: list[PieceBatch]
-    synchroniser: Synchroniser
-
-    @cached_property
-    def exchanges(self) -> list[Exchange]:
-        """All of this rank's."""
-        found = [exchange for node in self.nodes for exchange in node.outgoing]
-        return found + [exchange for exchange in self.given if exchange is not None]
-
-
-def lay_out(
-    captured: Captured,
-    plan: Plan,
-    model: nn.Module,
-    rank: int,
-    device: torch.device,
-    groups: Communicators,
-) -> Layout:
-    """Prepare a rank; all ranks must do so together, since communicators are made.
-
-    Args:
-        captured: the model.
-        plan: that fits it.
-        model: whose buffers are moved to the device.
-        rank: this device.
-        device: where it computes.
-        groups: of the default process group.
-
-    """
-    graph = captured.graph
-    placed = placements(graph, plan, groups.world_size)
-    mine = placed[rank]
-    stored = tiles(graph, mine)
-    nodes = _nodes(graph, mine)
-    places = {operator.name: i for i, operator in enumerate(graph.operators)}
-    given = grouped(
-        [
-            Connection(move, nodes[places[move.producer]].dtype, places[move.producer], -1, False)
-            for move in batch_redistributions(captured.leaves, graph, placed)
-        ]
-    )
-    moving = grouped([_connection(m, nodes, places) for m in redistributions(graph, placed)])
-    synchronised = buckets(graph, placed)
-    groups.ensure(
-        [
-            *(g.devices for g in (*given, *moving)),
-            *(b.devices for b in synchronised),
-            *groups_needed(graph, plan),
-        ]
-    )
-    for group in (*given, *moving):
-        connect(group, rank, device, groups)
-    buffers = buffers_of(captured, model, device)
-    for node in nodes:
-        if node.rectangle is not None and not node.is_leaf:
-            known = surroundings(node.operator, plan, rank, device, groups, buffers)
-            node.function = function(node.operator, node.rectangle, known)
-    _connect(graph, nodes, moving, mine, stored)
-    leaves = [nodes[places[name]] for name in captured.leaves]
-    by_producer = {e.plan.producer: e for group in given for e in group.exchanges.values()}
-    return Layout(
-        nodes=nodes,
-        output=places[graph.output],
-        tiles=stored,
-        buffers=buffers,
-        leaves=leaves,
-        given=[by_producer.get(name) for name in captured.leaves],
-        given_batches=[group.batch for group in given if group.batch is not None],
-        synchroniser=Synchroniser(
-            synchronised, {key: tile.rectangle for key, tile in stored.items()}, rank, groups
-        ),
-    )
-
-
-def _nodes(graph: Graph, mine: Mapping[str, Rectangle]) -> list[Node]:
-    flows = differentiable(graph)
-    return [
-        Node(
-            place=place,
-            operator=operator,
-            rectangle=mine.get(operator.name),
-            dtype=getattr(torch, operator.dtype),
-            differentiable=flows[operator.name],
-            draws=drawing(operator),
-        )
-        for place, operator in enumerate(graph.operators)
-    ]
-
-
-def _connection(
-    move: Redistribution, nodes: Sequence[Node], places: Mapping[str, int]
-) -> Connection:
-    producer = nodes[places[move.producer]]
-    first = min(places[name] for name, _ in move.consumers)
-    return Connection(move, producer.dtype, producer.place, first, producer.differentiable)
-
-
-def _connect(
-    graph: Graph,
-    nodes: list[Node],
-    moving: Iterable[Group],
-    mine: Mapping[str, Rectangle],
-    stored: Mapping[str, Tile],
-) -> None:
-    """Give nodes their inputs, exchanges and parameters."""
-    places = {node.operator.name: node.place for node in nodes}
-    by_consumer: dict[tuple[str, int], Exchange] = {}
-    for group in moving:
-        for exchange in group.exchanges.values():
-            by_consumer.update(dict.fromkeys(exchange.plan.consumers, exchange))
-            nodes[places[exchange.plan.producer]].outgoing.append(exchange)
-            if group.returns:
-                nodes[group.ends].returning.append(exchange)
-        if group.batch is not None:
-            nodes[group.begins].launched.append(group.batch)
-            if group.returns:
-                nodes[group.ends].launched_back.append(group.batch)
-    flows = {node.operator.name: node.differentiable for node in nodes}
-    for node in nodes:
-        if node.function is not None:
-            node.sources = sources(graph, node.operator, mine, by_consumer, places, flows)
-            node.uses = uses(node.operator, stored)
-
-
-# -----------------------------------------------------------------------------
-# One operator on one rank: its inputs, its function, its gradients.
-
-Cut = tuple[slice, ...] | None
-"""``None``: all of it."""
-
-
-def cut_of(inner: Rectangle, outer: Rectangle) -> Cut:
-    """What cuts ``inner`` out of a tensor that holds ``outer``."""
-    return None if inner == outer else within(inner, outer)
-
-
-@dataclass
-class Source:
-    """Where one input of a node comes from.
-
-    Attributes:
-        exchange: that brings it; ``None``: it is computed here.
-        place: of the operator that computes it here.
-        cut: what of that is read.
-        differentiable: whether its gradient is wanted.
-
-    """
-
-    exchange: Exchange | None
-    place: int
-    cut: Cut
-    differentiable: bool
-
-
-@dataclass
-class Use:
-    """A parameter that a node reads.
-
-    Attributes:
-        name: in the operator.
-        key: of the parameter.
-        cut: what of the tile is read.
-        trained: whether its gradient is wanted.
-
-    """
-
-    name: str
-    key: str
-    cut: Cut
-    trained: bool
-
-
-@dataclass
-class Node:
-    """What a rank does at one operator's place.
-
-    Attributes:
-        place: in topological order.
-        operator: which.
-        rectangle: of its part here; ``None``: it has none.
-        function: computes it.
-        sources: by input number; ``None`` where the part reads nothing of it.
-        uses: parameters.
-        dtype: of the output.
-        differentiable: whether a gradient flows through it.
-        outgoing: exchanges that take its output.
-        launched: batches that move once it is done.
-        returning: exchanges that take gradients once it is done in the backward pass.
-        launched_back: batches that move them then.
-        draws: stages that draw numbers, which a rank without a part must draw too.
-
-    """
-
-    place: int
-    operator: Operator
-    rectangle: Rectangle | None
-    dtype: torch.dtype
-    differentiable: bool
-    function: Function | None = None
-    sources: list[Source | None] = field(default_factory=list)
-    uses: list[Use] = field(default_factory=list)
-    outgoing: list[Exchange] = field(default_factory=list)
-    launched: list[PieceBatch] = field(default_factory=list)
-    returning: list[Exchange] = field(default_factory=list)
-    launched_back: list[PieceBatch] = field(default_factory=list)
-    draws: list[Stage] = field(default_factory=list)
-
-    @property
-    def is_leaf(self) -> bool:
-        """Whether its value is given from outside."""
-        return self.operator.kind == INPUT
-
-    def draw(self, device: torch.device) -> None:
-        """Draw what ranks that have a part draw, so that generators stay alike."""
-        for stage in self.draws:
-            shape = stage.attributes.get("scores", stage.shape)
-            order = stage.attributes.get("order", tuple(range(len(shape))))
-            probability = stage.attributes["probability"]
-            whole_mask(shape, order, probability, getattr(torch, stage.dtype), device)
-
-
-def differentiable(graph: Graph) -> dict[str, bool]:
-    """Operators that a trained parameter reaches."""
-    found: dict[str, bool] = {}
-    for operator in graph.operators:
-        reached = any(p.trained for p in operator.parameters)
-        reached = reached or any(found[name] for name in operator.inputs)
-        floating = getattr(torch, operator.dtype).is_floating_point
-        found[operator.name] = reached and floating
-    return found
-
-
-def drawing(operator: Operator) -> list[Stage]:
-    """Stages that draw random numbers."""
-    return [s for s in operator.stages if s.attributes.get("probability", 0.0) > 0]
-
-
-def sources(
-    graph: Graph,
-    operator: Operator,
-    mine: Mapping[str, Rectangle],
-    exchanges: Mapping[tuple[str, int], Exchange],
-    places: Mapping[str, int],
-    flows: Mapping[str, bool],
-) -> list[Source | None]:
-    """Where a node's inputs come from.
-
-    Args:
-        graph: of the model.
-        operator: that has a part on this rank.
-        mine: this rank's placement.
-        exchanges: by consumer and input number.
-        places: of operators in topological order.
-        flows: by ``differentiable``.
-
-    """
-    found: list[Source | None] = []
-    for index, name in enumerate(operator.inputs):
-        need = input_rectangle(operator, index, mine[operator.name])
-        if need is None:
-            found.append(None)
-        elif name in graph.inputs:
-            cut = cut_of(need, mine[name])
-            found.append(Source(None, places[name], cut, flows[name]))
-        else:
-            exchange = exchanges[operator.name, index]
-            found.append(Source(exchange, places[name], None, flows[name]))
-    return found
-
-
-def uses(operator: Operator, stored: Mapping[str, Tile]) -> list[Use]:
-    """Parameters that a node reads, as it reads them."""
-    found = []
-    for parameter in operator.parameters:
-        tile = stored[parameter.key]
-        read = next(
-            u.rectangle
-            for u in tile.uses
-            if u.operator == operator.name and u.name == parameter.name
-        )
-        cut = cut_of(read, tile.rectangle)
-        found.append(Use(parameter.name, parameter.key, cut, parameter.trained))
-    return found
-
-
-def function(operator: Operator, rectangle: Rectangle, surroundings: Surroundings) -> Function:
-    """What computes a part, in the dtype that others expect."""
-    inner = prepare(operator, rectangle, surroundings)
-    dtype: torch.dtype = getattr(torch, operator.dtype)
-
-    def run(
-        inputs: Sequence[torch.Tensor | None], parameters: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        value = inner(inputs, parameters)
-        return value if value.dtype == dtype else value.to(dtype)
-
-    return run
-
-
-# -----------------------------------------------------------------------------
-# Sums that the parts of one operator exchange while they compute.
-
-
-def sharing(operator: Operator, plan: Plan) -> dict[int, Devices]:
-    """By device, the devices whose sums its part needs, itself included; see ``partners``."""
-    configuration = plan[operator.name]
-    devices = configuration.devices
-    places = partial_sum_partners(operator, part_rectangles(operator, configuration))
-    return {
-        device: tuple(sorted(devices[place] for place in mine))
-        for device, mine in zip(devices, places, strict=False)
-    }
-
-
-def groups_needed(graph: Graph, plan: Plan) -> list[Devices]:
-    """Sets of devices that exchange sums."""
-    found = {
-        devices
-        for operator in graph.planned
-        for devices in sharing(operator, plan).values()
-        if len(devices) > 1
-    }
-    return sorted(found)
-
-
-def surroundings(
-    operator: Operator,
-    plan: Plan,
-    rank: int,
-    device: torch.device,
-    groups: Communicators,
-    buffers: Mapping[str, torch.Tensor],
-) -> Surroundings:
-    """What a part on this rank knows of the others."""
-    shared = sharing(operator, plan).get(rank, ()) if operator.name in plan else ()
-    if len(shared) < 2:
-        return Surroundings(device, buffers=buffers)
-
-    def total(tensor: torch.Tensor) -> torch.Tensor:
-        groups.launch(
-            shared, lambda group: dist.all_reduce(tensor, group=group, async_op=True)
-        ).wait()
-        return tensor
-
-    return Surroundings(device, total, total, buffers)
 
 
 # -----------------------------------------------------------------------------
