@@ -21,7 +21,7 @@ from perfsearch.core.trial import Measurement, Purpose
 from perfsearch.metrics.bounds import bounds
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.runners.base import Plan
-from perfsearch.runners.ddp.runner import DDP, DdpOptions
+from perfsearch.runners.ddp.runner import DDP
 from perfsearch.workloads.spec import WorkloadSpec
 
 SLEEPS_MS = (20.0, 60.0, 120.0)
@@ -41,7 +41,7 @@ def look(workload: WorkloadSpec, repeats: int = 1, **environment: Any) -> list[M
         one_thread = {"OMP_NUM_THREADS": "1"}  # more would wait for each other on few processors
         limits = Limits(120, 180, 10)
         where = Environment(Path(name), limits=limits, variables=one_thread, **environment)
-        runner = DDP(DdpOptions("cpu", {"static_graph": "search"}), workload, where)
+        runner = DDP(DDP.Options("cpu", {"static_graph": "search"}), workload, where)
         runner.open(Path(name))
         found = []
         try:

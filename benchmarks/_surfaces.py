@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from perfsearch.core.hardware import Environment
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Configuration, Kind, Knob, Value
 from perfsearch.core.objective import Objective, log_cost_error
@@ -17,7 +18,7 @@ from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.metrics.gpu import MEMORY_GIB
 from perfsearch.runners.base import Plan
-from perfsearch.runners.replay import Replay, ReplayOptions
+from perfsearch.runners.replay import Replay
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 FACTS = {"zero_gpt2large_4xh100": "zero_gpt2large_facts.json"}
@@ -59,7 +60,7 @@ def recorded(path: Path, tolerance: float = 0.02) -> Surface:
     """The surface of a table, served with the noise of its raw step times."""
     objective = Objective()
     facts = FACTS.get(path.stem)
-    options = ReplayOptions(
+    options = Replay.Options(
         table=str(path),
         model_facts=None if facts is None else str(DATA / facts),
         device_memory_gib=MEMORY_GIB["H100"],
@@ -69,7 +70,7 @@ def recorded(path: Path, tolerance: float = 0.02) -> Surface:
     def runner(seed: int) -> Replay:
         if seed not in runners:
             runners.clear()
-            runners[seed] = Replay(options, seed)
+            runners[seed] = Replay(options, Environment(Path(), seed=seed))
         return runners[seed]
 
     first = runner(0)

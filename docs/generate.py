@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import itertools
 import re
 import sys
@@ -80,11 +79,7 @@ def runners_page() -> str:
     for name in runners.names():
         runner = runners.load(name)
         parts.append(f"## `runner={name}`\n\n{plain(paragraphs(runner))}\n")
-        module = importlib.import_module(runner.__module__)
-        homes = {module.__name__, f"perfsearch.runners._{name}_options"}
-        for item in vars(module).values():
-            if _is_options(item) and item.__module__ in homes:
-                parts.append(options_table(item, "runner"))
+        parts.append(options_table(runner.Options, "runner"))
         knobs = declared_knobs(name)
         if knobs:
             rows = [knob_row(k) for k in knobs]
@@ -99,12 +94,12 @@ def runners_page() -> str:
 
 def _script_section() -> list[str]:
     """The user's own script, whose knobs depend on what it builds."""
-    from perfsearch.runners._script.runner import Script, ScriptOptions
+    from perfsearch.runners._script.runner import Script
 
     head = ("knob", "values", "default", "scope", "numerics", "what it is")
     return [
         f"## `workload=script`\n\n{plain(paragraphs(Script))}\n",
-        options_table(ScriptOptions, "workload"),
+        options_table(Script.Options, "workload"),
         "Knobs, as far as the script builds what they belong to; defaults are the script's own "
         "values. NCCL's are those of `runner=ddp`.\n",
         table(head, [knob_row(k) for k in _script_knobs()]),
@@ -180,10 +175,6 @@ def _constructor() -> frozenset[str]:
     from perfsearch.knobs.ddp import constructor_records
 
     return frozenset(record.parameter for record in constructor_records())
-
-
-def _is_options(item: object) -> bool:
-    return isinstance(item, type) and dataclasses.is_dataclass(item) and "Options" in item.__name__
 
 
 def options_table(cls: type, prefix: str) -> str:

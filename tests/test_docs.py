@@ -2,16 +2,11 @@
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from perfsearch import strategies
-from perfsearch.config.options import build_options
-from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Kind, Knob
-from perfsearch.core.space import Space
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,29 +53,6 @@ def test_comments_stand_beside_the_knobs_of_an_option_file(generate):
     )
     assert generate.with_comments(text, knobs) == wanted
     assert generate.with_comments(wanted, knobs) == wanted
-
-
-def test_the_recipe_for_a_strategy_works_as_it_is_written(monkeypatch, tmp_path):
-    import yaml
-
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
-    option = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.DOTALL).group(1))
-    name = option.pop("name")
-    (tmp_path / f"{name}.py").write_text(code)
-    monkeypatch.setattr(strategies, "__path__", [*strategies.__path__, str(tmp_path)])
-    try:
-        assert name in strategies.names()
-        recipe = strategies.load(name)
-        space = Space([Knob(n, Kind.ORDINAL, 1, (1, 2, 4)) for n in ("a", "b")])
-        options = build_options(recipe.Options, option, "strategy")
-        strategy = recipe(space, Hints(baseline={"a": 1, "b": 1}), seed=1, options=options)
-        asked = [strategy.ask() for _ in range(10)]
-    finally:
-        sys.modules.pop(f"perfsearch.strategies.{name}", None)
-    assert asked[9] is None
-    assert len({tuple(point.values()) for point in asked[:9]}) == 9
-    assert strategy.stop_reason
 
 
 def test_every_benchmark_and_every_result_is_listed():

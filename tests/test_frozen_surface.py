@@ -18,6 +18,7 @@ from perfsearch.config.schema import Settings, validate
 from perfsearch.core.hints import ChainResult
 from perfsearch.core.journal import EVENTS
 from perfsearch.pipeline.search import search, strategy_factory
+from perfsearch.runners.base import Screens
 from perfsearch.runners.replay import Replay
 
 DATA = Path(__file__).parent / "data"
@@ -42,7 +43,7 @@ OF_THIS_PLACE = ("mlflow.source.", "mlflow.user")
 """Tags by which MLflow says of itself who ran what, as far as it can tell here."""
 
 
-class Cautious(Replay):
+class Cautious(Replay, Screens):
     """Refuses one configuration by arithmetic."""
 
     def screen(self, configuration):

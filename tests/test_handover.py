@@ -11,8 +11,8 @@ import pytest
 
 from perfsearch.core.hardware import Environment, Hardware
 from perfsearch.runners._script import export
-from perfsearch.runners.ddp.runner import DDP, DdpOptions
-from perfsearch.runners.zero.runner import Zero, ZeroOptions
+from perfsearch.runners.ddp.runner import DDP
+from perfsearch.runners.zero.runner import Zero
 from perfsearch.workloads.spec import WorkloadSpec
 
 pytestmark = pytest.mark.slow
@@ -159,7 +159,7 @@ def patched(code):
 
 
 def test_ddp_lines_and_command_train_the_same(tmp_path):
-    options = DdpOptions(
+    options = DDP.Options(
         "cpu", dict.fromkeys(("bucket_cap_mb", "optimizer_implementation"), "search")
     )
     runner = DDP(options, WorkloadSpec("mlp"), Environment(tmp_path, nproc=4))
@@ -186,7 +186,7 @@ def test_ddp_lines_and_command_train_the_same(tmp_path):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_zero_lines_train_the_same(tmp_path, stage):
-    options = ZeroOptions(device="cpu")
+    options = Zero.Options(device="cpu")
     workload = WorkloadSpec("mlp", global_batch=32)
     runner = Zero(options, workload, Environment(tmp_path, nproc=2))
     chosen = {**runner.baseline, **runner.pinned}

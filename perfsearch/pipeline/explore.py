@@ -14,6 +14,7 @@ from perfsearch.core.journal import Journal
 from perfsearch.core.knob import Value, same_value
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.session import Session
+from perfsearch.runners.base import Screens
 
 MAX_SERVED = 200
 """Proposals answered from the record, or screened, in a row before the search ends."""
@@ -162,7 +163,8 @@ def _answered_without_running(session: Session, configuration: dict[str, Value])
         session.strategy.tell(known)
         session.told(trial=known.number, served=True)
         return True
-    refusal = session.runner.screen(configuration)
+    runner = session.runner
+    refusal = runner.screen(configuration) if isinstance(runner, Screens) else None
     if refusal is None:
         return False
     session.screened += 1

@@ -20,6 +20,7 @@ from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline import baseline, profile
 from perfsearch.pipeline import baseline as gains
 from perfsearch.pipeline.session import BASELINE, Session, Verdict
+from perfsearch.runners.base import ClosingLines
 from perfsearch.tracking import export, report
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def close_record(session: Session, result: Result) -> None:
         session.view.note(f"system metrics that are not to be had here: {listed}")
     if session.settings.batch == "free":
         session.view.note(batch_line(session, result))
-    if result.exit_code != 1:
+    if result.exit_code != 1 and isinstance(runner, ClosingLines):
         for line in runner.closing_lines(_best_configuration(session, result), session.trials):
             session.view.note(line)
     session.view.result(_rows(session, result.verdict), result.verdict.reason, files)

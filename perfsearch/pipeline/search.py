@@ -31,7 +31,15 @@ from perfsearch.pipeline.explore import BreakerError
 from perfsearch.pipeline.resume import device_lock, run_directory_lock
 from perfsearch.pipeline.session import Result, Session, Verdict, View
 from perfsearch.pipeline.transfer import TakenOver
-from perfsearch.runners.base import Runner
+from perfsearch.runners.base import (
+    Advises,
+    FollowsUp,
+    HoldsDevices,
+    OwnModes,
+    Runner,
+    SettlesSettings,
+    TakesScripts,
+)
 from perfsearch.strategies.base import Strategy
 from perfsearch.tracking import open_tracker
 from perfsearch.workloads.spec import SCRIPT
@@ -76,7 +84,7 @@ def search(
             view.note(f"{asked} holds a finished search; this one is in {directory}")
         directory.mkdir(parents=True, exist_ok=True)
         stack.enter_context(run_directory_lock(directory))
-        stack.enter_context(device_lock(runner.device_set(), view.note))
+        stack.enter_context(device_lock(_device_set(runner), view.note))
         runner.open(directory)
         taken_over = transfer.take_over(
             settings,
@@ -115,6 +123,11 @@ def search(
             record.interrupted(session)
             result = Result(ExitCode.CIRCUIT_BREAKER, directory, session.trials, reason=str(error))
         return result
+
+
+def _device_set(runner: Runner) -> str:
+    """Names of what no other search may use at the same time; empty: nothing."""
+    return runner.device_set() if isinstance(runner, HoldsDevices) else ""
 
 
 def _close(runner: Runner) -> None:
@@ -157,7 +170,7 @@ def _session(
 
 def _start_sampler(settings: Settings, runner: Runner) -> SystemSampler | None:
     """Sample this node while real devices are used; a replay has none."""
-    devices = [name for name in runner.device_set().split(",") if name]
+    devices = [name for name in _device_set(runner).split(",") if name]
     if not devices:
         return None
     from perfsearch.metrics.system import SystemSampler
@@ -193,7 +206,8 @@ def _stages(session: Session) -> Result:
         verdict = Verdict(reason=PROFILED) if profiled else confirm.run(session)
     else:
         exit_code = ExitCode.NO_TRIAL_SUCCEEDED
-        advice = session.runner.advice(session.trials)
+        runner = session.runner
+        advice = runner.advice(session.trials) if isinstance(runner, Advises) else ""
         reason_why = _nothing_succeeded(session.trials)
         verdict.reason = f"{reason_why}. {advice}" if advice else reason_why
     best = session.runner.baseline
@@ -272,15 +286,14 @@ def build_runner(settings: Settings) -> Runner:
     name = settings.runner.name
     runner = _runner(settings)
     modes = ["search", *(["profile"] if runner.trains else [])]
-    if settings.mode not in modes and _own(runner, settings.mode) is None:
-        own = [mode for mode in ("estimate", "simulate") if _own(runner, mode) is not None]
+    own = runner.own_modes if issubclass(runner, OwnModes) else ()
+    if settings.mode not in (*modes, *own):
         has = " and mode=".join([*modes, *own])
         raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
-    of_script = runner.for_script(settings) if settings.workload.name == SCRIPT else None
-    if of_script is not None:
+    if settings.workload.name == SCRIPT and issubclass(runner, TakesScripts):
         from perfsearch.runners._script.runner import Script
 
-        return Script.from_options(settings, *of_script)
+        return Script.from_options(settings, *runner.for_script(settings))
     return runner.from_settings(settings)
 
 
@@ -328,7 +341,9 @@ def run_search(settings: Settings, open_view: ViewFactory) -> Result:
 
 def _run(settings: Settings, open_view: ViewFactory) -> tuple[Result | None, int]:
     """What the search came to, where there was one, and the exit code."""
-    settings = _runner(settings).settle(settings)
+    runner_class = _runner(settings)
+    if issubclass(runner_class, SettlesSettings):
+        settings = runner_class.settle(settings)
     strategy = strategy_factory(settings)
     directory = settings.run_dir or default_run_dir(settings)
     _require_writable(directory)
@@ -341,24 +356,17 @@ def _run(settings: Settings, open_view: ViewFactory) -> tuple[Result | None, int
         )
     runner = build_runner(settings)
     with open_view(settings) as view:
-        own = _own(runner, settings.mode)
-        if own is None:
+        if not isinstance(runner, OwnModes) or settings.mode not in runner.own_modes:
             result = search(settings, runner, strategy, view)
-            if result.exit_code:
+            if result.exit_code or not isinstance(runner, FollowsUp):
                 return result, int(result.exit_code)
             return result, runner.follow_up(result.handed_over)
         try:
-            return None, int(own(settings, view.note))
+            return None, runner.own_mode(settings.mode)(settings, view.note)
         finally:
             runner.close()
             if not foreign and directory.is_dir():
                 (directory / _OWN_MODE).touch()
-
-
-def _own(runner: Any, mode: str) -> Callable[[Settings, Callable[[str], None]], int] | None:
-    """The runner's own way to do what ``mode`` asks for; ``None``: the pipeline does it."""
-    method = None if mode == "search" else getattr(runner, mode, None)
-    return method if callable(method) else None
 
 
 def _require_writable(directory: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perfsearch.core import registry
-from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.runners.base import NoKnobs, Outcome, Plan, Runner
 
 __all__ = ["Outcome", "Plan", "Runner", "load", "names"]
 
@@ -25,4 +25,5 @@ def load(name: str) -> type[Runner]:
 
 def why_no_knobs(name: str) -> str:
     """Why that runner has no keys ``runner.knobs``; empty where it has, or is none."""
-    return load(name).no_knobs if name in names() else ""
+    runner = load(name) if name in names() else Runner
+    return runner.no_knobs if issubclass(runner, NoKnobs) else ""

@@ -1,19 +1,22 @@
-"""The contract of a runner."""
+"""The contract of a runner: four things that every one has, and what only some can do beside."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from perfsearch.config.options import build_options
 from perfsearch.config.schema import default_run_dir
-from perfsearch.core.hardware import Environment
-from perfsearch.core.hints import Hints, Prediction
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.hardware import Environment, Hardware
+from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
@@ -71,114 +74,175 @@ class Outcome:
 class Runner(ABC):
     """Knows what can be tuned and measures it. It never sees the strategy.
 
-    ``space`` holds the searched knobs and ``pinned`` every other knob's fixed value;
-    configurations and ``baseline`` hold the searched ones only. ``devices`` counts ranks.
-    ``remarks`` are lines for the user to see before anything is started.
+    The constructor sets ``space`` (the searched knobs), ``baseline`` (their values today) and
+    ``pinned`` (values of the other knobs, if any); configurations have the searched ones only. It
+    refuses wrong input by a ``ValueError`` and starts nothing. ``open`` may, its devices being
+    held; ``close`` ends every process, however the search ends.
 
     A subclass lives in its own module ``perfsearch.runners.NAME``, with its keys in
-    ``conf/runner/NAME.yaml``. ``close`` is called however the search ends.
+    ``conf/runner/NAME.yaml`` and a frozen dataclass ``Options`` that documents them. What only some
+    can do, such as ``Screens``, is a class below, inherited beside this one.
     """
 
+    requires: ClassVar[Mapping[str, str]] = {}  # packages, and the extra that brings each
+    trains: ClassVar[bool] = True  # ``measure`` runs the job, so that ``mode=profile`` is possible
     space: Space
     baseline: dict[str, Value]
     pinned: dict[str, Value] = {}
-    no_knobs: str = ""
-    """Why it has no keys ``runner.knobs``, and what to do instead; empty where it has them."""
-    devices: int = 1
-    trains: bool = True
-    """Whether ``measure`` runs the job, so that it can be looked at closely (``mode=profile``)."""
-    remarks: Sequence[str] = ()
-    requires: ClassVar[Mapping[str, str]] = {}
-    """Packages that it needs beside perfsearch's own, and the extra that brings each."""
+    devices: int = 1  # ranks
+    remarks: Sequence[str] = ()  # lines for the user to see before trial 0
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of the runner, as keys ``runner.*``."""
+
+    def __init__(self, options: Any, environment: Environment) -> None:
+        self.options: Any = options
+        self.environment = environment
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Runner:
-        """Build it from the checked settings; ``settings.runner.options`` are its own keys.
-
-        Everything that is wrong with the input is found here, before anything is started.
-
-        Raises:
-            BadInputError: with the message for the user; the command ends with exit code 2.
-
-        """
-        raise NotImplementedError(f"{cls.__name__} cannot be built from settings")
+    def from_settings(cls, settings: Settings) -> Self:
+        """Build it from the checked settings; what is wrong with them is a ``BadInputError``."""
+        try:
+            return cls.build(settings)
+        except BadInputError:
+            raise
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
 
     @classmethod
-    def for_script(cls, settings: Settings) -> tuple[str, Mapping[str, Any]] | None:
-        """``runner.device`` and ``runner.knobs`` for the runner of ``workload=script``.
-
-        Where this is not ``None``, that runner starts the script in place of this one.
-
-        Raises:
-            BadInputError: as ``from_settings``.
-
-        """
-        return None
-
-    @classmethod
-    def settle(cls, settings: Settings) -> Settings:
-        """Fill in top-level keys from the runner's own files, before anything is built.
-
-        Raises:
-            BadInputError: as ``from_settings``.
-
-        """
-        return settings
+    def build(cls, settings: Settings) -> Self:
+        """Call the constructor; overridden where that needs more of the settings."""
+        options = build_options(cls.Options, settings.runner.options, "runner")
+        return cls(options, environment_of(settings))
 
     @abstractmethod
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Run the configuration; every failure of it is an outcome, never an exception."""
 
-    def open(self, run_dir: Path) -> None:  # noqa: B027 - a runner may have nothing to prepare
-        """Get ready, its devices being held: end what a killed run of the same search left.
+    @abstractmethod
+    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
+        """Write the configuration in forms that work without perfsearch; return the files."""
 
-        Args:
-            run_dir: the search's directory; it may be a numbered neighbour of the one asked for.
+    def open(self, run_dir: Path) -> None:
+        """Get ready in the search's directory, maybe a numbered neighbour of the one asked for."""
+        self.environment = replace(self.environment, run_dir=run_dir)
 
-        """
+    def close(self) -> None:  # noqa: B027 - a runner may have nothing to end
+        """End every process that it started."""
 
     def identity(self) -> dict[str, str]:
         """What a result depends on apart from knobs: model, world size, device names, versions."""
         return {}
 
-    def device_set(self) -> str:
-        """Name of what must not be shared with another search at the same time; empty: nothing."""
-        return ""
-
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """What is known of the space; predictions may use ``trials``, which grows."""
         return Hints(baseline=dict(self.baseline))
-
-    def screen(self, configuration: Configuration) -> str | None:
-        """Why it is refused by arithmetic alone, at no cost; ``None`` when it may run."""
-        return None
-
-    def predict(self, configuration: Configuration, trials: Sequence[Trial]) -> Prediction:
-        """What to expect of the configuration; pure in ``trials``."""
-        return Prediction()
-
-    def advice(self, trials: Sequence[Trial]) -> str:
-        """What the user could do where no trial succeeded; empty where nothing is known."""
-        return ""
-
-    def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
-        """What to print of the configuration that is handed over, beside its knobs."""
-        return []
-
-    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
-        """Write the configuration in forms that work without perfsearch; return the files."""
-        return []
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """The ``runner.*`` keys under which exactly ``configuration`` runs, and nothing else."""
         return {"knobs": {**self.pinned, **configuration}}
 
-    def follow_up(self, configuration: Configuration) -> int:
-        """Do what the user wants done with the result, once it is on record; an exit code."""
-        return 0
 
-    def close(self) -> None:  # noqa: B027 - a runner may have nothing to end
-        """End every process that it started."""
+# -----------------------------------------------------------------------------
+# What only some runners can do. The pipeline asks by ``isinstance``.
+
+
+class HoldsDevices:
+    """Runs on devices that no other search may use at the same time."""
+
+    hardware: Hardware
+
+    def device_set(self) -> str:
+        """``cpu``, or the UUIDs of the GPUs used."""
+        return self.hardware.device_set
+
+
+class Screens(ABC):
+    """Refuses by arithmetic alone, at no cost, what cannot run."""
+
+    @abstractmethod
+    def screen(self, configuration: Configuration) -> str | None:
+        """Why it is refused; ``None`` when it may run."""
+
+
+class Advises(ABC):
+    """Knows what the user could do where nothing ran."""
+
+    @abstractmethod
+    def advice(self, trials: Sequence[Trial]) -> str:
+        """What to do where no trial succeeded; empty where nothing is known."""
+
+
+class ClosingLines(ABC):
+    """Has more to say of the configuration that is handed over than its knobs."""
+
+    @abstractmethod
+    def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
+        """What to print of it at the end."""
+
+
+class FollowsUp(ABC):
+    """Does what the user wants done with the result."""
+
+    @abstractmethod
+    def follow_up(self, configuration: Configuration) -> int:
+        """Do it, once the result is on record; an exit code."""
+
+
+class SettlesSettings(ABC):
+    """Takes top-level keys from files of its own."""
+
+    @classmethod
+    @abstractmethod
+    def settle(cls, settings: Settings) -> Settings:
+        """Fill them in, before anything is built.
+
+        Raises:
+            BadInputError: as ``Runner.from_settings``.
+
+        """
+
+
+class TakesScripts(ABC):
+    """Its knobs also exist in the user's own script, which the runner of scripts then starts."""
+
+    @classmethod
+    @abstractmethod
+    def for_script(cls, settings: Settings) -> tuple[str, Mapping[str, Any]]:
+        """``runner.device`` and ``runner.knobs`` for the runner of ``workload=script``.
+
+        Raises:
+            BadInputError: as ``Runner.from_settings``.
+
+        """
+
+
+class NoKnobs:
+    """Has no keys ``runner.knobs``."""
+
+    no_knobs: ClassVar[str]
+    """Why, and what to do instead."""
+
+
+Mode = Callable[["Settings", Callable[[str], None]], int]
+"""Takes the settings and what shows a line; returns an exit code."""
+
+
+class OwnModes:
+    """Does by itself what some values of ``mode`` ask for, without a search."""
+
+    own_modes: ClassVar[Sequence[str]]
+    """The values, each with a method of that name, which is a ``Mode``."""
+
+    def own_mode(self, mode: str) -> Mode:
+        """The method of one of them."""
+        method: Mode = getattr(self, mode)
+        return method
+
+
+# -----------------------------------------------------------------------------
+# What the settings say of where to run, and of what is trained.
 
 
 def environment_of(settings: Settings) -> Environment:
@@ -191,3 +255,8 @@ def environment_of(settings: Settings) -> Environment:
         numerics=settings.numerics,
         limits=settings.limits,
     )
+
+
+def workload_of(settings: Settings) -> WorkloadSpec:
+    """What the settings say is trained; nothing of it is settled yet."""
+    return WorkloadSpec.from_mapping({"name": settings.workload.name, **settings.workload.options})

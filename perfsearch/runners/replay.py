@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from perfsearch.config.options import build_options
 from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.hardware import Environment
 from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Configuration, Kind, Knob, Value
 from perfsearch.core.objective import Metric
@@ -30,7 +30,7 @@ from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.loader import PREFETCH
 from perfsearch.knobs.starts import starts as starts_of
 from perfsearch.metrics.memory import MemoryFacts
-from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.runners.base import NoKnobs, Outcome, Plan, Runner
 from perfsearch.runners.deepspeed import config
 from perfsearch.runners.zero.memory import FILE as FACTS_FILE
 from perfsearch.runners.zero.memory import HEADROOM, Memory
@@ -43,46 +43,7 @@ _LEAST_STEP_SHARE = 0.05
 """A step drawn with inflated noise takes at least this share of the median."""
 
 
-@dataclass(frozen=True)
-class ReplayOptions:
-    """Options of ``runner=replay``, as keys ``runner.*``.
-
-    Attributes:
-        table: a CSV file with a row a visit of a configuration; ``trials.csv`` of an earlier
-            search is one. Columns are described in ``perfsearch.runners.replay``.
-        baseline: the configuration to start from, all knobs named; ``None`` takes the row nearest
-            to the libraries' defaults.
-        batch: ``free`` serves every row; ``fixed`` those with the baseline's global batch.
-        noise: factor on the spread of the recorded step times; 0 serves medians.
-        process_noise: relative standard deviation of a factor that all steps of a trial share,
-            as between two starts of the same job.
-        model_facts: the ``model_facts.json`` that a search of ``runner=zero`` left, so that peaks
-            of memory can be predicted as that runner does; ``null``: the one beside the table,
-            where there is one.
-        device_memory_gib: memory of the devices that were measured; ``null``: not known.
-
-    """
-
-    table: str
-    baseline: Mapping[str, Value] | None = None
-    batch: str = "free"
-    noise: float = 1.0
-    process_noise: float = 0.0
-    model_facts: str | None = None
-    device_memory_gib: float | None = option(None, above=0)
-
-    def __post_init__(self) -> None:
-        if not self.table:
-            raise ValueError("runner.table: name a CSV file of measured configurations.")
-        if self.batch not in ("fixed", "free"):
-            raise ValueError(f"runner.batch={self.batch}: allowed: fixed, free.")
-        for key in ("noise", "process_noise"):
-            value = getattr(self, key)
-            if not (math.isfinite(value) and 0 <= value <= 100):
-                raise ValueError(f"runner.{key}={value}: allowed is 0 to 100.")
-
-
-class Replay(Runner):
+class Replay(Runner, NoKnobs):
     """Serves the rows of a table; what a trial sees depends on the seed, the trial's number, its
     attempt and its configuration, and on nothing else.
 
@@ -97,12 +58,50 @@ class Replay(Runner):
 
     Args:
         options: the table and how to serve it.
-        seed: seed of the noise.
+        environment: its seed is the noise's.
 
     Raises:
         ValueError: the table or the baseline cannot be used; the message names the key.
 
     """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of ``runner=replay``, as keys ``runner.*``.
+
+        Attributes:
+            table: a CSV file with a row a visit of a configuration; ``trials.csv`` of an earlier
+                search is one. Columns are described in ``perfsearch.runners.replay``.
+            baseline: the configuration to start from, all knobs named; ``None`` takes the row
+                nearest to the libraries' defaults.
+            batch: ``free`` serves every row; ``fixed`` those with the baseline's global batch.
+            noise: factor on the spread of the recorded step times; 0 serves medians.
+            process_noise: relative standard deviation of a factor that all steps of a trial share,
+                as between two starts of the same job.
+            model_facts: the ``model_facts.json`` that a search of ``runner=zero`` left, so that
+                peaks of memory can be predicted as that runner does; ``null``: the one beside the
+                table, where there is one.
+            device_memory_gib: memory of the devices that were measured; ``null``: not known.
+
+        """
+
+        table: str
+        baseline: Mapping[str, Value] | None = None
+        batch: str = "free"
+        noise: float = 1.0
+        process_noise: float = 0.0
+        model_facts: str | None = None
+        device_memory_gib: float | None = option(None, above=0)
+
+        def __post_init__(self) -> None:
+            if not self.table:
+                raise ValueError("runner.table: name a CSV file of measured configurations.")
+            if self.batch not in ("fixed", "free"):
+                raise ValueError(f"runner.batch={self.batch}: allowed: fixed, free.")
+            for key in ("noise", "process_noise"):
+                value = getattr(self, key)
+                if not (math.isfinite(value) and 0 <= value <= 100):
+                    raise ValueError(f"runner.{key}={value}: allowed is 0 to 100.")
 
     trains = False
     no_knobs = (
@@ -111,24 +110,19 @@ class Replay(Runner):
     )
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Replay:
+    def build(cls, settings: Settings) -> Self:
         """Build it from ``runner.*`` and ``seed``."""
         if "knobs" in settings.runner.options:
             raise BadInputError(f"runner.knobs: {cls.no_knobs}")
-        options = build_options(ReplayOptions, settings.runner.options, "runner")
         if settings.objective.metric is Metric.FLOPS:
             raise BadInputError(
                 "objective.metric=flops: a table does not count operations. "
                 "Allowed with runner=replay: throughput, latency."
             )
-        try:
-            return cls(options, settings.seed)
-        except ValueError as error:
-            raise BadInputError(str(error)) from error
+        return super().build(settings)
 
-    def __init__(self, options: ReplayOptions, seed: int) -> None:
-        self.options = options
-        self.seed = seed
+    def __init__(self, options: Options, environment: Environment) -> None:
+        super().__init__(options, environment)
         table = read_table(Path(options.table))
         if options.baseline is None:
             start = default_baseline(table)
@@ -196,12 +190,18 @@ class Replay(Runner):
             return Outcome(Status.PRUNED, measurement, reason, extra=extra)
         return Outcome(Status.OK, measurement, extra=extra)
 
+    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
+        """Write nothing: what the knobs of a table stand for is not known."""
+        return []
+
     def true_step_seconds(self, configuration: Configuration) -> float | None:
         """Recorded step time without noise, for benchmarks; ``None`` for a failure."""
         return self._entries[key_of(self.space.canonical(configuration))].true_step_seconds
 
     def _draw(self, entry: Entry, plan: Plan) -> tuple[list[float], bool]:
-        words = f"{self.seed}|{plan.number}|{plan.attempt}|{key_of(entry.configuration)}"
+        words = (
+            f"{self.environment.seed}|{plan.number}|{plan.attempt}|{key_of(entry.configuration)}"
+        )
         digest = hashlib.blake2b(words.encode(), digest_size=16).digest()
         generator = np.random.default_rng(int.from_bytes(digest, "big"))
         median = entry.true_step_seconds

@@ -11,6 +11,7 @@ from perfsearch.cli.view import open_view
 from perfsearch.config.options import ConfigError
 from perfsearch.config.schema import validate
 from perfsearch.pipeline import search
+from perfsearch.runners.base import OwnModes
 from perfsearch.runners.replay import Replay
 
 TABLE = Path(__file__).parents[1] / "data" / "ddp_gpt2small_4xh100_tcp.csv"
@@ -48,8 +49,10 @@ def test_files_of_a_search_are_not_mixed_with_others(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-class Estimating(Replay):
+class Estimating(Replay, OwnModes):
     """A runner that has an estimate, which it keeps."""
+
+    own_modes = ("estimate",)
 
     def estimate(self, settings, note) -> int:
         settings.run_dir.mkdir(exist_ok=True)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from perfsearch.core.hardware import Environment
 from perfsearch.core.trial import Purpose, Trial
 from perfsearch.runners import replay as _known_knobs
 from perfsearch.runners.base import Plan
-from perfsearch.runners.replay import Replay, ReplayOptions
+from perfsearch.runners.replay import Replay
 
 DATA = Path(__file__).parents[1] / "data"
 ZERO = str(DATA / "zero_gpt2large_4xh100.csv")
@@ -23,7 +24,7 @@ LARGEST = {
 
 
 def replay(table: str, **options: object) -> Replay:
-    return Replay(ReplayOptions(table=table, **options), 0)  # type: ignore[arg-type]
+    return Replay(Replay.Options(table=table, **options), Environment(Path()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

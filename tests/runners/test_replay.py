@@ -8,11 +8,12 @@ import pytest
 
 from perfsearch.config.schema import validate
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.hardware import Environment
 from perfsearch.core.knob import Kind
 from perfsearch.core.trial import Status
 from perfsearch.runners import load
 from perfsearch.runners.base import Plan
-from perfsearch.runners.replay import Replay, ReplayOptions
+from perfsearch.runners.replay import Replay
 
 DATA = Path(__file__).parents[1] / "data"
 ZERO = str(DATA / "zero_gpt2large_4xh100.csv")
@@ -20,7 +21,7 @@ TCP = str(DATA / "ddp_gpt2small_4xh100_tcp.csv")
 
 
 def replay(table: str = ZERO, seed: int = 0, **options: object) -> Replay:
-    return Replay(ReplayOptions(table=table, **options), seed)  # type: ignore[arg-type]
+    return Replay(Replay.Options(table=table, **options), Environment(Path(), seed=seed))  # type: ignore[arg-type]
 
 
 def write(tmp_path: Path, text: str) -> str:
@@ -209,7 +210,7 @@ def test_reads_trials_of_a_search(tmp_path: Path) -> None:
 )
 def test_bad_options_name_the_key(options: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
-        Replay(ReplayOptions(**{"table": ZERO, **options}), 0)  # type: ignore[arg-type]
+        Replay(Replay.Options(**{"table": ZERO, **options}), Environment(Path()))  # type: ignore[arg-type]
     assert all(word in str(caught.value) for word in words)
 
 
@@ -276,7 +277,7 @@ def test_yaml_lists_the_options_with_their_defaults() -> None:
     assert written.pop("name") == "replay"
     assert written.pop("table") == "???"
     assert written == {
-        f.name: getattr(ReplayOptions(table=ZERO), f.name)
-        for f in fields(ReplayOptions)
+        f.name: getattr(Replay.Options(table=ZERO), f.name)
+        for f in fields(Replay.Options)
         if f.name != "table"
     }

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from strategies.conftest import baseline_of, cost_of, drive, ended, endless_space, make, mixed_space
 
+from perfsearch.core.hardware import Environment
 from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Configuration, Kind, Knob, Value
 from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.runners.base import Plan
-from perfsearch.runners.replay import Replay, ReplayOptions
+from perfsearch.runners.replay import Replay
 from perfsearch.strategies._acquisition import Feasibility, Scores
 from perfsearch.strategies.bayes import Bayes
 
@@ -27,7 +28,7 @@ def test_reaches_two_percent_of_a_recorded_surface_within_25_trials() -> None:
     objective = Objective()
     reached = 0
     for seed in range(3):
-        runner = Replay(ReplayOptions(table=str(ZERO)), seed)
+        runner = Replay(Replay.Options(table=str(ZERO)), Environment(Path(), seed=seed))
         strategy = Bayes(runner.space, runner.hints([]), seed)
         best = (math.inf, 0.0)
         for number in range(26):

@@ -5,13 +5,14 @@ from pathlib import Path
 
 from strategies.conftest import drive, ended
 
+from perfsearch.core.hardware import Environment
 from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Kind, Knob, Value
 from perfsearch.core.objective import Objective
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Status
 from perfsearch.runners.base import Plan
-from perfsearch.runners.replay import Replay, ReplayOptions
+from perfsearch.runners.replay import Replay
 from perfsearch.strategies.fast import Fast
 
 ZERO = Path(__file__).parents[1] / "data" / "zero_gpt2large_4xh100.csv"
@@ -114,7 +115,7 @@ def test_num_trials_ends_it() -> None:
 
 
 def test_on_a_recorded_surface_it_gets_within_two_percent() -> None:
-    runner = Replay(ReplayOptions(table=str(ZERO), noise=0), 0)
+    runner = Replay(Replay.Options(table=str(ZERO), noise=0), Environment(Path()))
     strategy = Fast(runner.space, runner.hints([]), 0)
     objective = Objective()
 

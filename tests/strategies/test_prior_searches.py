@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from strategies.conftest import baseline_of, cost_of, drive, ended, mixed_space
 
+from perfsearch.core.hardware import Environment
 from perfsearch.core.hints import Earlier, Hints, Prediction
 from perfsearch.core.knob import Value
 from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.runners.base import Plan
-from perfsearch.runners.replay import Replay, ReplayOptions
+from perfsearch.runners.replay import Replay
 from perfsearch.strategies._candidates import with_nulls_apart
 from perfsearch.strategies.auto import Auto
 from perfsearch.strategies.bayes import Bayes
@@ -48,7 +49,7 @@ def searched(
     """A search of the recorded surface; with ``enough`` until a cost that is truly so close to
     the best was tried. Returns how many trials that took, too.
     """
-    runner = Replay(ReplayOptions(table=str(ZERO)), seed)
+    runner = Replay(Replay.Options(table=str(ZERO)), Environment(Path(), seed=seed))
     truth: dict[str, float] = {}
     for point in runner.space.listed() or []:
         seconds = runner.true_step_seconds(point)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perfsearch.config.options import ConfigError, build_options
+from perfsearch.config.options import ConfigError
 from perfsearch.core import registry
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.narrow import narrow
 from perfsearch.core.option import option
 from perfsearch.core.space import Space
 from perfsearch.pipeline import search as pipeline
-from perfsearch.runners.base import Runner
+from perfsearch.runners.base import OwnModes, Runner
 from perfsearch.strategies.base import Strategy
 
 CONF = Path(__file__).parents[1] / "data" / "front_conf"
@@ -32,29 +32,28 @@ KNOBS = [
 ]
 
 
-@dataclass(frozen=True)
-class FakeRunnerOptions:
-    knobs: dict[str, Any] = field(default_factory=dict)
-    devices: int = option(2, low=1)
+class FakeRunner(Runner, OwnModes):
+    own_modes = ("profile",)
 
+    @dataclass(frozen=True)
+    class Options:
+        knobs: dict[str, Any] = field(default_factory=dict)
+        devices: int = option(2, low=1)
 
-class FakeRunner(Runner):
-    def __init__(self, settings):
-        options = build_options(FakeRunnerOptions, settings.runner.options, "runner")
-        if settings.nproc != "auto" and settings.nproc > options.devices:
-            raise ConfigError(
-                "nproc", f"nproc={settings.nproc}: only {options.devices} GPUs are visible."
-            )
-        searched, self.pinned = narrow(KNOBS, options.knobs, settings.numerics)
+    def __init__(self, options, environment):
+        super().__init__(options, environment)
+        nproc = environment.nproc
+        if nproc is not None and nproc > options.devices:
+            raise ConfigError("nproc", f"nproc={nproc}: only {options.devices} GPUs are visible.")
+        searched, self.pinned = narrow(KNOBS, options.knobs, environment.numerics)
         self.space = Space(searched)
         self.baseline = {k.name: k.default for k in searched}
 
-    @classmethod
-    def from_settings(cls, settings):
-        return cls(settings)
-
     def measure(self, configuration, plan):
         raise AssertionError("the fake pipeline measures nothing")
+
+    def export(self, configuration, directory):
+        raise AssertionError("the fake pipeline hands nothing over")
 
     def profile(self, settings, note):
         note("profiled")

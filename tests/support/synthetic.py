@@ -12,10 +12,10 @@ from perfsearch.core.journal import Event, Journal
 from perfsearch.core.knob import Configuration, Kind, Knob
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.runners.base import Outcome, Plan, Runner, Screens
 
 
-class SyntheticRunner(Runner):
+class SyntheticRunner(Runner, Screens):
     """Step time = 0.1 s x (1 + distance to the optimum), with seeded noise."""
 
     def __init__(

@@ -6,7 +6,7 @@ from support.zero_facts import GivenFacts, gpt_large
 
 from perfsearch.core.hardware import Environment
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.runners.zero.runner import Zero, ZeroOptions
+from perfsearch.runners.zero.runner import Zero
 from perfsearch.workloads.spec import WorkloadSpec
 
 SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation", "activation_checkpointing")
@@ -14,7 +14,7 @@ SEARCHED = ("zero_stage", "micro_batch", "gradient_accumulation", "activation_ch
 
 def make(batch="fixed", nproc=4, global_batch=64, facts=None, knobs=None, **options):
     runner = Zero(
-        ZeroOptions(knobs=knobs or dict.fromkeys(SEARCHED, "search"), **options),
+        Zero.Options(knobs=knobs or dict.fromkeys(SEARCHED, "search"), **options),
         WorkloadSpec("gpt", "large", global_batch=global_batch),
         Environment(Path("/nonexistent/run"), nproc=nproc),
         batch,

@@ -19,7 +19,7 @@ from perfsearch.core.knob import Numerics
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
 from perfsearch.runners.base import Plan
-from perfsearch.runners.ddp.runner import DDP, DdpOptions
+from perfsearch.runners.ddp.runner import DDP
 from perfsearch.workers import processes
 from perfsearch.workers import processes as registry
 from perfsearch.workloads.spec import WorkloadSpec
@@ -44,7 +44,7 @@ class Bench:
             variables={"PERFSEARCH_TEST_FAULT": str(self.fault), "NCCL_ALGO": "Tree"},
         )
         self.runner = DDP(
-            DdpOptions(device="cpu", knobs={"dataloader_workers": [0, 1]}),
+            DDP.Options(device="cpu", knobs={"dataloader_workers": [0, 1]}),
             WorkloadSpec("custom", factory=factory, global_batch=8),
             environment,
         )

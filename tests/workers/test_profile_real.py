@@ -6,7 +6,7 @@ from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.runners.base import Plan
-from perfsearch.runners.ddp.runner import DDP, DdpOptions
+from perfsearch.runners.ddp.runner import DDP
 from perfsearch.workloads.spec import WorkloadSpec
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def runner(tmp_path, monkeypatch):
     (tmp_path / "failing_job.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
     made = DDP(
-        DdpOptions("cpu", {"static_graph": "search"}),
+        DDP.Options("cpu", {"static_graph": "search"}),
         WorkloadSpec("custom", factory="failing_job:build"),
         Environment(tmp_path, nproc=2, limits=Limits(90, 60, 5)),
     )

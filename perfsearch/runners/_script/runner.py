@@ -39,79 +39,20 @@ from perfsearch.runners._script import export as _script_export
 from perfsearch.runners._script import window
 from perfsearch.runners._script.start import Runs
 from perfsearch.runners._script.window import EndedError, validation_lines
-from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
+from perfsearch.runners.base import (
+    Advises,
+    ClosingLines,
+    HoldsDevices,
+    Outcome,
+    Plan,
+    Runner,
+    environment_of,
+)
 from perfsearch.workers import processes
 from perfsearch.workers.group import GroupGone
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
-
-
-# -----------------------------------------------------------------------------
-# The keys of ``workload=script``.
-
-
-@dataclass(frozen=True)
-class ScriptOptions:
-    """The ``workload.*`` keys of ``workload=script``.
-
-    Attributes:
-        command: the script, or the module's name, and its arguments.
-        module: whether the first word of ``command`` is a module, as with ``python -m``.
-        map: ``NAME=ARGUMENT``: the script takes the knob by this argument.
-        map_file: ``FILE:KEY`` or ``NAME=FILE:KEY``: it reads the knob from this file.
-        preset: arguments of a framework: ``hf-trainer``, ``lightning``, ``accelerate``,
-            ``deepspeed``.
-        silence: further arguments in trials, so that they write no checkpoints and no logs.
-        samples_per_step: samples of a step over all ranks; ``null``: counted in the loader's
-            batches.
-        draws_in_loader: whether loading a sample draws random numbers, so that the number of loader
-            processes changes what is trained; ``null``: found out where it can be.
-
-    """
-
-    command: tuple[str | int | float | bool, ...]
-    module: bool = False
-    map: tuple[str, ...] = ()
-    map_file: tuple[str, ...] = ()
-    preset: Literal["hf-trainer", "lightning", "accelerate", "deepspeed"] | None = None
-    silence: tuple[str, ...] = ()
-    samples_per_step: int | None = option(None, low=1)
-    draws_in_loader: bool | None = None
-
-    def __post_init__(self) -> None:
-        if not self.command:
-            raise ConfigError(
-                "workload.command",
-                "workload.command=[]: give the script and its arguments, as in "
-                "workload.command=[train.py,--epochs,'3']",
-            )
-        if not self.module and not Path(self.words[0]).is_file():
-            raise ConfigError(
-                "workload.command",
-                f"workload.command=[{self.words[0]},...]: there is no such script. Looked from "
-                f"{Path.cwd()}",
-            )
-
-    @property
-    def words(self) -> list[str]:
-        """The command as text."""
-        return [str(w).lower() if isinstance(w, bool) else str(w) for w in self.command]
-
-    @property
-    def names_mapped(self) -> list[str]:
-        """Knobs that the user maps, those of a preset apart."""
-        return [mapped.name for mapped in gather(self.map, self.map_file, None, ())[0]]
-
-    def maps(self) -> tuple[list[Mapped], list[str]]:
-        """Where knobs go, and the arguments that silence the script in trials.
-
-        Raises:
-            BadInputError: a map has a wrong form, or its file cannot be read.
-
-        """
-        maps, silence = gather(self.map, self.map_file, self.preset, self.words[1:])
-        return maps, [*self.silence, *silence]
 
 
 # -----------------------------------------------------------------------------
@@ -191,7 +132,7 @@ def _why_unbounded(on_gpu: bool, facts: Facts | None) -> str:
 _NO_WISHES = Wishes()
 
 
-class Script(Runner):
+class Script(Runner, HoldsDevices, Advises, ClosingLines):
     """Searches what can be changed in a script from outside, without a change to it.
 
     The script is started once before trial 0, to see what it builds; trial 0 goes on in that start.
@@ -214,6 +155,68 @@ class Script(Runner):
 
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """The ``workload.*`` keys of ``workload=script``.
+
+        Attributes:
+            command: the script, or the module's name, and its arguments.
+            module: whether the first word of ``command`` is a module, as with ``python -m``.
+            map: ``NAME=ARGUMENT``: the script takes the knob by this argument.
+            map_file: ``FILE:KEY`` or ``NAME=FILE:KEY``: it reads the knob from this file.
+            preset: arguments of a framework: ``hf-trainer``, ``lightning``, ``accelerate``,
+                ``deepspeed``.
+            silence: further arguments in trials, so that they write no checkpoints and no logs.
+            samples_per_step: samples of a step over all ranks; ``null``: counted in the loader's
+                batches.
+            draws_in_loader: whether loading a sample draws random numbers, so that the number of
+                loader processes changes what is trained; ``null``: found out where it can be.
+
+        """
+
+        command: tuple[str | int | float | bool, ...]
+        module: bool = False
+        map: tuple[str, ...] = ()
+        map_file: tuple[str, ...] = ()
+        preset: Literal["hf-trainer", "lightning", "accelerate", "deepspeed"] | None = None
+        silence: tuple[str, ...] = ()
+        samples_per_step: int | None = option(None, low=1)
+        draws_in_loader: bool | None = None
+
+        def __post_init__(self) -> None:
+            if not self.command:
+                raise ConfigError(
+                    "workload.command",
+                    "workload.command=[]: give the script and its arguments, as in "
+                    "workload.command=[train.py,--epochs,'3']",
+                )
+            if not self.module and not Path(self.words[0]).is_file():
+                raise ConfigError(
+                    "workload.command",
+                    f"workload.command=[{self.words[0]},...]: there is no such script. Looked from "
+                    f"{Path.cwd()}",
+                )
+
+        @property
+        def words(self) -> list[str]:
+            """The command as text."""
+            return [str(w).lower() if isinstance(w, bool) else str(w) for w in self.command]
+
+        @property
+        def names_mapped(self) -> list[str]:
+            """Knobs that the user maps, those of a preset apart."""
+            return [mapped.name for mapped in gather(self.map, self.map_file, None, ())[0]]
+
+        def maps(self) -> tuple[list[Mapped], list[str]]:
+            """Where knobs go, and the arguments that silence the script in trials.
+
+            Raises:
+                BadInputError: a map has a wrong form, or its file cannot be read.
+
+            """
+            maps, silence = gather(self.map, self.map_file, self.preset, self.words[1:])
+            return maps, [*self.silence, *silence]
+
     @classmethod
     def from_options(cls, settings: Settings, device: str, knobs: Mapping[str, Any]) -> Script:
         """Build it for the runner that was asked for.
@@ -232,7 +235,7 @@ class Script(Runner):
                 "mode",
                 f"mode={settings.mode}: workload=script has only mode=search and mode=profile.",
             )
-        options = build_options(ScriptOptions, settings.workload.options, "workload")
+        options = build_options(cls.Options, settings.workload.options, "workload")
         if settings.runner.name == "zero":
             knobs = without_file(knobs)
         try:
@@ -251,14 +254,13 @@ class Script(Runner):
         self,
         device: str,
         knobs: Mapping[str, Any],
-        options: ScriptOptions,
+        options: Options,
         environment: Environment,
         batch: Literal["fixed", "free"] = "fixed",
         wishes: Wishes = _NO_WISHES,
     ) -> None:
+        super().__init__(options, environment)
         self._wishes = wishes
-        self.options = options
-        self._environment = environment
         self.hardware = detect_hardware(device, environment)
         self.devices = self.hardware.world_size
         self._threads = threads_today(os.environ, self.hardware)
@@ -291,18 +293,18 @@ class Script(Runner):
         """Settle knobs, space and baseline from what is known of the script."""
         self._facts = facts
         self._where = replace(self._where, facts=facts)
-        self._known = sort_script_knobs(self._where, self._environment.numerics)
+        self._known = sort_script_knobs(self._where, self.environment.numerics)
         self.space, self.baseline = self._known.space, self._known.baseline
         self.pinned, self.left_out = self._known.pinned, self._known.left_out
 
     def open(self, run_dir: Path) -> None:
         """End what a killed controller left behind, and start the script to see what it builds."""
-        self._environment = replace(self._environment, run_dir=run_dir)
-        self._runs.environment = self._environment
+        super().open(run_dir)
+        self._runs.environment = self.environment
         processes.reap_groups(run_dir)
         plan = Plan(
             number=0,
-            time_limit_s=self._environment.limits.trial_s,
+            time_limit_s=self.environment.limits.trial_s,
             log_directory=run_dir / "logs" / "0000",
         )
         knobs = self._changed(self.baseline)
@@ -391,10 +393,6 @@ class Script(Runner):
             **self.hardware.identity(),
         }
 
-    def device_set(self) -> str:
-        """``cpu``, or the UUIDs of the GPUs used."""
-        return self.hardware.device_set
-
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """The order of expected effects; the memory of a device."""
         names = self.space.by_name
@@ -438,7 +436,7 @@ class Script(Runner):
     def close(self) -> None:
         """End the script, and what an interrupt kept from becoming one."""
         self._runs.close()
-        processes.reap_groups(self._environment.run_dir, grace_s=0.0)
+        processes.reap_groups(self.environment.run_dir, grace_s=0.0)
 
 
 # -----------------------------------------------------------------------------

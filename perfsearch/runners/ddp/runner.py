@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from perfsearch import knobs as knobs_of
 from perfsearch.config.options import build_options
 from perfsearch.core import hardware
-from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.errors import nearest
 from perfsearch.core.hardware import (
     Environment,
     GroupSpec,
@@ -28,7 +28,15 @@ from perfsearch.knobs import nccl
 from perfsearch.knobs.base import Job, Use, declare
 from perfsearch.knobs.process import THREADS_VARIABLE
 from perfsearch.knobs.starts import starts
-from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
+from perfsearch.runners.base import (
+    HoldsDevices,
+    Outcome,
+    Plan,
+    Runner,
+    TakesScripts,
+    environment_of,
+    workload_of,
+)
 from perfsearch.runners.ddp import export as _ddp_export
 from perfsearch.workers import processes
 from perfsearch.workers.messages import TrialRequest
@@ -39,25 +47,7 @@ if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
 
 
-@dataclass(frozen=True)
-class DdpOptions:
-    """The ``runner.*`` keys of this runner.
-
-    Attributes:
-        device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
-        knobs: ``runner.knobs``, as ``perfsearch.core.narrow`` reads it, or ``auto``.
-
-    """
-
-    device: str = "auto"
-    knobs: Mapping[str, Any] = field(
-        default_factory=lambda: {
-            r.name: SEARCH if r.searched else r.default for r in knobs_of.of(Use.DDP)
-        }
-    )
-
-
-class DDP(Runner):
+class DDP(Runner, HoldsDevices, TakesScripts):
     """Searches what DistributedDataParallel, its optimizer, loader and NCCL can be told.
 
     Nothing is started before the first ``measure``. Groups of ranks stay warm between trials as
@@ -77,17 +67,27 @@ class DDP(Runner):
 
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """The ``runner.*`` keys of this runner.
+
+        Attributes:
+            device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
+            knobs: ``runner.knobs``, as ``perfsearch.core.narrow`` reads it, or ``auto``.
+
+        """
+
+        device: str = "auto"
+        knobs: Mapping[str, Any] = field(
+            default_factory=lambda: {
+                r.name: SEARCH if r.searched else r.default for r in knobs_of.of(Use.DDP)
+            }
+        )
+
     @classmethod
-    def from_settings(cls, settings: Settings) -> Runner:
+    def build(cls, settings: Settings) -> Self:
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
-        options = _options(settings)
-        try:
-            workload = WorkloadSpec.from_mapping(
-                {"name": settings.workload.name, **settings.workload.options}
-            )
-            return cls(options, workload, environment_of(settings))
-        except ValueError as error:
-            raise BadInputError(str(error)) from error
+        return cls(_options(settings), workload_of(settings), environment_of(settings))
 
     @classmethod
     def for_script(cls, settings: Settings) -> tuple[str, Mapping[str, Any]]:
@@ -95,10 +95,8 @@ class DDP(Runner):
         options = _options(settings)
         return options.device, options.knobs
 
-    def __init__(
-        self, options: DdpOptions, workload: WorkloadSpec, environment: Environment
-    ) -> None:
-        self._environment = environment
+    def __init__(self, options: Options, workload: WorkloadSpec, environment: Environment) -> None:
+        super().__init__(options, environment)
         self.hardware = detect_hardware(options.device, environment)
         self.devices = self.hardware.world_size
         self.workload = workload.resolve(
@@ -124,8 +122,8 @@ class DDP(Runner):
 
     def open(self, run_dir: Path) -> None:
         """End the processes that a killed controller of this search left behind."""
-        self._environment = replace(self._environment, run_dir=run_dir)
-        self._pool = Pool(self._environment, self.hardware.gpus)
+        super().open(run_dir)
+        self._pool = Pool(self.environment, self.hardware.gpus)
         processes.reap_groups(run_dir)
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
@@ -152,7 +150,7 @@ class DDP(Runner):
             if record.of_communicator
         )
         return group_spec(
-            self._environment, self.hardware, self.workload, variables, capture_nccl=watched
+            self.environment, self.hardware, self.workload, variables, capture_nccl=watched
         )
 
     def identity(self) -> dict[str, str]:
@@ -162,10 +160,6 @@ class DDP(Runner):
             "global_batch": str(self.workload.global_batch),
             **self.hardware.identity(),
         }
-
-    def device_set(self) -> str:
-        """``cpu``, or the UUIDs of the GPUs used."""
-        return self.hardware.device_set
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """The order of expected effects; the memory of a device."""
@@ -185,12 +179,12 @@ class DDP(Runner):
     def close(self) -> None:
         """End the warm group, and what an interrupt kept from becoming one."""
         self._pool.close()
-        processes.reap_groups(self._environment.run_dir, grace_s=0.0)
+        processes.reap_groups(self.environment.run_dir, grace_s=0.0)
 
 
-def _options(settings: Settings) -> DdpOptions:
-    chosen = expanded(settings.runner.options, DdpOptions().knobs)
-    return build_options(DdpOptions, chosen, "runner")
+def _options(settings: Settings) -> DDP.Options:
+    chosen = expanded(settings.runner.options, DDP.Options().knobs)
+    return build_options(DDP.Options, chosen, "runner")
 
 
 def _applicable(

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from perfsearch.config.options import build_options
 from perfsearch.core import hardware
@@ -23,7 +23,16 @@ from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch, settle
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.zero import applicable
-from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
+from perfsearch.runners.base import (
+    FollowsUp,
+    HoldsDevices,
+    Outcome,
+    Plan,
+    Runner,
+    Screens,
+    SettlesSettings,
+    environment_of,
+)
 from perfsearch.runners.deepspeed import autotuning as _deepspeed_settings
 from perfsearch.runners.deepspeed import config, job
 from perfsearch.runners.deepspeed import config as _deepspeed_batch
@@ -46,28 +55,7 @@ if TYPE_CHECKING:
 _SEARCHED = (STAGE.name, MICRO_BATCH.name, ACCUMULATION.name)
 
 
-@dataclass(frozen=True)
-class DeepSpeedOptions:
-    """The ``runner.*`` keys of this runner.
-
-    Attributes:
-        ds_config: path of the configuration; ``null`` where the command names it. One that the
-            script itself names is replaced as the script gives it to ``deepspeed.initialize``.
-        autotuning: ``tune`` ends with the tuned file, ``run`` starts the training with it;
-            ``null``: as the command's ``--autotuning`` says, else ``tune``.
-        memory_headroom: share of a GPU's memory that a configuration must leave unused.
-        knobs: ``runner.knobs``, as ``perfsearch.core.narrow`` reads it; ``configured`` leaves
-            one as the file has it.
-
-    """
-
-    ds_config: str | None = None
-    autotuning: Literal["tune", "run"] | None = None
-    memory_headroom: float = option(0.05, low=0, high=0.9)
-    knobs: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(_SEARCHED, SEARCH))
-
-
-class DeepSpeed(Runner):
+class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
     """Searches ZeRO stage, batch and ZeRO settings of a DeepSpeed job in its own processes.
 
     The command is started anew for every trial with another ``ds_config.json``, in which only the
@@ -94,6 +82,26 @@ class DeepSpeed(Runner):
 
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """The ``runner.*`` keys of this runner.
+
+        Attributes:
+            ds_config: path of the configuration; ``null`` where the command names it. One that the
+                script itself names is replaced as the script gives it to ``deepspeed.initialize``.
+            autotuning: ``tune`` ends with the tuned file, ``run`` starts the training with it;
+                ``null``: as the command's ``--autotuning`` says, else ``tune``.
+            memory_headroom: share of a GPU's memory that a configuration must leave unused.
+            knobs: ``runner.knobs``, as ``perfsearch.core.narrow`` reads it; ``configured`` leaves
+                one as the file has it.
+
+        """
+
+        ds_config: str | None = None
+        autotuning: Literal["tune", "run"] | None = None
+        memory_headroom: float = option(0.05, low=0, high=0.9)
+        knobs: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(_SEARCHED, SEARCH))
+
     @classmethod
     def settle(cls, settings: Settings) -> Settings:
         """Let the file's ``autotuning`` section fill in what the user's own keys leave open."""
@@ -103,33 +111,30 @@ class DeepSpeed(Runner):
         )
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> DeepSpeed:
+    def build(cls, settings: Settings) -> Self:
         """Build it from ``runner.*``, ``workload.command``, ``limits.*`` and top-level keys."""
-        options = build_options(DeepSpeedOptions, settings.runner.options, "runner")
+        options = build_options(cls.Options, settings.runner.options, "runner")
         command, file = job.command_and_file(settings)
         given = settings.workload.options
         knobs = job.with_mapped_keys(options.knobs, given, file)
         options = replace(options, knobs=knobs)
         mappings = job.mappings(given)
         environment = environment_of(settings)
-        try:
-            made = cls(options, command, file, environment, settings.batch, mappings)
-        except ValueError as error:
-            raise BadInputError(str(error)) from error
+        made = cls(options, command, file, environment, settings.batch, mappings)
         made.counted = job.samples_per_step(settings)
         made.silence = job.silence(given)
         return made
 
     def __init__(
         self,
-        options: DeepSpeedOptions,
+        options: Options,
         command: Command,
         file: Path,
         environment: Environment,
         batch: Literal["fixed", "free"] = "fixed",
         mappings: Mapping[str, str] | None = None,
     ) -> None:
-        self.options = options
+        super().__init__(options, environment)
         self.command = command
         self.file = _deepspeed_json.read_json(file)
         section = Autotuning.parse(self.file)
@@ -143,7 +148,6 @@ class DeepSpeed(Runner):
             )
         self.hardware = job.hardware(command, environment)
         self.devices = self.hardware.world_size
-        self._environment = environment
         ranks = job.data_parallel(self.devices, self.autotuning)
         now = _deepspeed_batch.batch_today(self.file, command, ranks, self.autotuning.arg_mappings)
         self.mappings = now.mappings
@@ -172,7 +176,7 @@ class DeepSpeed(Runner):
 
     def open(self, run_dir: Path) -> None:
         """End what a killed controller left behind."""
-        self._environment = replace(self._environment, run_dir=run_dir)
+        super().open(run_dir)
         registry.reap_groups(run_dir)
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
@@ -224,10 +228,10 @@ class DeepSpeed(Runner):
             words=[*self.command.for_trial(config, options, trial_of.free_port()), *self.silence],
             request=request,
             ranks=self.devices,
-            run_dir=self._environment.run_dir,
-            limits=self._environment.limits,
+            run_dir=self.environment.run_dir,
+            limits=self.environment.limits,
             gpus=self.hardware.gpus,
-            variables=self._environment.variables,
+            variables=self.environment.variables,
         )
 
     def _not_fed(self, whole: Mapping[str, Value], outcome: Outcome) -> list[str]:
@@ -251,10 +255,6 @@ class DeepSpeed(Runner):
             "deepspeed": job.version(),
             "driver": hardware.driver_version() if self.hardware.gpus else "",
         }
-
-    def device_set(self) -> str:
-        """``cpu``, or the UUIDs of the GPUs used."""
-        return self.hardware.device_set
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """Larger micro-batches are faster until memory ends; stages in order; predicted peaks."""
@@ -305,7 +305,7 @@ class DeepSpeed(Runner):
 
     def close(self) -> None:
         """End what an interrupt may have left."""
-        registry.reap_groups(self._environment.run_dir, grace_s=0.0)
+        registry.reap_groups(self.environment.run_dir, grace_s=0.0)
 
 
 # -----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from perfsearch.config.options import show
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Hardware
 from perfsearch.core.knob import Configuration, Value
-from perfsearch.core.option import option
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.runners.soap import space
 from perfsearch.soap import formats
@@ -24,8 +23,9 @@ from perfsearch.soap.profile import COSTS, GRAPH, MACHINE
 from perfsearch.soap.simulator.machine import CostTable, Machine, ShardCost, cost_file
 from perfsearch.workloads.spec import AUTO, TRAITS, WorkloadSpec
 
-if TYPE_CHECKING:  # these need the extra ``soap``
-    from perfsearch.soap.simulator.problem import CostOf
+if TYPE_CHECKING:
+    from perfsearch.runners.soap.runner import Soap
+    from perfsearch.soap.simulator.problem import CostOf  # needs the extra ``soap``
     from perfsearch.soap.simulator.simulator import Simulator
 
 
@@ -51,7 +51,7 @@ class Job:
 
     """
 
-    def __init__(self, inputs: InputTables, options: SoapOptions, devices: int) -> None:
+    def __init__(self, inputs: InputTables, options: Soap.Options, devices: int) -> None:
         self._options = options
         self._devices = devices
         self.inputs = with_memory_limit(inputs, options.device_memory_gib)
@@ -515,54 +515,3 @@ def _slowdown(simulator: Simulator, plan: Plan, loading_us: float, step_us: floa
     sums_us = max((us for (is_sum, _), us in spent.items() if is_sum), default=0.0)
     others_us = max((us for (is_sum, _), us in spent.items() if not is_sum), default=0.0)
     return 1.0 + max(0.0, rest_us) / (sums_us + others_us) if sums_us > 0 else 1.0
-
-
-# -----------------------------------------------------------------------------
-# The ``runner.*`` keys of ``runner=soap``.
-
-
-@dataclass(frozen=True)
-class SoapOptions:
-    """The ``runner.*`` keys of this runner.
-
-    Attributes:
-        device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
-        split: kinds of dimensions that may be split: ``sample``, ``attribute``, ``parameter``.
-        import_from: strategy to start from, ours or FlexFlow's; with ``strategy.proposals=0`` it
-            is measured as it is.
-        export_to: where the strategy that is handed over is written, beside the run directory.
-        tables: directory with ``graph.json``, ``machine.json`` and ``costs.json`` of an earlier
-            search, or edited copies, to plan with instead of measuring.
-        cache: directory of measured costs and machines that searches share; ``null``:
-            ``~/.cache/perfsearch/soap``.
-        device_memory_gib: memory to plan for; ``null``: the devices' own.
-        min_coverage: smallest share of operators, and of FLOPs, that must have rules for splitting.
-        cuda_graph: replay the step as a CUDA graph where it allows that.
-        knobs: by operator: a value such as ``4x1@0,1,2,3`` pins it, a list of them gives its
-            choices; others are searched.
-
-    """
-
-    device: str = "auto"
-    split: tuple[str, ...] = ("sample", "attribute", "parameter")
-    import_from: str | None = None
-    export_to: str | None = None
-    tables: str | None = None
-    cache: str | None = None
-    device_memory_gib: float | None = option(None, above=0)
-    min_coverage: float = option(0.5, low=0, high=1)
-    cuda_graph: bool = True
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        roles_of(self.split)
-        if self.import_from is not None and not Path(self.import_from).is_file():
-            raise ValueError(f"runner.import_from={self.import_from}: there is no such file")
-        if self.export_to is not None:
-            path = Path(self.export_to)
-            if path.is_dir():
-                raise ValueError(f"runner.export_to={path}: a directory; a file is needed")
-            if not path.parent.is_dir():
-                raise ValueError(
-                    f"runner.export_to={path}: there is no directory {path.parent}; make it first"
-                )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from perfsearch.config.options import build_options
 from perfsearch.core import hardware
@@ -14,9 +14,19 @@ from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
 from perfsearch.core.hints import PROPAGATION, ChainRequest, ChainResult, Hints, Prediction
 from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Status, Trial
-from perfsearch.runners.base import Outcome, Runner, environment_of
+from perfsearch.runners.base import (
+    ClosingLines,
+    HoldsDevices,
+    Outcome,
+    OwnModes,
+    Runner,
+    Screens,
+    environment_of,
+    workload_of,
+)
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.ddp import runner
 from perfsearch.runners.soap import report, space
@@ -24,10 +34,10 @@ from perfsearch.runners.soap.job import (
     InputTables,
     Job,
     JobKey,
-    SoapOptions,
     describe_tables,
     measured_tables,
     read_tables,
+    roles_of,
     workload_of_tables,
 )
 from perfsearch.soap import formats
@@ -42,7 +52,7 @@ if TYPE_CHECKING:
     from perfsearch.soap.simulator.simulator import Found, Simulator
 
 
-class Soap(Runner):
+class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
     """Searches how each operator is split and placed; data parallelism is the baseline.
 
     Its knobs are the operators of the model, which are known once the job was described; so
@@ -61,31 +71,73 @@ class Soap(Runner):
     """
 
     requires: ClassVar = {"numba": "soap"}
+    own_modes = ("estimate", "simulate")
+
+    @dataclass(frozen=True)
+    class Options:
+        """The ``runner.*`` keys of this runner.
+
+        Attributes:
+            device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
+            split: kinds of dimensions that may be split: ``sample``, ``attribute``, ``parameter``.
+            import_from: strategy to start from, ours or FlexFlow's; with ``strategy.proposals=0``
+                it is measured as it is.
+            export_to: where the strategy that is handed over is written, beside the run directory.
+            tables: directory with ``graph.json``, ``machine.json`` and ``costs.json`` of an earlier
+                search, or edited copies, to plan with instead of measuring.
+            cache: directory of measured costs and machines that searches share; ``null``:
+                ``~/.cache/perfsearch/soap``.
+            device_memory_gib: memory to plan for; ``null``: the devices' own.
+            min_coverage: smallest share of operators, and of FLOPs, that must have rules for
+                splitting.
+            cuda_graph: replay the step as a CUDA graph where it allows that.
+            knobs: by operator: a value such as ``4x1@0,1,2,3`` pins it, a list of them gives its
+                choices; others are searched.
+
+        """
+
+        device: str = "auto"
+        split: tuple[str, ...] = ("sample", "attribute", "parameter")
+        import_from: str | None = None
+        export_to: str | None = None
+        tables: str | None = None
+        cache: str | None = None
+        device_memory_gib: float | None = option(None, above=0)
+        min_coverage: float = option(0.5, low=0, high=1)
+        cuda_graph: bool = True
+        knobs: Mapping[str, Any] = field(default_factory=dict)
+
+        def __post_init__(self) -> None:
+            roles_of(self.split)
+            if self.import_from is not None and not Path(self.import_from).is_file():
+                raise ValueError(f"runner.import_from={self.import_from}: there is no such file")
+            if self.export_to is not None:
+                path = Path(self.export_to)
+                if path.is_dir():
+                    raise ValueError(f"runner.export_to={path}: a directory; a file is needed")
+                if not path.parent.is_dir():
+                    raise ValueError(
+                        f"runner.export_to={path}: there is no directory {path.parent}; "
+                        "make it first"
+                    )
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Soap:
+    def build(cls, settings: Settings) -> Self:
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
-        options = build_options(SoapOptions, settings.runner.options, "runner")
-        try:
-            workload = WorkloadSpec.from_mapping(
-                {"name": settings.workload.name, **settings.workload.options}
-            )
-            planning = settings.mode != "search"
-            metric = settings.objective.metric
-            return cls(options, workload, environment_of(settings), metric, planning)
-        except ValueError as error:
-            raise BadInputError(str(error)) from error
+        options = build_options(cls.Options, settings.runner.options, "runner")
+        planning = settings.mode != "search"
+        metric = settings.objective.metric
+        return cls(options, workload_of(settings), environment_of(settings), metric, planning)
 
     def __init__(
         self,
-        options: SoapOptions,
+        options: Options,
         workload: WorkloadSpec,
         environment: Environment,
         metric: str = "throughput",
         planning: bool = False,
     ) -> None:
-        self.options = options
-        self._environment = environment
+        super().__init__(options, environment)
         self._metric = metric
         self.hardware = detect_hardware(options.device, environment)
         self.devices = self.hardware.world_size
@@ -125,8 +177,8 @@ class Soap(Runner):
 
     def open(self, run_dir: Path) -> None:
         """End what a killed controller left behind, describe the job, and set up the space."""
-        self._environment = replace(self._environment, run_dir=run_dir)
-        self._ranks = Ranks(self._environment, self.hardware, self.workload)
+        super().open(run_dir)
+        self._ranks = Ranks(self.environment, self.hardware, self.workload)
         processes.reap_groups(run_dir)
         self.prepare(run_dir / "soap")
         self.simulator.compile(self.job.first_plan)  # not in the time that a search may take
@@ -178,10 +230,6 @@ class Soap(Runner):
             "world_size": str(self.devices),
         }
 
-    def device_set(self) -> str:
-        """``cpu``, or the UUIDs of the GPUs used."""
-        return self.hardware.device_set
-
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """Predicted times and peaks, the memory of a device, and MCMC in the simulator."""
         self._trials = trials
@@ -196,7 +244,7 @@ class Soap(Runner):
 
     def predict(self, configuration: Configuration, trials: Sequence[Trial]) -> Prediction:
         """Simulated time and memory, on a machine that the baseline has told what is beside."""
-        self.job.calibrate(trials, self._environment.run_dir / "soap")
+        self.job.calibrate(trials, self.environment.run_dir / "soap")
         found = self.simulator.estimate(self.plan(configuration))
         assert self.workload.global_batch is not None
         samples = self.workload.samples_per_step or self.workload.global_batch
@@ -214,7 +262,7 @@ class Soap(Runner):
         )
 
     def _run_chain(self, request: ChainRequest) -> ChainResult:
-        self.job.calibrate(self._trials, self._environment.run_dir / "soap")
+        self.job.calibrate(self._trials, self.environment.run_dir / "soap")
         found = run_chain(self.job.chain_simulator, self.plan(request.start), request)
         points = [self.job.searched_of(plan) for _, plan in found.plans] or [dict(request.start)]
         line = report.chain_line(found, self.inputs.machine.host_us * self.job.replays)
@@ -225,19 +273,19 @@ class Soap(Runner):
 
     def simulate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
-        self.prepare(self._environment.run_dir / "soap")
+        self.prepare(self.environment.run_dir / "soap")
         note(describe_tables(self.inputs, self.options.tables))
         plan = self.job.first_plan
         for line in report.simulation(self.simulator, plan):
             note(line)
-        path = self._environment.run_dir / "timeline.json"
+        path = self.environment.run_dir / "timeline.json"
         report.write_timeline(self.simulator, plan, path)
         note(f"timeline for chrome://tracing: {path}")
         return 0
 
     def estimate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Search in the simulator alone, and print what was found (``mode=estimate``)."""
-        self.prepare(self._environment.run_dir / "soap")
+        self.prepare(self.environment.run_dir / "soap")
         note(describe_tables(self.inputs, self.options.tables))
         options = settings.strategy.options
         start = self.job.first_plan
@@ -256,7 +304,7 @@ class Soap(Runner):
 
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
         """The strategy as FlexFlow prints it, and how well the simulator predicted the trials."""
-        self.job.calibrate(trials, self._environment.run_dir / "soap")
+        self.job.calibrate(trials, self.environment.run_dir / "soap")
         lines = formats.plan_table(self.inputs.graph, self.plan(configuration))
         own = [t for t in trials if key_of(t.configuration) == key_of(configuration)]
         worst = report.worst_lines(self._operators_of(own))
@@ -293,7 +341,7 @@ class Soap(Runner):
     def close(self) -> None:
         """End the warm group."""
         self._ranks.close()
-        processes.reap_groups(self._environment.run_dir, grace_s=0.0)
+        processes.reap_groups(self.environment.run_dir, grace_s=0.0)
 
 
 # -----------------------------------------------------------------------------
@@ -358,7 +406,7 @@ class Ranks:
         known: list[str],
         machine: Path | None,
         devices: int,
-        options: SoapOptions,
+        options: Soap.Options,
     ) -> None:
         """Have the job captured and measured, and the files left in a directory.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from perfsearch.config.options import build_options
-from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.errors import nearest
 from perfsearch.core.hardware import Environment, detect_hardware
 from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Configuration, Numerics, Scope, Value
@@ -23,7 +23,18 @@ from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.optimizer import IMPLEMENTATION
 from perfsearch.knobs.zero import CHECKPOINTING
 from perfsearch.metrics.gpu import MEMORY_GIB
-from perfsearch.runners.base import Outcome, Plan, Runner, environment_of
+from perfsearch.runners.base import (
+    Advises,
+    HoldsDevices,
+    Outcome,
+    OwnModes,
+    Plan,
+    Runner,
+    Screens,
+    TakesScripts,
+    environment_of,
+    workload_of,
+)
 from perfsearch.runners.ddp import runner
 from perfsearch.runners.zero import export as _zero_export
 from perfsearch.runners.zero import memory
@@ -50,46 +61,7 @@ _FAR_SLOWER = 2.0
 """A step that takes so many times the best one ends its trial early."""
 
 
-@dataclass(frozen=True)
-class ZeroOptions:
-    """The ``runner.*`` keys of this runner.
-
-    Attributes:
-        device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
-        micro_batch: samples of a forward pass today; ``null``: a rank's whole share of the global
-            batch, that is, no accumulation.
-        max_train_batch_size: largest global batch, with ``batch=free``.
-        min_train_batch_size: smallest global batch, with ``batch=free``.
-        memory_headroom: share of a device's memory that a configuration must leave unused.
-        device_memory_gib: memory to plan for; ``null``: the devices' own.
-        card: a card to plan for, which need not be here; gives ``device_memory_gib``.
-        knobs: ``runner.knobs``, as ``perfsearch.core.narrow`` reads it, or ``auto``.
-
-    """
-
-    device: str = "auto"
-    micro_batch: int | None = option(None, low=1)
-    max_train_batch_size: int | None = option(None, low=1)
-    min_train_batch_size: int = option(1, low=1)
-    memory_headroom: float = option(HEADROOM, low=0, high=0.9)
-    device_memory_gib: float | None = option(None, above=0)
-    card: str | None = None
-    knobs: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(_SEARCHED, SEARCH))
-
-    def __post_init__(self) -> None:
-        if self.card is not None and self.card not in MEMORY_GIB:
-            raise ValueError(
-                f"runner.card={self.card}: unknown. {nearest(self.card, MEMORY_GIB)} "
-                "Or give runner.device_memory_gib"
-            )
-
-
-def _options(settings: Settings) -> ZeroOptions:
-    chosen = expanded(settings.runner.options, dict.fromkeys(_WITH_AUTO, SEARCH))
-    return build_options(ZeroOptions, chosen, "runner")
-
-
-class Zero(Runner):
+class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
     """Searches ZeRO stage, micro-batch, accumulation and activation checkpointing.
 
     With ``batch=fixed`` every configuration trains the baseline's global batch exactly. What
@@ -115,18 +87,47 @@ class Zero(Runner):
 
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """The ``runner.*`` keys of this runner.
+
+        Attributes:
+            device: ``auto`` (every visible GPU, else the CPU), ``cpu`` or ``cuda``.
+            micro_batch: samples of a forward pass today; ``null``: a rank's whole share of the
+                global batch, that is, no accumulation.
+            max_train_batch_size: largest global batch, with ``batch=free``.
+            min_train_batch_size: smallest global batch, with ``batch=free``.
+            memory_headroom: share of a device's memory that a configuration must leave unused.
+            device_memory_gib: memory to plan for; ``null``: the devices' own.
+            card: a card to plan for, which need not be here; gives ``device_memory_gib``.
+            knobs: ``runner.knobs``, as ``perfsearch.core.narrow`` reads it, or ``auto``.
+
+        """
+
+        device: str = "auto"
+        micro_batch: int | None = option(None, low=1)
+        max_train_batch_size: int | None = option(None, low=1)
+        min_train_batch_size: int = option(1, low=1)
+        memory_headroom: float = option(HEADROOM, low=0, high=0.9)
+        device_memory_gib: float | None = option(None, above=0)
+        card: str | None = None
+        knobs: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(_SEARCHED, SEARCH))
+
+        def __post_init__(self) -> None:
+            if self.card is not None and self.card not in MEMORY_GIB:
+                raise ValueError(
+                    f"runner.card={self.card}: unknown. {nearest(self.card, MEMORY_GIB)} "
+                    "Or give runner.device_memory_gib"
+                )
+
+    own_modes = ("estimate",)
+
     @classmethod
-    def from_settings(cls, settings: Settings) -> Runner:
+    def build(cls, settings: Settings) -> Self:
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
-        options = _options(settings)
-        try:
-            workload = WorkloadSpec.from_mapping(
-                {"name": settings.workload.name, **settings.workload.options}
-            )
-            planning = settings.mode == "estimate"
-            return cls(options, workload, environment_of(settings), settings.batch, planning)
-        except ValueError as error:
-            raise BadInputError(str(error)) from error
+        options, workload = _options(settings), workload_of(settings)
+        planning = settings.mode == "estimate"
+        return cls(options, workload, environment_of(settings), settings.batch, planning)
 
     @classmethod
     def for_script(cls, settings: Settings) -> tuple[str, Mapping[str, Any]]:
@@ -136,14 +137,13 @@ class Zero(Runner):
 
     def __init__(
         self,
-        options: ZeroOptions,
+        options: Options,
         workload: WorkloadSpec,
         environment: Environment,
         batch: Literal["fixed", "free"] = "fixed",
         planning: bool = False,
     ) -> None:
-        self.options = options
-        self._environment = environment
+        super().__init__(options, environment)
         self.hardware = detect_hardware(options.device, environment)
         self.devices = self.hardware.world_size
         capacity = options.device_memory_gib or MEMORY_GIB.get(options.card or "")
@@ -187,8 +187,8 @@ class Zero(Runner):
 
     def open(self, run_dir: Path) -> None:
         """End what a killed controller left behind; begin to describe the job's tensors."""
-        self._environment = replace(self._environment, run_dir=run_dir)
-        self._pool = Pool(self._environment, self.hardware.gpus)
+        super().open(run_dir)
+        self._pool = Pool(self.environment, self.hardware.gpus)
         processes.reap_groups(run_dir)
         self._facts.start()
 
@@ -209,7 +209,7 @@ class Zero(Runner):
             recipe_options={"survive": survive},
         )
         plan = self._bounded(plan)
-        spec = runner.group_spec(self._environment, self.hardware, self.workload, {})
+        spec = runner.group_spec(self.environment, self.hardware, self.workload, {})
         counted = self.workload.samples_per_step
         if counted is not None:
             counted = counted * samples // self.batch.global_batch
@@ -249,10 +249,6 @@ class Zero(Runner):
             "global_batch": f"{self.batch.global_batch} {self.batch.rule}",
             **self.hardware.identity(),
         }
-
-    def device_set(self) -> str:
-        """``cpu``, or the UUIDs of the GPUs used."""
-        return self.hardware.device_set
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """Larger micro-batches are faster until memory ends; stages in order; predicted peaks."""
@@ -302,3 +298,8 @@ class Zero(Runner):
         """End the warm group and the process that describes the job."""
         self._facts.close()
         self._pool.close()
+
+
+def _options(settings: Settings) -> Zero.Options:
+    chosen = expanded(settings.runner.options, dict.fromkeys(_WITH_AUTO, SEARCH))
+    return build_options(Zero.Options, chosen, "runner")

@@ -6,7 +6,7 @@ from perfsearch.cli.run import split, workload
 from perfsearch.core.hardware import Hardware
 from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script import export
-from perfsearch.runners._script.runner import ScriptOptions
+from perfsearch.runners._script.runner import Script
 
 MAPS = [Mapped("micro_batch", "--bs"), Mapped("gradient_accumulation", "--acc", default=1)]
 
@@ -63,7 +63,7 @@ def test_arguments_come_back_from_the_written_configuration(tmp_path):
     odd = ["--lr=1e-3", "1e-3", "a,b", "{}", "true", "it's", "", "0x1f", "null"]
     given = workload(split(["--search", "--map", "micro_batch=--bs", str(script), *odd]))
     back = yaml.safe_load(yaml.safe_dump(given))
-    options = ScriptOptions(tuple(back["command"]), map=tuple(back["map"]))
+    options = Script.Options(tuple(back["command"]), map=tuple(back["map"]))
     assert options.words == [str(script), *odd]
     assert options.maps() == ([Mapped("micro_batch", "--bs")], [])
 

@@ -12,7 +12,7 @@ from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script import export
-from perfsearch.runners._script.runner import Script, ScriptOptions
+from perfsearch.runners._script.runner import Script
 from perfsearch.runners.base import Plan
 from perfsearch.workers import processes
 
@@ -27,7 +27,7 @@ class Bench:
 
     def __init__(self, directory, *arguments, map=MAPS, knobs=None, limits=None):
         self.directory, self.trials = directory, 0
-        options = ScriptOptions((SCRIPT, *arguments), map=map)
+        options = Script.Options((SCRIPT, *arguments), map=map)
         environment = Environment(directory, nproc=2, limits=limits or Limits(120, 90, 5))
         self.runner = Script("cpu", knobs or {"bucket_cap_mb": "search"}, options, environment)
         self.runner.open(directory)

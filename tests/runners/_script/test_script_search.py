@@ -8,7 +8,7 @@ from perfsearch.cli.run import runner_for, search, split
 from perfsearch.config.schema import MetricsSettings
 from perfsearch.core.errors import BadInputError
 from perfsearch.instrument.facts import Facts
-from perfsearch.runners._script.runner import ScriptOptions, Wishes
+from perfsearch.runners._script.runner import Script, Wishes
 
 FACTS = {"values": {"dataloader_workers": 0}}
 
@@ -88,6 +88,6 @@ def test_keys_without_effect_are_named_once(wishes, on_gpu, facts, says):
 
 def test_a_missing_script_is_bad_input(tmp_path):
     with pytest.raises(BadInputError, match="there is no such script"):
-        ScriptOptions((str(tmp_path / "missing.py"),))
+        Script.Options((str(tmp_path / "missing.py"),))
     with pytest.raises(BadInputError, match="give the script"):
-        ScriptOptions(())
+        Script.Options(())

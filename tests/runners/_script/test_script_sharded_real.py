@@ -8,7 +8,7 @@ import pytest
 from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status
-from perfsearch.runners._script.runner import Script, ScriptOptions
+from perfsearch.runners._script.runner import Script
 from perfsearch.runners.base import Plan
 
 DATA = Path(__file__).parents[2] / "data" / "scripts"
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def test_the_plugins_modules_are_changed_inside_one_start(tmp_path):
-    options = ScriptOptions((str(DATA / "fsdp_on_cpu.py"), str(DATA / "accelerate_plugin.py")))
+    options = Script.Options((str(DATA / "fsdp_on_cpu.py"), str(DATA / "accelerate_plugin.py")))
     wanted = dict.fromkeys(("zero_stage", "forward_prefetch", "backward_prefetch"), "search")
     environment = Environment(tmp_path, nproc=2, limits=Limits(120, 90, 5))
     runner = Script("cpu", {**wanted, "cpu_offload": "search"}, options, environment)

@@ -14,7 +14,7 @@ from perfsearch.core.narrow import KnobError
 from perfsearch.knobs import effect_order, nccl, of
 from perfsearch.knobs.base import Job, Use, declare
 from perfsearch.runners.ddp import export
-from perfsearch.runners.ddp.runner import DDP, DdpOptions
+from perfsearch.runners.ddp.runner import DDP
 from perfsearch.workloads.spec import TRAITS, WorkloadSpec
 
 CARDS = tuple(Gpu(f"GPU-{i}", "Fake 9000", 80.0) for i in range(4))
@@ -57,7 +57,7 @@ def test_options_file_names_exactly_the_knobs():
     values = yaml_knobs()
     assert values["name"] == "ddp"
     assert set(values["knobs"]) == set(effect_order(Use.DDP))
-    assert values["knobs"] == dict(DdpOptions().knobs)
+    assert values["knobs"] == dict(DDP.Options().knobs)
 
 
 def test_what_the_installed_torch_lacks_is_detected():
@@ -104,7 +104,7 @@ def test_loader_processes_alter_what_a_drawing_loader_gives():
 
 
 def runner(tmp_path, knobs=None, workload=None, **environment):
-    options = DdpOptions(device="cpu", knobs=yaml_knobs()["knobs"] if knobs is None else knobs)
+    options = DDP.Options(device="cpu", knobs=yaml_knobs()["knobs"] if knobs is None else knobs)
     return DDP(options, workload or WorkloadSpec("gpt"), Environment(tmp_path, **environment))
 
 
@@ -155,7 +155,7 @@ def test_group_spec_carries_process_scope_only(tmp_path, monkeypatch):
     monkeypatch.setattr("perfsearch.core.hardware.torch_version", lambda: "2.13.0")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
-    made = DDP(DdpOptions(), WorkloadSpec("gpt"), Environment(tmp_path))
+    made = DDP(DDP.Options(), WorkloadSpec("gpt"), Environment(tmp_path))
     base = made._group_spec({**made.pinned, **made.baseline})
     other = made._group_spec({**made.pinned, **made.baseline, "nccl_nsocks_perthread": 4})
     algo = made._group_spec({**made.pinned, **made.baseline, "nccl_algo": "Ring"})
@@ -213,7 +213,7 @@ def test_the_controller_side_imports_no_torch(tmp_path):
     script = (
         "import sys\nfrom pathlib import Path\n"
         "from perfsearch.runners.ddp.runner import *\n"
-        f"made = DDP(DdpOptions(), WorkloadSpec('gpt'), Environment(Path({str(tmp_path)!r})))\n"
+        f"made = DDP(DDP.Options(), WorkloadSpec('gpt'), Environment(Path({str(tmp_path)!r})))\n"
         "made.export(made.baseline, Path(sys.argv[1]))\n"
         "print(sorted({'torch', 'hydra', 'mlflow', 'sklearn', 'omegaconf'} & set(sys.modules)))"
     )

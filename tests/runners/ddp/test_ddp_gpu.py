@@ -10,7 +10,7 @@ from perfsearch.core.hardware import Environment, detect_hardware
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
 from perfsearch.runners.base import Plan
-from perfsearch.runners.ddp.runner import DDP, DdpOptions
+from perfsearch.runners.ddp.runner import DDP
 from perfsearch.workloads.spec import WorkloadSpec
 
 FAULTS = Path(__file__).parents[2] / "support"
@@ -28,7 +28,7 @@ class Bench:
         self.directory = directory
         self.trials = 0
         self.runner = DDP(
-            DdpOptions("cuda", knobs),
+            DDP.Options("cuda", knobs),
             workload,
             Environment(directory, limits=Limits(180, 120, 15), **environment),
         )

@@ -12,7 +12,7 @@ from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.runners.base import Plan
-from perfsearch.runners.ddp.runner import DDP, DdpOptions
+from perfsearch.runners.ddp.runner import DDP
 from perfsearch.workers import processes
 from perfsearch.workers.pool import not_in_force
 from perfsearch.workloads.spec import WorkloadSpec
@@ -37,7 +37,7 @@ class Bench:
         self.trials = 0
         environment = Environment(directory, nproc=nproc, limits=limits or Limits(90, 60, 5))
         knobs = dict.fromkeys(SEARCHED, "search")
-        self.runner = DDP(DdpOptions("cpu", knobs), WorkloadSpec("mlp"), environment)
+        self.runner = DDP(DDP.Options("cpu", knobs), WorkloadSpec("mlp"), environment)
 
     def measure(self, fresh=False, stop_above_cost_s=None, **changes):
         plan = Plan(
@@ -187,7 +187,7 @@ def test_ranks_over_two_nodes(tmp_path):
         interface="lo",
         limits=Limits(60, 60, 5),
     )
-    runner = DDP(DdpOptions("cpu", {"static_graph": "search"}), WorkloadSpec("mlp"), environment)
+    runner = DDP(DDP.Options("cpu", {"static_graph": "search"}), WorkloadSpec("mlp"), environment)
     try:
         for number, static in enumerate((False, True)):
             plan = Plan(number=number, log_directory=tmp_path / str(number), scored_seconds=0.05)

@@ -13,7 +13,7 @@ import yaml
 from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status
-from perfsearch.runners._script.runner import Script, ScriptOptions
+from perfsearch.runners._script.runner import Script
 from perfsearch.runners.base import Plan
 
 DATA = Path(__file__).parents[2] / "data"
@@ -99,7 +99,7 @@ def test_the_preset_tunes_around_deepspeed_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     Path("ds.json").write_text(json.dumps({**FILE, **ADAM}))
-    options = ScriptOptions(
+    options = Script.Options(
         (JOB, "--deepspeed_config", "ds.json"), preset="deepspeed", samples_per_step=16
     )
     environment = Environment(tmp_path, nproc=2, limits=Limits(200, 120, 5))

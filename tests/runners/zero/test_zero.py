@@ -13,7 +13,7 @@ from perfsearch.core.knob import Numerics
 from perfsearch.core.narrow import KnobError
 from perfsearch.core.trial import Measurement, Status
 from perfsearch.knobs import batch as batches
-from perfsearch.runners.zero.runner import ZeroOptions
+from perfsearch.runners.zero.runner import Zero
 
 
 @given(some.integers(1, 96), some.integers(1, 8))
@@ -202,4 +202,4 @@ def test_the_option_file_names_every_knob():
     assert set(written["knobs"]) == set(EFFECT_ORDER)
     assert written.pop("name") == "zero"
     written.pop("knobs")
-    assert written == {f: getattr(ZeroOptions(), f) for f in written}
+    assert written == {f: getattr(Zero.Options(), f) for f in written}

@@ -9,7 +9,7 @@ from support.zero_facts import GivenFacts, gpt_large
 from perfsearch.core.hardware import Environment
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.runners.zero.runner import Zero, ZeroOptions
+from perfsearch.runners.zero.runner import Zero
 from perfsearch.strategies import load
 from perfsearch.workloads.spec import WorkloadSpec
 
@@ -30,7 +30,7 @@ class Replayed:
             "optimizer_implementation": "fused",
         }
         self.runner = Zero(
-            ZeroOptions(card="H100", knobs=knobs),
+            Zero.Options(card="H100", knobs=knobs),
             WorkloadSpec("gpt", "large", global_batch=64),
             Environment(Path("/nonexistent/run"), nproc=4),
             batch,
