@@ -81,9 +81,9 @@ def runners_page() -> str:
         runner = runners.load(name)
         parts.append(f"## `runner={name}`\n\n{plain(paragraphs(runner))}\n")
         module = importlib.import_module(runner.__module__)
-        homes = {module.__name__, f"perfsearch.runners._{name}_options"}
+        home = f"perfsearch.runners.{name}"  # a module, or a package whose parts share them
         for item in vars(module).values():
-            if _is_options(item) and item.__module__ in homes:
+            if _is_options(item) and f"{item.__module__}.".startswith(f"{home}."):
                 parts.append(options_table(item, "runner"))
         knobs = declared_knobs(name)
         if knobs:

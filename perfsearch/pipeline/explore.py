@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from perfsearch.core.hints import Walk
+from perfsearch.core.hints import Chain
 from perfsearch.core.journal import Journal
 from perfsearch.core.knob import Value, same_value
 from perfsearch.core.trial import Purpose, Status, Trial
@@ -84,34 +84,34 @@ def _next(session: Session) -> tuple[dict[str, Value] | None, int | None]:
     if session.rerun:
         return session.rerun.pop(0)
     configuration = session.strategy.ask()
-    _show_walks(session)
+    _show_chains(session)
     if configuration is not None:
         session.journal.append("asked", configuration=configuration)
     return configuration, None
 
 
-def _show_walks(session: Session) -> None:
+def _show_chains(session: Session) -> None:
     """Show chains over simulated configurations: some of their points here, all in MLflow."""
-    while session.strategy.walks:
-        walk = session.strategy.walks.pop(0)
+    while session.strategy.chains:
+        chain = session.strategy.chains.pop(0)
         if session.simulated:
             session.simulated -= 1  # one that a resumed search has in its journal already
         else:
-            _record_walk(session.journal, walk)
-        every = -(-len(walk.series) // WALK_LINES) or 1
-        for row, (iteration, current, proposed, best) in enumerate(walk.series, start=1):
+            _record_chain(session.journal, chain)
+        every = -(-len(chain.series) // WALK_LINES) or 1
+        for row, (iteration, current, proposed, best) in enumerate(chain.series, start=1):
             if row % every == 0:
                 session.view.note(
                     f"iter({iteration}) cur({1e3 * current:.4g}) next({1e3 * proposed:.4g}) "
                     f"best({1e3 * best:.4g})"
                 )
-        session.view.note(walk.note)
+        session.view.note(chain.note)
 
 
-def _record_walk(journal: Journal, walk: Walk) -> None:
+def _record_chain(journal: Journal, chain: Chain) -> None:
     """Keep a chain's points in the journal, from which MLflow has its series."""
     series: dict[str, list[tuple[int, float]]] = {}
-    for iteration, *seconds in walk.series:
+    for iteration, *seconds in chain.series:
         for name, value in zip(("cur", "next", "best"), seconds, strict=True):
             if math.isfinite(value):
                 series.setdefault(f"simulated/{name}_ms", []).append((iteration, 1e3 * value))

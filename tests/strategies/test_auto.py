@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from strategies.conftest import baseline_of, cost_of, drive, make, mixed_space, small_space
 
-from perfsearch.core.hints import Hints, Prediction, Walk
+from perfsearch.core.hints import Chain, Hints, Prediction
 from perfsearch.strategies.auto import Auto
 
 
@@ -58,12 +58,12 @@ def test_asks_the_runner_nothing_before_it_must_choose() -> None:
 
 def test_shows_the_chains_of_a_walk() -> None:
     space = mixed_space()
-    walk = Walk([baseline_of(space)])
+    walk = Chain([baseline_of(space)])
     hints = Hints(
         baseline_of(space),
         predict=lambda p: Prediction(cost=cost_of(space, p)),
-        walk=lambda request: walk,
+        run_chain=lambda request: walk,
     )
     strategy = Auto(space, hints, 0)
     strategy.ask()
-    assert strategy.walks
+    assert strategy.chains

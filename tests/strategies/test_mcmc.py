@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from strategies.conftest import baseline_of, cost_of, drive, ended, make, mixed_space
 
-from perfsearch.core.hints import Hints, Prediction, Walk, WalkRequest
+from perfsearch.core.hints import Chain, ChainRequest, Hints, Prediction
 from perfsearch.core.knob import Configuration, Kind, Knob, Value
 from perfsearch.core.space import Space, key_of
 from perfsearch.strategies.mcmc import Mcmc
@@ -47,7 +47,7 @@ def test_alpha_zero_accepts_everything() -> None:
         strategy.tell(ended(number, point, 0.01 * (1 + number)))
         here = point
         assert isinstance(strategy, Mcmc)
-        assert key_of(strategy._chains[0].configuration) == key_of(here)
+        assert key_of(strategy._states[0].configuration) == key_of(here)
 
 
 def test_acceptance_does_not_depend_on_the_scale_of_costs() -> None:
@@ -85,7 +85,7 @@ def test_several_chains_take_turns() -> None:
     strategy.tell(ended(0, START, cost_of(SPACE, START)))
     drive(strategy, 9)
     assert isinstance(strategy, Mcmc)
-    assert [c.steps > 0 for c in strategy._chains] == [True] * 3
+    assert [c.steps > 0 for c in strategy._states] == [True] * 3
 
 
 VALUES = ("x", "y", "z")
@@ -158,13 +158,13 @@ def test_propagation_finds_what_must_agree() -> None:
 
 
 def test_a_runner_that_walks_itself_is_told_the_share() -> None:
-    asked: list[WalkRequest] = []
+    asked: list[ChainRequest] = []
 
-    def walk(request: WalkRequest) -> Walk:
+    def walk(request: ChainRequest) -> Chain:
         asked.append(request)
-        return Walk([dict(START)])
+        return Chain([dict(START)])
 
-    hints = replace(SIMULATED, walk=walk)
+    hints = replace(SIMULATED, run_chain=walk)
     for share in (None, 0.0, 0.4):
         Mcmc(SPACE, hints, 0, Mcmc.Options(propagation=share)).ask()
     assert [request.propagation for request in asked] == [None, 0.0, 0.4]

@@ -12,7 +12,7 @@ from perfsearch.config.options import build_options
 from perfsearch.core import hardware
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
-from perfsearch.core.hints import PROPAGATION, Hints, Prediction, Walk, WalkRequest
+from perfsearch.core.hints import PROPAGATION, Chain, ChainRequest, Hints, Prediction
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Status, Trial
@@ -186,7 +186,7 @@ class Soap(Runner):
             memory_limit_gib=self.inputs.machine.memory_gib,
             predict=lambda configuration: self.predict(configuration, trials),
             start=self.job.start,
-            walk=self._walk,
+            run_chain=self._walk,
             neighbours=report.neighbours(self.inputs.graph, self.baseline),
         )
 
@@ -209,7 +209,7 @@ class Soap(Runner):
             f"{report.size(self.inputs.machine.memory_gib)}"
         )
 
-    def _walk(self, request: WalkRequest) -> Walk:
+    def _walk(self, request: ChainRequest) -> Chain:
         self.job.calibrate(self._trials, self._environment.run_dir / "soap")
         found = walk_chain(self.job.walked, self.plan(request.start), request)
         points = [self.job.searched_of(plan) for _, plan in found.plans] or [dict(request.start)]
@@ -217,7 +217,7 @@ class Soap(Runner):
         lines = [self.job.coverage.line(), line]
         if not found.plans:
             lines.append(report.nothing_fits(self.simulator, self.plan(request.start)))
-        return Walk(points, found.series, "\n".join(lines))
+        return Chain(points, found.series, "\n".join(lines))
 
     def simulate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
@@ -238,7 +238,7 @@ class Soap(Runner):
         options = settings.strategy.options
         start = self.job.first_plan
         how = [options.get(name) for name in ("alpha", "return_every", "propagation")]
-        request = WalkRequest({}, options.get("proposals"), settings.seed, *how)
+        request = ChainRequest({}, options.get("proposals"), settings.seed, *how)
         found = walk_chain(self.job.walked, start, request)
         if settings.strategy.name not in ("mcmc", "auto"):
             note(f"searched by a Markov chain: strategy={settings.strategy.name} needs trials")
@@ -301,7 +301,7 @@ RETURNS = 100
 """Times that a chain goes back to its best plan, unless it is told when to."""
 
 
-def walk_chain(simulator: Simulator, start: Plan, request: WalkRequest) -> Found:
+def walk_chain(simulator: Simulator, start: Plan, request: ChainRequest) -> Found:
     """Walk from ``start``; what ``request`` leaves open is as was found best."""
     from perfsearch.soap.simulator.chain import ChainOptions
 

@@ -10,7 +10,7 @@ from support.soap_cases import DEVICES, begun, settings, told
 
 from perfsearch.cli.view import View
 from perfsearch.core.errors import BadInputError
-from perfsearch.core.hints import WalkRequest
+from perfsearch.core.hints import ChainRequest
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.pipeline.search import build_runner
 from perfsearch.runners.base import Outcome
@@ -100,7 +100,7 @@ def test_a_search_in_which_nothing_fits_says_by_how_much(tmp_path, tables, opene
     strategy, _ = begun(runner, settings(tmp_path, tables, **limit))
     strategy.ask()
     needed = 1024 * runner.predict(runner.baseline, ()).peak_gib
-    assert f"the one to start from needs {needed:.4g} MiB on one" in strategy.walks[0].note
+    assert f"the one to start from needs {needed:.4g} MiB on one" in strategy.chains[0].note
     assert f"it needs {needed:.4g} MiB on one device, of 1.024e-06" in runner.screen(
         runner.baseline
     )
@@ -111,7 +111,7 @@ def test_the_chain_is_walked_after_the_baseline_and_shown(tmp_path, tables, open
     phases_ms = {"dataloader_next": 2.0}
     strategy, trials = begun(runner, settings(tmp_path, tables), phases_ms=phases_ms)
     best = strategy.ask()
-    (walk,) = strategy.walks
+    (walk,) = strategy.chains
     assert walk.series[-1][0] == 300
     assert walk.series[-1][3] == min(row[3] for row in walk.series)
     assert "300 proposals" in walk.note
@@ -242,5 +242,5 @@ def test_the_share_that_is_carried_over_reaches_the_chain(opened, monkeypatch):
     monkeypatch.setattr(runner.simulator, "search", search)
     start = runner.plan(runner.baseline)
     for share in (None, 0.0, 0.5):
-        walk_chain(runner.simulator, start, WalkRequest({}, 20, 0, propagation=share))
+        walk_chain(runner.simulator, start, ChainRequest({}, 20, 0, propagation=share))
     assert seen == [0.25, 0.0, 0.5]
