@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, and the two ways in which a person ends it early."""
+"""Exit codes of the commands, and the signals with which a person ends one early."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from types import FrameType
+
+_STILL_ENDING = b"\nEnding: the record is being finished. Once more to end at once.\n"
 
 
 class ExitCode(IntEnum):
@@ -104,6 +106,3 @@ def deferred() -> Iterator[None]:
         if pending is not None and not _deferral.depth:
             _deferral.pending = None
             raise Interrupted(pending)
-
-
-_STILL_ENDING = b"\nEnding: the record is being finished. Once more to end at once.\n"
