@@ -118,12 +118,8 @@ def _fits(space: Space, configuration: Configuration) -> bool:
     return all(k.name in configuration and k.contains(configuration[k.name]) for k in space.knobs)
 
 
-# -----------------------------------------------------------------------------
-# What a runner predicts, as a model's prior mean.
-
-
 def log_predicted(hints: Hints, points: Sequence[Configuration]) -> np.ndarray:
-    """Logarithms of the costs that the runner predicts, shape (points,).
+    """Logarithms of the costs that the runner predicts, a model's prior mean; shape (points,).
 
     Zeros where it predicts none; the baseline decides, and a single configuration that cannot
     be predicted gets the baseline's.

@@ -1,4 +1,4 @@
-"""A heuristic walk that uses what is known of the knobs, after DeepSpeed's fast mode."""
+"""A heuristic search that uses what is known of the knobs, after DeepSpeed's fast mode."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Fast(Strategy):
         self._moved: set[str] = set()
 
     def ask(self) -> dict[str, Value] | None:
-        """Return the next configuration of the walk, ``None`` when it ended."""
+        """Return the next configuration in order, ``None`` when it is done."""
         if self._asked >= self.options.num_trials:
             self.stop_reason = f"strategy.num_trials={self.options.num_trials} spent"
             return None
-        for point in self._walk():
+        for point in self._proposals():
             if self._history.taken(point):
                 continue
             since = self._since_best()
@@ -100,8 +100,8 @@ class Fast(Strategy):
         each = f" with each {stage}" if stage in self.space.by_name else ""
         return f"fast: first the {most} {knob.name} that fits{each}, then one knob at a time"
 
-    def _walk(self) -> Iterator[dict[str, Value]]:
-        """The whole walk as far as the history decides it; the reader skips what was tried."""
+    def _proposals(self) -> Iterator[dict[str, Value]]:
+        """All of them in order, as far as the history decides it; ``ask`` skips what was tried."""
         start = baseline_in(self.space, self.hints)
         if self.space.feasible(start):
             yield start
