@@ -15,7 +15,7 @@ import pytest
 from perfsearch.cli.view import View
 from perfsearch.config.options import plain_value
 from perfsearch.config.schema import Settings, validate
-from perfsearch.core.hints import Chain
+from perfsearch.core.hints import ChainResult
 from perfsearch.core.journal import EVENTS
 from perfsearch.pipeline.search import search, strategy_factory
 from perfsearch.runners.replay import Replay
@@ -54,7 +54,7 @@ def walking(settings):
 
     def build(space, hints):
         strategy = strategy_factory(settings)(space, hints)
-        strategy.chains.append(Chain([], [(1, 0.3, 0.2, 0.1)], "walked"))
+        strategy.chain_results.append(ChainResult([], [(1, 0.3, 0.2, 0.1)], "walked"))
         return strategy
 
     return build

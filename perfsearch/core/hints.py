@@ -44,7 +44,7 @@ class Hints:
     memory_limit_gib: float | None = None
     predict: Callable[[Configuration], Prediction] = lambda configuration: Prediction()
     start: dict[str, Value] | None = None
-    run_chain: Callable[[ChainRequest], Chain] | None = None
+    run_chain: Callable[[ChainRequest], ChainResult] | None = None
     neighbours: dict[str, tuple[str, ...]] = field(default_factory=dict)
     prior_search: PriorSearch | None = None
 
@@ -97,7 +97,7 @@ class ChainRequest:
 
 
 @dataclass(frozen=True)
-class Chain:
+class ChainResult:
     """What a Markov chain over simulated configurations found.
 
     Attributes:

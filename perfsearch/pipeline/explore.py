@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from perfsearch.core.hints import Chain
+from perfsearch.core.hints import ChainResult
 from perfsearch.core.journal import Journal
 from perfsearch.core.knob import Value, same_value
 from perfsearch.core.trial import Purpose, Status, Trial
@@ -24,7 +24,7 @@ ALIKE = 4
 part in it.
 """
 
-WALK_LINES = 20
+CHAIN_LINES = 20
 """Lines on the terminal for a chain over simulated configurations."""
 
 
@@ -92,13 +92,13 @@ def _next(session: Session) -> tuple[dict[str, Value] | None, int | None]:
 
 def _show_chains(session: Session) -> None:
     """Show chains over simulated configurations: some of their points here, all in MLflow."""
-    while session.strategy.chains:
-        chain = session.strategy.chains.pop(0)
+    while session.strategy.chain_results:
+        chain = session.strategy.chain_results.pop(0)
         if session.simulated:
             session.simulated -= 1  # one that a resumed search has in its journal already
         else:
             _record_chain(session.journal, chain)
-        every = -(-len(chain.series) // WALK_LINES) or 1
+        every = -(-len(chain.series) // CHAIN_LINES) or 1
         for row, (iteration, current, proposed, best) in enumerate(chain.series, start=1):
             if row % every == 0:
                 session.view.note(
@@ -108,7 +108,7 @@ def _show_chains(session: Session) -> None:
         session.view.note(chain.note)
 
 
-def _record_chain(journal: Journal, chain: Chain) -> None:
+def _record_chain(journal: Journal, chain: ChainResult) -> None:
     """Keep a chain's points in the journal, from which MLflow has its series."""
     series: dict[str, list[tuple[int, float]]] = {}
     for iteration, *seconds in chain.series:

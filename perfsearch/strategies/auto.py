@@ -51,7 +51,9 @@ class Auto(Strategy):
         if space.feasible(start) and hints.predict(start).cost is not None:
             why = "the runner predicts costs, so a Markov chain searches on predictions"
             chosen = Mcmc(space, hints, seed)
-            chosen.chains = self.chains  # to be shown like those of a strategy of one's own
+            chosen.chain_results = (
+                self.chain_results
+            )  # to be shown like those of a strategy of one's own
             return why, chosen
         why = (
             "there are more configurations than can be listed"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from perfsearch.core.hints import Chain, Hints, Prediction
+from perfsearch.core.hints import ChainResult, Hints, Prediction
 from perfsearch.core.knob import Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Trial
@@ -25,7 +25,7 @@ class Strategy(ABC):
     Budgets, duplicates and retries are the pipeline's business.
 
     ``expected_gain`` is the share by which the last proposal is expected to lower the best cost,
-    where the strategy can tell, so that a search can end when that no longer pays. ``chains`` holds
+    where the strategy can tell, so that a search can end when that no longer pays. ``chain_results`` holds
     Markov chains over simulated configurations since it was last emptied, to be shown.
 
     A subclass lives in its own module ``perfsearch.strategies.NAME``, with its options in
@@ -46,7 +46,7 @@ class Strategy(ABC):
         self.options: Any = options if options is not None else type(self).Options()
         self.stop_reason = ""
         self.expected_gain: float | None = None
-        self.chains: list[Chain] = []
+        self.chain_results: list[ChainResult] = []
 
     @abstractmethod
     def ask(self) -> dict[str, Value] | None:

@@ -242,16 +242,16 @@ class Mcmc(Strategy):
         """Let the runner run the chains, which share the proposals."""
         assert self.hints.run_chain is not None
         chosen = self.options
-        share = None if chosen.proposals is None else -(-chosen.proposals // chosen.chains)
+        share = None if chosen.proposals is None else -(-chosen.proposals // chosen.chain_results)
         found: dict[str, dict[str, Value]] = {}
         chains = []
-        for chain in range(chosen.chains):
+        for chain in range(chosen.chain_results):
             seed = (self.seed + chain) % 2**63
             request = ChainRequest(
                 start, share, seed, chosen.alpha, chosen.return_every, chosen.propagation
             )
             chains.append(self.hints.run_chain(request))
-        self.chains.extend(chains)
+        self.chain_results.extend(chains)
         for points in zip_longest(*(chain.points for chain in chains)):
             for point in points:
                 if point is not None and self.space.feasible(point):

@@ -10,7 +10,7 @@ import pytest
 from pipeline.conftest import Search
 from support.synthetic import SyntheticRunner
 
-from perfsearch.core.hints import Chain
+from perfsearch.core.hints import ChainResult
 from perfsearch.core.journal import Journal, read
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.pipeline.resume import RefusedError
@@ -310,7 +310,9 @@ class Walking(Random):
 
     def ask(self):
         if not self.walked:
-            self.chains.append(Chain([], [(1, 0.3, 0.2, 0.1), (2, 0.3, math.inf, 0.1)], "walked"))
+            self.chain_results.append(
+                ChainResult([], [(1, 0.3, 0.2, 0.1), (2, 0.3, math.inf, 0.1)], "walked")
+            )
             self.walked = True
         return super().ask()
 

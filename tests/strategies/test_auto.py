@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from strategies.conftest import baseline_of, cost_of, drive, make, mixed_space, small_space
 
-from perfsearch.core.hints import Chain, Hints, Prediction
+from perfsearch.core.hints import ChainResult, Hints, Prediction
 from perfsearch.strategies.auto import Auto
 
 
@@ -58,7 +58,7 @@ def test_asks_the_runner_nothing_before_it_must_choose() -> None:
 
 def test_shows_the_chains_of_a_walk() -> None:
     space = mixed_space()
-    walk = Chain([baseline_of(space)])
+    walk = ChainResult([baseline_of(space)])
     hints = Hints(
         baseline_of(space),
         predict=lambda p: Prediction(cost=cost_of(space, p)),
@@ -66,4 +66,4 @@ def test_shows_the_chains_of_a_walk() -> None:
     )
     strategy = Auto(space, hints, 0)
     strategy.ask()
-    assert strategy.chains
+    assert strategy.chain_results

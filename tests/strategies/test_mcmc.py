@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from strategies.conftest import baseline_of, cost_of, drive, ended, make, mixed_space
 
-from perfsearch.core.hints import Chain, ChainRequest, Hints, Prediction
+from perfsearch.core.hints import ChainRequest, ChainResult, Hints, Prediction
 from perfsearch.core.knob import Configuration, Kind, Knob, Value
 from perfsearch.core.space import Space, key_of
 from perfsearch.strategies.mcmc import Mcmc
@@ -160,9 +160,9 @@ def test_propagation_finds_what_must_agree() -> None:
 def test_a_runner_that_walks_itself_is_told_the_share() -> None:
     asked: list[ChainRequest] = []
 
-    def walk(request: ChainRequest) -> Chain:
+    def walk(request: ChainRequest) -> ChainResult:
         asked.append(request)
-        return Chain([dict(START)])
+        return ChainResult([dict(START)])
 
     hints = replace(SIMULATED, run_chain=walk)
     for share in (None, 0.0, 0.4):

@@ -12,7 +12,7 @@ from perfsearch.config.options import build_options
 from perfsearch.core import hardware
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
-from perfsearch.core.hints import PROPAGATION, Chain, ChainRequest, Hints, Prediction
+from perfsearch.core.hints import PROPAGATION, ChainRequest, ChainResult, Hints, Prediction
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Status, Trial
@@ -209,7 +209,7 @@ class Soap(Runner):
             f"{report.size(self.inputs.machine.memory_gib)}"
         )
 
-    def _walk(self, request: ChainRequest) -> Chain:
+    def _walk(self, request: ChainRequest) -> ChainResult:
         self.job.calibrate(self._trials, self._environment.run_dir / "soap")
         found = walk_chain(self.job.walked, self.plan(request.start), request)
         points = [self.job.searched_of(plan) for _, plan in found.plans] or [dict(request.start)]
@@ -217,7 +217,7 @@ class Soap(Runner):
         lines = [self.job.coverage.line(), line]
         if not found.plans:
             lines.append(report.nothing_fits(self.simulator, self.plan(request.start)))
-        return Chain(points, found.series, "\n".join(lines))
+        return ChainResult(points, found.series, "\n".join(lines))
 
     def simulate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""

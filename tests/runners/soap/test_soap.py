@@ -100,7 +100,7 @@ def test_a_search_in_which_nothing_fits_says_by_how_much(tmp_path, tables, opene
     strategy, _ = begun(runner, settings(tmp_path, tables, **limit))
     strategy.ask()
     needed = 1024 * runner.predict(runner.baseline, ()).peak_gib
-    assert f"the one to start from needs {needed:.4g} MiB on one" in strategy.chains[0].note
+    assert f"the one to start from needs {needed:.4g} MiB on one" in strategy.chain_results[0].note
     assert f"it needs {needed:.4g} MiB on one device, of 1.024e-06" in runner.screen(
         runner.baseline
     )
@@ -111,7 +111,7 @@ def test_the_chain_is_walked_after_the_baseline_and_shown(tmp_path, tables, open
     phases_ms = {"dataloader_next": 2.0}
     strategy, trials = begun(runner, settings(tmp_path, tables), phases_ms=phases_ms)
     best = strategy.ask()
-    (walk,) = strategy.chains
+    (walk,) = strategy.chain_results
     assert walk.series[-1][0] == 300
     assert walk.series[-1][3] == min(row[3] for row in walk.series)
     assert "300 proposals" in walk.note
