@@ -9,9 +9,10 @@ from pathlib import Path
 from _metrics_store import Store
 
 from perfsearch.core.journal import read
+from perfsearch.core.knob import Part
 from perfsearch.core.trial import Purpose, Trial
 from perfsearch.knobs import by_name
-from perfsearch.metrics.bounds import PARTS, bounds, gain_of, touched
+from perfsearch.metrics.bounds import affected_parts, gain_of, upper_bounds
 
 
 def check(store: Store, runs: Iterable[Path]) -> None:
@@ -25,7 +26,9 @@ def check(store: Store, runs: Iterable[Path]) -> None:
         baseline = next((t for t in trials if t.purpose is Purpose.BASELINE), None)
         confirmed = [e.data["intervals"] for e in events if e.name == "confirmed"]
         found = (
-            [] if baseline is None or baseline.measurement is None else bounds(baseline.measurement)
+            []
+            if baseline is None or baseline.measurement is None
+            else upper_bounds(baseline.measurement)
         )
         if not confirmed or not found:
             print(f"{run}: no close look at a baseline, or nothing confirmed", flush=True)
@@ -37,8 +40,8 @@ def check(store: Store, runs: Iterable[Path]) -> None:
             if baseline is not None and baseline.configuration.get(name) != value
         }
         known = [by_name[name].knob for name in varied if name in by_name]
-        parts = {part for knob in known for part in touched(knob)}
-        parts |= set(PARTS) if len(known) < len(varied) else set()
+        parts = {part for knob in known for part in affected_parts(knob)}
+        parts |= set(Part) if len(known) < len(varied) else set()
         bound = gain_of(min(1.0, sum(b.share for b in found if b.part in parts)))
         best = max(interval["low"] for interval in confirmed[-1].values()) - 1
         shown = bound if math.isfinite(bound) else None

@@ -18,7 +18,7 @@ from _metrics_store import ROOT, Store
 from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Measurement, Purpose
-from perfsearch.metrics.bounds import bounds
+from perfsearch.metrics.bounds import upper_bounds
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp.runner import DDP
@@ -151,7 +151,7 @@ def link_rank(store: Store) -> None:
         interface="link0",
     )  # fmt: skip
     evidence = [m.bottleneck_evidence for m in looks]
-    shares = [{b.part: b.share for b in bounds(m)}["communication"] for m in looks]
+    shares = [{b.part: b.share for b in upper_bounds(m)}["communication"] for m in looks]
     store.add(
         "link-rank",
         "",

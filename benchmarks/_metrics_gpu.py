@@ -24,7 +24,7 @@ from _paired import compare
 
 from perfsearch.core.hardware import GroupSpec
 from perfsearch.core.trial import Measurement
-from perfsearch.metrics.bounds import bound_of, bounds, closest_look
+from perfsearch.metrics.bounds import headroom_of, profiled_measurement, upper_bounds
 from perfsearch.metrics.throughput import mfu_of
 from perfsearch.training import clock as timing
 from perfsearch.training.base import TrainStep
@@ -297,15 +297,15 @@ def tuning(store: Store, size: str, seconds: float, confirm_seconds: float, kind
     best = fastest if verdict.winner is None else session.numbered(verdict.winner)
     arms = {"baseline": session.runner.baseline, "best": best.configuration}
     for label, configuration in arms.items():
-        measured = closest_look(trials, configuration)
+        measured = profiled_measurement(trials, configuration)
         if measured is None:
             raise RuntimeError(f"the {label} has no measurement: {trials[0].reason}")
         store.add("tuning", f"{size} {label}", **_told(measured), configuration=dict(configuration))
-    found = bounds(closest_look(trials, session.runner.baseline))  # type: ignore[arg-type]
+    found = upper_bounds(profiled_measurement(trials, session.runner.baseline))  # type: ignore[arg-type]
     interval = verdict.interval
     store.add(
         "tuning", f"{size} verdict", reason=verdict.reason,
-        bound=bound_of(found, session.runner.space.knobs),
+        bound=headroom_of(found, session.runner.space.knobs),
         gain=None if interval is None else interval.ratio - 1,
         bounds={b.part: b.share for b in found},
     )  # fmt: skip

@@ -184,7 +184,7 @@ def table(rates: dict[str, list[float]], summary: dict[str, Any]) -> list[str]:
     lines = ["| throughput of | ratio | 95% interval | starts each |", "| --- | --- | --- | --- |"]
     for arm, over in PAIRS:
         costs = [[1 / rate for rate in rates[name]] for name in (over, arm)]
-        found = paired_interval(*costs, looks=1, finalists=1)
+        found = paired_interval(*costs, analyses=1, finalists=1)
         lines.append(
             f"| {arm} over {over} | {found.ratio:.3f} | {found.low:.3f} to {found.high:.3f} | "
             f"{found.pairs} |"

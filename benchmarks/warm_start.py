@@ -1,4 +1,4 @@
-"""How many trials an earlier search of a similar job saves, and what a misleading one costs.
+"""How many trials a prior search of a similar job saves, and what a misleading one costs.
 
     python benchmarks/warm_start.py [--seeds 8] [--surfaces interactions ...]
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _surfaces
 import numpy as np
 
-from perfsearch.core.hints import Earlier
+from perfsearch.core.hints import PriorSearch
 from perfsearch.core.knob import Value
 from perfsearch.core.trial import Trial
 from perfsearch.strategies.bayes import Bayes
@@ -34,17 +34,17 @@ from perfsearch.strategies.bayes import Bayes
 SURFACES = ["zero_gpt2large_4xh100", "ddp_gpt2small_4xh100_tcp", "interactions", "half_space"]
 TRIALS = 40
 BEFORE = 25
-"""Trials of the earlier search."""
+"""Trials of the prior search."""
 
 Costs = list[tuple[dict[str, Value], float]]
 
 
 def search(
-    surface: _surfaces.Surface, seed: int, most: int, earlier: Earlier | None
+    surface: _surfaces.Surface, seed: int, most: int, prior: PriorSearch | None
 ) -> tuple[Costs, list[float]]:
     """Relative costs of what was measured, and the regret after each trial."""
     trials: list[Trial] = []
-    strategy = Bayes(surface.space, replace(surface.hints(trials), earlier=earlier), seed)
+    strategy = Bayes(surface.space, replace(surface.hints(trials), prior_search=prior), seed)
     found, regret, best = [], [], 0.0
     for number in range(most + 1):
         point = surface.baseline if number == 0 else strategy.ask()
@@ -83,9 +83,9 @@ KINDS: dict[str, Callable[[Costs, int], Costs] | None] = {
 }
 
 
-def earlier_of(costs: Costs) -> Earlier:
+def prior_search_of(costs: Costs) -> PriorSearch:
     """The costs as a strategy gets them."""
-    return Earlier("an earlier search", tuple(sorted(costs, key=lambda pair: pair[1])))
+    return PriorSearch("a prior search", tuple(sorted(costs, key=lambda pair: pair[1])))
 
 
 def main() -> int:
@@ -104,8 +104,8 @@ def main() -> int:
         for kind, change in KINDS.items():
             needed, regrets, ends = [], [], []
             for seed in range(arguments.seeds):
-                earlier = None if change is None else earlier_of(change(before[seed], seed))
-                _, regret = search(surface, seed, TRIALS, earlier)
+                prior = None if change is None else prior_search_of(change(before[seed], seed))
+                _, regret = search(surface, seed, TRIALS, prior)
                 arrived = [n for n, r in enumerate(regret) if r <= surface.tolerance]
                 needed.append(arrived[0] if arrived else TRIALS + 1)
                 regrets.append([100 * regret[min(m, len(regret) - 1)] for m in marks])

@@ -1,4 +1,4 @@
-"""What every part shares: knobs, spaces, trials, the journal, budgets, statistics.
+"""What every part shares: knobs, spaces, trials, the journal, budgets, intervals.
 
 Nothing here imports torch, Hydra, MLflow or scikit-learn.
 """

@@ -1,9 +1,17 @@
-"""Near misses for error messages."""
+"""The one kind of error that is the user's to mend, and what its message says of near misses."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+
+class BadInputError(ValueError):
+    """Something that was asked for cannot be done.
+
+    The message is for people and complete: the key, its value, what is allowed, the next step.
+    Commands print it alone and end with exit code 2; every other exception is a bug of ours.
+    """
 
 
 def nearest(word: str, allowed: Iterable[str], prefix: str = "") -> str:
@@ -20,15 +28,3 @@ def nearest(word: str, allowed: Iterable[str], prefix: str = "") -> str:
     above = f"{prefix}." if prefix else ""
     hint = f"Did you mean {above + close[0]!r}? " if close else ""
     return f"{hint}Allowed: {', '.join(above + option for option in options)}."
-
-
-# -----------------------------------------------------------------------------
-# The one kind of error that is the user's to mend.
-
-
-class BadInputError(ValueError):
-    """Something that was asked for cannot be done.
-
-    The message is for people and complete: the key, its value, what is allowed, the next step.
-    Commands print it alone and end with exit code 2; every other exception is a bug of ours.
-    """

@@ -1,4 +1,4 @@
-"""What a runner can tell a strategy: plain values and pure functions."""
+"""What a strategy is told of the space beside the trials: plain values and pure functions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,42 @@ another; ``benchmarks/propagation.py`` found none better.
 
 
 @dataclass(frozen=True)
+class Hints:
+    """What the runner knows about the space, as plain values and pure functions.
+
+    Attributes:
+        baseline: the configuration that the user has today; trial 0.
+        effect_order: knob names, the one with the largest expected effect first.
+        starts: configurations that somebody who knows the field would try first, in that order;
+            some may be infeasible.
+        monotonic: knob name to +1 where a larger value is expected to be faster until memory ends,
+            -1 for the reverse.
+        stage_knob: the ordered knob whose values are visited cheapest first (a ZeRO stage).
+        memory_limit_gib: what fits on a device.
+        predict: prediction for a configuration, given the trials told so far.
+        start: configuration that the user wants a search to begin with; ``None``: the baseline.
+        run_chain: runs a Markov chain on the runner's own simulator, which is far faster than
+            asking for predictions one by one; ``None``: there is none.
+        neighbours: knob name to the knobs beside it where the job is a graph: what one of them is
+            set to is likely to suit the others.
+        prior_search: what a prior search of a similar job found.
+
+    """
+
+    baseline: dict[str, Value]
+    effect_order: tuple[str, ...] = ()
+    starts: tuple[dict[str, Value], ...] = ()
+    monotonic: dict[str, int] = field(default_factory=dict)
+    stage_knob: str | None = None
+    memory_limit_gib: float | None = None
+    predict: Callable[[Configuration], Prediction] = lambda configuration: Prediction()
+    start: dict[str, Value] | None = None
+    run_chain: Callable[[ChainRequest], ChainResult] | None = None
+    neighbours: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    prior_search: PriorSearch | None = None
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What a runner expects of a configuration; ``None`` where it cannot say."""
 
@@ -22,29 +58,13 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class ChainResult:
-    """What a Markov chain over simulated configurations came to.
-
-    Attributes:
-        points: the best distinct configurations seen, best first.
-        series: iteration, then the current, proposed and best predicted seconds of a step.
-        note: one line on how it went.
-
-    """
-
-    points: list[dict[str, Value]]
-    series: list[tuple[int, float, float, float]] = field(default_factory=list)
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """What an earlier search of a similar job found: a belief to start from, never measurements.
+class PriorSearch:
+    """What a prior search of a similar job found: a belief to start from, never measurements.
 
     Attributes:
         source: where it was found, for people.
         costs: configurations of this search's knobs, each with the logarithm of its cost over that
-            of the earlier search's baseline; best first.
+            of the prior search's baseline; best first.
 
     """
 
@@ -77,36 +97,16 @@ class ChainRequest:
 
 
 @dataclass(frozen=True)
-class Hints:
-    """What the runner knows about the space, as plain values and pure functions.
+class ChainResult:
+    """What a Markov chain over simulated configurations found.
 
     Attributes:
-        baseline: the configuration that the user has today; trial 0.
-        effect_order: knob names, the one with the largest expected effect first.
-        starts: configurations that somebody who knows the field would try first, in that order;
-            some may be infeasible.
-        monotonic: knob name to +1 where a larger value is expected to be faster until memory ends,
-            -1 for the reverse.
-        stage_knob: the ordered knob whose values are visited cheapest first (a ZeRO stage).
-        memory_limit_gib: what fits on a device.
-        predict: prediction for a configuration, given the trials told so far.
-        start: configuration that the user wants a search to begin with; ``None``: the baseline.
-        run_chain: runs a Markov chain on the runner's own simulator, which is far faster than
-            asking for predictions one by one; ``None``: there is none.
-        neighbours: knob name to the knobs beside it where the job is a graph: what one of them is
-            set to is likely to suit the others.
-        earlier: what an earlier search of a similar job found.
+        points: the best distinct configurations seen, best first.
+        series: iteration, then the current, proposed and best predicted seconds of a step.
+        note: one line on how it went.
 
     """
 
-    baseline: dict[str, Value]
-    effect_order: tuple[str, ...] = ()
-    starts: tuple[dict[str, Value], ...] = ()
-    monotonic: dict[str, int] = field(default_factory=dict)
-    stage_knob: str | None = None
-    memory_limit_gib: float | None = None
-    predict: Callable[[Configuration], Prediction] = lambda configuration: Prediction()
-    start: dict[str, Value] | None = None
-    run_chain: Callable[[ChainRequest], ChainResult] | None = None
-    neighbours: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    earlier: Earlier | None = None
+    points: list[dict[str, Value]]
+    series: list[tuple[int, float, float, float]] = field(default_factory=list)
+    note: str = ""

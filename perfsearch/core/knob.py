@@ -159,6 +159,11 @@ class Knob:
             return tuple(self._cast(self.low * step**i) for i in range(count))
         return tuple(self._cast(self.low + step * i) for i in range(count))
 
+    @property
+    def numbers(self) -> list[int | float]:
+        """Those of its values that are numbers: what the user has set may be null or a word."""
+        return [v for v in self.values if isinstance(v, int | float) and not isinstance(v, bool)]
+
     def contains(self, value: Value) -> bool:
         """Whether ``value`` is one that this knob can take, type included."""
         if not self.is_range:
@@ -181,7 +186,7 @@ class Knob:
         place = next((i for i, c in enumerate(self.values) if same_value(value, c)), 0)
         if len(self.values) < 2:
             return 0.0
-        numbers = [v for v in self.values if isinstance(v, int | float) and not isinstance(v, bool)]
+        numbers = self.numbers
         ordered = len(numbers) == len(self.values) and numbers == sorted(numbers)
         if self.kind is Kind.ORDINAL and ordered and numbers[0] > 0:
             return _position(numbers[place], numbers[0], numbers[-1], log=True)

@@ -106,16 +106,11 @@ def _checked(knob: Knob, value: Any) -> Value:
 
 
 def _inside(knob: Knob, value: Value) -> bool:
-    numbers = _numbers(knob)
+    numbers = knob.numbers
     if isinstance(value, bool | str) or value is None or len(numbers) != len(knob.values):
         return False
     whole = all(isinstance(v, int) for v in numbers)
     return min(numbers) <= value <= max(numbers) and (not whole or float(value).is_integer())
-
-
-def _numbers(knob: Knob) -> list[int | float]:
-    """Those of its values that are numbers: what the user has set may be null or a word."""
-    return [v for v in knob.values if isinstance(v, int | float) and not isinstance(v, bool)]
 
 
 def _from_list(knob: Knob, values: list[Any]) -> Knob:
@@ -141,7 +136,7 @@ def _from_range(knob: Knob, setting: Mapping[str, Any]) -> Knob:
     asked = f"runner.knobs.{knob.name}={{{written}}}"
     low, high = setting.get("min", knob.low), setting.get("max", knob.high)
     if knob.kind is Kind.ORDINAL:
-        numbers = _numbers(knob)
+        numbers = knob.numbers
         low, high = min(numbers) if low is None else low, max(numbers) if high is None else high
         _check_bounds(knob, asked, low, high)
         inside = tuple(v for v in numbers if low <= v <= high)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from perfsearch.core.errors import nearest
 
-Kind = TypeVar("Kind")
+Contract = TypeVar("Contract")
 
 
 def names(package: str) -> list[str]:
@@ -34,7 +34,7 @@ def _directories(package: str) -> list[str]:
     return list(spec.submodule_search_locations)
 
 
-def load(package: str, key: str, name: str, kind: type[Kind]) -> type[Kind]:
+def load(package: str, key: str, name: str, kind: type[Contract]) -> type[Contract]:
     """Import the implementation ``name``: the class of that module that is a ``kind``.
 
     In a sub-package it is the class of the module that is called as ``key``, such as ``runner``,

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from types import FrameType
 
+_STILL_ENDING = b"\nEnding: the record is being finished. Once more to end at once.\n"
+
 
 class ExitCode(IntEnum):
     """Exit codes of the commands; the larger of two is the worse."""
@@ -107,9 +109,6 @@ def deferred() -> Iterator[None]:
         if pending is not None and not _deferral.depth:
             _deferral.pending = None
             raise Interrupted(pending)
-
-
-_STILL_ENDING = b"\nEnding: the record is being finished. Once more to end at once.\n"
 
 
 PAUSE_S = 0.1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perfsearch.core.knob import Configuration, Kind, Knob, Value, same_value
+from perfsearch.core.knob import Configuration, Knob, Value, same_value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -235,6 +235,3 @@ def _next_values(knob: Knob, value: Value) -> list[Value]:
         return [choices[i] for i in (place - 1, place + 1) if 0 <= i < len(choices)]
     position = knob.unit_position(value)
     return [knob.from_unit(position + delta) for delta in (-0.1, -0.02, 0.02, 0.1)]
-
-
-__all__ = ["Configuration", "Constraint", "Kind", "Knob", "Space", "Value", "key_of"]

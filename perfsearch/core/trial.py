@@ -66,7 +66,7 @@ class Measurement:
         discarded_seconds: wall time of those steps.
         rewrap_seconds: time to put the configuration into force, steps apart.
         compile_seconds: time spent in torch.compile, apart from everything else.
-        detail_seconds: wall time of the close look after the scored steps.
+        detail_seconds: wall time of the profile after the scored steps.
         phases_ms: mean time a step by phase, the slowest rank's.
         peak_allocated_gib: largest over ranks; on a CPU the peak resident set.
         peak_reserved_gib: largest over ranks, ``None`` without a caching allocator.
@@ -116,26 +116,6 @@ class Measurement:
     def tokens_per_s(self) -> float | None:
         """Tokens of the global batch over the median step time."""
         return None if self.tokens_per_step is None else self.tokens_per_step / self.step_time_s
-
-
-def _finite(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, Mapping):
-        return all(_finite(v) for v in value.values())
-    if isinstance(value, list | tuple):
-        return all(_finite(v) for v in value)
-    return True
-
-
-def printable(text: str) -> str:
-    """``text`` in one line, with what no terminal or file should meet (control characters, halves
-    of surrogate pairs) written as escapes.
-    """
-    return "".join(
-        c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode()
-        for c in text
-    )
 
 
 @dataclass
@@ -205,10 +185,27 @@ class Trial:
         return cls(**values)
 
 
-# -----------------------------------------------------------------------------
-# How finely a loss can be told.
+def printable(text: str) -> str:
+    """``text`` in one line, with what no terminal or file should meet (control characters, halves
+    of surrogate pairs) written as escapes.
+    """
+    return "".join(
+        c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
-_STEPS = {"bfloat16": 2**-7, "float16": 2**-10}
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, Mapping):
+        return all(_finite(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return all(_finite(v) for v in value)
+    return True
+
+
+_RESOLUTION = {"bfloat16": 2**-7, "float16": 2**-10}
 """From one number to the next that a half-precision type has, relative to them."""
 
 
@@ -222,4 +219,4 @@ def loss_resolution(dtype: str) -> float:
         dtype: torch's name of it, such as ``bfloat16``; 0 for one that is not known to be coarse.
 
     """
-    return _STEPS.get(dtype, 0.0)
+    return _RESOLUTION.get(dtype, 0.0)

@@ -1,4 +1,4 @@
-"""What there is to gain, at most: from a close look at the baseline, for each part of its step.
+"""Upper bounds of what can be gained, by part of a step, from a profile of the baseline.
 
 A part's bound is what the step would take less if the part took nothing (computing: if the devices
 reached their peak). Where the ranks ran steps without a part, the difference is taken, as a part
@@ -20,21 +20,18 @@ from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.metrics.diagnosis import PASSES, saved_ms
 
-COMMUNICATION = Part.COMMUNICATION
-LOADING = Part.LOADING
-OPTIMIZER = Part.OPTIMIZER
-COMPUTING = Part.COMPUTING
-REST = Part.REST
-
-PARTS = tuple(Part)
-"""Parts of a step that together are all of it; ``rest`` is what no phase covers."""
+_PHASES_OF_PARTS = (
+    "dataloader_next", "to_device", "forward", "backward", "comm_exposed", "rank_wait", "optimizer",
+)  # fmt: skip
+"""Phases that belong to a part other than ``rest``."""
 
 _NAMED = 3
+"""Names of knobs that are listed before the rest is only counted."""
 
 
 @dataclass(frozen=True)
-class Bound:
-    """The most that knobs of one part can give.
+class UpperBound:
+    """The most that knobs of one part can gain.
 
     Attributes:
         part: of the step.
@@ -60,20 +57,20 @@ def gain_of(share: float) -> float:
     return math.inf if share >= 1 else share / (1 - share)
 
 
-def percent(gain: float) -> str:
+def gain_text(gain: float) -> str:
     """A relative gain for people."""
     if math.isinf(gain):
         return "without a bound"
     return f"{gain:+.1%}" if gain < 1 else f"{1 + gain:.1f}x"
 
 
-def touched(knob: Knob) -> tuple[Part, ...]:
+def affected_parts(knob: Knob) -> tuple[Part, ...]:
     """Parts of a step that a knob can make shorter: all, where it does not say."""
-    return knob.shortens or PARTS
+    return knob.shortens or tuple(Part)
 
 
-def bounds(measurement: Measurement) -> list[Bound]:
-    """The bound of each part, largest first; empty without a close look at the steps."""
+def upper_bounds(measurement: Measurement) -> list[UpperBound]:
+    """The bound of each part, largest first; empty without a profile of the steps."""
     if "with_everything_ms" not in measurement.bottleneck_evidence:
         return []
     found = [_loading(measurement), _communication(measurement), _optimizer(measurement)]
@@ -82,21 +79,21 @@ def bounds(measurement: Measurement) -> list[Bound]:
     return sorted(found, key=lambda bound: -bound.share)
 
 
-def searched(knobs: Iterable[Knob]) -> dict[Part, list[str]]:
+def knobs_by_part(knobs: Iterable[Knob]) -> dict[Part, list[str]]:
     """Names of the knobs that have a choice, by the part of the step that they touch."""
-    names: dict[Part, list[str]] = {part: [] for part in PARTS}
+    names: dict[Part, list[str]] = {part: [] for part in Part}
     for knob in knobs:
         if knob.count != 1:
-            for part in touched(knob):
+            for part in affected_parts(knob):
                 names[part].append(knob.name)
     return names
 
 
-def bound_of(found: Sequence[Bound], knobs: Iterable[Knob]) -> float | None:
+def headroom_of(found: Sequence[UpperBound], knobs: Iterable[Knob]) -> float | None:
     """The most that a search over ``knobs`` can gain, relative; ``None`` where it is not known."""
     if not found:
         return None
-    names = searched(knobs)
+    names = knobs_by_part(knobs)
     moved = [bound for bound in found if names[bound.part]]
     idle = max((bound.idle for bound in moved), default=0.0)
     return gain_of(min(1.0, sum(bound.share - bound.idle for bound in moved) + idle))
@@ -109,12 +106,40 @@ def in_short(names: Sequence[str]) -> str:
     return f"{listed} and {more} more" if more > 0 else listed
 
 
+def profiled_measurement(
+    trials: Sequence[Trial], configuration: Configuration
+) -> Measurement | None:
+    """The measurement with a profile of its steps among a configuration's trials.
+
+    Of several the one whose scored steps are nearest the median of the trials that confirmed the
+    configuration, as the verdict rests on these; else the first. Without a profile the same of all
+    that ended well. A sentinel is none: it is there to see drift.
+    """
+    key = key_of(configuration)
+    found = [
+        (trial.purpose, trial.measurement)
+        for trial in trials
+        if trial.measurement is not None
+        and trial.measurement.step_seconds
+        and trial.status is Status.OK
+        and trial.purpose is not Purpose.SENTINEL
+        and key_of(trial.configuration) == key
+    ]
+    profiled = [m for _, m in found if "detailed_step_ms" in m.bottleneck_evidence]
+    candidates = profiled or [m for _, m in found]
+    confirmed_s = [m.step_time_s for purpose, m in found if purpose is Purpose.CONFIRM]
+    if not candidates or not confirmed_s:
+        return next(iter(candidates), None)
+    middle_s = statistics.median(confirmed_s)
+    return min(candidates, key=lambda m: abs(m.step_time_s - middle_s))
+
+
 def _share(ms: float, step_ms: float) -> float:
     return min(1.0, max(0.0, ms / step_ms))
 
 
-def _detailed_ms(measurement: Measurement) -> float:
-    """The step in the window in which phases were told apart."""
+def _profiled_step_ms(measurement: Measurement) -> float:
+    """A step of the profile's window in which phases were told apart."""
     evidence = measurement.bottleneck_evidence
     return evidence.get("detailed_step_ms", evidence["with_everything_ms"])
 
@@ -141,63 +166,65 @@ def _saved(measurement: Measurement, part: str) -> tuple[float, str] | None:
 
 def _idle_ms(measurement: Measurement) -> float:
     """What the idlest device idles in a step, while its host launches; 0 where none was watched."""
-    step_ms = _detailed_ms(measurement)
+    step_ms = _profiled_step_ms(measurement)
     evidence = measurement.bottleneck_evidence
     busy_ms = evidence.get("device_busy_least_ms", evidence.get("device_busy_ms", step_ms))
     return max(0.0, step_ms - busy_ms)
 
 
-def _bound(measurement: Measurement, part: Part, ms: float, words: str, hidden: bool) -> Bound:
+def _bound(measurement: Measurement, part: Part, ms: float, words: str, hidden: bool) -> UpperBound:
     """A bound from milliseconds of a step, with what the device idles where it may be ``hidden``.
 
     The part may keep the host longer than its phase on the device says.
     """
-    step_ms = _detailed_ms(measurement)
+    step_ms = _profiled_step_ms(measurement)
     share = _share(ms, step_ms)
     idle_ms = _idle_ms(measurement) if hidden else 0.0
     if idle_ms <= 0:
-        return Bound(part, share, words)
+        return UpperBound(part, share, words)
     words += f", and the device idles {idle_ms:.2f} ms, in which it may keep the host"
     whole = _share(ms + idle_ms, step_ms)
-    return Bound(part, whole, words, whole - share)
+    return UpperBound(part, whole, words, whole - share)
 
 
-def _loading(measurement: Measurement) -> Bound:
+def _loading(measurement: Measurement) -> UpperBound:
     ms, error_ms = _phase(measurement, "dataloader_next", "to_device")
     words = f"waiting for batches and copying them takes {_of(measurement, ms)}"
-    return _with_saved(measurement, LOADING, ms + 2 * error_ms, words)
+    return _with_saved(measurement, Part.LOADING, ms + 2 * error_ms, words)
 
 
-def _communication(measurement: Measurement) -> Bound:
-    saved = _saved(measurement, COMMUNICATION)
+def _communication(measurement: Measurement) -> UpperBound:
+    saved = _saved(measurement, Part.COMMUNICATION)
     exposed_ms = measurement.phases_ms.get("comm_exposed")
     if saved is None and exposed_ms is None:
         if measurement.world_size == 1 and STAGE.name not in measurement.in_force:
             # Sharding copies even where nobody is there to share with.
-            return Bound(COMMUNICATION, 0.0, "one rank alone has nobody to exchange anything with")
-        return Bound(COMMUNICATION, 1.0, "its waiting cannot be told from computing here")
+            return UpperBound(
+                Part.COMMUNICATION, 0.0, "one rank alone has nobody to exchange anything with"
+            )
+        return UpperBound(Part.COMMUNICATION, 1.0, "its waiting cannot be told from computing here")
     _, error_ms = _phase(measurement, "comm_exposed")
     ms = exposed_ms or 0.0
     words = f"{_of(measurement, ms)} wait for it"
-    return _with_saved(measurement, COMMUNICATION, ms + 2 * error_ms, words)
+    return _with_saved(measurement, Part.COMMUNICATION, ms + 2 * error_ms, words)
 
 
-def _with_saved(measurement: Measurement, part: Part, ms: float, words: str) -> Bound:
+def _with_saved(measurement: Measurement, part: Part, ms: float, words: str) -> UpperBound:
     """A bound from a phase, and from steps without the part where there were any."""
     saved = _saved(measurement, part)
     bound = _bound(measurement, part, ms, words, hidden=saved is None)
     if saved is None:
         return bound
-    return Bound(part, max(bound.share, saved[0]), f"{words}, and {saved[1]}")
+    return UpperBound(part, max(bound.share, saved[0]), f"{words}, and {saved[1]}")
 
 
-def _optimizer(measurement: Measurement) -> Bound:
+def _optimizer(measurement: Measurement) -> UpperBound:
     ms, error_ms = _phase(measurement, "optimizer")
     words = f"it takes {_of(measurement, ms)}"
-    return _bound(measurement, OPTIMIZER, ms + 2 * error_ms, words, hidden=True)
+    return _bound(measurement, Part.OPTIMIZER, ms + 2 * error_ms, words, hidden=True)
 
 
-def _computing(measurement: Measurement) -> Bound:
+def _computing(measurement: Measurement) -> UpperBound:
     """What the passes take, and what ranks wait for one another, since they differ in that, too."""
     ms, error_ms = _phase(measurement, *PASSES)
     words = f"forward and backward take {_of(measurement, ms)}"
@@ -211,7 +238,7 @@ def _computing(measurement: Measurement) -> Bound:
         most_ms -= ideal_ms
     if wait_ms > 0:
         words += f", and ranks wait {wait_ms:.2f} ms for one another"
-    return _bound(measurement, COMPUTING, max(0.0, most_ms), words, hidden=True)
+    return _bound(measurement, Part.COMPUTING, max(0.0, most_ms), words, hidden=True)
 
 
 def _passes_and_waits_ms(measurement: Measurement) -> float:
@@ -230,50 +257,14 @@ def _passes_and_waits_ms(measurement: Measurement) -> float:
     return most_ms
 
 
-_ELSEWHERE = (
-    "dataloader_next", "to_device", "forward", "backward", "comm_exposed", "rank_wait", "optimizer",
-)  # fmt: skip
-"""Phases that another part has."""
-
-
-def _rest(measurement: Measurement) -> Bound:
+def _rest(measurement: Measurement) -> UpperBound:
     phases: Mapping[str, float] = measurement.phases_ms
-    step_ms = _detailed_ms(measurement)
-    ms = max(0.0, step_ms - sum(phases.get(name, 0.0) for name in _ELSEWHERE))
-    named = [name for name in phases if name not in _ELSEWHERE]
+    step_ms = _profiled_step_ms(measurement)
+    ms = max(0.0, step_ms - sum(phases.get(name, 0.0) for name in _PHASES_OF_PARTS))
+    named = [name for name in phases if name not in _PHASES_OF_PARTS]
     words = "no phase covers" if not named else f"{', '.join(named)} and what no phase covers take"
-    return Bound(REST, _share(ms, step_ms), f"{words} {_of(measurement, ms)}")
+    return UpperBound(Part.REST, _share(ms, step_ms), f"{words} {_of(measurement, ms)}")
 
 
 def _of(measurement: Measurement, ms: float) -> str:
-    return f"{ms:.2f} ms of a {_detailed_ms(measurement):.2f} ms step"
-
-
-# -----------------------------------------------------------------------------
-# Which measurement of a configuration tells the most of it.
-
-
-def closest_look(trials: Sequence[Trial], configuration: Configuration) -> Measurement | None:
-    """The measurement of a configuration's trials whose steps were looked at closely.
-
-    Of several the one whose scored steps are nearest the median of the trials that confirmed the
-    configuration, as the verdict rests on these; else the first. Without a close look the same of
-    all that ended well. A sentinel is none: it is there to see drift.
-    """
-    key = key_of(configuration)
-    found = [
-        (trial.purpose, trial.measurement)
-        for trial in trials
-        if trial.measurement is not None
-        and trial.measurement.step_seconds
-        and trial.status is Status.OK
-        and trial.purpose is not Purpose.SENTINEL
-        and key_of(trial.configuration) == key
-    ]
-    detailed = [m for _, m in found if "detailed_step_ms" in m.bottleneck_evidence]
-    candidates = detailed or [m for _, m in found]
-    confirmed_s = [m.step_time_s for purpose, m in found if purpose is Purpose.CONFIRM]
-    if not candidates or not confirmed_s:
-        return next(iter(candidates), None)
-    middle_s = statistics.median(confirmed_s)
-    return min(candidates, key=lambda m: abs(m.step_time_s - middle_s))
+    return f"{ms:.2f} ms of a {_profiled_step_ms(measurement):.2f} ms step"

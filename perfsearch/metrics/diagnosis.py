@@ -16,255 +16,9 @@ from typing import Any
 
 from perfsearch.core.option import option
 from perfsearch.core.trial import Measurement
+from perfsearch.core.units import GIB, MEGA
 from perfsearch.knobs.loader import WORKERS
 from perfsearch.metrics.throughput import mfu_of
-
-# -----------------------------------------------------------------------------
-# Rules on what a device waits for: launches, values that are asked for, work between steps.
-
-
-def idle_share(facts: Facts) -> float | None:
-    """Share of the step in which the device does nothing; ``None`` where it was not watched."""
-    busy_ms = facts.evidence.get("device_busy_ms")
-    return None if busy_ms is None else max(0.0, 1 - busy_ms / facts.step_ms)
-
-
-def other_work(facts: Facts) -> Finding | None:
-    """Time outside loading, passes, optimizer and communication.
-
-    Where the passes were not seen they are in that time, and nothing can be said of it.
-    """
-    phases = facts.measurement.phases_ms
-    if not any(name in phases for name in PASSES):
-        return None
-    ms = phases.get("other", 0.0) + max(0.0, facts.step_ms - sum(phases.values()))
-    share, limit = ms / facts.step_ms, facts.limits.other
-    if share <= limit:
-        return None
-    return Finding(
-        "other_work",
-        Severity.HIGH if share >= 2 * limit else Severity.MODERATE,
-        f"what is neither loading, a pass nor the optimizer takes {facts.said_ms(ms)}",
-        "Move logging, metrics, checkpoints, evaluation and Python between steps out of the step, "
-        "or do them every N steps.",
-        share,
-    )
-
-
-def sync_points(facts: Facts) -> Finding | None:
-    """Calls that wait for values from the device, while the device then idles."""
-    wait_ms = facts.evidence.get("sync_wait_ms", facts.phase_ms("from_device"))
-    share, idle = wait_ms / facts.step_ms, idle_share(facts)
-    if share <= facts.limits.sync_wait:
-        return None
-    idles = ""
-    if idle is not None:
-        # a host that only waits for work that is still to be done costs nothing, and what the
-        # device waits for the loader is not these calls'
-        loading = facts.share("dataloader_next")
-        idle -= loading
-        if idle <= facts.limits.sync_wait:
-            return None
-        share = min(share, idle)
-        besides = ", waiting for batches apart" if loading >= 0.005 else ""
-        idles = f"; the device is idle for {idle:.0%} of it{besides}"
-    calls = facts.evidence.get("sync_calls_per_step")
-    often = "" if calls is None else f" in {calls:.1f} calls a step"
-    sites: dict[str, float] = facts.measurement.environment.get("sync_points", {})
-    where = ", ".join(f"{site} ({count:g})" for site, count in sites.items())
-    return Finding(
-        "sync_points",
-        Severity.MODERATE,
-        f"waiting for values from the device{often} takes {facts.said_ms(wait_ms)}{idles}"
-        + (f"; called at {where}" if where else ""),
-        "Call .item(), .cpu() and print of tensors less often, or after the step.",
-        share,
-    )
-
-
-def launching(facts: Facts) -> Finding | None:
-    """A device that waits for launches: what it idles for nothing else that is named.
-
-    A device that copies or communicates is busy.
-    """
-    idle, limit = idle_share(facts), 1 - facts.limits.device_busy
-    if idle is None:
-        return None
-    named = [found.share or 0.0 for rule in (sync_points, other_work) if (found := rule(facts))]
-    waits = idle - facts.share("dataloader_next") - sum(named)
-    if waits <= limit:
-        return None
-    busy_ms = facts.evidence["device_busy_ms"]
-    return Finding(
-        "launch_bound",
-        Severity.HIGH if waits >= 2 * limit else Severity.MODERATE,
-        f"the device works {busy_ms:.2f} ms of a {facts.step_ms:.2f} ms step and waits for the "
-        f"host to launch for {waits:.0%} of it",
-        "Use torch.compile or CUDA graphs, a fused or foreach optimizer, or a larger micro-batch.",
-        waits,
-    )
-
-
-# -----------------------------------------------------------------------------
-# Rules on what ranks do to one another: a slow one, waiting by turns, and communication.
-
-_CLEAR_ERRORS = 4.0
-"""By how many standard errors a rank must be slower before it is called slow."""
-
-_NAMED_FROM = 0.05
-"""Part of what a slow rank takes longer from which a phase is named."""
-
-RANK_PHASES = ("dataloader_next", "to_device", "forward", "optimizer")
-"""Phases in which a rank works for itself. A slow rank's backward pass looks long on the others,
-where communication is not told apart from it.
-"""
-
-
-def straggler(facts: Facts) -> Finding | None:
-    """One rank that is slower than the others, in one phase or in several together.
-
-    Where the error of a phase is not known, noise looks like a slow rank: nothing is said.
-    """
-    slower: dict[float | None, dict[str, float]] = {}
-    for name in _own_phases(facts):
-        excess = facts.evidence.get(f"straggler_{name}_excess_ms", 0.0)
-        error = facts.evidence.get(f"{name}_error_ms")
-        if error is not None and excess > _CLEAR_ERRORS * error:
-            rank = facts.evidence.get(f"straggler_{name}_rank")
-            slower.setdefault(rank, {})[name] = excess
-    if not slower:
-        return None
-    rank, excesses = max(slower.items(), key=lambda item: sum(item[1].values()))
-    worst = sum(excesses.values())
-    waits = _others_wait_ms(facts)
-    costs = worst if waits is None else min(worst, waits)
-    share = costs / facts.step_ms
-    if share <= facts.limits.straggler_excess:
-        return None
-    who = "one rank" if rank is None else _name_of(facts.measurement, int(rank))
-    others = "the other" if facts.measurement.world_size == 2 else "the mean of the others"
-    phases = [name for name, ms in excesses.items() if ms >= _NAMED_FROM * worst]
-    where = " and ".join(phases)
-    longer = f"{who} takes {worst:.2f} ms a step longer than {others} in {where}"
-    evidence = (
-        f"{longer} ({share:.0%} of the step), and the others wait for it in their collectives"
-        if costs == worst
-        else f"{longer}, and the others wait {costs:.2f} ms for it in their collectives "
-        f"({share:.0%} of the step)"
-    )
-    return Finding(
-        "straggler",
-        Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
-        evidence,
-        _look_at(facts, phases),
-        share,
-    )
-
-
-def _look_at(facts: Facts, phases: Sequence[str]) -> str:
-    """Where a slow rank's cause is to be looked for."""
-    if phases != ["dataloader_next"]:
-        return "Look at that device's clocks, temperature and neighbours, and at that rank's data."
-    data = "Look at that rank's data, and at what else reads and computes on its node"
-    if not WORKERS.of(facts.measurement.in_force):
-        return f"{data}."
-    # They load ahead while their rank waits in a collective, so that only the last one shows.
-    return (
-        f"{data}. Or the loader processes of all ranks are as slow, and its own began last: then "
-        "more of them help."
-    )
-
-
-def _others_wait_ms(facts: Facts) -> float | None:
-    """What each of the others waits where one rank comes last; ``None``: waiting was not seen.
-
-    It bounds what that rank costs: where it makes up for a long phase by a short one, nobody waits.
-    """
-    waits_ms, ranks = facts.measurement.phases_ms.get("rank_wait"), facts.measurement.world_size
-    if waits_ms is None or ranks < 2:
-        return None
-    return waits_ms * ranks / (ranks - 1)
-
-
-def imbalance(facts: Facts) -> Finding | None:
-    """Ranks that wait for one another, now this one, now that one."""
-    share, loading = facts.share("rank_wait"), facts.share("dataloader_next")
-    explained = loading >= max(share, facts.limits.input_moderate)
-    if share <= facts.limits.comm_moderate or explained or straggler(facts):
-        return None
-    seen = "comm_least_ms" in facts.evidence and any(
-        f"{name}_error_ms" in facts.evidence for name in _own_phases(facts)
-    )
-    turns = (
-        ", and none of them is the slow one throughout"
-        if seen
-        else "; whether one of them is slow throughout cannot be told from these timings"
-    )
-    return Finding(
-        "rank_imbalance",
-        Severity.MODERATE,
-        f"ranks wait for one another for {facts.said('rank_wait')}{turns}",
-        "Balance what the ranks get in a step (lengths of samples), and look for other jobs beside "
-        "this one.",
-        share,
-    )
-
-
-def _own_phases(facts: Facts) -> tuple[str, ...]:
-    """Phases in which a rank waits for no other, as they were marked here."""
-    return (*RANK_PHASES, *(("backward",) if "comm_least_ms" in facts.evidence else ()))
-
-
-def communication(facts: Facts) -> Finding | None:
-    """Communication itself, without the waiting for whoever comes last."""
-    exposed_ms = facts.phase_ms("comm_exposed")
-    saved = saved_ms(facts.evidence, "communication")
-    if saved is not None:  # what leaving it out does not save is not communication
-        exposed_ms = min(exposed_ms, max(0.0, sum(saved)))
-    share = exposed_ms / facts.step_ms
-    if share <= facts.limits.comm_moderate:
-        return None
-    return Finding(
-        "communication_bound",
-        Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
-        f"communication that nothing overlaps takes {facts.said_ms(exposed_ms)}",
-        "Search bucket sizes and NCCL's settings, accumulate gradients, or shard less.",
-        share,
-    )
-
-
-def _name_of(measurement: Measurement, rank: int) -> str:
-    """A rank with its device, and its host where there are several."""
-    ranks = measurement.environment.get("ranks", [])
-    devices = measurement.environment.get("devices", [])
-    words = []
-    if len(devices) == measurement.world_size and "index" in devices[rank]:
-        words = [f"gpu_{devices[rank]['index']}", str(devices[rank]["uuid"])]
-    elif rank < len(ranks) and ranks[rank].get("device") not in (None, "cpu"):
-        words = [f"GPU {ranks[rank]['device']}"]
-    hosts = {r.get("host") for r in ranks}
-    if rank < len(ranks) and len(hosts) > 1:
-        words.append(f"on {ranks[rank]['host']}")
-    return f"rank {rank} ({', '.join(words)})" if words else f"rank {rank}"
-
-
-GIB = 1024.0**3
-MEGA = 1e6
-
-_MOST_OF_BUSY_PERCENT = 50.0
-"""Of the processor time that is used: a job that uses less has others to thank for full ones."""
-
-_READS_MEGABYTES_PER_S = 0.1
-"""From here on a busy disk is one that is read; a slow one reads little more at random places."""
-
-_FASTER_DISK = "Keep the data on a faster disk or in memory, or read it in larger pieces."
-
-_MOST = 0.5
-"""Share of the step above which a part of it is named although no rule speaks of it."""
-
-_COMPUTE_ADVICE = (
-    "Lower precision, torch.compile or better kernels help; settings of the job hardly do."
-)
 
 
 def diagnose(measurement: Measurement, limits: Thresholds | None = None) -> list[Finding]:
@@ -298,212 +52,8 @@ def report(findings: list[Finding]) -> str:
     return "\n".join(f"- {finding}" for finding in findings)
 
 
-def _memory(facts: Facts) -> Finding | None:
-    retries = facts.evidence.get("allocator_retries", 0.0)
-    total = _device_memory_gib(facts.measurement)
-    peak = facts.measurement.peak_reserved_gib
-    share = peak / total if peak is not None and total else None
-    full = share is not None and share > facts.limits.reserved_memory
-    if not (retries > 0 or full):
-        return None
-    words = [f"{retries:.0f} allocations had to be tried again"] if retries > 0 else []
-    if full and peak is not None:
-        words.append(f"{peak:.1f} of {total:.1f} GiB were reserved at the peak ({share:.0%})")
-    return Finding(
-        "memory_pressure",
-        Severity.HIGH,
-        ", ".join(words),
-        "Use a smaller micro-batch with more accumulation, activation checkpointing, or sharding.",
-    )
-
-
-def _input(facts: Facts) -> Finding | None:
-    share, limits = facts.share("dataloader_next"), facts.limits
-    if share < limits.input_moderate:
-        return None
-    workers = WORKERS.of(facts.measurement.in_force)
-    if facts.above("cpu_iowait_percentage", limits.iowait_percent):
-        cause = f"disks keep it waiting (iowait {facts.system('cpu_iowait_percentage'):.0f} %)"
-        advice = _FASTER_DISK
-    elif facts.above("disk_busy_percentage", limits.disk_busy_percent) and facts.above(
-        "disk_read_megabytes_per_s", _READS_MEGABYTES_PER_S
-    ):
-        cause = (
-            f"a disk keeps it waiting (it works {facts.system('disk_busy_percentage'):.0f} % of "
-            f"the time, and {facts.system('disk_read_megabytes_per_s'):.1f} MB/s are read)"
-        )
-        advice = _FASTER_DISK
-    elif facts.above("cpu_utilization_percentage", limits.cpu_busy_percent):
-        used = facts.system("cpu_utilization_percentage")
-        own = facts.system("process_cpu_share_percentage")
-        if own is not None and own < _MOST_OF_BUSY_PERCENT:
-            cause = (
-                f"other jobs fill the processors ({used:.0f} % busy, {own:.0f} % of it this job's)"
-            )
-            advice = "Give the job processors of its own, or more dataloader workers."
-        else:
-            cause = f"preprocessing fills the processors ({used:.0f} % busy)"
-            advice = "Do less a sample: preprocess once and store it, or do it on the device."
-    elif facts.above("network_receive_megabytes_per_s", limits.network_megabytes_per_s):
-        rate = facts.system("network_receive_megabytes_per_s")
-        cause = f"data may come over the network ({rate:.0f} MB/s received)"
-        advice = "Cache the data locally, or prefetch more of it."
-    else:
-        seen = facts.system("cpu_utilization_percentage") is not None
-        cause = (
-            "processors, disks and network are not its limit" if seen else "its cause was not seen"
-        )
-        advice = "Use more dataloader workers, or a larger prefetch factor."
-        if workers is not None:
-            cause += f"; it has {workers} workers"
-    severity = Severity.HIGH if share >= limits.input_high else Severity.MODERATE
-    evidence = f"waiting for the next batch takes {facts.said('dataloader_next')}; {cause}"
-    return Finding("input_bound", severity, evidence, advice, share)
-
-
-def _copy(facts: Facts) -> Finding | None:
-    share = facts.share("to_device")
-    if share <= facts.limits.to_device:
-        return None
-    return Finding(
-        "host_to_device_copy",
-        Severity.MODERATE,
-        f"copying batches to the device takes {facts.said('to_device')}",
-        "Use pin_memory with non_blocking copies, or send smaller types (uint8, bf16).",
-        share,
-    )
-
-
-def _optimizer(facts: Facts) -> Finding | None:
-    share = facts.share("optimizer")
-    if share <= facts.limits.optimizer:
-        return None
-    return Finding(
-        "optimizer_bound",
-        Severity.MODERATE,
-        f"the optimizer takes {facts.said('optimizer')}",
-        "Use its fused or foreach implementation, shard its state, or accumulate gradients.",
-        share,
-    )
-
-
-def _compute(facts: Facts) -> Finding | None:
-    """A job that computes nearly all the time. What the device did itself comes before NVML."""
-    limit, share = facts.limits.compute, facts.share(*PASSES)
-    busy_ms = facts.evidence.get("device_busy_ms")
-    used = facts.system("gpu_utilization_percentage")
-    if busy_ms is not None:
-        ms = max(0.0, busy_ms - facts.evidence.get("device_exposed_ms", 0.0))
-        share = ms / facts.step_ms
-        evidence = f"the device computes {facts.said_ms(ms)}"
-        fires = share >= limit
-    elif used is not None:
-        evidence = f"the GPUs are busy {used:.0f} % of the time"
-        fires = used >= limit * 100
-    else:
-        evidence = f"forward and backward take {facts.said(*PASSES)}"
-        fires = share >= limit
-    if not fires:
-        return None
-    return Finding(
-        "compute_bound", Severity.INFO, evidence + _mfu(facts), _COMPUTE_ADVICE, share or None
-    )
-
-
-def _mfu(facts: Facts) -> str:
-    mfu = mfu_of(facts.measurement)
-    return "" if mfu is None else f", at {mfu:.0%} of their peak (MFU)"
-
-
-def _nothing_stands_out(facts: Facts) -> Finding:
-    """What most of the step is, where it has no rule; else that nothing is."""
-    if facts.share(*PASSES) > _MOST:
-        return Finding(
-            "mostly_computing",
-            Severity.INFO,
-            f"forward and backward take {facts.said(*PASSES)}{_mfu(facts)}; nothing else stands "
-            "out",
-            _COMPUTE_ADVICE,
-            facts.share(*PASSES),
-        )
-    phases = facts.measurement.phases_ms
-    largest = max(phases, key=lambda name: phases[name], default="")
-    if largest and facts.share(largest) > _MOST:
-        return Finding(
-            "mostly_one_phase",
-            Severity.INFO,
-            f"{largest} takes {facts.said(largest)}, and no rule says why",
-            "Look at a few steps of it with metrics.trace=true.",
-            facts.share(largest),
-        )
-    closely = "detailed_step_ms" in facts.evidence
-    do = "Search" if closely else "Measure with metrics.detail=full, or search"
-    return Finding(
-        "balanced",
-        Severity.INFO,
-        f"no phase of the {facts.step_ms:.2f} ms step stands out",
-        f"{do}: single causes are not in sight.",
-    )
-
-
-_RULES: tuple[Callable[[Facts], Finding | None], ...] = (
-    _memory,
-    _input,
-    _copy,
-    straggler,
-    imbalance,
-    communication,
-    other_work,
-    sync_points,
-    launching,
-    _optimizer,
-)
-
-
-def _device_memory_gib(measurement: Measurement) -> float | None:
-    devices = measurement.environment.get("devices", [])
-    stated = [float(d["memory_gib"]) for d in devices if "memory_gib" in d]
-    read = [
-        (d["memory_usage_megabytes"] + d["memory_free_megabytes"]) * MEGA / GIB
-        for d in devices
-        if "memory_usage_megabytes" in d and "memory_free_megabytes" in d
-    ]
-    return min([*stated, *read], default=None)
-
-
 # -----------------------------------------------------------------------------
-# Steps that are not like the others.
-
-_LONG = 1.5
-"""A long step takes so many times the median."""
-_FEWEST = 2
-"""One alone may be the machine's own doing."""
-
-
-def uneven_steps(facts: Facts) -> Finding | None:
-    """Some steps take much longer, which no score shows: those are of the median step."""
-    seconds = facts.measurement.step_seconds
-    median, mean = statistics.median(seconds), statistics.fmean(seconds)
-    long = sum(s > _LONG * median for s in seconds)
-    if long < _FEWEST or (mean - median) / mean <= facts.limits.uneven:
-        return None
-    return Finding(
-        "uneven_steps",
-        Severity.INFO,
-        f"{long} of {len(seconds)} steps take more than {_LONG:g} times the median of "
-        f"{median * 1e3:.2f} ms, so that the mean is {mean * 1e3:.2f} ms "
-        f"(+{mean / median - 1:.0%}); rates and scores are those of the median step",
-        "Look at what happens in those steps: where loaders start again with each epoch, "
-        "persistent_workers or longer epochs save it, though no score shows that.",
-        (mean - median) / mean,
-    )
-
-
-# -----------------------------------------------------------------------------
-# What a diagnosis is made of: facts of a measurement, thresholds, findings.
-
-PASSES = ("forward", "backward")
-"""Phases in which a rank computes."""
+# What a diagnosis is made of: findings, from facts of a measurement and thresholds.
 
 
 class Severity(StrEnum):
@@ -512,6 +62,29 @@ class Severity(StrEnum):
     HIGH = "high"
     MODERATE = "moderate"
     INFO = "info"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that holds the job back.
+
+    Attributes:
+        name: short and stable, for tags.
+        severity: how much it costs.
+        evidence: what was measured, in numbers.
+        advice: what to do.
+        share: part of the step that it takes, from 0 to 1, where it is a part.
+
+    """
+
+    name: str
+    severity: Severity
+    evidence: str
+    advice: str
+    share: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.severity}): {self.evidence}. {self.advice}"
 
 
 def _share(default: float) -> Any:
@@ -578,27 +151,8 @@ class Thresholds:
                 )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that holds the job back.
-
-    Attributes:
-        name: short and stable, for tags.
-        severity: how much it costs.
-        evidence: what was measured, in numbers.
-        advice: what to do.
-        share: part of the step that it takes, from 0 to 1, where it is a part.
-
-    """
-
-    name: str
-    severity: Severity
-    evidence: str
-    advice: str
-    share: float | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.severity}): {self.evidence}. {self.advice}"
+PASSES = ("forward", "backward")
+"""Phases in which a rank computes."""
 
 
 @dataclass(frozen=True)
@@ -643,3 +197,459 @@ def saved_ms(evidence: Mapping[str, float], part: str) -> tuple[float, float] | 
         return None
     whole, left = (evidence[f"{name}_ms"] for name in names)
     return whole - left, 2 * math.hypot(*(evidence.get(f"{name}_error_ms", 0.0) for name in names))
+
+
+# -----------------------------------------------------------------------------
+# Rules on memory, on what a device waits for, and on what the host does between steps.
+
+
+def _memory(facts: Facts) -> Finding | None:
+    retries = facts.evidence.get("allocator_retries", 0.0)
+    total = _device_memory_gib(facts.measurement)
+    peak = facts.measurement.peak_reserved_gib
+    share = peak / total if peak is not None and total else None
+    full = share is not None and share > facts.limits.reserved_memory
+    if not (retries > 0 or full):
+        return None
+    words = [f"{retries:.0f} allocations had to be tried again"] if retries > 0 else []
+    if full and peak is not None:
+        words.append(f"{peak:.1f} of {total:.1f} GiB were reserved at the peak ({share:.0%})")
+    return Finding(
+        "memory_pressure",
+        Severity.HIGH,
+        ", ".join(words),
+        "Use a smaller micro-batch with more accumulation, activation checkpointing, or sharding.",
+    )
+
+
+def _device_memory_gib(measurement: Measurement) -> float | None:
+    devices = measurement.environment.get("devices", [])
+    stated = [float(d["memory_gib"]) for d in devices if "memory_gib" in d]
+    read = [
+        (d["memory_usage_megabytes"] + d["memory_free_megabytes"]) * MEGA / GIB
+        for d in devices
+        if "memory_usage_megabytes" in d and "memory_free_megabytes" in d
+    ]
+    return min([*stated, *read], default=None)
+
+
+_MOST_OF_BUSY_PERCENT = 50.0
+"""Of the processor time that is used: a job that uses less has others to thank for full ones."""
+
+
+_READS_MEGABYTES_PER_S = 0.1
+"""From here on a busy disk is one that is read; a slow one reads little more at random places."""
+
+
+_FASTER_DISK = "Keep the data on a faster disk or in memory, or read it in larger pieces."
+
+
+def _input(facts: Facts) -> Finding | None:
+    share, limits = facts.share("dataloader_next"), facts.limits
+    if share < limits.input_moderate:
+        return None
+    workers = WORKERS.of(facts.measurement.in_force)
+    if facts.above("cpu_iowait_percentage", limits.iowait_percent):
+        cause = f"disks keep it waiting (iowait {facts.system('cpu_iowait_percentage'):.0f} %)"
+        advice = _FASTER_DISK
+    elif facts.above("disk_busy_percentage", limits.disk_busy_percent) and facts.above(
+        "disk_read_megabytes_per_s", _READS_MEGABYTES_PER_S
+    ):
+        cause = (
+            f"a disk keeps it waiting (it works {facts.system('disk_busy_percentage'):.0f} % of "
+            f"the time, and {facts.system('disk_read_megabytes_per_s'):.1f} MB/s are read)"
+        )
+        advice = _FASTER_DISK
+    elif facts.above("cpu_utilization_percentage", limits.cpu_busy_percent):
+        used = facts.system("cpu_utilization_percentage")
+        own = facts.system("process_cpu_share_percentage")
+        if own is not None and own < _MOST_OF_BUSY_PERCENT:
+            cause = (
+                f"other jobs fill the processors ({used:.0f} % busy, {own:.0f} % of it this job's)"
+            )
+            advice = "Give the job processors of its own, or more dataloader workers."
+        else:
+            cause = f"preprocessing fills the processors ({used:.0f} % busy)"
+            advice = "Do less a sample: preprocess once and store it, or do it on the device."
+    elif facts.above("network_receive_megabytes_per_s", limits.network_megabytes_per_s):
+        rate = facts.system("network_receive_megabytes_per_s")
+        cause = f"data may come over the network ({rate:.0f} MB/s received)"
+        advice = "Cache the data locally, or prefetch more of it."
+    else:
+        seen = facts.system("cpu_utilization_percentage") is not None
+        cause = (
+            "processors, disks and network are not its limit" if seen else "its cause was not seen"
+        )
+        advice = "Use more dataloader workers, or a larger prefetch factor."
+        if workers is not None:
+            cause += f"; it has {workers} workers"
+    severity = Severity.HIGH if share >= limits.input_high else Severity.MODERATE
+    evidence = f"waiting for the next batch takes {facts.said('dataloader_next')}; {cause}"
+    return Finding("input_bound", severity, evidence, advice, share)
+
+
+def _copy(facts: Facts) -> Finding | None:
+    share = facts.share("to_device")
+    if share <= facts.limits.to_device:
+        return None
+    return Finding(
+        "host_to_device_copy",
+        Severity.MODERATE,
+        f"copying batches to the device takes {facts.said('to_device')}",
+        "Use pin_memory with non_blocking copies, or send smaller types (uint8, bf16).",
+        share,
+    )
+
+
+def other_work(facts: Facts) -> Finding | None:
+    """Time outside loading, passes, optimizer and communication.
+
+    Where the passes were not seen they are in that time, and nothing can be said of it.
+    """
+    phases = facts.measurement.phases_ms
+    if not any(name in phases for name in PASSES):
+        return None
+    ms = phases.get("other", 0.0) + max(0.0, facts.step_ms - sum(phases.values()))
+    share, limit = ms / facts.step_ms, facts.limits.other
+    if share <= limit:
+        return None
+    return Finding(
+        "other_work",
+        Severity.HIGH if share >= 2 * limit else Severity.MODERATE,
+        f"what is neither loading, a pass nor the optimizer takes {facts.said_ms(ms)}",
+        "Move logging, metrics, checkpoints, evaluation and Python between steps out of the step, "
+        "or do them every N steps.",
+        share,
+    )
+
+
+def idle_share(facts: Facts) -> float | None:
+    """Share of the step in which the device does nothing; ``None`` where it was not watched."""
+    busy_ms = facts.evidence.get("device_busy_ms")
+    return None if busy_ms is None else max(0.0, 1 - busy_ms / facts.step_ms)
+
+
+def sync_points(facts: Facts) -> Finding | None:
+    """Calls that wait for values from the device, while the device then idles."""
+    wait_ms = facts.evidence.get("sync_wait_ms", facts.phase_ms("from_device"))
+    share, idle = wait_ms / facts.step_ms, idle_share(facts)
+    if share <= facts.limits.sync_wait:
+        return None
+    idles = ""
+    if idle is not None:
+        # a host that only waits for work that is still to be done costs nothing, and what the
+        # device waits for the loader is not these calls'
+        loading = facts.share("dataloader_next")
+        idle -= loading
+        if idle <= facts.limits.sync_wait:
+            return None
+        share = min(share, idle)
+        besides = ", waiting for batches apart" if loading >= 0.005 else ""
+        idles = f"; the device is idle for {idle:.0%} of it{besides}"
+    calls = facts.evidence.get("sync_calls_per_step")
+    often = "" if calls is None else f" in {calls:.1f} calls a step"
+    sites: dict[str, float] = facts.measurement.environment.get("sync_points", {})
+    where = ", ".join(f"{site} ({count:g})" for site, count in sites.items())
+    return Finding(
+        "sync_points",
+        Severity.MODERATE,
+        f"waiting for values from the device{often} takes {facts.said_ms(wait_ms)}{idles}"
+        + (f"; called at {where}" if where else ""),
+        "Call .item(), .cpu() and print of tensors less often, or after the step.",
+        share,
+    )
+
+
+def launching(facts: Facts) -> Finding | None:
+    """A device that waits for launches: what it idles for nothing else that is named.
+
+    A device that copies or communicates is busy.
+    """
+    idle, limit = idle_share(facts), 1 - facts.limits.device_busy
+    if idle is None:
+        return None
+    named = [found.share or 0.0 for rule in (sync_points, other_work) if (found := rule(facts))]
+    waits = idle - facts.share("dataloader_next") - sum(named)
+    if waits <= limit:
+        return None
+    busy_ms = facts.evidence["device_busy_ms"]
+    return Finding(
+        "launch_bound",
+        Severity.HIGH if waits >= 2 * limit else Severity.MODERATE,
+        f"the device works {busy_ms:.2f} ms of a {facts.step_ms:.2f} ms step and waits for the "
+        f"host to launch for {waits:.0%} of it",
+        "Use torch.compile or CUDA graphs, a fused or foreach optimizer, or a larger micro-batch.",
+        waits,
+    )
+
+
+def _optimizer(facts: Facts) -> Finding | None:
+    share = facts.share("optimizer")
+    if share <= facts.limits.optimizer:
+        return None
+    return Finding(
+        "optimizer_bound",
+        Severity.MODERATE,
+        f"the optimizer takes {facts.said('optimizer')}",
+        "Use its fused or foreach implementation, shard its state, or accumulate gradients.",
+        share,
+    )
+
+
+# -----------------------------------------------------------------------------
+# Rules on what ranks do to one another: a slow one, waiting by turns, and communication.
+
+
+_CLEAR_ERRORS = 4.0
+"""By how many standard errors a rank must be slower before it is called slow."""
+
+
+_NAMED_FROM = 0.05
+"""Part of what a slow rank takes longer from which a phase is named."""
+
+
+RANK_PHASES = ("dataloader_next", "to_device", "forward", "optimizer")
+"""Phases in which a rank works for itself. A slow rank's backward pass looks long on the others,
+where communication is not told apart from it.
+"""
+
+
+def straggler(facts: Facts) -> Finding | None:
+    """One rank that is slower than the others, in one phase or in several together.
+
+    Where the error of a phase is not known, noise looks like a slow rank: nothing is said.
+    """
+    slower: dict[float | None, dict[str, float]] = {}
+    for name in _own_phases(facts):
+        excess = facts.evidence.get(f"straggler_{name}_excess_ms", 0.0)
+        error = facts.evidence.get(f"{name}_error_ms")
+        if error is not None and excess > _CLEAR_ERRORS * error:
+            rank = facts.evidence.get(f"straggler_{name}_rank")
+            slower.setdefault(rank, {})[name] = excess
+    if not slower:
+        return None
+    rank, excesses = max(slower.items(), key=lambda item: sum(item[1].values()))
+    worst = sum(excesses.values())
+    waits = _others_wait_ms(facts)
+    costs = worst if waits is None else min(worst, waits)
+    share = costs / facts.step_ms
+    if share <= facts.limits.straggler_excess:
+        return None
+    who = "one rank" if rank is None else _name_of(facts.measurement, int(rank))
+    others = "the other" if facts.measurement.world_size == 2 else "the mean of the others"
+    phases = [name for name, ms in excesses.items() if ms >= _NAMED_FROM * worst]
+    where = " and ".join(phases)
+    longer = f"{who} takes {worst:.2f} ms a step longer than {others} in {where}"
+    evidence = (
+        f"{longer} ({share:.0%} of the step), and the others wait for it in their collectives"
+        if costs == worst
+        else f"{longer}, and the others wait {costs:.2f} ms for it in their collectives "
+        f"({share:.0%} of the step)"
+    )
+    return Finding(
+        "straggler",
+        Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
+        evidence,
+        _straggler_advice(facts, phases),
+        share,
+    )
+
+
+def _own_phases(facts: Facts) -> tuple[str, ...]:
+    """Phases in which a rank waits for no other, as they were marked here."""
+    return (*RANK_PHASES, *(("backward",) if "comm_least_ms" in facts.evidence else ()))
+
+
+def _straggler_advice(facts: Facts, phases: Sequence[str]) -> str:
+    """Where a slow rank's cause is to be looked for."""
+    if phases != ["dataloader_next"]:
+        return "Look at that device's clocks, temperature and neighbours, and at that rank's data."
+    data = "Look at that rank's data, and at what else reads and computes on its node"
+    if not WORKERS.of(facts.measurement.in_force):
+        return f"{data}."
+    # They load ahead while their rank waits in a collective, so that only the last one shows.
+    return (
+        f"{data}. Or the loader processes of all ranks are as slow, and its own began last: then "
+        "more of them help."
+    )
+
+
+def _others_wait_ms(facts: Facts) -> float | None:
+    """What each of the others waits where one rank comes last; ``None``: waiting was not seen.
+
+    It bounds what that rank costs: where it makes up for a long phase by a short one, nobody waits.
+    """
+    waits_ms, ranks = facts.measurement.phases_ms.get("rank_wait"), facts.measurement.world_size
+    if waits_ms is None or ranks < 2:
+        return None
+    return waits_ms * ranks / (ranks - 1)
+
+
+def _name_of(measurement: Measurement, rank: int) -> str:
+    """A rank with its device, and its host where there are several."""
+    ranks = measurement.environment.get("ranks", [])
+    devices = measurement.environment.get("devices", [])
+    words = []
+    if len(devices) == measurement.world_size and "index" in devices[rank]:
+        words = [f"gpu_{devices[rank]['index']}", str(devices[rank]["uuid"])]
+    elif rank < len(ranks) and ranks[rank].get("device") not in (None, "cpu"):
+        words = [f"GPU {ranks[rank]['device']}"]
+    hosts = {r.get("host") for r in ranks}
+    if rank < len(ranks) and len(hosts) > 1:
+        words.append(f"on {ranks[rank]['host']}")
+    return f"rank {rank} ({', '.join(words)})" if words else f"rank {rank}"
+
+
+def imbalance(facts: Facts) -> Finding | None:
+    """Ranks that wait for one another, now this one, now that one."""
+    share, loading = facts.share("rank_wait"), facts.share("dataloader_next")
+    explained = loading >= max(share, facts.limits.input_moderate)
+    if share <= facts.limits.comm_moderate or explained or straggler(facts):
+        return None
+    seen = "comm_least_ms" in facts.evidence and any(
+        f"{name}_error_ms" in facts.evidence for name in _own_phases(facts)
+    )
+    turns = (
+        ", and none of them is the slow one throughout"
+        if seen
+        else "; whether one of them is slow throughout cannot be told from these timings"
+    )
+    return Finding(
+        "rank_imbalance",
+        Severity.MODERATE,
+        f"ranks wait for one another for {facts.said('rank_wait')}{turns}",
+        "Balance what the ranks get in a step (lengths of samples), and look for other jobs beside "
+        "this one.",
+        share,
+    )
+
+
+def communication(facts: Facts) -> Finding | None:
+    """Communication itself, without the waiting for whoever comes last."""
+    exposed_ms = facts.phase_ms("comm_exposed")
+    saved = saved_ms(facts.evidence, "communication")
+    if saved is not None:  # what leaving it out does not save is not communication
+        exposed_ms = min(exposed_ms, max(0.0, sum(saved)))
+    share = exposed_ms / facts.step_ms
+    if share <= facts.limits.comm_moderate:
+        return None
+    return Finding(
+        "communication_bound",
+        Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
+        f"communication that nothing overlaps takes {facts.said_ms(exposed_ms)}",
+        "Search bucket sizes and NCCL's settings, accumulate gradients, or shard less.",
+        share,
+    )
+
+
+# -----------------------------------------------------------------------------
+# What is said where no rule fires, and beside those that do.
+
+
+_MOST = 0.5
+"""Share of the step above which a part of it is named although no rule speaks of it."""
+
+
+_COMPUTE_ADVICE = (
+    "Lower precision, torch.compile or better kernels help; settings of the job hardly do."
+)
+
+
+def _compute(facts: Facts) -> Finding | None:
+    """A job that computes nearly all the time. What the device did itself comes before NVML."""
+    limit, share = facts.limits.compute, facts.share(*PASSES)
+    busy_ms = facts.evidence.get("device_busy_ms")
+    used = facts.system("gpu_utilization_percentage")
+    if busy_ms is not None:
+        ms = max(0.0, busy_ms - facts.evidence.get("device_exposed_ms", 0.0))
+        share = ms / facts.step_ms
+        evidence = f"the device computes {facts.said_ms(ms)}"
+        fires = share >= limit
+    elif used is not None:
+        evidence = f"the GPUs are busy {used:.0f} % of the time"
+        fires = used >= limit * 100
+    else:
+        evidence = f"forward and backward take {facts.said(*PASSES)}"
+        fires = share >= limit
+    if not fires:
+        return None
+    return Finding(
+        "compute_bound", Severity.INFO, evidence + _mfu(facts), _COMPUTE_ADVICE, share or None
+    )
+
+
+def _mfu(facts: Facts) -> str:
+    mfu = mfu_of(facts.measurement)
+    return "" if mfu is None else f", at {mfu:.0%} of their peak (MFU)"
+
+
+def _nothing_stands_out(facts: Facts) -> Finding:
+    """What most of the step is, where it has no rule; else that nothing is."""
+    if facts.share(*PASSES) > _MOST:
+        return Finding(
+            "mostly_computing",
+            Severity.INFO,
+            f"forward and backward take {facts.said(*PASSES)}{_mfu(facts)}; nothing else stands "
+            "out",
+            _COMPUTE_ADVICE,
+            facts.share(*PASSES),
+        )
+    phases = facts.measurement.phases_ms
+    largest = max(phases, key=lambda name: phases[name], default="")
+    if largest and facts.share(largest) > _MOST:
+        return Finding(
+            "mostly_one_phase",
+            Severity.INFO,
+            f"{largest} takes {facts.said(largest)}, and no rule says why",
+            "Look at a few steps of it with metrics.trace=true.",
+            facts.share(largest),
+        )
+    profiled = "detailed_step_ms" in facts.evidence
+    do = "Search" if profiled else "Measure with metrics.detail=full, or search"
+    return Finding(
+        "balanced",
+        Severity.INFO,
+        f"no phase of the {facts.step_ms:.2f} ms step stands out",
+        f"{do}: single causes are not in sight.",
+    )
+
+
+_LONG = 1.5
+"""A long step takes so many times the median."""
+
+
+_FEWEST = 2
+"""One alone may be the machine's own doing."""
+
+
+def uneven_steps(facts: Facts) -> Finding | None:
+    """Some steps take much longer, which no score shows: those are of the median step."""
+    seconds = facts.measurement.step_seconds
+    median, mean = statistics.median(seconds), statistics.fmean(seconds)
+    long = sum(s > _LONG * median for s in seconds)
+    if long < _FEWEST or (mean - median) / mean <= facts.limits.uneven:
+        return None
+    return Finding(
+        "uneven_steps",
+        Severity.INFO,
+        f"{long} of {len(seconds)} steps take more than {_LONG:g} times the median of "
+        f"{median * 1e3:.2f} ms, so that the mean is {mean * 1e3:.2f} ms "
+        f"(+{mean / median - 1:.0%}); rates and scores are those of the median step",
+        "Look at what happens in those steps: where loaders start again with each epoch, "
+        "persistent_workers or longer epochs save it, though no score shows that.",
+        (mean - median) / mean,
+    )
+
+
+_RULES: tuple[Callable[[Facts], Finding | None], ...] = (
+    _memory,
+    _input,
+    _copy,
+    straggler,
+    imbalance,
+    communication,
+    other_work,
+    sync_points,
+    launching,
+    _optimizer,
+)

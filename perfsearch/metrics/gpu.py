@@ -1,4 +1,4 @@
-"""Readings of the job's GPUs, each guarded by itself."""
+"""Readings of the job's GPUs, each of which may fail by itself."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from perfsearch.core.hardware import nvml_text
+from perfsearch.core.units import KIB, MEGA, MIB
 from perfsearch.metrics.reading import Guard
-
-MEGA = 1e6
-GIB = 1024.0**3
 
 _THROTTLE_REASONS = {
     0x001: "gpu_idle",
@@ -28,10 +27,10 @@ _THROTTLE_REASONS = {
     0x080: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
+
+
 _HARMLESS = 0x001 | 0x002 | 0x100
 """Being idle, and clocks that somebody chose, are no slow-down."""
-
-_KIB = 1024.0
 
 
 class GpuReader:
@@ -80,7 +79,7 @@ class GpuReader:
             reading = partial(nvml.nvmlDeviceGetPcieThroughput, device.handle, counter)
             rate = self.guard.read(name, reading)
             if rate is not None:
-                values[name] = rate * _KIB / MEGA
+                values[name] = rate * KIB / MEGA
         return values
 
     def _device(self, device: Device) -> dict[str, float]:
@@ -138,7 +137,7 @@ def environment(
     if not reader.devices:
         return result
     nvml = open_nvml()
-    driver = guard.read("driver", lambda: text(nvml.nvmlSystemGetDriverVersion()))
+    driver = guard.read("driver", lambda: nvml_text(nvml.nvmlSystemGetDriverVersion()))
     if driver is not None:
         result["driver"] = driver
     for device in reader.devices:
@@ -146,7 +145,7 @@ def environment(
         entry: dict[str, Any] = {"uuid": device.uuid, "index": device.index, "mig": device.is_mig}
         entry.update(reader._device(device))
         readings: dict[str, Any] = {
-            "name": lambda h=handle: text(nvml.nvmlDeviceGetName(h)),
+            "name": lambda h=handle: nvml_text(nvml.nvmlDeviceGetName(h)),
             "max_sm_clock_mhz": lambda h=handle: nvml.nvmlDeviceGetMaxClockInfo(
                 h, nvml.NVML_CLOCK_SM
             ),
@@ -162,28 +161,6 @@ def environment(
                 entry[name] = value
         result["devices"].append(entry)
     return result
-
-
-def used_memory_gib(uuid: str) -> float | None:
-    """Memory in use on a device, read anew from the driver; ``None`` where it cannot be read.
-
-    Args:
-        uuid: the device, with or without ``GPU-``.
-
-    """
-    guard = Guard()
-    devices = GpuReader([uuid], guard).devices
-    if not devices:
-        return None
-    memory = guard.read("memory", lambda: _memory(open_nvml(), devices[0].handle))
-    return None if memory is None else float(memory.used) / GIB
-
-
-def device_map(uuids: Sequence[str] | None = None) -> dict[str, dict[str, str]]:
-    """Which device ``gpu_<index>`` is: index to UUID and host name; empty without NVML."""
-    devices = GpuReader(uuids, Guard()).devices
-    host = os.uname().nodename
-    return {f"gpu_{d.index}": {"uuid": d.uuid, "host": host} for d in devices}
 
 
 def _memory(nvml: Any, handle: Any) -> Any:
@@ -207,7 +184,7 @@ def _processes(nvml: Any, handle: Any, own: Collection[int]) -> list[dict[str, A
             "pid": process.pid,
             "used_memory_mib": None
             if process.usedGpuMemory is None
-            else process.usedGpuMemory / 1024.0**2,
+            else process.usedGpuMemory / MIB,
         }
         for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         if process.pid not in own
@@ -220,6 +197,7 @@ def _processes(nvml: Any, handle: Any, own: Collection[int]) -> list[dict[str, A
 # NVML numbers every card of the host in PCI order and knows nothing of ``CUDA_VISIBLE_DEVICES``,
 # so devices are found by UUID. Nothing here imports torch; ``pynvml`` is imported where it is
 # used.
+
 
 _opened_by: set[int] = set()
 
@@ -311,16 +289,11 @@ def job_devices(
     return _numbered(found), missing
 
 
-def text(value: Any) -> str:
-    """NVML's strings as ``str``: older bindings return bytes."""
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
 def _cards(nvml: Any) -> Iterator[Device]:
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            yield Device(handle, text(nvml.nvmlDeviceGetUUID(handle)), index)
+            yield Device(handle, nvml_text(nvml.nvmlDeviceGetUUID(handle)), index)
         except nvml.NVMLError:
             # A card that fell off the bus, or that this container may not open, is not ours.
             continue
@@ -338,7 +311,9 @@ def _instances(nvml: Any, card: Device) -> list[Device]:
     for slot in range(slots):
         try:
             handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card.handle, slot)
-            found.append(Device(handle, text(nvml.nvmlDeviceGetUUID(handle)), card.index, True))
+            found.append(
+                Device(handle, nvml_text(nvml.nvmlDeviceGetUUID(handle)), card.index, True)
+            )
         except nvml.NVMLError:
             continue  # an empty slot
     return found
@@ -386,29 +361,21 @@ def _numbered(devices: Sequence[Device]) -> list[Device]:
 # (seen with driver 580.159.04 on H100), so they are read in a process of their own, now and
 # then.
 
+
 EVERY_S = 15.0
 """Between two readings: each takes a fraction of a second of one core."""
 
+
 _LONGEST_S = 10.0
-_MEGA = 1e6
+
+
 _CARD = re.compile(r"^GPU \d+:.*\(UUID: (GPU-[0-9a-fA-F-]+)\)")
+
+
 _LINK = re.compile(r"Link \d+: Data (Tx|Rx): (\d+) KiB")
 
+
 Start = Callable[[Sequence[str]], "subprocess.Popen[str]"]
-
-
-def totals_kib(text: str) -> dict[str, tuple[float, float]]:
-    """Sent and received by card's UUID, summed over its links; cards without links are left out."""
-    found: dict[str, tuple[float, float]] = {}
-    card = ""
-    for line in text.splitlines():
-        if named := _CARD.match(line):
-            card = named[1]
-        elif (link := _LINK.search(line)) and card:
-            sent, received = found.get(card, (0.0, 0.0))
-            kib = float(link[2])
-            found[card] = (sent + kib, received) if link[1] == "Tx" else (sent, received + kib)
-    return found
 
 
 class NvlinkReader:
@@ -482,8 +449,22 @@ class NvlinkReader:
                     name = f"gpu_{self._devices[uuid]}_nvlink_{word}_megabytes_per_s"
                     self._rates.pop(name, None)
                     if new >= old:
-                        self._rates[name] = (new - old) * _KIB / _MEGA / (time_s - before_s)
+                        self._rates[name] = (new - old) * KIB / MEGA / (time_s - before_s)
         self._last = (time_s, totals)
+
+
+def totals_kib(text: str) -> dict[str, tuple[float, float]]:
+    """Sent and received by card's UUID, summed over its links; cards without links are left out."""
+    found: dict[str, tuple[float, float]] = {}
+    card = ""
+    for line in text.splitlines():
+        if named := _CARD.match(line):
+            card = named[1]
+        elif (link := _LINK.search(line)) and card:
+            sent, received = found.get(card, (0.0, 0.0))
+            kib = float(link[2])
+            found[card] = (sent + kib, received) if link[1] == "Tx" else (sent, received + kib)
+    return found
 
 
 def _command(uuids: Sequence[str]) -> list[str]:
@@ -505,6 +486,7 @@ def _start(command: Sequence[str]) -> subprocess.Popen[str]:
 
 # -----------------------------------------------------------------------------
 # Memory of cards that are named and not there.
+
 
 MEMORY_GIB = {
     "T4": 15.0,

@@ -1,6 +1,6 @@
 """Predicted memory of a configuration, corrected by every trial.
 
-The arithmetic of ``memory_peak`` is the expectation. Measured peaks correct it through a Bayesian
+The arithmetic of ``peak_bytes`` is the expectation. Measured peaks correct it through a Bayesian
 linear regression with few, tightly bounded terms: what wrappers hold, what is gathered, and the
 size of activations, each shared between the configurations that it concerns. So two
 neighbouring trials cannot swing a prediction far away from them, and a trial of one stage teaches
@@ -9,13 +9,15 @@ something about the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import numpy as np
+
+from perfsearch.core.units import GIB
 
 MARGIN_DEVIATIONS = 2.0
 """The stated margin: so many standard deviations to either side."""
@@ -181,15 +183,12 @@ class MemoryModel:
 
 def _alike(one: Layout, other: Layout) -> bool:
     """Whether they differ in micro-batch and accumulation only, one accumulating where both do."""
-    same: Callable[[str], bool] = lambda name: getattr(one, name) == getattr(other, name)  # noqa: E731
-    names = [n for n in Layout.__dataclass_fields__ if n not in ("micro_batch", "accumulation")]
-    return all(same(n) for n in names) and (one.accumulation < 2 or other.accumulation >= 2)
+    moved = replace(one, micro_batch=other.micro_batch, accumulation=other.accumulation)
+    return moved == other and (one.accumulation < 2 or other.accumulation >= 2)
 
 
 # -----------------------------------------------------------------------------
 # What is known of a job's tensors, and how a configuration lays them out. Plain values only.
-
-GIB = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -256,7 +255,7 @@ class MemoryFacts:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> MemoryFacts:
-        """Rebuild it from what ``parallel.facts.describe`` gave."""
+        """Rebuild it from what ``perfsearch.training.memory_probe`` described."""
         return cls(
             parameters=tuple(
                 Parameter(tuple(p["shape"]), p["item_bytes"], p["trainable"], p["block"])

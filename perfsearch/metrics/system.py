@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.units import MEGA
 from perfsearch.metrics.gpu import GpuReader, NvlinkReader
 from perfsearch.metrics.reading import Guard
 
@@ -242,7 +244,7 @@ def aggregates(nodes: Mapping[str, float]) -> dict[str, float]:
             name = "gpu_" + name.split("_", 2)[2]
         groups.setdefault(name, []).append(value)
     return {
-        name: float(_WORST.get(name.removeprefix("gpu_"), _mean)(values))
+        name: float(_WORST.get(name.removeprefix("gpu_"), statistics.fmean)(values))
         for name, values in groups.items()
     }
 
@@ -251,11 +253,6 @@ def merge_nodes(windows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """One mapping from the windows of several nodes' samplers, the aggregates made anew."""
     nodes = {k: v for window in windows for k, v in window.items() if k.startswith("node_")}
     return {**nodes, **aggregates(nodes)}
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
 
 
 def _instants(samples: Sequence[Sample], begin: float, end: float) -> dict[str, float]:
@@ -268,7 +265,10 @@ def _instants(samples: Sequence[Sample], begin: float, end: float) -> dict[str, 
                 inside.setdefault(name, []).append(value)
             elif name not in nearest or distance < nearest[name][0]:
                 nearest[name] = (distance, value)
-    return {**{n: v for n, (_, v) in nearest.items()}, **{n: _mean(v) for n, v in inside.items()}}
+    return {
+        **{n: v for n, (_, v) in nearest.items()},
+        **{n: statistics.fmean(v) for n, v in inside.items()},
+    }
 
 
 def _intervals(samples: Sequence[Sample], begin: float, end: float) -> dict[str, float]:
@@ -297,8 +297,6 @@ def _join(first: Sample, second: Sample) -> Sample:
 
 # -----------------------------------------------------------------------------
 # Readings of the host: processor, memory, disks, networks.
-
-MEGA = 1e6
 
 DISK_BUSY_S = "_disk_busy_s/"
 """Before a disk's name: a total of the disk alone, of which the busiest one's rate is shown."""
@@ -594,8 +592,8 @@ def _along(root: Path, path: str, limit: str, usage: str, inactive: str) -> list
         if bound == "max" or int(bound) >= 1 << 60:
             continue
         used = int((directory / usage).read_text())
-        statistics = directory / "memory.stat"
-        pairs = statistics.read_text().split("\n") if statistics.exists() else []
+        stat = directory / "memory.stat"
+        pairs = stat.read_text().split("\n") if stat.exists() else []
         cache = next((int(p.split()[1]) for p in pairs if p.startswith(f"{inactive} ")), 0)
         found.append(float(max(0, int(bound) - max(0, used - cache))))
     return found

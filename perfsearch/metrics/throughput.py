@@ -1,4 +1,4 @@
-"""Step-time statistics, and how near a job comes to what its device can do."""
+"""Step times, and how near a job comes to what its device can do."""
 
 from __future__ import annotations
 
@@ -10,89 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perfsearch.core.trial import Measurement
-
-PEAK_FLOPS: dict[str, dict[str, float]] = {
-    "H200 NVL": {"bf16": 835e12, "fp16": 835e12, "tf32": 417e12, "fp32": 60e12},
-    "H200": {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12},
-    "H100 NVL": {"bf16": 835e12, "fp16": 835e12, "tf32": 417e12, "fp32": 60e12},
-    "H100 PCIe": {"bf16": 756e12, "fp16": 756e12, "tf32": 378e12, "fp32": 51e12},
-    "H100": {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12},
-    "B200": {"bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12},
-    "A100": {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
-    "L40S": {"bf16": 362e12, "fp16": 362e12, "tf32": 183e12, "fp32": 91.6e12},
-    "L4": {"bf16": 121e12, "fp16": 121e12, "tf32": 60e12, "fp32": 30.3e12},
-    "V100 PCIe": {"fp16": 112e12, "fp32": 14e12},
-    "V100": {"fp16": 125e12, "fp32": 15.7e12},
-    "T4": {"fp16": 65e12, "fp32": 8.1e12},
-    "MI300X": {"bf16": 1307e12, "fp16": 1307e12, "tf32": 653e12, "fp32": 163e12},
-}
-"""Peak FLOP/s of one device without sparsity, from the vendors' data sheets (NVIDIA; MI300X: AMD).
-H100 stands for the SXM board, V100 for its SXM2 board.
-"""
-
-
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of a device; ``None`` for a device or precision that is not in the table.
-
-    So it is for a MIG instance, which bears the name of the card and is only a part of it.
-
-    Args:
-        device_name: as the driver gives it, such as ``NVIDIA H100 80GB HBM3``.
-        precision: ``bf16``, ``fp16``, ``tf32`` or ``fp32``.
-
-    """
-    words = device_name.replace("-", " ").lower().split()
-    if "mig" in words:
-        return None
-    for name, by_precision in PEAK_FLOPS.items():
-        if all(word in words for word in name.lower().split()):
-            return by_precision.get(precision)
-    return None
-
-
-def model_flops_utilization(
-    flops_per_step: float, step_seconds: float, devices: int, peak_flops_per_s: float
-) -> float:
-    """Share of the devices' peak, 0 to 1, that the model's own operations reach (MFU).
-
-    Args:
-        flops_per_step: operations of the model over all devices; recomputation does not count.
-        step_seconds: time of the step.
-        devices: number of devices.
-        peak_flops_per_s: peak of one device.
-
-    """
-    return flops_per_step / step_seconds / devices / peak_flops_per_s
-
-
-def mfu_of(measurement: Measurement) -> float | None:
-    """Model FLOP utilisation of a measurement; ``None`` without a count or a known peak."""
-    stated = measurement.environment.get("peak_flops_per_s")
-    if stated is None:
-        devices = measurement.environment.get("devices") or [{}]
-        precision = str(measurement.environment.get("precision", ""))
-        stated = peak_flops(str(devices[0].get("name", "")), precision)
-    if stated is None or measurement.flops_per_step is None:
-        return None
-    return model_flops_utilization(
-        measurement.flops_per_step, measurement.step_time_s, measurement.world_size, float(stated)
-    )
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Linear interpolation between order statistics; ``share`` from 0 to 1.
-
-    Raises:
-        ValueError: there are no values.
-
-    """
-    if not values:
-        raise ValueError("a percentile of no values")
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def step_time_summary(step_seconds: Sequence[float]) -> dict[str, float]:
@@ -116,16 +33,104 @@ def step_time_summary(step_seconds: Sequence[float]) -> dict[str, float]:
     return summary
 
 
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear interpolation between order statistics; ``share`` from 0 to 1.
+
+    Raises:
+        ValueError: there are no values.
+
+    """
+    if not values:
+        raise ValueError("a percentile of no values")
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def mfu_of(measurement: Measurement) -> float | None:
+    """Model FLOP utilisation of a measurement; ``None`` without a count or a known peak."""
+    stated = measurement.environment.get("peak_flops_per_s")
+    if stated is None:
+        devices = measurement.environment.get("devices") or [{}]
+        precision = str(measurement.environment.get("precision", ""))
+        stated = peak_flops(str(devices[0].get("name", "")), precision)
+    if stated is None or measurement.flops_per_step is None:
+        return None
+    return model_flops_utilization(
+        measurement.flops_per_step, measurement.step_time_s, measurement.world_size, float(stated)
+    )
+
+
+def model_flops_utilization(
+    flops_per_step: float, step_seconds: float, devices: int, peak_flops_per_s: float
+) -> float:
+    """Share of the devices' peak, 0 to 1, that the model's own operations reach (MFU).
+
+    Args:
+        flops_per_step: operations of the model over all devices; recomputation does not count.
+        step_seconds: time of the step.
+        devices: number of devices.
+        peak_flops_per_s: peak of one device.
+
+    """
+    return flops_per_step / step_seconds / devices / peak_flops_per_s
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Peak FLOP/s of a device; ``None`` for a device or precision that is not in the table.
+
+    So it is for a MIG instance, which bears the name of the card and is only a part of it.
+
+    Args:
+        device_name: as the driver gives it, such as ``NVIDIA H100 80GB HBM3``.
+        precision: ``bf16``, ``fp16``, ``tf32`` or ``fp32``.
+
+    """
+    words = device_name.replace("-", " ").lower().split()
+    if "mig" in words:
+        return None
+    for name, by_precision in PEAK_FLOPS.items():
+        if all(word in words for word in name.lower().split()):
+            return by_precision.get(precision)
+    return None
+
+
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "H200 NVL": {"bf16": 835e12, "fp16": 835e12, "tf32": 417e12, "fp32": 60e12},
+    "H200": {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12},
+    "H100 NVL": {"bf16": 835e12, "fp16": 835e12, "tf32": 417e12, "fp32": 60e12},
+    "H100 PCIe": {"bf16": 756e12, "fp16": 756e12, "tf32": 378e12, "fp32": 51e12},
+    "H100": {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12},
+    "B200": {"bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12},
+    "A100": {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
+    "L40S": {"bf16": 362e12, "fp16": 362e12, "tf32": 183e12, "fp32": 91.6e12},
+    "L4": {"bf16": 121e12, "fp16": 121e12, "tf32": 60e12, "fp32": 30.3e12},
+    "V100 PCIe": {"fp16": 112e12, "fp32": 14e12},
+    "V100": {"fp16": 125e12, "fp32": 15.7e12},
+    "T4": {"fp16": 65e12, "fp32": 8.1e12},
+    "MI300X": {"bf16": 1307e12, "fp16": 1307e12, "tf32": 653e12, "fp32": 163e12},
+}
+"""Peak FLOP/s of one device without sparsity, from the vendors' data sheets (NVIDIA; MI300X: AMD).
+H100 stands for the SXM board, V100 for its SXM2 board.
+"""
+
+
 # -----------------------------------------------------------------------------
 # What a device's own timeline says: how long it worked, and how long it only communicated.
 #
 # Reads the Chrome trace that torch's profiler writes. Nothing here imports torch.
 
-Span = tuple[float, float]
-"""Begin and end."""
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
 _COMMUNICATION = ("nccl", "rccl")
+
+
+Span = tuple[float, float]
+"""Begin and end."""
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.knob import Part
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.metrics.bounds import (
-    LOADING,
-    PARTS,
-    Bound,
-    bound_of,
-    bounds,
+    UpperBound,
     gain_of,
+    gain_text,
+    headroom_of,
     in_short,
-    percent,
-    searched,
+    knobs_by_part,
+    upper_bounds,
 )
 from perfsearch.metrics.diagnosis import Severity, diagnose
 from perfsearch.pipeline import profile
@@ -25,21 +24,21 @@ def show(session: Session) -> None:
     found = _bounds(session)
     if not found:
         return
-    names = searched(session.runner.space.knobs)
+    names = knobs_by_part(session.runner.space.knobs)
     lines = ["what there is to gain, at most, by what a knob can make shorter:"]
     for one in found:
         knobs = in_short(names[one.part]) or f"no knob is searched{_why_none(session, one)}"
-        lines.append(f"- {one.part} {percent(one.gain)}: {one.evidence}; {knobs}")
+        lines.append(f"- {one.part} {gain_text(one.gain)}: {one.evidence}; {knobs}")
     total = bound(session)
     if total is not None:
-        lines.append(f"all that is searched: {percent(total)}")
+        lines.append(f"all that is searched: {gain_text(total)}")
     session.view.note("\n".join(lines))
 
 
-def _why_none(session: Session, one: Bound) -> str:
+def _why_none(session: Session, one: UpperBound) -> str:
     settings = session.settings
     workload = settings.workload
-    if one.part != LOADING or workload.name != "custom" or settings.runner.name != "ddp":
+    if one.part is not Part.LOADING or workload.name != "custom" or settings.runner.name != "ddp":
         return ""  # other runners have no knob of the loader
     if workload.options.get("draws_in_loader") is False:
         return ""
@@ -48,7 +47,7 @@ def _why_none(session: Session, one: Bound) -> str:
 
 def bound(session: Session) -> float | None:
     """The most that the searched knobs can gain, relative; ``None`` where it is not known."""
-    return bound_of(_bounds(session), session.runner.space.knobs)
+    return headroom_of(_bounds(session), session.runner.space.knobs)
 
 
 def reason_to_stop(session: Session) -> str:
@@ -62,17 +61,17 @@ def reason_to_stop(session: Session) -> str:
     if total is None or total >= least or settings.batch == "free" or session.only_rerun:
         return ""
     return (
-        f"these knobs can gain {percent(total)} at most, less than objective.min_gain={least:g} "
+        f"these knobs can gain {gain_text(total)} at most, less than objective.min_gain={least:g} "
         f"(0 searches all the same). {_instead(session, found)}"
     )
 
 
-def _instead(session: Session, found: list[Bound]) -> str:
-    names = searched(session.runner.space.knobs)
-    better = [b for b in found if not names[b.part] and b.part in PARTS and b.share > 0.01]
+def _instead(session: Session, found: list[UpperBound]) -> str:
+    names = knobs_by_part(session.runner.space.knobs)
+    better = [b for b in found if not names[b.part] and b.share > 0.01]
     words = []
     if better:
-        listed = ", ".join(f"{b.part} ({percent(gain_of(b.share))} at most)" for b in better)
+        listed = ", ".join(f"{b.part} ({gain_text(gain_of(b.share))} at most)" for b in better)
         words.append(f"What is not searched: {listed}")
     trial = session.baseline
     assert trial is not None and trial.measurement is not None
@@ -82,11 +81,11 @@ def _instead(session: Session, found: list[Bound]) -> str:
     return ". ".join(words) + "."
 
 
-def _bounds(session: Session) -> list[Bound]:
+def _bounds(session: Session) -> list[UpperBound]:
     trial = session.baseline
     if trial is None or trial.status is not Status.OK or trial.measurement is None:
         return []
-    return bounds(trial.measurement)
+    return upper_bounds(trial.measurement)
 
 
 # -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from perfsearch.core.knob import Value
-from perfsearch.core.objective import decided, leader, looks, paired_interval
+from perfsearch.core.objective import decided, interim_analyses, leader, paired_interval
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.session import BASELINE, Session, Verdict
@@ -36,7 +36,7 @@ def run(session: Session) -> Verdict:
 
 
 def _compare(session: Session, finalists: Sequence[Trial]) -> Verdict:
-    """Measure blocks of baseline and finalists, and look at the intervals as planned."""
+    """Measure blocks of baseline and finalists, and compute the intervals when that is planned."""
     settings = session.settings.confirm
     many = "one finalist" if len(finalists) == 1 else f"{len(finalists)} finalists"
     session.view.stage("confirm", f"{many} against the baseline")
@@ -44,7 +44,7 @@ def _compare(session: Session, finalists: Sequence[Trial]) -> Verdict:
     if session.baseline_cost is not None:
         arms[BASELINE] = dict(session.runner.baseline)
     verdict = Verdict(costs={arm: [] for arm in arms})
-    planned = looks(settings.max_repeats)
+    planned = interim_analyses(settings.max_repeats)
     for block in range(settings.max_repeats):
         whole = _run_block(session, verdict, arms, block)
         alive = _alive(session, verdict, arms)

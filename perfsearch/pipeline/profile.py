@@ -7,7 +7,7 @@ import shutil
 from perfsearch.core.knob import Configuration
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Measurement
-from perfsearch.metrics.bounds import closest_look
+from perfsearch.metrics.bounds import profiled_measurement
 from perfsearch.pipeline.session import Session, Verdict
 
 
@@ -59,5 +59,5 @@ def _wanted(session: Session, verdict: Verdict) -> dict[str, Configuration]:
 
 def _looked_at(session: Session, verdict: Verdict) -> dict[str, Measurement]:
     wanted = _wanted(session, verdict)
-    found = {label: closest_look(session.trials, c) for label, c in wanted.items()}
+    found = {label: profiled_measurement(session.trials, c) for label, c in wanted.items()}
     return {label: measured for label, measured in found.items() if measured is not None}

@@ -153,7 +153,7 @@ def _session(
     taken_over: TakenOver,
 ) -> Session:
     trials: list[Trial] = []
-    hints = replace(runner.hints(trials), earlier=taken_over.earlier)
+    hints = replace(runner.hints(trials), prior_search=taken_over.earlier)
     strategy = strategy_factory(runner.space, hints)
     return Session(
         settings,
@@ -252,13 +252,13 @@ class _Factory:
     strategy: type[Strategy]
     seed: int
     options: Any
-    by_bound: bool = False
+    staged: bool = False
 
     def __call__(self, space: Space, hints: Hints) -> Strategy:
-        if self.by_bound:
-            from perfsearch.strategies._staged import ByBound
+        if self.staged:
+            from perfsearch.strategies._staged import Staged
 
-            return ByBound(space, hints, self.seed, replace(self, by_bound=False))
+            return Staged(space, hints, self.seed, replace(self, staged=False))
         return self.strategy(space, hints, self.seed, self.options)
 
 

@@ -1,7 +1,7 @@
 """What is taken over from an earlier search of a similar job, and how the journal keeps it.
 
-It is a belief of the strategy (``Hints.earlier``), never a trial: it is in no record, spends no
-budget and cannot be handed over. A resumed search takes it from its own journal.
+It is a belief of the strategy (``Hints.prior_search``), never a trial: it is in no record, spends
+no budget and cannot be handed over. A resumed search takes it from its own journal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.config.options import ConfigError
-from perfsearch.core.hints import Earlier
+from perfsearch.core.hints import PriorSearch
 from perfsearch.core.journal import JOURNAL, JournalError, legible, read
 from perfsearch.core.knob import Configuration, Value, same_value
 from perfsearch.core.objective import Metric, Objective
@@ -49,7 +49,7 @@ class TakenOver:
     """
 
     line: str = ""
-    earlier: Earlier | None = None
+    earlier: PriorSearch | None = None
     warning: str = ""
 
     def definition(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _as_before(kept: Any, journal: Path) -> TakenOver:
         return TakenOver(f"{KEY}: nothing, as when this search began")
     try:
         costs = tuple((dict(configuration), float(log)) for configuration, log in kept["costs"])
-        return _taken(Earlier(str(kept["source"]), costs))
+        return _taken(PriorSearch(str(kept["source"]), costs))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise JournalError(
             f"{journal}: what it says of {KEY} is not what this version understands "
@@ -115,7 +115,7 @@ def _as_before(kept: Any, journal: Path) -> TakenOver:
         ) from error
 
 
-def _taken(earlier: Earlier) -> TakenOver:
+def _taken(earlier: PriorSearch) -> TakenOver:
     best = 100.0 * (1.0 - math.exp(earlier.costs[0][1]))
     return TakenOver(
         f"{KEY}: {len(earlier.costs)} configurations of {earlier.source} are believed until this "
@@ -282,7 +282,7 @@ class EarlierCosts:
         """Knobs that were searched there and are neither searched nor held here."""
         return sorted(self.searched - self.runner.space.by_name.keys() - set(self.runner.pinned))
 
-    def earlier(self, source: str) -> Earlier | None:
+    def earlier(self, source: str) -> PriorSearch | None:
         """Costs over the baseline's, or over the median where no baseline was measured.
 
         ``None`` where they are too few or of other knobs.
@@ -297,7 +297,7 @@ class EarlierCosts:
             best, rest = ranked[: MOST // 2], ranked[MOST // 2 :]
             kept = MOST - len(best)
             ranked = best + [rest[i * len(rest) // kept] for i in range(kept)]
-        return Earlier(source, tuple((self._points[key], logs[key]) for key in ranked))
+        return PriorSearch(source, tuple((self._points[key], logs[key]) for key in ranked))
 
 
 def in_directory(path: Path, metric: Metric, runner: Runner) -> EarlierCosts:

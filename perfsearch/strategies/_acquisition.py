@@ -1,4 +1,4 @@
-"""What untried configurations promise: expected improvement, times the probability of running."""
+"""The acquisition function: expected improvement, times the probability of running."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from perfsearch.core.space import Space
 from perfsearch.core.trial import Trial
 from perfsearch.strategies._candidates import with_nulls_apart
 from perfsearch.strategies._gp import Classifier, Forest, Model, Prior, fit
-from perfsearch.strategies._history import Record, cost_of
+from perfsearch.strategies._history import History, cost_of, log_costs
 from perfsearch.strategies._transfer import Belief, log_predicted
 
 _LEAST_LIKELY = 0.4
-"""What is less likely to run than this is left for when nothing else is left, or for a last look
-before the end."""
+"""What is less likely to run than this is left for when nothing else is left, or for the final
+exploration before the end."""
 
 _NOISE = 0.02
 """Relative noise between two trials of a configuration, as expected before any was seen."""
@@ -30,53 +30,29 @@ _NOISE_SPREAD = 0.7
 """Standard deviation of the logarithm of its variance: what the model does not explain is rarely
 noise, as each trial's own is known."""
 
-_BOUND_ERROR = 0.1
+_CENSORED_ERROR = 0.1
 """Error of the logarithm of a cost that is known as a lower bound only."""
 
-_HOPE = 2.0
-"""They go where the cost could be lowest, so many standard deviations below the mean."""
+_OPTIMISM = 2.0
+"""Standard deviations below the mean at which a cost is still thought possible."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """What configurations promise, relative to the best cost so far.
-
-    Attributes:
-        gain: expected improvement, times the probability of running.
-        hope: improvement if the cost is far below the mean, times the same.
-        noise: what was learned of the relative noise between trials.
-        surprise: how far the best trial lies below what all the others let expect of it, in
-            standard deviations.
-        second: makes the expected improvement by a forest of trees, times the same; for when the
-            process promises nothing.
-        largest: the largest expected improvement, whatever the probability of running.
-
-    """
-
-    gain: np.ndarray
-    hope: np.ndarray
-    noise: float = 0.0
-    surprise: float = 0.0
-    second: Callable[[], np.ndarray] | None = None
-    largest: float = math.inf
-
-
-class Promise:
+class Acquisition:
     """Scores configurations by the trials so far.
 
     Args:
         space: encodes configurations.
         hints: predicted costs and peaks, where the runner has them.
-        record: trials that ended, and proposals whose trials have not.
-        belief: what an earlier search lets expect; ``None`` without one.
+        history: trials that ended, and proposals whose trials have not.
+        belief: what a prior search lets expect; ``None`` without one.
         share: how much of it to believe, 0 to 1.
 
     """
 
     def __init__(
-        self, space: Space, hints: Hints, record: Record, belief: Belief | None, share: float
+        self, space: Space, hints: Hints, history: History, belief: Belief | None, share: float
     ) -> None:
-        self._space, self._hints, self._record = space, hints, record
+        self._space, self._hints, self._history = space, hints, history
         self._belief, self._share = belief, share
 
     def scores(
@@ -87,7 +63,7 @@ class Promise:
         xi: float,
         weight: np.ndarray | None,
     ) -> Scores:
-        """What each of ``points`` promises.
+        """Score each of ``points``.
 
         Args:
             points: untried configurations.
@@ -97,15 +73,14 @@ class Promise:
             weight: how much each knob is expected to matter; ``None``: all alike.
 
         """
-        measured, bounded = self._record.measured(), self._record.bounded()
+        measured, bounded = self._history.measured(), self._history.bounded()
         trials = [*measured, *bounded]
         seen = self._encode([t.configuration for t in trials])
-        logs = np.array([math.log(cost_of(t)) for t in trials])
-        errors = np.array([t.cost_error or 0.0 for t in trials])
-        errors[len(measured) :] += _BOUND_ERROR
+        logs, errors = log_costs(trials)
+        errors[len(measured) :] += _CENSORED_ERROR
         logs -= self._log_expected([t.configuration for t in trials], seen)
         center, scale = float(np.mean(logs)), max(float(np.std(logs)), 0.02)
-        waiting = self._encode(list(self._record.outstanding.values()))
+        waiting = self._encode(list(self._history.outstanding.values()))
         model = fit(
             seen,
             (logs - center) / scale,
@@ -121,49 +96,73 @@ class Promise:
         mean, deviation = model.predict(encoded)
         mean = mean + self._log_expected(points, encoded) / scale
         if self._belief is not None:
-            # What the earlier search left unknown, as far as the own trials have not settled it.
+            # What the prior search left unknown, as far as the own trials have not settled it.
             unknown = self._share * self._belief.deviation(encoded) / scale
             deviation = deviation * np.sqrt(1.0 + unknown**2 / model.prior_variance(encoded))
         better = best - mean - xi / scale
-        improvement = _expected(better, deviation)
-        feasibility = Feasibility(self._space, self._hints, trials, self._record.failed())
+        improvement = _expected_improvement(better, deviation)
+        feasibility = Feasibility(self._space, self._hints, trials, self._history.failed())
         likely = feasibility.probability(points, rows)
         any_safe = bool(likely.max() >= _LEAST_LIKELY)
         safe = np.where(likely >= _LEAST_LIKELY, likely, 0.0) if any_safe else likely
-        hope = np.maximum(better + _HOPE * deviation, 0.0)
-        noise = scale * math.sqrt(model.noise_variance)
+        optimistic = np.maximum(better + _OPTIMISM * deviation, 0.0)
         lowest = int(np.argmin([cost_of(t) for t in measured]))
 
-        def second() -> np.ndarray:
-            forest = Forest(seen, (logs - center) / scale, self._record.seed + len(trials))
+        def by_forest() -> np.ndarray:
+            forest = Forest(seen, (logs - center) / scale, self._history.seed + len(trials))
             mean, deviation = forest.predict(encoded)
             mean = mean + self._log_expected(points, encoded) / scale
             least = (math.log(cost_of(measured[lowest])) - center) / scale
-            return np.asarray(scale * _expected(least - mean - xi / scale, deviation) * safe)
+            gain = _expected_improvement(least - mean - xi / scale, deviation)
+            return np.asarray(scale * gain * safe)
 
         return Scores(
-            scale * improvement * safe,
-            scale * hope * likely,
-            noise,
-            -float(model.surprises()[lowest]),
-            second,
-            float(scale * improvement.max()),
+            gain=scale * improvement * safe,
+            optimistic_gain=scale * optimistic * likely,
+            noise=scale * math.sqrt(model.noise_variance),
+            surprise=-float(model.surprises()[lowest]),
+            by_forest=by_forest,
+            largest_improvement=float(scale * improvement.max()),
         )
 
     def _encode(self, points: Sequence[Configuration]) -> np.ndarray:
         return with_nulls_apart(self._space, self._space.encode(points))
 
     def _log_expected(self, points: Sequence[Configuration], rows: np.ndarray) -> np.ndarray:
-        """What the model corrects: the runner's prediction, and the share of earlier costs."""
+        """What the model corrects: the runner's prediction, and the share of the prior costs."""
         expected = log_predicted(self._hints, points)
         if self._belief is None or self._share == 0.0 or not len(rows):
             return expected
         return expected + self._share * self._belief.mean(rows)
 
 
-def _expected(better: np.ndarray, deviation: np.ndarray) -> np.ndarray:
-    """Expected improvement, given its mean and standard deviation."""
+@dataclass(frozen=True)
+class Scores:
+    """The acquisition function's values, as gains relative to the best cost so far.
+
+    Attributes:
+        gain: expected improvement, times the probability of running.
+        optimistic_gain: improvement if the cost is far below the mean, times the same.
+        noise: what was learned of the relative noise between trials.
+        surprise: how far the best trial lies below what all the others let expect of it, in
+            standard deviations.
+        by_forest: makes ``gain`` anew by a forest of trees; for when the process expects none.
+        largest_improvement: the largest expected improvement, whatever the probability of running.
+
+    """
+
+    gain: np.ndarray
+    optimistic_gain: np.ndarray
+    noise: float = 0.0
+    surprise: float = 0.0
+    by_forest: Callable[[], np.ndarray] | None = None
+    largest_improvement: float = math.inf
+
+
+def _expected_improvement(better: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    """Given the mean and the standard deviation of the improvement."""
     ratio = better / deviation
+    # Not ``norm.pdf`` and ``norm.cdf``: their checks of arguments cost more than the arithmetic.
     density = np.exp(-0.5 * ratio**2) / math.sqrt(2 * math.pi)
     return np.asarray(better * ndtr(ratio) + deviation * density)
 

@@ -10,7 +10,7 @@ from scipy.stats import qmc
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Configuration, Value, same_value
 from perfsearch.core.space import Space, key_of
-from perfsearch.strategies._history import Record
+from perfsearch.strategies._history import History
 
 SCORED_WHOLE = 8_000
 """Spaces up to this size are scored whole; of larger ones a sample and the neighbourhood."""
@@ -33,7 +33,6 @@ _NULL_APART = 0.5
 _CROSSED = 0.3
 """Share of changed configurations that first take half of their values from another centre."""
 
-
 _SMALL_RING = 64
 """Neighbours of a configuration up to which the neighbours of each of them are looked at, too."""
 
@@ -51,14 +50,14 @@ class Candidates:
 
     Args:
         space: where they come from.
-        record: what was tried.
+        history: what was tried.
         weight: how likely each knob is changed, relative to the others; ``None``: all alike.
 
     """
 
-    def __init__(self, space: Space, record: Record, weight: np.ndarray | None = None) -> None:
+    def __init__(self, space: Space, history: History, weight: np.ndarray | None = None) -> None:
         self.space = space
-        self._record = record
+        self._history = history
         chances = np.ones(len(space.knobs)) if weight is None else weight
         self._chances = chances / chances.sum()
         listed = space.listed()
@@ -83,7 +82,7 @@ class Candidates:
     ) -> tuple[list[dict[str, Value]], np.ndarray]:
         """Untried configurations and their rows; in a large space those around ``near`` too."""
         if self._whole is not None and self._rows is not None:
-            free = [i for i, key in enumerate(self._keys) if not self._record.taken_key(key)]
+            free = [i for i, key in enumerate(self._keys) if not self._history.taken_key(key)]
             self._places = {self._keys[i]: place for place, i in enumerate(free)}
             return [self._whole[i] for i in free], self._rows[free]
         if self._pool is None:
@@ -106,7 +105,7 @@ class Candidates:
         points = list(found.values())
         rows = np.vstack([pool_rows, self.space.encode(points[pooled:])])
         keys = list(found)
-        free = [i for i, key in enumerate(keys) if not self._record.taken_key(key)]
+        free = [i for i, key in enumerate(keys) if not self._history.taken_key(key)]
         self._places = {keys[i]: place for place, i in enumerate(free)}
         return [points[i] for i in free], rows[free]
 
@@ -161,10 +160,7 @@ def spread_out(
 
     """
     columns = rows.shape[1]
-    sequence = qmc.Sobol(columns, scramble=True, rng=np.random.default_rng(seed % 2**63))
-    if position:
-        sequence.fast_forward(position)
-    point = sequence.random(1)[0]
+    point = _sobol_point(columns, position, seed)
     point = np.where(lean > 0, 1.0 - (1.0 - point) ** 2, np.where(lean < 0, point**2, point))
     distance = np.zeros(len(rows))
     for column in range(columns):
@@ -199,10 +195,7 @@ def from_the_baseline(
 
     """
     few = min(_SPREAD, len(space.knobs))
-    sequence = qmc.Sobol(few, scramble=True, rng=np.random.default_rng(seed % 2**63))
-    if position:
-        sequence.fast_forward(position)
-    draws = sequence.random(1)[0]
+    draws = _sobol_point(few, position, seed)
     generator = np.random.default_rng([seed % 2**63, position])
     point = dict(baseline)
     for rank, place in enumerate(np.argsort(-weight, kind="stable")):
@@ -219,6 +212,14 @@ def from_the_baseline(
     return space.canonical(point)
 
 
+def _sobol_point(dimensions: int, position: int, seed: int) -> np.ndarray:
+    """The ``position``-th point of a scrambled Sobol sequence, counted from 0."""
+    sequence = qmc.Sobol(dimensions, scramble=True, rng=np.random.default_rng(seed % 2**63))
+    if position:
+        sequence.fast_forward(position)
+    return np.asarray(sequence.random(1)[0])
+
+
 def with_nulls_apart(space: Space, rows: np.ndarray) -> np.ndarray:
     """Rows with ``null`` of an ordered knob moved away: it is a default, not a neighbour of the
     least value.
@@ -228,6 +229,17 @@ def with_nulls_apart(space: Space, rows: np.ndarray) -> np.ndarray:
         if knob.is_ordered and knob.values and knob.values[0] is None:
             moved[moved[:, column] < 1e-9, column] = -_NULL_APART
     return moved
+
+
+def baseline_in(space: Space, hints: Hints) -> dict[str, Value]:
+    """The baseline in the knobs of this space; it may be infeasible there."""
+    return space.canonical({k.name: hints.baseline.get(k.name, k.default) for k in space.knobs})
+
+
+def feasible_starts(space: Space, hints: Hints) -> list[dict[str, Value]]:
+    """What somebody who knows the field would try first, as far as it is feasible."""
+    points = [space.canonical(point) for point in hints.starts]
+    return [point for point in points if space.feasible(point)]
 
 
 def expected_effects(space: Space, hints: Hints) -> np.ndarray | None:
@@ -240,16 +252,12 @@ def expected_effects(space: Space, hints: Hints) -> np.ndarray | None:
     return np.maximum(effects, _LEAST_EFFECT)
 
 
-# -----------------------------------------------------------------------------
-# From what a general-purpose optimizer proposes to a configuration that may be measured.
-
-
 class Projection:
-    """Finds the untried feasible configuration nearest to a proposal."""
+    """Finds the untried feasible configuration nearest to what an optimizer proposes."""
 
-    def __init__(self, space: Space, record: Record) -> None:
+    def __init__(self, space: Space, history: History) -> None:
         self.space = space
-        self._record = record
+        self._history = history
         self._candidates: Candidates | None = None
 
     def nearest_feasible(self, proposal: Configuration) -> dict[str, Value] | None:
@@ -263,12 +271,12 @@ class Projection:
         Ordered knobs count by squared distance on their scale, others 1 where they differ.
         """
         point = self.space.canonical(proposal)
-        if self.space.feasible(point) and not self._record.taken(point):
+        if self.space.feasible(point) and not self._history.taken(point):
             return point
         if self._candidates is None:
-            self._candidates = Candidates(self.space, self._record)
+            self._candidates = Candidates(self.space, self._history)
         near = [point] if self.space.feasible(point) else []
-        points, rows = self._candidates.list(self._record.generator(salt=1), near)
+        points, rows = self._candidates.list(self._history.generator(salt=1), near)
         if not points:
             return None
         gap = rows - self.space.encode([point])[0]

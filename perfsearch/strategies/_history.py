@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ EXHAUSTED = "space exhausted"
 _TRIES = 200
 
 
-class Record:
+class History:
     """Trials told, in order, and proposals whose trials have not ended.
 
     Args:
@@ -73,7 +74,7 @@ class Record:
         )
 
     def measured(self) -> list[Trial]:
-        """Trials of this space with a cost, bounds left out; repeats stay apart."""
+        """Trials of this space with a cost, without those stopped early; repeats stay apart."""
         return [t for t in self._of_space() if t.status is Status.OK and _has_cost(t)]
 
     def bounded(self) -> list[Trial]:
@@ -86,7 +87,20 @@ class Record:
 
     def best(self) -> Trial | None:
         """The measured trial of least cost, the earliest of equals."""
-        return min(self.measured(), key=lambda t: t.cost or 0.0, default=None)
+        return best_of(self.measured())
+
+    def log_loss(self, trial: Trial) -> float | None:
+        """What an optimizer is told of a trial: the logarithm of its cost, the penalty for a
+        failure; ``None`` where neither is known.
+        """
+        if trial.status.is_failure:
+            return self.penalty()
+        return None if trial.cost is None else math.log(trial.cost)
+
+    def penalty(self) -> float:
+        """A logarithm that is worse than every measured cost's by a factor of e."""
+        costs = [cost_of(t) for t in self.measured()]
+        return math.log(max(costs)) + 1.0 if costs else 1.0
 
     def _of_space(self) -> list[Trial]:
         return [t for t in self.trials if self.key(t.configuration) is not None]
@@ -127,6 +141,17 @@ def cost_of(trial: Trial) -> float:
     """The cost of a trial that has one."""
     assert trial.cost is not None
     return trial.cost
+
+
+def best_of(trials: Sequence[Trial]) -> Trial | None:
+    """The trial of least cost, the earliest of equals; ``None`` without any."""
+    return min(trials, key=cost_of, default=None)
+
+
+def log_costs(trials: Sequence[Trial]) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms of the trials' costs and their standard errors, 0 where these are not known."""
+    logs = np.array([math.log(cost_of(t)) for t in trials])
+    return logs, np.array([t.cost_error or 0.0 for t in trials])
 
 
 def _has_cost(trial: Trial) -> bool:

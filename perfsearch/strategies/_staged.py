@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from perfsearch.core.hints import Earlier, Hints
+from perfsearch.core.hints import Hints, PriorSearch
 from perfsearch.core.knob import Configuration, Knob, Value, same_value
 from perfsearch.core.space import Constraint, Space
 from perfsearch.core.trial import Purpose, Status, Trial
-from perfsearch.metrics.bounds import bounds, touched
+from perfsearch.metrics.bounds import affected_parts, upper_bounds
+from perfsearch.strategies._history import best_of
 from perfsearch.strategies.base import Strategy
 
-WORTH_A_TRIAL = 0.005
+_LEAST_SHARE = 0.005
 """Share of the step below which a group is not searched."""
 
 _PATIENCE_PER_KNOB = 3
@@ -40,7 +41,7 @@ class Group:
     knobs: tuple[str, ...]
 
 
-class ByBound(Strategy):
+class Staged(Strategy):
     """Searches group by group, the others held at the best that is known.
 
     A group is left when its strategy is done, or after some proposals in a row without a new best.
@@ -101,21 +102,20 @@ class ByBound(Strategy):
     def _ordered(self) -> list[Group]:
         baseline = next((t for t in self._trials if t.purpose is Purpose.BASELINE), None)
         measured = None if baseline is None else baseline.measurement
-        found = [] if measured is None else bounds(measured)
+        found = [] if measured is None else upper_bounds(measured)
         knobs = list(self.space.knobs)
         if not found:
             return [Group("", 1.0, tuple(knob.name for knob in knobs))]
         groups = []
         for bound in found:
-            mine = [knob.name for knob in knobs if bound.part in touched(knob)]
+            mine = [knob.name for knob in knobs if bound.part in affected_parts(knob)]
             knobs = [knob for knob in knobs if knob.name not in mine]
-            if mine and bound.share >= WORTH_A_TRIAL:
+            if mine and bound.share >= _LEAST_SHARE:
                 groups.append(Group(bound.part, bound.share, tuple(mine)))
         return groups
 
     def _best(self) -> Trial | None:
-        valid = [t for t in self._trials if t.status is Status.OK and t.cost is not None]
-        return min(valid, key=lambda t: t.cost or 0.0, default=None)
+        return best_of([t for t in self._trials if t.status is Status.OK and t.cost is not None])
 
     def _next_group(self) -> bool:
         while self._groups:
@@ -145,7 +145,7 @@ class ByBound(Strategy):
                 for n, others in hints.neighbours.items()
                 if n in names
             },
-            earlier=_of_part(hints.earlier, space, fixed),
+            prior_search=_of_part(hints.prior_search, space, fixed),
         )
 
     def _pass_on(self, trial: Trial) -> None:
@@ -161,18 +161,18 @@ class ByBound(Strategy):
             self._inner.tell(replace(trial, configuration=mine))
 
 
-def _of_part(earlier: Earlier | None, space: Space, fixed: Configuration) -> Earlier | None:
-    """What an earlier search found with the other knobs as they are held now."""
-    if earlier is None:
+def _of_part(prior: PriorSearch | None, space: Space, fixed: Configuration) -> PriorSearch | None:
+    """What a prior search found with the other knobs as they are held now."""
+    if prior is None:
         return None
     names = space.by_name
     others = [name for name in fixed if name not in names]
     costs = tuple(
         ({name: point[name] for name in names}, log)
-        for point, log in earlier.costs
+        for point, log in prior.costs
         if all(name in point and same_value(point[name], fixed[name]) for name in others)
     )
-    return Earlier(earlier.source, costs)
+    return PriorSearch(prior.source, costs)
 
 
 def part_of(space: Space, names: tuple[str, ...], fixed: Configuration) -> Space:

@@ -1,4 +1,4 @@
-"""How far an earlier search of a similar job may be believed, and what it lets expect."""
+"""How far a prior search of a similar job may be believed, and what it lets expect."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _FEWEST = 2
 
 
 class Belief:
-    """Costs that an earlier search lets expect, and a weight that follows from the own trials.
+    """Costs that a prior search lets expect, and a weight that follows from the own trials.
 
-    The earlier costs are smoothed by a Gaussian process with a noise of its own. The own job's
+    The prior costs are smoothed by a Gaussian process with a noise of its own. The own job's
     costs are taken to be ``share`` times that function plus one that is not known; the share is
     the mean of the two jobs' correlation given the own trials, over a few values of it, each
     weighed by the marginal likelihood of the trials (the autoregressive model of Kennedy and
-    O'Hagan, 2000, with the hyperparameters held at their priors); what the earlier search left
+    O'Hagan, 2000, with the hyperparameters held at their priors); what the prior search left
     unknown speaks neither for nor against it.
 
     Args:
@@ -60,7 +60,7 @@ class Belief:
         return np.asarray(self._spread * self._fitted().predict(rows)[0])
 
     def deviation(self, rows: np.ndarray) -> np.ndarray:
-        """Standard deviation of what ``mean`` is the mean of, as the earlier search left it."""
+        """Standard deviation of what ``mean`` is the mean of, as the prior search left it."""
         return np.asarray(self._spread * self._fitted().predict(rows)[1])
 
     def share(self, rows: np.ndarray, logs: np.ndarray, error: np.ndarray) -> float:
@@ -104,7 +104,7 @@ def believed(space: Space, hints: Hints, prior: Prior) -> Belief | None:
 
     Where the runner predicts costs, it is in what they differ from the predicted ones.
     """
-    found = () if hints.earlier is None else hints.earlier.costs
+    found = () if hints.prior_search is None else hints.prior_search.costs
     fitting = [(c, log) for c, log in found if math.isfinite(log) and _fits(space, c)]
     if len(fitting) < _FEWEST:
         return None
@@ -118,12 +118,8 @@ def _fits(space: Space, configuration: Configuration) -> bool:
     return all(k.name in configuration and k.contains(configuration[k.name]) for k in space.knobs)
 
 
-# -----------------------------------------------------------------------------
-# What a runner predicts, as a model's prior mean.
-
-
 def log_predicted(hints: Hints, points: Sequence[Configuration]) -> np.ndarray:
-    """Logarithms of the costs that the runner predicts, shape (points,).
+    """Logarithms of the costs that the runner predicts, a model's prior mean; shape (points,).
 
     Zeros where it predicts none; the baseline decides, and a single configuration that cannot
     be predicted gets the baseline's.

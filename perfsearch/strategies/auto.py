@@ -15,8 +15,9 @@ from perfsearch.strategies.mcmc import Mcmc
 
 
 class Auto(Strategy):
-    """Chooses by the space: all of a small one, a walk on predictions where the runner simulates
-    costs, a Gaussian process otherwise (which ``benchmarks/results/strategies.md`` found best).
+    """Chooses by the space: all of a small one, a Markov chain on predictions where the runner
+    predicts costs, a Gaussian process otherwise (which ``benchmarks/results/strategies.md`` found
+    best).
     """
 
     @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class Auto(Strategy):
 
         Attributes:
             try_all: spaces of up to this many configurations are tried whole.
-            min_gain: a search of a larger one ends when no configuration promises a larger
-                relative gain; 0 never ends for that reason.
-            warm_start: an earlier search of a similar job to start from, as with
+            min_gain: a search of a larger one ends when no configuration is expected to gain more
+                than this, relative; 0 never ends for that reason.
+            warm_start: a prior search of a similar job to start from, as with
                 ``strategy=bayes``; it tells nothing where all are tried or costs are predicted.
 
         """
@@ -76,6 +77,6 @@ class Auto(Strategy):
         """One line for people."""
         why, chosen = self._choice
         text = f"{why}: {chosen.describe()}"
-        if self.hints.earlier is None or isinstance(chosen, Bayes):
+        if self.hints.prior_search is None or isinstance(chosen, Bayes):
             return text
         return f"{text}; strategy.warm_start has no part in it"

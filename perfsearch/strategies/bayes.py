@@ -18,15 +18,17 @@ from perfsearch.core.trial import Trial
 from perfsearch.strategies._candidates import (
     SCORED_WHOLE,
     Candidates,
+    baseline_in,
     expected_effects,
+    feasible_starts,
     from_the_baseline,
     spread_out,
     with_nulls_apart,
 )
-from perfsearch.strategies._history import Record, cost_of
+from perfsearch.strategies._history import History, cost_of, log_costs
 from perfsearch.strategies._transfer import log_predicted
 from perfsearch.strategies.base import Strategy
-from perfsearch.strategies.fast import growing_knob, largest_that_fits, stage_values
+from perfsearch.strategies.fast import largest_fit, memory_limited_knob, stage_values
 
 if TYPE_CHECKING:
     from perfsearch.strategies._acquisition import Scores
@@ -34,23 +36,24 @@ if TYPE_CHECKING:
 
 
 _UNEXPLAINED = 0.05
-"""With more learned noise than this, the model does not explain the costs, and its promise of no
-further gain is not believed."""
+"""With more learned noise than this, the model does not explain the costs, and is not believed when
+it expects no further gain."""
 
 _FEWEST_INITIAL, _MOST_INITIAL = 3, 6
-"""Bounds on the spread-out trials: in a wide space the model's own choices teach it more."""
+"""Least and most spread-out trials: in a wide space the model's own choices teach it more."""
 
 _TRUSTED = 0.5
-"""With at least this weight an earlier search takes the place of the spread-out trials."""
+"""With at least this weight a prior search takes the place of the spread-out trials."""
 
-_EARLIER_FIRST = 3
+_PRIOR_FIRST = 3
 """Its best configurations that are tried in turn, until one of them runs."""
 
 _FLAT = 0.01
-"""With a smaller promise than this after few trials, what was seen so far is flat, and every other
-proposal is spread out: what is better may lie where a smooth model sees no reason to look."""
+"""With a smaller expected improvement than this after few trials, what was seen so far is flat, and
+every other proposal is spread out: what is better may lie where a smooth model sees no reason to
+look."""
 
-_UNFORESEEN = 1.7
+_SURPRISING = 1.7
 """Standard deviations by which the best trial lies below what the others let expect of it, from
 which on every other proposal stays around it: what made it good is not understood."""
 
@@ -61,19 +64,19 @@ class Bayes(Strategy):
     A Gaussian process over the encoded knobs (a term a knob, one over pairs, one over all; Matern
     5/2 on ordered knobs, Hamming on the others) predicts the cost; its noise is each trial's own
     standard error plus a learned part. Failures train a model of their own
-    (``_feasibility.Feasibility``), so that a good configuration beside a memory cliff is not
+    (``_acquisition.Feasibility``), so that a good configuration beside a memory cliff is not
     shunned. The first proposals are those that the runner would try or, stage by stage, the
-    largest that it predicts to fit, then spread out by a Sobol sequence that leans to the promising
+    largest that it predicts to fit, then spread out by a Sobol sequence that leans to the better
     end of knobs known to be monotonic; in a wide space they are the baseline with the few knobs of
     the largest expected effect spread out. Proposals whose trials have not ended are believed to
     lie at the predicted mean (Ginsbourger et al., 2010, call it the kriging believer). Where the
     runner predicts costs, the process models the ratio to its prediction.
 
     A smooth model is blind to a narrow valley, and three rules make up for it. In a space small
-    enough to be scored whole, every other early proposal is spread out while the model promises
+    enough to be scored whole, every other early proposal is spread out while the model expects
     little. While the best trial lies far below what the others let expect of it, every other
     proposal stays within two steps of it. Before the end, what a forest of randomised trees
-    (``_trees.Forest``) still promises is tried.
+    (``_gp.Forest``) still expects to gain is tried.
     """
 
     @dataclass(frozen=True)
@@ -87,12 +90,12 @@ class Bayes(Strategy):
                 and other trials told from outside included; ``None`` is as
                 many as there are knobs, at least 3 and at most 6.
             max_samples: proposals after which it ends; ``None`` leaves that to the budget.
-            xi: improvement, relative, that a proposal must promise beyond the best so far.
-            min_gain: it ends when no configuration promises a larger relative gain than this,
+            xi: improvement, relative, that is expected of a proposal beyond the best so far.
+            min_gain: it ends when no configuration is expected to gain more than this, relative,
                 also after up to six trials in a row where the model is least sure or a forest of
                 trees sees more, provided that the model explains the costs to 5%; 0 never ends
                 for that reason.
-            warm_start: an earlier search of a similar job (the same runner, knobs of the same
+            warm_start: a prior search of a similar job (the same runner, knobs of the same
                 names) to start from: its run directory, or its run in MLflow by id; ``auto`` takes
                 the most similar one in the tracking store; ``None``: none.
 
@@ -107,16 +110,16 @@ class Bayes(Strategy):
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)
-        self._record = Record(space, seed)
+        self._history = History(space, seed)
         self._candidates: Candidates | None = None
         self._asked = 0
         self._noise = 0.0
         self._turn = 0
-        self._looks = LastLooks(self.options.min_gain)
+        self._final = FinalExploration(self.options.min_gain)
         self._wide = space.size is None or space.size > SCORED_WHOLE
         self._weight = expected_effects(space, hints)
         few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
-        fits = hints.memory_limit_gib is not None and growing_knob(space, hints) is not None
+        fits = hints.memory_limit_gib is not None and memory_limited_knob(space, hints) is not None
         self._unvisited = stage_values(space, hints) if fits else []
         told = len(hints.starts) + len(self._unvisited)
         few = max(few, min(told + 1, _MOST_INITIAL + 1))
@@ -129,74 +132,85 @@ class Bayes(Strategy):
             self.stop_reason = f"strategy.max_samples={limit} spent"
             return None
         if self._candidates is None:
-            self._candidates = Candidates(self.space, self._record, self._weight)
-        near = [t.configuration for t in sorted(self._record.measured(), key=cost_of)[:5]]
+            self._candidates = Candidates(self.space, self._history, self._weight)
+        near = [t.configuration for t in sorted(self._history.measured(), key=cost_of)[:5]]
         near = [c for c in near if self.space.feasible(c)]
         start = self._start()
-        points, rows = self._candidates.list(self._record.generator(), near, start)
+        points, rows = self._candidates.list(self._history.generator(), near, start)
         if not points:
-            self.stop_reason = self._record.why_none()
+            self.stop_reason = self._history.why_none()
             return None
-        known = len(self._record.trials) + len(self._record.outstanding)
+        known = len(self._history.trials) + len(self._history.outstanding)
         self.expected_gain = None
-        measured = len(self._record.measured())
+        measured = len(self._history.measured())
         if measured < 2 or (known < self._initial and not self._knows_enough()):
             first = self._first(start, known)
             if first is not None:
                 self._asked += 1
-                return self._record.propose(first)
-            place = self._spread(rows, known)
+                return self._history.propose(first)
+            place: int | None = self._spread(rows, known)
         else:
-            share = self._share()
-            scores = self._scores(points, rows, share)
-            if share and scores.gain.max() < self.options.min_gain:
-                # an earlier search proposes, but ends nothing
-                scores = self._scores(points, rows, 0.0)
-            place = int(np.argmax(scores.gain))
-            self.expected_gain = float(scores.gain[place])
-            best = self._record.best()
-            assert best is not None
-            self._looks.note(cost_of(best), self.expected_gain)
-            if self.expected_gain < self.options.min_gain and self._settled():
-                last = self._looks.next(scores)
-                if last is None:
-                    self.stop_reason = (
-                        f"converged: no configuration promises more than "
-                        f"{self.options.min_gain:.2%} (strategy.min_gain)"
-                    )
-                    return None
-                place = last
-            elif scores.largest < _FLAT and measured < self._enough() and not (share or self._wide):
-                self._turn += 1
-                if self._turn % 2 == 0:
-                    runs = np.flatnonzero(scores.gain > 0)
-                    place = int(runs[self._spread(rows[runs], known)]) if len(runs) else place
-            elif scores.surprise > _UNFORESEEN:
-                self._turn += 1
-                place = self._near(best.configuration, scores, place) if self._turn % 2 else place
+            place = self._by_model(points, rows, known)
+        if place is None:
+            return None
         self._asked += 1
-        return self._record.propose(points[place])
+        return self._history.propose(points[place])
 
     def tell(self, trial: Trial) -> None:
         """Note a trial that ended."""
-        self._record.tell(trial)
+        self._history.tell(trial)
 
     def describe(self) -> str:
         """One line for people."""
         text = (
             f"Gaussian process, expected improvement times probability of running; "
-            f"{len(self._record.measured())} trials measured, {len(self._record.failed())} failed"
+            f"{len(self._history.measured())} trials measured, {len(self._history.failed())} failed"
         )
         if self._belief is None:
             return text
-        return f"{text}; an earlier search has weight {self._share():.2f}"
+        return f"{text}; a prior search has weight {self._share():.2f}"
+
+    def _by_model(
+        self, points: Sequence[dict[str, Value]], rows: np.ndarray, known: int
+    ) -> int | None:
+        """Place of the configuration that the model, or a rule beside it, chooses; ``None`` at the
+        end.
+        """
+        share = self._share()
+        scores = self._scores(points, rows, share)
+        if share and scores.gain.max() < self.options.min_gain:
+            # a prior search proposes, but ends nothing
+            scores = self._scores(points, rows, 0.0)
+        place = int(np.argmax(scores.gain))
+        self.expected_gain = float(scores.gain[place])
+        best = self._history.best()
+        assert best is not None
+        self._final.note(cost_of(best), self.expected_gain)
+        if self.expected_gain < self.options.min_gain and self._settled():
+            last = self._final.next(scores)
+            if last is None:
+                self.stop_reason = (
+                    f"converged: no configuration is expected to gain more than "
+                    f"{self.options.min_gain:.2%} (strategy.min_gain)"
+                )
+            return last
+        early = len(self._history.measured()) < self._enough() and not (share or self._wide)
+        if scores.largest_improvement < _FLAT and early:
+            self._turn += 1
+            if self._turn % 2 == 0:
+                runs = np.flatnonzero(scores.gain > 0)
+                return int(runs[self._spread(rows[runs], known)]) if len(runs) else place
+        elif scores.surprise > _SURPRISING:
+            self._turn += 1
+            return self._near(best.configuration, scores, place) if self._turn % 2 else place
+        return place
 
     @cached_property
     def _belief(self) -> Belief | None:
-        """What an earlier search lets expect; made when it is first needed, as the runner may not
+        """What a prior search lets expect; made when it is first needed, as the runner may not
         be ready to predict before.
         """
-        if self.hints.earlier is None:
+        if self.hints.prior_search is None:
             return None
         from perfsearch.strategies._gp import Prior
         from perfsearch.strategies._transfer import believed
@@ -204,52 +218,47 @@ class Bayes(Strategy):
         return believed(self.space, self.hints, Prior(weight=self._weight))
 
     def _share(self) -> float:
-        """How much of the earlier search is believed, by the trials so far; 0 without one."""
+        """How much of the prior search is believed, by the trials so far; 0 without one."""
         if self._belief is None:
             return 0.0
-        measured = self._record.measured()
+        measured = self._history.measured()
         points = [t.configuration for t in measured]
-        logs = np.array([math.log(cost_of(t)) for t in measured]) - log_predicted(
-            self.hints, points
-        )
-        error = np.array([t.cost_error or 0.0 for t in measured])
+        logs, error = log_costs(measured)
+        logs -= log_predicted(self.hints, points)
         rows = with_nulls_apart(self.space, self.space.encode(points))
         return self._belief.share(rows, logs, error)
 
     def _knows_enough(self) -> bool:
-        """Whether an earlier search replaces the first trials: one of the runner's own is made."""
-        starts = [self.space.canonical(point) for point in self.hints.starts]
-        starts = [point for point in starts if self.space.feasible(point)]
-        untried = bool(starts) and not any(self._record.taken(point) for point in starts)
+        """Whether a prior search replaces the first trials: one of the runner's own is made."""
+        starts = feasible_starts(self.space, self.hints)
+        untried = bool(starts) and not any(self._history.taken(point) for point in starts)
         return self._share() >= _TRUSTED and not untried
 
     def _start(self) -> dict[str, Value] | None:
         """The baseline as a configuration of this space, where it is one."""
-        values = {k.name: self.hints.baseline.get(k.name, k.default) for k in self.space.knobs}
-        start = self.space.canonical(values)
+        start = baseline_in(self.space, self.hints)
         return start if self.space.feasible(start) else None
 
     def _first(self, start: dict[str, Value] | None, known: int) -> dict[str, Value] | None:
-        """The best of an earlier search; then what the runner would try first, or the largest that
+        """The best of a prior search; then what the runner would try first, or the largest that
         is predicted to fit in each stage; then one of the first trials of a wide space whose knobs
         are known to differ in effect.
         """
-        if self._belief is not None and len(self._record.measured()) < 2:
-            for point in self._belief.best[:_EARLIER_FIRST]:
-                if not self._record.taken(point):
+        if self._belief is not None and len(self._history.measured()) < 2:
+            for point in self._belief.best[:_PRIOR_FIRST]:
+                if not self._history.taken(point):
                     return point
-        for point in self.hints.starts:
-            point = self.space.canonical(point)
-            if self.space.feasible(point) and not self._record.taken(point):
+        for point in feasible_starts(self.space, self.hints):
+            if not self._history.taken(point):
                 return point
         while self._unvisited and start is not None:
-            large = largest_that_fits(self.space, self.hints, start, self._unvisited.pop(0))
-            if large is not None and not self._record.taken(large):
+            large = largest_fit(self.space, self.hints, start, self._unvisited.pop(0))
+            if large is not None and not self._history.taken(large):
                 return large
         if start is None or self._weight is None or not self._wide:
             return None
         point = from_the_baseline(self.space, start, self._weight, known, self.seed)
-        return point if self.space.feasible(point) and not self._record.taken(point) else None
+        return point if self.space.feasible(point) and not self._history.taken(point) else None
 
     def _spread(self, rows: np.ndarray, known: int) -> int:
         """Place of the next of the configurations that are spread over the space."""
@@ -257,27 +266,29 @@ class Bayes(Strategy):
         return spread_out(rows, self.space.ordered_columns, lean, known, self.seed)
 
     def _near(self, best: Configuration, scores: Scores, otherwise: int) -> int:
-        """Place of the most promising around the best, where anything is there."""
+        """Place of the largest expected gain around the best, where anything is there."""
         assert self._candidates is not None
         places = self._candidates.around(best)
-        return max(places, key=lambda i: (scores.gain[i], scores.hope[i]), default=otherwise)
+        return max(
+            places, key=lambda i: (scores.gain[i], scores.optimistic_gain[i]), default=otherwise
+        )
 
     def _enough(self) -> int:
-        """Measured trials from which on the model may be trusted when it promises nothing."""
+        """Measured trials from which on the model may be trusted when it expects no gain."""
         return self._initial + 2 * len(self.space.knobs)
 
     def _settled(self) -> bool:
-        """Whether enough was seen to trust the model when it promises nothing."""
+        """Whether enough was seen to trust the model when it expects no gain."""
         if self._noise > _UNEXPLAINED:
             return False
-        return len(self._record.measured()) >= self._enough() and not self._record.outstanding
+        return len(self._history.measured()) >= self._enough() and not self._history.outstanding
 
     def _scores(self, points: Sequence[dict[str, Value]], rows: np.ndarray, share: float) -> Scores:
-        """What each configuration promises, with ``share`` of what an earlier search found."""
-        from perfsearch.strategies._acquisition import Promise
+        """Each configuration's, with ``share`` of what a prior search found believed."""
+        from perfsearch.strategies._acquisition import Acquisition
 
-        promise = Promise(self.space, self.hints, self._record, self._belief, share)
-        scores = promise.scores(
+        acquisition = Acquisition(self.space, self.hints, self._history, self._belief, share)
+        scores = acquisition.scores(
             points, rows, alpha=self.options.alpha, xi=self.options.xi, weight=self._weight
         )
         self._noise = scores.noise
@@ -285,16 +296,16 @@ class Bayes(Strategy):
 
 
 # -----------------------------------------------------------------------------
-# Whether a model that promises no further gain is believed yet.
+# Whether a model that expects no further gain is believed yet.
 
-_OWN_LOOKS = 2
-"""Looks in a row where the model itself is least sure: a few early trials may have misled it."""
+_BY_OWN_DOUBT = 2
+"""Trials in a row where the model itself is least sure: a few early trials may have misled it."""
 
-_OTHER_LOOKS = 4
-"""Looks that a second model may take where it sees a gain, with those that the first one left."""
+_BY_FOREST = 4
+"""Trials that a second model may take where it sees a gain, with those that the first one left."""
 
 
-class LastLooks:
+class FinalExploration:
     """Trials before the end, taken one by one until the model is believed.
 
     First come those where the cost could be lowest by the model's own doubt; when none are left,
@@ -308,24 +319,24 @@ class LastLooks:
 
     def __init__(self, least: float) -> None:
         self._least = least
-        self._taken = 0
+        self._count = 0
         self._best = math.inf
 
-    def note(self, best: float, promised: float) -> None:
-        """Note the best cost so far and the gain that the model promises."""
-        if best < self._best or promised >= self._least:
-            self._taken = 0
+    def note(self, best: float, expected_gain: float) -> None:
+        """Note the best cost so far and the gain that the model expects."""
+        if best < self._best or expected_gain >= self._least:
+            self._count = 0
         self._best = best
 
     def next(self, scores: Scores) -> int | None:
-        """Index of the configuration to look at; ``None`` when it is time to end."""
-        if self._taken < _OWN_LOOKS and scores.hope.max() >= self._least:
-            self._taken += 1
-            return int(np.argmax(scores.hope))
-        if self._taken >= _OWN_LOOKS + _OTHER_LOOKS or scores.second is None:
+        """Index of the configuration to try; ``None`` when it is time to end."""
+        if self._count < _BY_OWN_DOUBT and scores.optimistic_gain.max() >= self._least:
+            self._count += 1
+            return int(np.argmax(scores.optimistic_gain))
+        if self._count >= _BY_OWN_DOUBT + _BY_FOREST or scores.by_forest is None:
             return None
-        gain = scores.second()
+        gain = scores.by_forest()
         if gain.max() < self._least:
             return None
-        self._taken += 1
+        self._count += 1
         return int(np.argmax(gain))

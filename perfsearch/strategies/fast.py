@@ -1,4 +1,4 @@
-"""A heuristic walk that uses what is known of the knobs, after DeepSpeed's fast mode."""
+"""A heuristic search that uses what is known of the knobs, after DeepSpeed's fast mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from perfsearch.core.knob import Configuration, Knob, Value, same_value
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
-from perfsearch.strategies._history import Record
+from perfsearch.strategies._candidates import baseline_in, feasible_starts
+from perfsearch.strategies._history import History, best_of, cost_of
 from perfsearch.strategies.base import Strategy
 
 _DOUBT = 1.1
@@ -53,19 +54,19 @@ class Fast(Strategy):
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)
-        self._record = Record(space, seed)
+        self._history = History(space, seed)
         self._asked = 0
         self._part = ""
-        self._growth: set[str] = set()
+        self._stage_keys: set[str] = set()
         self._moved: set[str] = set()
 
     def ask(self) -> dict[str, Value] | None:
-        """Return the next configuration of the walk, ``None`` when it ended."""
+        """Return the next configuration in order, ``None`` when it is done."""
         if self._asked >= self.options.num_trials:
             self.stop_reason = f"strategy.num_trials={self.options.num_trials} spent"
             return None
-        for point in self._walk():
-            if self._record.taken(point):
+        for point in self._proposals():
+            if self._history.taken(point):
                 continue
             since = self._since_best()
             if self._part == "moves" and since >= self.options.early_stopping:
@@ -77,19 +78,19 @@ class Fast(Strategy):
             self._asked += 1
             if self._part == "moves":
                 self._moved.add(key_of(point))
-            return self._record.propose(point)
-        self.stop_reason = self._record.why_none()
+            return self._history.propose(point)
+        self.stop_reason = self._history.why_none()
         return None
 
     def tell(self, trial: Trial) -> None:
         """Note a trial that ended."""
-        self._record.tell(trial)
+        self._history.tell(trial)
 
     def describe(self) -> str:
         """One line for people."""
         if self._part == "moves":
             return "fast: one knob at a time from the best configuration"
-        knob = growing_knob(self.space, self.hints)
+        knob = memory_limited_knob(self.space, self.hints)
         if knob is None:
             return "fast: first what the runner expects to be fast, then one knob at a time"
         most = "largest" if self.hints.monotonic[knob.name] > 0 else "smallest"
@@ -99,48 +100,45 @@ class Fast(Strategy):
         each = f" with each {stage}" if stage in self.space.by_name else ""
         return f"fast: first the {most} {knob.name} that fits{each}, then one knob at a time"
 
-    def _walk(self) -> Iterator[dict[str, Value]]:
-        """The whole walk as far as the record decides it; who reads it skips what was tried."""
-        start = self.space.canonical(
-            {k.name: self.hints.baseline.get(k.name, k.default) for k in self.space.knobs}
-        )
+    def _proposals(self) -> Iterator[dict[str, Value]]:
+        """All of them in order, as far as the history decides it; ``ask`` skips what was tried."""
+        start = baseline_in(self.space, self.hints)
         if self.space.feasible(start):
             yield start
-        self._growth = {key_of(start)}
-        grown = growing_knob(self.space, self.hints)
-        if grown is None:
-            points = (self.space.canonical(point) for point in self.hints.starts)
-            yield from (point for point in points if self.space.feasible(point))
-        if grown is not None:
+        self._stage_keys = {key_of(start)}
+        limited = memory_limited_knob(self.space, self.hints)
+        if limited is None:
+            yield from feasible_starts(self.space, self.hints)
+        else:
             fitted = 0
             for stage in stage_values(self.space, self.hints):
                 self._part = f"stage {stage}" if stage is not None else "the only stage"
-                base = self._best_grown(start)
+                base = self._best_of_stages(start)
                 if stage is not None and self.hints.stage_knob is not None:
                     base = {**base, self.hints.stage_knob: stage}
-                fitted = yield from self._grow(grown, base, fitted)
+                fitted = yield from self._largest_fit(limited, base, fitted)
         self._part = "moves"
         yield from self._moves(start)
         # Whatever single moves cannot reach, so that only the options end it.
-        generator = self._record.generator()
-        while (point := self._record.draw(generator)) is not None:
+        generator = self._history.generator()
+        while (point := self._history.draw(generator)) is not None:
             yield point
 
-    def _grow(
+    def _largest_fit(
         self, knob: Knob, base: dict[str, Value], fitted: int
     ) -> Generator[dict[str, Value], None, int]:
         """Measure up to the largest value that runs, then the short list; return its place."""
-        rungs = ladder_of(self.space, self.hints, knob, base)
-        if not rungs:
+        sweep = sweep_of(self.space, self.hints, knob, base)
+        if not sweep:
             return fitted
-        top = predicted_top(self.hints, rungs)
-        low, high = -1, len(rungs)
-        place = min(max(fitted, 0), len(rungs) - 1) if top is None else top
+        top = largest_predicted_fit(self.hints, sweep)
+        low, high = -1, len(sweep)
+        place = min(max(fitted, 0), len(sweep) - 1) if top is None else top
         gained = 1.0
         while low + 1 < high:
-            self._growth.add(key_of(rungs[place]))
-            yield rungs[place]
-            cost, before = self._cost(rungs[place]), self._cost(rungs[low]) if low >= 0 else None
+            self._stage_keys.add(key_of(sweep[place]))
+            yield sweep[place]
+            cost, before = self._cost(sweep[place]), self._cost(sweep[low]) if low >= 0 else None
             if cost is None:
                 high = place
             else:
@@ -150,27 +148,27 @@ class Fast(Strategy):
                     break
             if low + 1 >= high:
                 break
-            if top is not None and low == top and high == len(rungs):
-                if not self._may_fit(rungs[top + 1]):
+            if top is not None and low == top and high == len(sweep):
+                if not self._may_fit(sweep[top + 1]):
                     break
                 place = top + 1
             elif low < 0 and high == top:  # the prediction was too bold, most likely by one
                 place = high - 1
-            elif high == len(rungs):
-                place = min(len(rungs) - 1, max(low + 1, (low + len(rungs)) // 2))
+            elif high == len(sweep):
+                place = min(len(sweep) - 1, max(low + 1, (low + len(sweep)) // 2))
             else:
                 place = (low + high) // 2 if low >= 0 else high // 2
         if low >= 0:
-            for point in self._short_list(rungs, low):
-                self._growth.add(key_of(point))
+            for point in self._short_list(sweep, low):
+                self._stage_keys.add(key_of(point))
                 yield point
         return max(low, 0)
 
-    def _short_list(self, rungs: list[dict[str, Value]], top: int) -> list[dict[str, Value]]:
+    def _short_list(self, sweep: list[dict[str, Value]], top: int) -> list[dict[str, Value]]:
         """Up to ``num_micro_batches`` places from ``top`` down to about half of it."""
         bottom = max(0, top - max(self.options.num_micro_batches, (top + 1) // 2))
         count = min(self.options.num_micro_batches, top - bottom)
-        return [rungs[top - round(i * (top - bottom) / count)] for i in range(1, count + 1)]
+        return [sweep[top - round(i * (top - bottom) / count)] for i in range(1, count + 1)]
 
     def _may_fit(self, point: dict[str, Value]) -> bool:
         peak, limit = self.hints.predict(point).peak_gib, self.hints.memory_limit_gib
@@ -180,7 +178,7 @@ class Fast(Strategy):
         """Single moves from the best configuration, then from the next best, and so on."""
         expanded: set[str] = set()
         while True:
-            order = sorted(self._record.measured(), key=lambda t: t.cost or 0.0)
+            order = sorted(self._history.measured(), key=cost_of)
             points = [self.space.canonical(t.configuration) for t in order]
             fresh = [p for p in points or [start] if key_of(p) not in expanded]
             if not fresh:
@@ -196,27 +194,29 @@ class Fast(Strategy):
         moves = self.space.neighbours(center)
         return sorted(moves, key=lambda move: names.index(_changed(center, move, names)))
 
-    def _best_grown(self, start: dict[str, Value]) -> dict[str, Value]:
+    def _best_of_stages(self, start: dict[str, Value]) -> dict[str, Value]:
         """The best of the stages so far; what the second part finds does not restart the first."""
-        grown = [
-            t for t in self._record.measured() if self._record.key(t.configuration) in self._growth
+        tried = [
+            t
+            for t in self._history.measured()
+            if self._history.key(t.configuration) in self._stage_keys
         ]
-        best = min(grown, key=lambda t: t.cost or 0.0, default=None)
+        best = best_of(tried)
         return start if best is None else self.space.canonical(best.configuration)
 
     def _cost(self, point: dict[str, Value]) -> float | None:
         key = key_of(point)
-        ran = [*self._record.measured(), *self._record.bounded()]  # what was cut short fits too
-        costs = [t.cost for t in ran if self._record.key(t.configuration) == key]
+        ran = [*self._history.measured(), *self._history.bounded()]  # what was cut short fits too
+        costs = [t.cost for t in ran if self._history.key(t.configuration) == key]
         return min((c for c in costs if c is not None), default=None)
 
     def _since_best(self) -> int:
         """Trials of the second part told since the best one."""
-        best = self._record.best()
+        best = self._history.best()
         if best is None:
             return 0
-        later = self._record.trials[self._record.trials.index(best) + 1 :]
-        return sum(self._record.key(t.configuration) in self._moved for t in later)
+        later = self._history.trials[self._history.trials.index(best) + 1 :]
+        return sum(self._history.key(t.configuration) in self._moved for t in later)
 
 
 def _changed(center: dict[str, Value], move: dict[str, Value], names: list[str]) -> str:
@@ -224,10 +224,10 @@ def _changed(center: dict[str, Value], move: dict[str, Value], names: list[str])
 
 
 # -----------------------------------------------------------------------------
-# The largest configurations that are predicted to fit, stage by stage.
+# The largest configuration that is predicted to fit (also where ``bayes`` begins).
 
 
-def growing_knob(space: Space, hints: Hints) -> Knob | None:
+def memory_limited_knob(space: Space, hints: Hints) -> Knob | None:
     """The first ordered knob of which more (or less) is faster until memory ends."""
     knobs = [space.by_name[name] for name in hints.monotonic if name in space.by_name]
     usable = [k for k in knobs if k.is_ordered and k.count is not None and k.count > 1]
@@ -240,9 +240,7 @@ def stage_values(space: Space, hints: Hints) -> list[Value]:
     return [None] if knob is None else list(knob.choices() or (None,))
 
 
-def ladder_of(
-    space: Space, hints: Hints, knob: Knob, base: Configuration
-) -> list[dict[str, Value]]:
+def sweep_of(space: Space, hints: Hints, knob: Knob, base: Configuration) -> list[dict[str, Value]]:
     """Feasible configurations that differ from ``base`` in ``knob`` only, the slowest first."""
     values = list(knob.choices() or ())
     if hints.monotonic[knob.name] < 0:
@@ -251,33 +249,33 @@ def ladder_of(
     return [point for point in points if space.feasible(point)]
 
 
-def predicted_top(hints: Hints, rungs: list[dict[str, Value]]) -> int | None:
+def largest_predicted_fit(hints: Hints, sweep: list[dict[str, Value]]) -> int | None:
     """Place of the largest that is predicted to fit, 0 where none is; ``None`` where any cannot
     be predicted.
     """
     limit = hints.memory_limit_gib
-    peaks = [hints.predict(point).peak_gib for point in rungs]
+    peaks = [hints.predict(point).peak_gib for point in sweep]
     if limit is None or any(peak is None for peak in peaks):
         return None
     fits = [i for i, peak in enumerate(peaks) if peak is not None and peak <= limit]
     return fits[-1] if fits else 0
 
 
-def largest_that_fits(
+def largest_fit(
     space: Space, hints: Hints, base: Configuration, stage: Value
 ) -> dict[str, Value] | None:
-    """``base`` at a stage, with as much of the growing knob as is predicted to fit.
+    """``base`` at a stage, with as much of the memory-limited knob as is predicted to fit.
 
     ``None`` without such a knob, without predictions, or where not even the least fits.
     """
-    knob = growing_knob(space, hints)
+    knob = memory_limited_knob(space, hints)
     if knob is None:
         return None
     if stage is not None and hints.stage_knob is not None:
         base = {**base, hints.stage_knob: stage}
-    rungs = ladder_of(space, hints, knob, base)
-    top = predicted_top(hints, rungs) if rungs else None
+    sweep = sweep_of(space, hints, knob, base)
+    top = largest_predicted_fit(hints, sweep) if sweep else None
     if top is None:
         return None
-    peak, limit = hints.predict(rungs[top]).peak_gib, hints.memory_limit_gib
-    return rungs[top] if peak is not None and limit is not None and peak <= limit else None
+    peak, limit = hints.predict(sweep[top]).peak_gib, hints.memory_limit_gib
+    return sweep[top] if peak is not None and limit is not None and peak <= limit else None

@@ -12,7 +12,7 @@ from perfsearch.core.knob import Knob, Value
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
-from perfsearch.strategies._history import EXHAUSTED, Record
+from perfsearch.strategies._history import EXHAUSTED, History
 from perfsearch.strategies.base import Strategy
 
 _CHECKS_PER_ASK = 200_000
@@ -36,7 +36,7 @@ class Grid(Strategy):
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)
-        self._record = Record(space, seed)
+        self._history = History(space, seed)
         self._points = self._lattice()
 
     def ask(self) -> dict[str, Value] | None:
@@ -47,14 +47,14 @@ class Grid(Strategy):
                     f"none of {_CHECKS_PER_ASK} grid points in a row satisfied the constraints"
                 )
                 return None
-            if not self._record.taken(point):
-                return self._record.propose(point)
+            if not self._history.taken(point):
+                return self._history.propose(point)
         self.stop_reason = EXHAUSTED if self.space.listed() is not None else "grid exhausted"
         return None
 
     def tell(self, trial: Trial) -> None:
         """Note that the configuration was tried."""
-        self._record.tell(trial)
+        self._history.tell(trial)
 
     def describe(self) -> str:
         """One line for people."""

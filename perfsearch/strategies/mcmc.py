@@ -15,7 +15,7 @@ from perfsearch.core.knob import Value, same_value
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
-from perfsearch.strategies._history import Record
+from perfsearch.strategies._history import History
 from perfsearch.strategies.base import Strategy
 
 _LONGEST_CARRY = 8
@@ -25,11 +25,13 @@ _CARRY_ON = 0.75
 """Chance that a value which was carried over is carried on."""
 
 _FREE_STEPS = 500
-"""Steps from the record in one ask, after which the chain moves to an untried configuration."""
+"""Steps through known states in one ask, after which the chain moves to an untried one."""
 
 
 @dataclass
-class _Chain:
+class _State:
+    """Where one chain stands."""
+
     configuration: dict[str, Value]
     cost: float
     steps: int = 0
@@ -39,7 +41,7 @@ class Mcmc(Strategy):
     """Changes one knob at a time and accepts a worse configuration with ``exp(-alpha * d)``.
 
     ``d`` is the difference in percent of the start's cost (FlexFlow's is in milliseconds, and so
-    depends on the size of the model). States that are visited again are served from the record.
+    depends on the size of the model). States that are visited again are served from the history.
     Failures are never accepted. Where the runner predicts costs, ``proposals`` steps are taken on
     the predictions, and the best states found are measured, best first; a runner with a simulator
     of its own runs the chain itself. Where the runner says which knobs are neighbours (the
@@ -78,9 +80,9 @@ class Mcmc(Strategy):
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)
-        self._record = Record(space, seed)
+        self._history = History(space, seed)
         self._generator = np.random.default_rng(seed % 2**63)
-        self._chains: list[_Chain] = []
+        self._states: list[_State] = []
         self._of_proposal: dict[str, int] = {}
         self._turn = 0
         self._costs: dict[str, float] = {}
@@ -105,47 +107,47 @@ class Mcmc(Strategy):
         if self._start is not None and self.hints.predict(self._start).cost is not None:
             return self._ask_ranked(self._start)
         point: dict[str, Value] | None = None
-        if not self._chains and self._start is not None and not self._record.taken(self._start):
-            return self._record.propose(self._start)
+        if not self._states and self._start is not None and not self._history.taken(self._start):
+            return self._history.propose(self._start)
         chain = self._turn % self.options.chains
         self._turn += 1
-        if chain < len(self._chains):
-            point = self._next_state(self._chains[chain])
+        if chain < len(self._states):
+            point = self._next_state(self._states[chain])
         if point is None:
-            point = self._record.draw(self._generator)
+            point = self._history.draw(self._generator)
         if point is None:
-            self.stop_reason = self._record.why_none()
+            self.stop_reason = self._history.why_none()
             return None
         self._of_proposal[key_of(point)] = chain
-        return self._record.propose(point)
+        return self._history.propose(point)
 
     def tell(self, trial: Trial) -> None:
         """Let the chain that proposed it accept or refuse it."""
-        self._record.tell(trial)
-        key = self._record.key(trial.configuration)
+        self._history.tell(trial)
+        key = self._history.key(trial.configuration)
         if key is None or trial.cost is None or trial.status.is_failure:
             return
         point = self.space.canonical(trial.configuration)
         first = key not in self._costs
         self._costs.setdefault(key, trial.cost)
-        if not self._chains:
+        if not self._states:
             self._start_cost = trial.cost
-            self._chains = [_Chain(point, trial.cost) for _ in range(self.options.chains)]
+            self._states = [_State(point, trial.cost) for _ in range(self.options.chains)]
         elif first and key in self._of_proposal:
-            self._consider(self._chains[self._of_proposal.pop(key)], point, trial.cost)
+            self._consider(self._states[self._of_proposal.pop(key)], point, trial.cost)
 
     def describe(self) -> str:
         """One line for people."""
-        states = ", ".join(f"{100 * c.cost / self._start_cost:.1f}%" for c in self._chains)
+        states = ", ".join(f"{100 * c.cost / self._start_cost:.1f}%" for c in self._states)
         return f"Markov chain, alpha {self._alpha:g}; at {states or 'the start'} of its cost"
 
-    def _next_state(self, chain: _Chain) -> dict[str, Value] | None:
+    def _next_state(self, chain: _State) -> dict[str, Value] | None:
         for _ in range(_FREE_STEPS):
             point = self._neighbour(chain.configuration, self._generator)
             if point is None:
                 return None
             cost = self._costs.get(key_of(point))
-            if not self._record.taken(point):
+            if not self._history.taken(point):
                 return point
             if cost is not None:
                 self._consider(chain, point, cost)
@@ -206,15 +208,15 @@ class Mcmc(Strategy):
             return True
         return bool(generator.random() < math.exp(-self._alpha * worse_percent))
 
-    def _returns(self, chain: _Chain) -> bool:
+    def _returns(self, chain: _State) -> bool:
         """Count a step; whether it is time to go back to the best state."""
         chain.steps += 1
         return bool(self._return_every and chain.steps % self._return_every == 0)
 
-    def _consider(self, chain: _Chain, point: dict[str, Value], cost: float) -> None:
+    def _consider(self, chain: _State, point: dict[str, Value], cost: float) -> None:
         if self._accepts(cost, chain.cost, self._start_cost, self._generator):
             chain.configuration, chain.cost = dict(point), cost
-        best = self._record.best()
+        best = self._history.best()
         if self._returns(chain) and best is not None and best.cost is not None:
             chain.configuration = self.space.canonical(best.configuration)
             chain.cost = best.cost
@@ -224,11 +226,11 @@ class Mcmc(Strategy):
             by_runner = self.hints.run_chain is not None
             self._ranked = self._run_by_runner(start) if by_runner else self._simulate(start)
         for point in self._ranked:
-            if not self._record.taken(point):
-                return self._record.propose(point)
+            if not self._history.taken(point):
+                return self._history.propose(point)
         size = self.space.size
         self.stop_reason = (
-            self._record.why_none()
+            self._history.why_none()
             if size is not None and len(self._ranked) >= size
             else "every state that the chain kept was measured"
             if self.hints.run_chain
@@ -261,11 +263,11 @@ class Mcmc(Strategy):
         cost = self.hints.predict(start).cost
         assert cost is not None
         generator = np.random.default_rng([self.seed % 2**63, 1])
-        chains = [_Chain(dict(start), cost) for _ in range(self.options.chains)]
+        states = [_State(dict(start), cost) for _ in range(self.options.chains)]
         seen = {key_of(start): (cost, dict(start))}
         best = (cost, dict(start))
         for step in range(self._proposals):
-            chain = chains[step % len(chains)]
+            chain = states[step % len(states)]
             point = self._neighbour(chain.configuration, generator)
             if point is None:
                 break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
 from perfsearch.strategies._candidates import Projection
-from perfsearch.strategies._history import Record
+from perfsearch.strategies._history import History
 from perfsearch.strategies.base import Strategy
 
 ALLOWED = (
@@ -52,14 +51,14 @@ REFUSED: Mapping[str, str] = {
 """Optimizers that are known to break, and how."""
 
 _REPEATS = 20
-"""Repeats served from the record in one ask, after which the nearest untried is taken."""
+"""Repeats served from the history in one ask, after which the nearest untried is taken."""
 
 
 class Nevergrad(Strategy):
     """Any of the tested optimizers; ordered knobs are transition choices, others plain choices.
 
     Feasibility is by enumeration: an infeasible proposal stands for the nearest feasible
-    configuration. Repeated proposals are answered from the record. Failures are told as a finite
+    configuration. Repeated proposals are answered from the history. Failures are told as a finite
     penalty, worse than anything measured. Costs are told as logarithms.
     """
 
@@ -90,8 +89,8 @@ class Nevergrad(Strategy):
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)
-        self._record = Record(space, seed)
-        self._projection = Projection(space, self._record)
+        self._history = History(space, seed)
+        self._projection = Projection(space, self._history)
         self._optimizer: Any = None
         self._waiting: dict[str, Any] = {}
         self._losses: dict[str, float] = {}
@@ -110,24 +109,21 @@ class Nevergrad(Strategy):
                 if point is None:
                     break
                 loss = self._losses.get(key_of(point))
-                if not self._record.taken(point):
+                if not self._history.taken(point):
                     self._waiting[key_of(point)] = candidate
-                    return self._record.propose(point)
-                optimizer.tell(candidate, self._penalty() if loss is None else loss)
-        self.stop_reason = self._record.why_none()
+                    return self._history.propose(point)
+                optimizer.tell(candidate, self._history.penalty() if loss is None else loss)
+        self.stop_reason = self._history.why_none()
         return None
 
     def tell(self, trial: Trial) -> None:
         """Pass the result on to the optimizer."""
-        self._record.tell(trial)
-        key = self._record.key(trial.configuration)
+        self._history.tell(trial)
+        key = self._history.key(trial.configuration)
         if key is None:
             return
-        if trial.cost is not None and not trial.status.is_failure:
-            loss = math.log(trial.cost)
-        elif trial.status.is_failure:
-            loss = self._penalty()
-        else:
+        loss = self._history.log_loss(trial)
+        if loss is None:
             self._waiting.pop(key, None)
             return
         self._losses[key] = loss
@@ -155,11 +151,6 @@ class Nevergrad(Strategy):
             # Such an optimizer starts from the configuration instead of learning its cost.
             optimizer.suggest(values)
 
-    def _penalty(self) -> float:
-        """A loss that is worse than every measured one by a factor of e."""
-        costs = [t.cost for t in self._record.measured() if t.cost is not None]
-        return math.log(max(costs)) + 1.0 if costs else 1.0
-
     def _started(self) -> Any:
         if self._optimizer is None:
             import nevergrad
@@ -173,8 +164,12 @@ class Nevergrad(Strategy):
         return self._optimizer
 
 
+_LISTED = 256
+"""Values up to which a range is given as a list of choices."""
+
+
 def _parameter(nevergrad: Any, knob: Knob) -> Any:
-    if knob.count is not None and knob.count <= 256:
+    if knob.count is not None and knob.count <= _LISTED:
         choices = list(knob.choices() or ())
         if knob.is_ordered and len(choices) > 2:
             return nevergrad.p.TransitionChoice(choices)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -13,7 +12,7 @@ from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
 from perfsearch.strategies._candidates import Projection
-from perfsearch.strategies._history import Record
+from perfsearch.strategies._history import History
 from perfsearch.strategies.base import Strategy
 
 
@@ -44,8 +43,8 @@ class Optuna(Strategy):
         super().__init__(space, hints, seed, options)
         import optuna
 
-        self._record = Record(space, seed)
-        self._projection = Projection(space, self._record)
+        self._history = History(space, seed)
+        self._projection = Projection(space, self._history)
         self._running: dict[str, Any] = {}
         self._optuna = optuna
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -67,37 +66,32 @@ class Optuna(Strategy):
     def ask(self) -> dict[str, Value] | None:
         """Return the sampler's proposal, or the nearest untried to it; ``None`` at the end."""
         trial = self._study.ask(self._distributions)
-        values = {k.name: self._value(k, trial.params[k.name]) for k in self.space.knobs}
+        values = {k.name: _value(k, trial.params[k.name]) for k in self.space.knobs}
         point = self._projection.nearest_untried(values)
         if point is None:
             self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
-            self.stop_reason = self._record.why_none()
+            self.stop_reason = self._history.why_none()
             return None
         if key_of(point) != key_of(values):
             self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
             self._study.enqueue_trial(self._parameters(point))
             trial = self._study.ask(self._distributions)
         self._running[key_of(point)] = trial
-        return self._record.propose(point)
+        return self._history.propose(point)
 
     def tell(self, trial: Trial) -> None:
         """Pass the result on to the study."""
-        self._record.tell(trial)
-        key = self._record.key(trial.configuration)
+        self._history.tell(trial)
+        key = self._history.key(trial.configuration)
         if key is None:
             return
         running = self._running.pop(key, None)
-        if trial.cost is not None and not trial.status.is_failure:
-            value = math.log(trial.cost)
-        elif trial.status.is_failure:
-            costs = [t.cost for t in self._record.measured() if t.cost is not None]
-            value = math.log(max(costs)) + 1.0 if costs else 1.0
-        else:
-            if running is not None:
-                self._study.tell(running, state=self._optuna.trial.TrialState.FAIL)
-            return
-        if running is not None:
+        value = self._history.log_loss(trial)
+        if running is not None and value is None:
+            self._study.tell(running, state=self._optuna.trial.TrialState.FAIL)
+        elif running is not None:
             self._study.tell(running, value)
+        if running is not None or value is None:
             return
         self._study.add_trial(
             self._optuna.trial.create_trial(
@@ -109,18 +103,22 @@ class Optuna(Strategy):
 
     def describe(self) -> str:
         """One line for people."""
-        return f"Optuna's {self.options.sampler} sampler, {len(self._record.trials)} trials told"
+        return f"Optuna's {self.options.sampler} sampler, {len(self._history.trials)} trials told"
 
     def _parameters(self, point: dict[str, Value]) -> dict[str, Any]:
         return {k.name: _parameter(k, point[k.name]) for k in self.space.knobs}
 
-    def _value(self, knob: Knob, parameter: Any) -> Value:
-        if knob.is_ordered and knob.count is not None and knob.count <= 256:
-            choices = knob.choices()
-            assert choices is not None
-            return choices[int(parameter)]
-        value: Value = parameter
-        return value
+
+_LISTED = 256
+"""Values up to which an ordered knob is given to Optuna by the place of its value."""
+
+
+def _goes_by_place(knob: Knob) -> bool:
+    return knob.is_ordered and knob.count is not None and knob.count <= _LISTED
+
+
+def _places(knob: Knob) -> tuple[Value, ...]:
+    return knob.choices() or ()
 
 
 def _distribution(optuna: Any, knob: Knob) -> Any:
@@ -128,17 +126,22 @@ def _distribution(optuna: Any, knob: Knob) -> Any:
     kinds = optuna.distributions
     if not knob.is_ordered:
         return kinds.CategoricalDistribution(list(knob.values))
-    if knob.count is not None and knob.count <= 256:
-        return kinds.IntDistribution(0, knob.count - 1)
+    if _goes_by_place(knob):
+        return kinds.IntDistribution(0, len(_places(knob)) - 1)
     if knob.kind == "integer":
         assert knob.low is not None and knob.high is not None
         return kinds.IntDistribution(int(knob.low), int(knob.high), log=knob.log)
     return kinds.FloatDistribution(knob.low, knob.high, log=knob.log)
 
 
+def _value(knob: Knob, parameter: Any) -> Value:
+    value: Value = _places(knob)[int(parameter)] if _goes_by_place(knob) else parameter
+    return value
+
+
 def _parameter(knob: Knob, value: Value) -> Any:
-    if knob.is_ordered and knob.count is not None and knob.count <= 256:
-        choices = list(knob.choices() or ())
+    if _goes_by_place(knob):
+        choices = _places(knob)
         place = knob.unit_position(value)
         return min(range(len(choices)), key=lambda i: abs(knob.unit_position(choices[i]) - place))
     return value

@@ -8,7 +8,7 @@ from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Trial
-from perfsearch.strategies._history import Record
+from perfsearch.strategies._history import History
 from perfsearch.strategies.base import Strategy
 
 
@@ -17,19 +17,19 @@ class Random(Strategy):
 
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)
-        self._record = Record(space, seed)
+        self._history = History(space, seed)
 
     def ask(self) -> dict[str, Value] | None:
         """Return an untried configuration, ``None`` when there is none."""
-        point = self._record.draw(self._record.generator())
+        point = self._history.draw(self._history.generator())
         if point is None:
-            self.stop_reason = self._record.why_none()
+            self.stop_reason = self._history.why_none()
             return None
-        return self._record.propose(point)
+        return self._history.propose(point)
 
     def tell(self, trial: Trial) -> None:
         """Note that the configuration was tried."""
-        self._record.tell(trial)
+        self._history.tell(trial)
 
     def describe(self) -> str:
         """One line for people."""

@@ -16,7 +16,7 @@ from perfsearch.core.files import write_text
 from perfsearch.core.knob import Knob
 from perfsearch.core.objective import Objective
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.metrics.bounds import bounds, closest_look, percent
+from perfsearch.metrics.bounds import gain_text, profiled_measurement, upper_bounds
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.tracking.importance import KnobEffect, knob_effects
 from perfsearch.tracking.names import plain
@@ -539,7 +539,7 @@ def _find(trials: Sequence[Trial], winner: int | None) -> dict[str, Measurement]
         is_baseline = trial.purpose is Purpose.BASELINE
         if not is_baseline and (winner is None or trial.number != winner):
             continue
-        look = closest_look(trials, trial.configuration)
+        look = profiled_measurement(trials, trial.configuration)
         if look is not None:
             found["baseline" if is_baseline else f"trial {winner}"] = look
     return found
@@ -569,10 +569,10 @@ def _bounds(trials: Sequence[Trial], bound: float | None) -> list[tuple[str, str
     rows = (
         []
         if baseline is None
-        else [(str(b.part), percent(b.gain), b.evidence) for b in bounds(baseline)]
+        else [(str(b.part), gain_text(b.gain), b.evidence) for b in upper_bounds(baseline)]
     )
     if rows and bound is not None:
-        rows.append(("all that is searched", percent(bound), ""))
+        rows.append(("all that is searched", gain_text(bound), ""))
     return rows
 
 

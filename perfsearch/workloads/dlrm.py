@@ -61,7 +61,7 @@ def click_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def build(spec: WorkloadSpec, seed: int) -> Job:
     """The job; weights come from torch's generator as it stands, data from ``seed``."""
-    shape = {**SIZES[spec.size], **{k: v for k, v in spec.options.items() if v is not None}}
+    shape = {**SIZES[spec.size], **spec.chosen}
     model = DLRM(**shape)
     return Job(
         model=model,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as functional
@@ -109,10 +108,7 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def shape_of(spec: WorkloadSpec) -> Shape:
     """The size's dimensions, with those that the user set."""
-    from dataclasses import replace
-
-    chosen: dict[str, Any] = {k: v for k, v in spec.options.items() if v is not None}
-    shape = replace(SIZES[spec.size], **chosen)
+    shape = replace(SIZES[spec.size], **spec.chosen)
     if shape.width % shape.heads:
         raise ValueError(
             f"workload.width={shape.width}: must be a multiple of workload.heads={shape.heads}"

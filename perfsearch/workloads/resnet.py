@@ -102,8 +102,7 @@ def classification_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def build(spec: WorkloadSpec, seed: int) -> Job:
     """The job; weights come from torch's generator as it stands, data from ``seed``."""
-    chosen: dict[str, Any] = {k: v for k, v in spec.options.items() if v is not None}
-    shape = replace(SIZES[spec.size], **chosen)
+    shape = replace(SIZES[spec.size], **spec.chosen)
     model = ResNet(shape)
     return Job(
         model=model,

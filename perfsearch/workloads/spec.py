@@ -104,6 +104,11 @@ class WorkloadSpec:
         return cls(**known, options={k: v for k, v in values.items() if k not in common})
 
     @property
+    def chosen(self) -> dict[str, Any]:
+        """The options that are set; the size decides on the others."""
+        return {k: v for k, v in self.options.items() if v is not None}
+
+    @property
     def traits(self) -> Traits:
         """What the controller must know of it.
 

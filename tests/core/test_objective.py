@@ -7,27 +7,20 @@ from scipy import stats
 from perfsearch.core.objective import (
     Interval,
     decided,
+    interim_analyses,
     leader,
-    looks,
     paired_interval,
-    student_quantile,
 )
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 7, 10, 31])
-@pytest.mark.parametrize("probability", [0.9, 0.975, 0.99167, 0.998])
-def test_student_quantile_equals_scipys(freedom: int, probability: float) -> None:
-    expected = stats.t.ppf(probability, freedom)
-    assert student_quantile(probability, freedom) == pytest.approx(expected, rel=1e-8)
-
-
-def test_one_look_one_finalist_is_the_plain_paired_interval() -> None:
+@pytest.mark.parametrize("pairs", [2, 3, 5, 6, 12, 32])
+def test_one_analysis_one_finalist_is_the_plain_paired_interval(pairs: int) -> None:
     generator = np.random.default_rng(1)
-    base = np.exp(generator.normal(0, 0.02, 6))
-    fast = np.exp(generator.normal(-0.05, 0.02, 6))
+    base = np.exp(generator.normal(0, 0.02, pairs))
+    fast = np.exp(generator.normal(-0.05, 0.02, pairs))
     logs = np.log(base / fast)
-    half = stats.t.ppf(0.975, 5) * logs.std(ddof=1) / math.sqrt(6)
-    interval = paired_interval(list(base), list(fast), looks=1, finalists=1)
+    half = stats.t.ppf(0.975, pairs - 1) * logs.std(ddof=1) / math.sqrt(pairs)
+    interval = paired_interval(list(base), list(fast), analyses=1, finalists=1)
     assert interval.low == pytest.approx(math.exp(logs.mean() - half), rel=1e-8)
     assert interval.high == pytest.approx(math.exp(logs.mean() + half), rel=1e-8)
 
@@ -35,14 +28,14 @@ def test_one_look_one_finalist_is_the_plain_paired_interval() -> None:
 @pytest.mark.parametrize(
     ("repeats", "expected"), [(2, (2,)), (3, (3,)), (6, (3, 5, 6)), (8, (3, 5, 8))]
 )
-def test_the_schedule_of_looks(repeats: int, expected: tuple[int, ...]) -> None:
-    assert looks(repeats) == expected
+def test_the_schedule_of_interim_analyses(repeats: int, expected: tuple[int, ...]) -> None:
+    assert interim_analyses(repeats) == expected
 
 
-def test_stopping_at_looks_keeps_the_coverage() -> None:
-    """The interval of whichever look ends it covers the truth in 95% of 2,000 runs."""
+def test_stopping_at_an_interim_analysis_keeps_the_coverage() -> None:
+    """The interval of whichever analysis ends it covers the truth in 95% of 2,000 runs."""
     generator = np.random.default_rng(5)
-    truth, planned, covered = 1.03, looks(6), 0
+    truth, planned, covered = 1.03, interim_analyses(6), 0
     for _ in range(2000):
         base = np.exp(generator.normal(0, 0.01, 6))
         fast = np.exp(generator.normal(-math.log(truth), 0.01, 6))

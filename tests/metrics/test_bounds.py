@@ -3,12 +3,11 @@ from dataclasses import replace
 
 import pytest
 
-from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.knob import Kind, Knob, Part
 from perfsearch.core.trial import Measurement
 from perfsearch.knobs import by_name, effect_order
 from perfsearch.knobs.base import Use
-from perfsearch.metrics import bounds as module
-from perfsearch.metrics.bounds import bound_of, bounds, gain_of, in_short, touched
+from perfsearch.metrics.bounds import affected_parts, gain_of, headroom_of, in_short, upper_bounds
 
 BUCKET = by_name["bucket_cap_mb"].knob
 WORKERS = by_name["dataloader_workers"].knob
@@ -17,7 +16,7 @@ UNKNOWN = Knob("shiny", Kind.BOOLEAN, False)
 
 
 def job(phases=None, evidence=None, **changes):
-    """A step of 100 ms that was looked at closely."""
+    """A step of 100 ms that was profiled."""
     return Measurement(
         [0.1] * 10,
         32,
@@ -32,13 +31,13 @@ def job(phases=None, evidence=None, **changes):
 
 
 def share(measurement, part):
-    return next(b.share for b in bounds(measurement) if b.part == part)
+    return next(b.share for b in upper_bounds(measurement) if b.part == part)
 
 
 def test_nothing_is_bounded_without_a_close_look():
     light = Measurement([0.1], 1, phases_ms={"forward": 1.0})
-    assert bounds(light) == []
-    assert bound_of([], [BUCKET]) is None
+    assert upper_bounds(light) == []
+    assert headroom_of([], [BUCKET]) is None
 
 
 def test_leaving_a_part_out_counts_where_it_saves_more_than_its_phase():
@@ -61,7 +60,7 @@ def test_a_phase_counts_where_leaving_it_out_saves_less():
 def test_communication_that_cannot_be_seen_is_not_bounded():
     two = job(world_size=2)
     assert share(two, "communication") == 1.0
-    assert math.isinf(bound_of(bounds(two), [BUCKET]))
+    assert math.isinf(headroom_of(upper_bounds(two), [BUCKET]))
 
 
 def test_one_rank_alone_does_not_communicate():
@@ -78,14 +77,14 @@ def test_computing_is_bounded_by_the_peak():
 
 def test_bounds_come_largest_first_and_add_up_over_the_searched_parts():
     measurement = job({"comm_exposed": 4.0, "dataloader_next": 16.0})
-    found = bounds(measurement)
+    found = upper_bounds(measurement)
     assert [b.part for b in found] == sorted(
         (b.part for b in found), key=lambda part: -share(measurement, part)
     )
-    assert bound_of(found, [BUCKET]) == pytest.approx(0.04 / 0.96)
-    assert bound_of(found, [BUCKET, WORKERS]) == pytest.approx(0.2 / 0.8)
-    assert bound_of(found, [ONE_CHOICE, BUCKET]) == pytest.approx(0.04 / 0.96)
-    assert math.isinf(bound_of(found, [UNKNOWN]))
+    assert headroom_of(found, [BUCKET]) == pytest.approx(0.04 / 0.96)
+    assert headroom_of(found, [BUCKET, WORKERS]) == pytest.approx(0.2 / 0.8)
+    assert headroom_of(found, [ONE_CHOICE, BUCKET]) == pytest.approx(0.04 / 0.96)
+    assert math.isinf(headroom_of(found, [UNKNOWN]))
 
 
 def host_limited(parts):
@@ -129,7 +128,7 @@ def test_a_part_that_keeps_the_host_is_bounded_by_what_the_device_then_idles(par
     step_ms, measurement = host_limited(parts)
     quick = [(0.0, p[1]) if n in changed else p for n, p in enumerate(parts)]
     gain = step_ms / steady(quick)[0] - 1
-    bound = next(b for b in bounds(measurement) if b.part == part)
+    bound = next(b for b in upper_bounds(measurement) if b.part == part)
     assert gain > 0.15
     assert bound.gain >= gain - 1e-9
     idle_ms = step_ms - measurement.bottleneck_evidence["device_busy_ms"]
@@ -141,12 +140,12 @@ def test_a_part_that_keeps_the_host_is_bounded_by_what_the_device_then_idles(par
 
 def test_what_the_device_idles_is_counted_once_over_several_parts():
     step_ms, measurement = host_limited(LIMITED_BY_ITS_HOST[0])
-    found = bounds(measurement)
+    found = upper_bounds(measurement)
     both = [by_name["optimizer_implementation"].knob, by_name["channels_last"].knob]
     shares = [share(measurement, part) for part in ("optimizer", "computing")]
     idle = 1 - measurement.bottleneck_evidence["device_busy_ms"] / step_ms
-    assert bound_of(found, both[:1]) == pytest.approx(gain_of(shares[0]))
-    assert bound_of(found, both) == pytest.approx(gain_of(min(1.0, sum(shares) - idle)))
+    assert headroom_of(found, both[:1]) == pytest.approx(gain_of(shares[0]))
+    assert headroom_of(found, both) == pytest.approx(gain_of(min(1.0, sum(shares) - idle)))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_idling_counts_for_what_no_steps_were_run_without(part, phases):
 
 
 def test_what_ranks_wait_for_one_another_is_said_where_it_counts():
-    found = next(b for b in bounds(job({"rank_wait": 9.0})) if b.part == "computing")
+    found = next(b for b in upper_bounds(job({"rank_wait": 9.0})) if b.part == "computing")
     assert found.share == pytest.approx(0.79)
     assert "70.00 ms of a 100.00 ms step, and ranks wait 9.00 ms for one another" in found.evidence
 
@@ -188,12 +187,12 @@ def test_the_whole_step_bounds_nothing():
 
 def test_every_knob_of_the_runners_is_placed():
     names = {*effect_order(Use.DDP), *effect_order(Use.ZERO)}
-    free = {name for name in names if touched(by_name[name].knob) == module.PARTS}
+    free = {name for name in names if affected_parts(by_name[name].knob) == tuple(Part)}
     assert free == {"omp_num_threads", "gradient_accumulation"}
 
 
 def test_what_a_script_does_beside_its_passes_is_the_rest():
     found = job({"other": 8.0, "callbacks": 4.0})
-    rest = next(b for b in bounds(found) if b.part == "rest")
+    rest = next(b for b in upper_bounds(found) if b.part == "rest")
     assert rest.share == pytest.approx(0.20)
     assert "other, callbacks and what no phase covers take 20.00 ms" in rest.evidence

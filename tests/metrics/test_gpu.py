@@ -66,19 +66,6 @@ def test_environment_tells_clocks_reasons_and_other_processes(four_cards):
     assert found["unsupported"] == {}
 
 
-def test_used_memory_is_read_anew_in_gib(four_cards):
-    """ray-project/ray#18299: the reading is refreshed, and its unit is GiB, not a share."""
-    four_cards.cards[0]["used"] = 5 * 1024**3
-    assert gpu.used_memory_gib("GPU-a0") == 5.0
-    four_cards.cards[0]["used"] = 1024**3 // 2
-    assert gpu.used_memory_gib("a0") == 0.5
-    four_cards.fail("GPU-a0", "memory")
-    assert gpu.used_memory_gib("GPU-a0") is None
-    assert gpu.used_memory_gib("GPU-unknown") is None
-
-
 def test_without_nvml_nothing_is_read_and_the_reason_is_kept(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu.used_memory_gib("GPU-a0") is None
     assert "nvidia-ml-py" in gpu.environment()["unsupported"]["gpu"]
-    assert gpu.device_map() == {}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.zero_facts import gpt_facts, gpt_large
 
+from perfsearch.core.units import GIB
 from perfsearch.metrics.memory import (
-    GIB,
     Layout,
     MemoryFacts,
     MemoryModel,

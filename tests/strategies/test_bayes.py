@@ -199,7 +199,7 @@ def low(points: Sequence[dict[str, Value]], bucket: int, most: float) -> np.ndar
         (0.1, 0.1, [256, 256, 64, 64, 64, 64]),
     ],
 )
-def test_before_the_end_it_looks_where_it_doubts_and_where_trees_see_a_gain(
+def test_before_the_end_it_explores_where_it_doubts_and_where_trees_see_a_gain(
     monkeypatch: pytest.MonkeyPatch, hope: float, second: float, seen: list[int]
 ) -> None:
     strategy = make("bayes", mixed_space(), 0)
@@ -211,7 +211,7 @@ def test_before_the_end_it_looks_where_it_doubts_and_where_trees_see_a_gain(
 
     def scores(points: Sequence[dict[str, Value]], rows: np.ndarray, share: float) -> Scores:
         trees = low(points, 64, second)
-        return Scores(np.zeros(len(points)), low(points, 256, hope), second=lambda: trees)
+        return Scores(np.zeros(len(points)), low(points, 256, hope), by_forest=lambda: trees)
 
     monkeypatch.setattr(strategy, "_scores", scores)
     monkeypatch.setattr(strategy, "_settled", lambda: True)
@@ -222,7 +222,7 @@ def test_before_the_end_it_looks_where_it_doubts_and_where_trees_see_a_gain(
 def scripted(
     monkeypatch: pytest.MonkeyPatch, largest: float, surprise: float
 ) -> list[dict[str, Value]]:
-    """What is proposed where the model always promises most at one end of the space."""
+    """What is proposed where the model always expects most at one end of the space."""
     strategy = make("bayes", mixed_space(), 0)
     assert isinstance(strategy, Bayes)
     best: dict[str, Value] = {"bucket": 1, "workers": 0, "pinned": False, "mode": "a"}
@@ -232,7 +232,7 @@ def scripted(
 
     def scores(points: Sequence[dict[str, Value]], rows: np.ndarray, share: float) -> Scores:
         gain = low(points, 256, 0.005)
-        return Scores(gain, gain, surprise=surprise, largest=largest)
+        return Scores(gain, gain, surprise=surprise, largest_improvement=largest)
 
     monkeypatch.setattr(strategy, "_scores", scores)
     return drive(strategy, 4)

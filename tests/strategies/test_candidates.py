@@ -7,7 +7,7 @@ from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.strategies._candidates import Candidates, from_the_baseline, with_nulls_apart
-from perfsearch.strategies._history import Record
+from perfsearch.strategies._history import History
 from perfsearch.strategies.bayes import Bayes
 
 MINOR = [Knob(f"minor{n}", Kind.ORDINAL, 1, (1, 2, 4, 8)) for n in range(12)]
@@ -40,10 +40,10 @@ def test_null_is_no_neighbour_of_the_least_value() -> None:
 
 
 def test_a_large_space_offers_the_centers_with_a_few_knobs_changed() -> None:
-    record = Record(WIDE, 0)
+    history = History(WIDE, 0)
     generator = np.random.default_rng(0)
-    plain = Candidates(WIDE, record, WEIGHT).list(generator)[0]
-    around = Candidates(WIDE, record, WEIGHT).list(generator, [], BASELINE)
+    plain = Candidates(WIDE, history, WEIGHT).list(generator)[0]
+    around = Candidates(WIDE, history, WEIGHT).list(generator, [], BASELINE)
     few = [p for p in around[0] if len(changes(p)) <= 3]
     assert not [p for p in plain if len(changes(p)) <= 3]
     assert len(few) > 100
@@ -76,10 +76,10 @@ def test_around_are_the_listed_within_two_steps() -> None:
     axis = (1, 2, 4, 8, 16, 32, 64)
     small = Space([Knob(name, Kind.ORDINAL, 1, axis) for name in "ab"])
     for space, center in ((small, {"a": 8, "b": 8}), (WIDE, BASELINE)):
-        record = Record(space, 0)
+        history = History(space, 0)
         tried = space.neighbours(center)[0]
-        record.tell(Trial(1, tried, Purpose.SEARCH, Status.OK, cost=0.1))
-        candidates = Candidates(space, record)
+        history.tell(Trial(1, tried, Purpose.SEARCH, Status.OK, cost=0.1))
+        candidates = Candidates(space, history)
         points, _ = candidates.list(np.random.default_rng(0), [center])
         near = [points[place] for place in candidates.around(center)]
         assert near

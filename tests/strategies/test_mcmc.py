@@ -47,7 +47,7 @@ def test_alpha_zero_accepts_everything() -> None:
         strategy.tell(ended(number, point, 0.01 * (1 + number)))
         here = point
         assert isinstance(strategy, Mcmc)
-        assert key_of(strategy._chains[0].configuration) == key_of(here)
+        assert key_of(strategy._states[0].configuration) == key_of(here)
 
 
 def test_acceptance_does_not_depend_on_the_scale_of_costs() -> None:
@@ -85,7 +85,7 @@ def test_several_chains_take_turns() -> None:
     strategy.tell(ended(0, START, cost_of(SPACE, START)))
     drive(strategy, 9)
     assert isinstance(strategy, Mcmc)
-    assert [c.steps > 0 for c in strategy._chains] == [True] * 3
+    assert [c.steps > 0 for c in strategy._states] == [True] * 3
 
 
 VALUES = ("x", "y", "z")

@@ -1,4 +1,4 @@
-"""An earlier search of a similar job: fewer trials where it is right, little lost where not."""
+"""A prior search of a similar job: fewer trials where it is right, little lost where not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from strategies.conftest import baseline_of, cost_of, drive, ended, mixed_space
 
 from perfsearch.core.hardware import Environment
-from perfsearch.core.hints import Earlier, Hints, Prediction
+from perfsearch.core.hints import Hints, Prediction, PriorSearch
 from perfsearch.core.knob import Value
 from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.space import key_of
@@ -44,7 +44,7 @@ def measured(runner: Replay, number: int, point: dict[str, Value]) -> Trial:
 
 
 def searched(
-    seed: int, earlier: Earlier | None, enough: float | None, limit: int = LIMIT
+    seed: int, prior: PriorSearch | None, enough: float | None, limit: int = LIMIT
 ) -> tuple[list[Trial], Bayes, int]:
     """A search of the recorded surface; with ``enough`` until a cost that is truly so close to
     the best was tried. Returns how many trials that took, too.
@@ -56,7 +56,7 @@ def searched(
         found = runner.measure(point, Plan(number=0)).measurement
         if seconds is not None and found is not None:
             truth[key_of(point)] = seconds / found.samples_per_step
-    strategy = Bayes(runner.space, replace(runner.hints([]), earlier=earlier), seed)
+    strategy = Bayes(runner.space, replace(runner.hints([]), prior_search=prior), seed)
     trials = []
     for number in range(limit):
         point = runner.baseline if number == 0 else strategy.ask()
@@ -80,8 +80,8 @@ def found_before(seed: int) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(costs, key=lambda pair: pair[1]))
 
 
-def earlier_of(costs: Costs) -> Earlier:
-    return Earlier("an earlier search", tuple(sorted(costs, key=lambda pair: pair[1])))
+def prior_search_of(costs: Costs) -> PriorSearch:
+    return PriorSearch("a prior search", tuple(sorted(costs, key=lambda pair: pair[1])))
 
 
 def same(seed: int) -> Costs:
@@ -108,8 +108,8 @@ def trials_needed(costs: Callable[[int], Costs] | None) -> float:
     """Median over the seeds of the trials until within 2% of the best."""
     needed = []
     for seed in SEEDS:
-        earlier = None if costs is None else earlier_of(costs(seed))
-        needed.append(searched(seed, earlier, 0.02)[2])
+        prior = None if costs is None else prior_search_of(costs(seed))
+        needed.append(searched(seed, prior, 0.02)[2])
     return statistics.median(needed)
 
 
@@ -128,18 +128,18 @@ def test_a_misleading_search_costs_little() -> None:
 
 def test_its_weight_falls_as_trials_disagree() -> None:
     def weight(costs: Costs) -> float:
-        _, strategy, _ = searched(0, earlier_of(costs), None, 8)
+        _, strategy, _ = searched(0, prior_search_of(costs), None, 8)
         return strategy._share()
 
     assert weight(reversed_(0)) < 0.1
     assert weight(same(0)) > 0.6
 
 
-def test_the_earlier_best_comes_first_and_then_the_next_until_one_runs() -> None:
+def test_the_prior_best_comes_first_and_then_the_next_until_one_runs() -> None:
     space = mixed_space()
     points = sorted(space.listed() or [], key=lambda p: cost_of(space, p))
     costs = [(dict(p), math.log(cost_of(space, p))) for p in points[::2]]
-    hints = Hints(baseline_of(space), starts=(points[-1],), earlier=earlier_of(costs))
+    hints = Hints(baseline_of(space), starts=(points[-1],), prior_search=prior_search_of(costs))
     strategy = Bayes(space, hints, 0)
     strategy.tell(ended(0, baseline_of(space), 0.02))
     for place in (0, 1):
@@ -153,7 +153,7 @@ def test_what_the_runner_would_try_first_is_tried_however_much_is_believed() -> 
     points = sorted(space.listed() or [], key=lambda p: cost_of(space, p))
     costs = [(dict(p), math.log(cost_of(space, p))) for p in points[::2]]
     starts = (points[-1], points[-3])
-    hints = Hints(baseline_of(space), starts=starts, earlier=earlier_of(costs))
+    hints = Hints(baseline_of(space), starts=starts, prior_search=prior_search_of(costs))
     strategy = Bayes(space, hints, 0)
     strategy.tell(ended(0, baseline_of(space), cost_of(space, baseline_of(space))))
     asked = []
@@ -168,22 +168,22 @@ def test_what_the_runner_would_try_first_is_tried_however_much_is_believed() -> 
 
 
 def test_it_is_never_a_trial() -> None:
-    """What the earlier search found is proposed like anything else, and counts for nothing."""
+    """What the prior search found is proposed like anything else, and counts for nothing."""
     space = mixed_space()
     costs = [(dict(p), math.log(cost_of(space, p))) for p in space.listed() or []]
-    strategy = Bayes(space, Hints(baseline_of(space), earlier=earlier_of(costs)), 0)
-    assert strategy._record.trials == []
+    strategy = Bayes(space, Hints(baseline_of(space), prior_search=prior_search_of(costs)), 0)
+    assert strategy._history.trials == []
     assert "0 trials measured" in strategy.describe()
     seen = drive(strategy, 60)
     assert len(seen) >= 5
-    assert len(strategy._record.trials) == len(seen)
+    assert len(strategy._history.trials) == len(seen)
 
 
 def test_it_does_not_end_the_search() -> None:
     """Of a search that saw no difference anywhere one learns nothing; the own trials decide."""
     space = mixed_space()
     costs = [(dict(p), 0.0) for p in space.listed() or []]
-    hints = Hints(baseline_of(space), earlier=earlier_of(costs))
+    hints = Hints(baseline_of(space), prior_search=prior_search_of(costs))
     warm, cold = Bayes(space, hints, 0), Bayes(space, Hints(baseline_of(space)), 0)
     tried = {"warm": drive(warm, 60), "cold": drive(cold, 60)}
     best = {k: min(cost_of(space, p) for p in points) for k, points in tried.items()}
@@ -202,36 +202,36 @@ def test_it_does_not_end_the_search() -> None:
 def test_what_does_not_fit_changes_nothing(costs: Costs) -> None:
     space = mixed_space()
 
-    def proposals(earlier: Earlier | None) -> list[str]:
-        strategy = Bayes(space, Hints(baseline_of(space), earlier=earlier), 3)
+    def proposals(prior: PriorSearch | None) -> list[str]:
+        strategy = Bayes(space, Hints(baseline_of(space), prior_search=prior), 3)
         return [key_of(p) for p in drive(strategy, 8)]
 
-    assert proposals(Earlier("nowhere", tuple(costs))) == proposals(None)
+    assert proposals(PriorSearch("nowhere", tuple(costs))) == proposals(None)
 
 
 def test_repeating_asks_and_tells_restores_the_next_proposal() -> None:
     space = mixed_space()
     costs = [(dict(p), math.log(cost_of(space, p))) for p in (space.listed() or [])[::3]]
-    kept = json.loads(json.dumps([[c, log] for c, log in earlier_of(costs).costs]))
-    again = Earlier("the journal", tuple((c, log) for c, log in kept))
-    first = Bayes(space, Hints(baseline_of(space), earlier=earlier_of(costs)), 1)
-    second = Bayes(space, Hints(baseline_of(space), earlier=again), 1)
+    kept = json.loads(json.dumps([[c, log] for c, log in prior_search_of(costs).costs]))
+    again = PriorSearch("the journal", tuple((c, log) for c, log in kept))
+    first = Bayes(space, Hints(baseline_of(space), prior_search=prior_search_of(costs)), 1)
+    second = Bayes(space, Hints(baseline_of(space), prior_search=again), 1)
     assert [key_of(p) for p in drive(first, 9)] == [key_of(p) for p in drive(second, 9)]
 
 
 def test_with_predictions_it_is_what_differs_from_them() -> None:
-    """Where the earlier costs are just the predicted ones, they say nothing new."""
+    """Where the prior costs are just the predicted ones, they say nothing new."""
     space = mixed_space()
 
-    def hints(earlier: Earlier | None) -> Hints:
+    def hints(prior: PriorSearch | None) -> Hints:
         return Hints(
             baseline_of(space),
             predict=lambda p: Prediction(cost=cost_of(space, p)),
-            earlier=earlier,
+            prior_search=prior,
         )
 
     costs = [(dict(p), math.log(cost_of(space, p))) for p in space.listed() or []]
-    strategy = Bayes(space, hints(earlier_of(costs)), 0)
+    strategy = Bayes(space, hints(prior_search_of(costs)), 0)
     assert strategy._belief is not None
     rows = with_nulls_apart(space, space.encode(space.listed() or []))
     assert float(np.abs(strategy._belief.mean(rows)).max()) < 0.01
@@ -240,10 +240,10 @@ def test_with_predictions_it_is_what_differs_from_them() -> None:
 def test_auto_hands_it_on_or_says_that_it_has_no_part() -> None:
     space = mixed_space()
     costs = [(dict(p), math.log(cost_of(space, p))) for p in (space.listed() or [])[::3]]
-    hints = Hints(baseline_of(space), earlier=earlier_of(costs))
+    hints = Hints(baseline_of(space), prior_search=prior_search_of(costs))
     strategy = Auto(space, hints, 0)
     strategy.tell(ended(0, baseline_of(space), cost_of(space, baseline_of(space))))
-    assert strategy.ask() == hints.earlier.costs[0][0] if hints.earlier else False
-    assert "an earlier search has weight" in strategy.describe()
+    assert strategy.ask() == hints.prior_search.costs[0][0] if hints.prior_search else False
+    assert "a prior search has weight" in strategy.describe()
     whole = Auto(space, hints, 0, Auto.Options(try_all=1000))
     assert "strategy.warm_start has no part in it" in whole.describe()

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from perfsearch.core.hints import Earlier, Hints
+from perfsearch.core.hints import Hints, PriorSearch
 from perfsearch.core.knob import Kind, Knob, Part
 from perfsearch.core.space import Constraint, Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.strategies import load
-from perfsearch.strategies._staged import ByBound, part_of
+from perfsearch.strategies._staged import Staged, part_of
 
 SPACE = Space(
     [
@@ -44,7 +44,7 @@ def ended(number, configuration, cost, purpose=Purpose.SEARCH, **phases):
 
 def searching(strategy="grid", **phases):
     kind = load(strategy)
-    made = ByBound(SPACE, Hints(dict(BASELINE)), 0, lambda space, hints: kind(space, hints, 0))
+    made = Staged(SPACE, Hints(dict(BASELINE)), 0, lambda space, hints: kind(space, hints, 0))
     made.tell(ended(0, dict(BASELINE), 1.0, Purpose.BASELINE, **phases))
     return made
 
@@ -122,10 +122,12 @@ def test_a_group_gets_what_was_found_with_the_others_as_they_are():
         ({**BASELINE, "bucket_cap_mb": 4, "optimizer_implementation": "fused"}, -0.4),
     ]
     beside = {"bucket_cap_mb": ("dataloader_workers", "prefetch_factor"), "prefetch_factor": ()}
-    hints = Hints(dict(BASELINE), neighbours=beside, earlier=Earlier("before", tuple(costs)))
-    made = ByBound(SPACE, hints, 0, make)
+    hints = Hints(
+        dict(BASELINE), neighbours=beside, prior_search=PriorSearch("before", tuple(costs))
+    )
+    made = Staged(SPACE, hints, 0, make)
     made.tell(ended(0, dict(BASELINE), 1.0, Purpose.BASELINE, comm_exposed=10.0))
     made.ask()
     assert set(given[0].baseline) == {"bucket_cap_mb"}
-    assert given[0].earlier == Earlier("before", (({"bucket_cap_mb": 4}, -0.3),))
+    assert given[0].prior_search == PriorSearch("before", (({"bucket_cap_mb": 4}, -0.3),))
     assert given[0].neighbours == {"bucket_cap_mb": ()}

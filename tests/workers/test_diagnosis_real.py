@@ -3,13 +3,14 @@
 import pytest
 from support.simulated import Costs, measured
 
-from perfsearch.metrics.bounds import COMMUNICATION, LOADING, OPTIMIZER, bounds
+from perfsearch.core.knob import Part
+from perfsearch.metrics.bounds import upper_bounds
 from perfsearch.metrics.diagnosis import Severity, diagnose
 from perfsearch.tracking.report import phase_parts
 
 
 def share_of(measurement, part):
-    return next(b.share for b in bounds(measurement) if b.part == part)
+    return next(b.share for b in upper_bounds(measurement) if b.part == part)
 
 
 def test_a_loader_that_waits_is_found_with_its_milliseconds(monkeypatch):
@@ -17,7 +18,7 @@ def test_a_loader_that_waits_is_found_with_its_milliseconds(monkeypatch):
     found = diagnose(job)[0]
     assert (found.name, found.severity) == ("input_bound", Severity.HIGH)
     assert "15.00 ms of a 60.00 ms step (25%)" in found.evidence
-    assert share_of(job, LOADING) == pytest.approx(0.25)
+    assert share_of(job, Part.LOADING) == pytest.approx(0.25)
     assert job.bottleneck_evidence["without_loading_ms"] == pytest.approx(45.0)
 
 
@@ -34,8 +35,8 @@ def test_a_slowed_link_makes_the_job_communication_bound(monkeypatch):
     found = diagnose(job)[0]
     assert (found.name, found.severity) == ("communication_bound", Severity.HIGH)
     assert "53.00 ms of a 100.00 ms step (53%)" in found.evidence
-    assert share_of(job, COMMUNICATION) == pytest.approx(0.53)
-    assert share_of(job, OPTIMIZER) == pytest.approx(0.05)
+    assert share_of(job, Part.COMMUNICATION) == pytest.approx(0.53)
+    assert share_of(job, Part.OPTIMIZER) == pytest.approx(0.05)
 
 
 def test_a_value_asked_for_in_each_step_is_shown_with_its_line(monkeypatch):

@@ -20,6 +20,7 @@ from perfsearch.core.hints import Prediction
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.units import GIB
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
 from perfsearch.knobs.ddp import BUCKET_VIEW
 from perfsearch.knobs.fsdp import CPU_OFFLOAD, FORWARD_PREFETCH, STAGE
@@ -33,7 +34,6 @@ from perfsearch.knobs.zero import (
     SYNC_EACH,
 )
 from perfsearch.metrics.memory import (
-    GIB,
     MARGIN_DEVIATIONS,
     Estimate,
     Layout,

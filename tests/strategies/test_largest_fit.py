@@ -4,7 +4,7 @@ from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Configuration, Kind, Knob
 from perfsearch.core.space import Space
 from perfsearch.strategies.bayes import Bayes
-from perfsearch.strategies.fast import largest_that_fits
+from perfsearch.strategies.fast import largest_fit
 
 SPACE = Space(
     [
@@ -33,14 +33,14 @@ def hints(limit_gib: float | None = 9.5) -> Hints:
 
 
 def test_the_largest_that_is_predicted_to_fit_in_each_stage() -> None:
-    found = [largest_that_fits(SPACE, hints(), BASE, stage) for stage in (0, 1, 2)]
+    found = [largest_fit(SPACE, hints(), BASE, stage) for stage in (0, 1, 2)]
     assert [p and p["micro_batch"] for p in found] == [1, 4, 8]
     assert all(p and p["fused"] for p in found)
 
 
 def test_nothing_where_not_even_the_least_fits_or_no_limit_is_known() -> None:
-    assert largest_that_fits(SPACE, hints(2.5), BASE, 1) is None
-    assert largest_that_fits(SPACE, hints(None), BASE, 1) is None
+    assert largest_fit(SPACE, hints(2.5), BASE, 1) is None
+    assert largest_fit(SPACE, hints(None), BASE, 1) is None
 
 
 def test_bayes_begins_with_them_in_the_order_of_stages() -> None:
