@@ -14,7 +14,15 @@ CASES = {
     "perfsearch.cli.view": HEAVY | {"hydra", "omegaconf"},
     "perfsearch.pipeline.search": {"torch", "mlflow", "sklearn", "nevergrad", "hydra", "omegaconf"},
     "perfsearch.workers.rank": {"mlflow", "sklearn", "nevergrad", "hydra", "omegaconf", "rich"},
-    "perfsearch.runners.soap.runner": {"numba", "mlflow", "sklearn", "nevergrad", "optuna"},
+    # The controller asks ranks, and waits for no import of torch.
+    "perfsearch.runners.ddp.runner": HEAVY,
+    "perfsearch.runners.zero.runner": HEAVY,
+    "perfsearch.runners.deepspeed.runner": HEAVY,
+    "perfsearch.runners._script.runner": HEAVY,
+    "perfsearch.runners.soap.runner": HEAVY | {"numba"},
+    # What a script or job sets for torch before it imports it must be heeded.
+    "perfsearch.instrument.entry": HEAVY | {"numpy"},
+    "perfsearch.runners.deepspeed.rank": HEAVY | {"numpy"},
     "perfsearch.soap.recipe": {"numba", "mlflow", "sklearn", "nevergrad", "optuna"},
     "perfsearch.soap.profile": {"numba", "mlflow", "sklearn", "nevergrad", "optuna"},
 }

@@ -21,6 +21,9 @@ from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles, st
 
 SCHEMA = 1
 
+GRAPH, MACHINE, COSTS = "graph.json", "machine.json", "costs.json"
+"""Files that rank 0 leaves in the directory, and that a search keeps as its input tables."""
+
 
 def read_plan(path: Path, graph: Graph, devices: int) -> Plan:
     """Read a strategy, ours or FlexFlow's.

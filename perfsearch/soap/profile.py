@@ -16,15 +16,13 @@ import torch.distributed as dist
 
 from perfsearch.core.hardware import torch_version
 from perfsearch.core.knob import Value
+from perfsearch.soap.formats import COSTS, GRAPH, MACHINE
 from perfsearch.soap.graph import Graph, Role, dump_graph
 from perfsearch.soap.measure import measure_machine, measure_part, with_optimizer
 from perfsearch.soap.recipe import captured_of
 from perfsearch.soap.simulator.machine import CostTable, Machine, shards_of
 from perfsearch.training.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
 from perfsearch.workloads.base import Job
-
-GRAPH, MACHINE, COSTS = "graph.json", "machine.json", "costs.json"
-"""Files that rank 0 leaves in the directory, and that a search keeps as its input tables."""
 
 
 class ProfileStep(TrainStep):

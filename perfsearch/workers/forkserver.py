@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfsearch.core.files import write_text
-from perfsearch.workers import processes, trial
+from perfsearch.workers import processes
 from perfsearch.workers.messages import EXIT_FILE, LAUNCHER_REPORT, TORCH_LOGS, Startup
 from perfsearch.workers.processes import EXIT_ORPHANED, watch_controller
 
@@ -168,6 +168,8 @@ def run_group(directory: Path) -> int:
 
 def _prepare(request: Mapping[str, Any]) -> None:
     spec = Startup.read(Path(request["directory"])).spec
+    from perfsearch.workers import trial
+
     trial.prepare_job(spec.workload, spec.seed)
 
 

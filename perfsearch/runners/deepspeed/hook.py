@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import importlib.util
 import inspect
-import json
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perfsearch.core.files import write_text
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 from perfsearch.knobs.fsdp import STAGE
+from perfsearch.runners.deepspeed.request import Request, result_file, write_whole
 from perfsearch.training.clock import (
     FirstLosses,
     RankWindow,
@@ -33,6 +28,9 @@ from perfsearch.training.clock import (
     slowest,
 )
 from perfsearch.workers.trial import RankResult
+
+if TYPE_CHECKING:
+    from perfsearch.runners.deepspeed.rank import Rank
 
 _FIELDS = {
     "reduce_bucket_size": "reduce_bucket_size",
@@ -380,197 +378,3 @@ def _leaves(values: Any) -> Iterator[Any]:
             yield from _leaves(value)
         else:
             yield value
-
-
-# -----------------------------------------------------------------------------
-# A rank of a DeepSpeed job: its log, its end, and the moment in which it imports DeepSpeed.
-#
-# Nothing heavy is imported before the job does so itself: a script may set variables first that
-# torch or DeepSpeed read when they are imported.
-
-
-class Rank:
-    """What is known of this process before and after DeepSpeed is there.
-
-    Args:
-        request: the trial.
-        rank: of this process.
-
-    Attributes:
-        phase: ``start``, ``build`` (inside ``deepspeed.initialize``) or ``train``.
-        finished: whether the trial's result is written.
-        steps: global steps so far.
-
-    """
-
-    def __init__(self, request: Request, rank: int) -> None:
-        self.request = request
-        self.rank = rank
-        self.phase = "start"
-        self.finished = False
-        self.steps = 0
-        self.hook: Hook | None = None
-
-    def imported(self, module: ModuleType) -> None:
-        """Wrap what is needed of DeepSpeed, which the job has just imported."""
-        self.hook = Hook(self, module)
-
-    def failed(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        """Leave the exception that ends this rank where the controller looks for it."""
-        from perfsearch.workers.log import report_error
-
-        report_error(self.request.log_directory, self.rank, error, self.phase)
-
-    def ended(self) -> None:
-        """Say how far a script came that ended before the trial did."""
-        if not self.finished:
-            write_whole(
-                ended_file(self.request.log_directory, self.rank),
-                {"steps": self.steps, "phase": self.phase},
-            )
-
-
-def enter_trial(path: str, rank: int) -> None:
-    """Take part in the trial that the file at ``path`` describes."""
-    from perfsearch.workers.failures import answer_stack_requests
-    from perfsearch.workers.log import switch_log
-    from perfsearch.workers.messages import TOKEN_VARIABLE, standing_file
-    from perfsearch.workers.processes import watch_controller
-
-    me = Rank(Request.read(path), rank)
-    switch_log(me.request.log_directory, rank)
-    directory = me.request.directory
-    if not directory:
-        raise ValueError(f"{path} names no directory of a group, which would be removed at its end")
-    if not standing_file(directory, rank).exists():  # else a process that the rank has started
-        answer_stack_requests(directory, rank)
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    above = Path(error_file).parents if error_file else ()  # DIRECTORY/RUN/ATTEMPT/RANK/error.json
-    if rank == 0 and len(above) > 3:  # unless it is the user's own
-        write_whole(torch_logs_file(me.request.log_directory), {"directory": str(above[3])})
-    watch_controller(*me.request.controller, os.environ[TOKEN_VARIABLE], Path(directory))
-    sys.excepthook = me.failed
-    atexit.register(me.ended)
-    sys.meta_path.insert(0, AfterImport("deepspeed", me.imported))
-
-
-class AfterImport(MetaPathFinder):
-    """Calls back once a module has been imported, and is then gone.
-
-    Args:
-        name: of the module.
-        call: with the module.
-
-    """
-
-    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._call = call
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        """Let the others find the module, and add the call to its loading."""
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        loader: Any = spec.loader
-        original = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            original(module)
-            self._call(module)
-
-        loader.exec_module = exec_module
-        return spec
-
-
-# -----------------------------------------------------------------------------
-# What the controller asks of the ranks, and where they leave their answers. No torch here.
-
-VARIABLE = "PERFSEARCH_DEEPSPEED"
-"""Environment variable with the path of the request."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One trial.
-
-    Attributes:
-        log_directory: where ranks log and answer.
-        controller: its process, and when that was started.
-        config: path of the trial's configuration, to be put in the place of one that the script
-            names itself; empty where the command names it.
-        scored_steps: smallest and largest number of scored steps.
-        scored_seconds: wall time that they should cover.
-        profile_steps: first and last scored step, where the user sets them.
-        stop_above_s: end early once a step takes longer.
-        survive: whether a checkpoint is saved, too.
-        directory: of the group, as ``write`` is told it: each rank notes there that it will say
-            where it stands when it is asked.
-
-    """
-
-    log_directory: str
-    controller: tuple[int, float]
-    config: str = ""
-    scored_steps: tuple[int, int] = (8, 60)
-    scored_seconds: float = 1.0
-    profile_steps: tuple[int, int] | None = None
-    stop_above_s: float | None = None
-    survive: bool = False
-    directory: str = ""
-
-    @property
-    def path(self) -> Path:
-        """Where it is written."""
-        return Path(self.log_directory) / "request.json"
-
-    def write(self, directory: Path) -> None:
-        """Leave it for the ranks of the group whose directory this is."""
-        self.path.write_text(json.dumps({**asdict(self), "directory": str(directory)}))
-
-    @classmethod
-    def read(cls, path: str) -> Request:
-        """As a rank finds it."""
-        record: dict[str, Any] = json.loads(Path(path).read_text())
-        low, high = record["scored_steps"]
-        steps = record["profile_steps"]
-        first_and_last = None if steps is None else (int(steps[0]), int(steps[1]))
-        pid, started = record["controller"]
-        record["controller"] = (int(pid), float(started))
-        return cls(**{**record, "scored_steps": (low, high), "profile_steps": first_and_last})
-
-
-def result_file(directory: str | Path, rank: int) -> Path:
-    """Where a rank leaves what it measured."""
-    return Path(directory) / f"rank{rank}.result.json"
-
-
-def ended_file(directory: str | Path, rank: int) -> Path:
-    """Where a rank whose script ended first says how far it came."""
-    return Path(directory) / f"rank{rank}.ended.json"
-
-
-def ended(directory: str | Path, rank: int) -> dict[str, Any] | None:
-    """How far a rank came whose script ended first, ``None`` where that is not known."""
-    file = ended_file(directory, rank)
-    return json.loads(file.read_text()) if file.exists() else None
-
-
-def torch_logs_file(directory: str | Path) -> Path:
-    """Where a rank that torch's launcher started says in which directory that one logs."""
-    return Path(directory) / "torch_logs.json"
-
-
-def write_whole(path: Path, record: Mapping[str, Any]) -> None:
-    """Write it whole or not at all."""
-    write_text(path, json.dumps(record))

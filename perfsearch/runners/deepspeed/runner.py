@@ -41,8 +41,8 @@ from perfsearch.runners.deepspeed import config as knobs_of
 from perfsearch.runners.deepspeed import trial as trial_of
 from perfsearch.runners.deepspeed.autotuning import SECTION, Autotuning
 from perfsearch.runners.deepspeed.command import Command
-from perfsearch.runners.deepspeed.hook import Request
 from perfsearch.runners.deepspeed.memory import Memory
+from perfsearch.runners.deepspeed.request import Request
 from perfsearch.runners.zero import export
 from perfsearch.workers import processes
 from perfsearch.workers import processes as registry

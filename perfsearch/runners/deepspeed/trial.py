@@ -21,9 +21,9 @@ from perfsearch.core.hardware import Gpu
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Measurement, Status
 from perfsearch.runners.base import Outcome
-from perfsearch.runners.deepspeed import hook as asked
 from perfsearch.runners.deepspeed import path as hook_path
-from perfsearch.runners.deepspeed.hook import Request
+from perfsearch.runners.deepspeed import request as asked
+from perfsearch.runners.deepspeed.request import Request
 from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify, refusal
 from perfsearch.workers.group import CannotStartError, Command, GroupGone, RankGroup
 from perfsearch.workers.messages import TORCH_LOGS, rank_log

@@ -16,10 +16,9 @@ from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.runners.soap import space
 from perfsearch.soap import formats
-from perfsearch.soap.capture.capture import coverage
-from perfsearch.soap.graph import Graph, Role, dump_graph, parse_graph
+from perfsearch.soap.formats import COSTS, GRAPH, MACHINE
+from perfsearch.soap.graph import Graph, Role, coverage, dump_graph, parse_graph
 from perfsearch.soap.plan import Plan, PlanError, data_parallel
-from perfsearch.soap.profile import COSTS, GRAPH, MACHINE
 from perfsearch.soap.simulator.machine import CostTable, Machine, ShardCost, cost_file
 from perfsearch.workloads.spec import AUTO, TRAITS, WorkloadSpec
 

@@ -9,7 +9,7 @@ from perfsearch.knobs.batch import Batch
 from perfsearch.runners.base import Plan
 from perfsearch.runners.deepspeed import config, trial
 from perfsearch.runners.deepspeed.autotuning import Autotuning
-from perfsearch.runners.deepspeed.hook import torch_logs_file, write_whole
+from perfsearch.runners.deepspeed.request import torch_logs_file, write_whole
 from perfsearch.runners.deepspeed.runner import DeepSpeed
 
 

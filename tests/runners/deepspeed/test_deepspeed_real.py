@@ -18,7 +18,7 @@ from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.search import run
 from perfsearch.runners.base import Plan
-from perfsearch.runners.deepspeed.hook import Request
+from perfsearch.runners.deepspeed.request import Request
 from perfsearch.runners.deepspeed.runner import DeepSpeed
 from perfsearch.runners.deepspeed.trial import Start
 from perfsearch.runners.deepspeed.trial import run as start_and_wait
@@ -206,7 +206,7 @@ def test_death_of_the_controller_ends_ranks_and_launcher(tmp_path, stand_in):
         f"""
         import os
         from pathlib import Path
-        from perfsearch.runners.deepspeed.hook import Request
+        from perfsearch.runners.deepspeed.request import Request
         from perfsearch.runners.deepspeed.trial import Start, run
         from perfsearch.core.hardware import Limits
         from perfsearch.workers.processes import started_at

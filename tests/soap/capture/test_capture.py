@@ -5,9 +5,9 @@ from torch import nn
 from torch.nn import functional
 
 from perfsearch.soap.capture import trace
-from perfsearch.soap.capture.capture import capture, coverage
+from perfsearch.soap.capture.capture import capture
 from perfsearch.soap.capture.trace import CaptureError
-from perfsearch.soap.graph import Role
+from perfsearch.soap.graph import Role, coverage
 from perfsearch.soap.plan import (
     OperatorConfiguration,
     PlanError,

@@ -25,7 +25,7 @@ def _take_part() -> None:
     root = str(next(above.parent for above in _HERE.parents if above.name == "perfsearch"))
     if root not in sys.path:
         sys.path.append(root)
-    from perfsearch.runners.deepspeed.hook import enter_trial
+    from perfsearch.runners.deepspeed.rank import enter_trial
 
     enter_trial(os.environ["PERFSEARCH_DEEPSPEED"], int(os.environ["RANK"]))
 

@@ -1,0 +1,129 @@
+"""A rank of a DeepSpeed job: its log, its end, and the moment in which it imports DeepSpeed.
+
+Nothing heavy is imported before the job does so itself: a script may set variables first that
+torch or DeepSpeed read when they are imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from perfsearch.runners.deepspeed.request import Request, ended_file, torch_logs_file, write_whole
+
+if TYPE_CHECKING:
+    from perfsearch.runners.deepspeed.hook import Hook
+
+
+class Rank:
+    """What is known of this process before and after DeepSpeed is there.
+
+    Args:
+        request: the trial.
+        rank: of this process.
+
+    Attributes:
+        phase: ``start``, ``build`` (inside ``deepspeed.initialize``) or ``train``.
+        finished: whether the trial's result is written.
+        steps: global steps so far.
+
+    """
+
+    def __init__(self, request: Request, rank: int) -> None:
+        self.request = request
+        self.rank = rank
+        self.phase = "start"
+        self.finished = False
+        self.steps = 0
+        self.hook: Hook | None = None
+
+    def imported(self, module: ModuleType) -> None:
+        """Wrap what is needed of DeepSpeed, which the job has just imported."""
+        from perfsearch.runners.deepspeed.hook import Hook
+
+        self.hook = Hook(self, module)
+
+    def failed(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Leave the exception that ends this rank where the controller looks for it."""
+        from perfsearch.workers.log import report_error
+
+        report_error(self.request.log_directory, self.rank, error, self.phase)
+
+    def ended(self) -> None:
+        """Say how far a script came that ended before the trial did."""
+        if not self.finished:
+            write_whole(
+                ended_file(self.request.log_directory, self.rank),
+                {"steps": self.steps, "phase": self.phase},
+            )
+
+
+def enter_trial(path: str, rank: int) -> None:
+    """Take part in the trial that the file at ``path`` describes."""
+    from perfsearch.workers.failures import answer_stack_requests
+    from perfsearch.workers.log import switch_log
+    from perfsearch.workers.messages import TOKEN_VARIABLE, standing_file
+    from perfsearch.workers.processes import watch_controller
+
+    me = Rank(Request.read(path), rank)
+    switch_log(me.request.log_directory, rank)
+    directory = me.request.directory
+    if not directory:
+        raise ValueError(f"{path} names no directory of a group, which would be removed at its end")
+    if not standing_file(directory, rank).exists():  # else a process that the rank has started
+        answer_stack_requests(directory, rank)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    above = Path(error_file).parents if error_file else ()  # DIRECTORY/RUN/ATTEMPT/RANK/error.json
+    if rank == 0 and len(above) > 3:  # unless it is the user's own
+        write_whole(torch_logs_file(me.request.log_directory), {"directory": str(above[3])})
+    watch_controller(*me.request.controller, os.environ[TOKEN_VARIABLE], Path(directory))
+    sys.excepthook = me.failed
+    atexit.register(me.ended)
+    sys.meta_path.insert(0, AfterImport("deepspeed", me.imported))
+
+
+class AfterImport(MetaPathFinder):
+    """Calls back once a module has been imported, and is then gone.
+
+    Args:
+        name: of the module.
+        call: with the module.
+
+    """
+
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._call = call
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Let the others find the module, and add the call to its loading."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        original = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            original(module)
+            self._call(module)
+
+        loader.exec_module = exec_module
+        return spec
