@@ -1,4 +1,4 @@
-"""What each of several gloo ranks runs for ``test_dtensor_export``."""
+"""What each of several gloo ranks runs for ``test_formats_dtensor``."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What each of two gloo ranks runs for ``test_time_operators``: trials with and without timing."""
+"""What each of two gloo ranks runs for ``test_execute_times``: trials with and without timing."""
 
 import random
 import time

@@ -131,7 +131,7 @@ def test_what_a_graph_would_get_wrong_is_refused(middle, words, line):
     before = torch.autograd.Function.apply, nn.Module.__setattr__, torch.Tensor.register_hook
     with pytest.raises(CaptureError, match=words) as error:
         of(middle)
-    assert ("test_side_effects.py:" in str(error.value)) is line
+    assert ("test_trace.py:" in str(error.value)) is line
     after = torch.autograd.Function.apply, nn.Module.__setattr__, torch.Tensor.register_hook
     assert [getattr(a, "__func__", a) for a in after] == [getattr(b, "__func__", b) for b in before]
 
