@@ -15,8 +15,8 @@ HOMES = {
     "how many steps are apart": (r"(MIN|MAX)_DISCARDED|^WARMUP_STEPS\b", {"training/clock.py"}),
     "reading a clock's step times": (r"def read_steps\(", {"training/clock.py"}),
     "gathering evidence of a failure": (r"\bEvidence\(", {"workers/group.py"}),
-    "waiting for a group's devices": (r"devices\.wait_until_free\(", {"workers/group.py"}),
-    "asking ranks where they stand": (r"standing\.ask\(", {"workers/group.py"}),
+    "waiting for a group's devices": (r"(?<!def )\bwait_until_free\(", {"workers/group.py"}),
+    "asking ranks where they stand": (r"(?<!def )ask_for_stacks\(", {"workers/group.py"}),
     "the start of a timed window": (r"mark\(\"start\"\)", {"training/clock.py"}),
 }
 """What is meant, how it looks in a line, and the files that may hold it, below the package."""
@@ -37,7 +37,6 @@ WORDS_OF_OTHERS = {
     ("perfsearch/instrument/fsdp.py", "backward_prefetch"): "an argument of torch's FSDP",
     ("perfsearch/instrument/fsdp.py", "forward_prefetch"): "an argument of torch's FSDP",
     ("perfsearch/instrument/loaders.py", "pin_memory"): "an argument of torch's DataLoader",
-    ("perfsearch/metrics/memory.py", "micro_batch"): "a field of its own",
     ("perfsearch/online/ddp.py", "mixed_precision"): "an attribute of torch's wrapper",
     ("perfsearch/runners/deepspeed/config.py", "activation_checkpointing"): "DeepSpeed's section",
     ("perfsearch/runners/deepspeed/config.py", "pin_memory"): "DeepSpeed's key",

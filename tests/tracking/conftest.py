@@ -1,30 +1,3 @@
-from __future__ import annotations
+from support.stores import migrated_database, no_ambient_store, store
 
-import shutil
-from pathlib import Path
-
-import pytest
-from support.search_runs import LocalStore
-
-from perfsearch.tracking.store import connect, locate
-
-
-@pytest.fixture(autouse=True)
-def no_ambient_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-
-
-@pytest.fixture(scope="session")
-def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with its tables: making them takes seconds, copying it none."""
-    directory = tmp_path_factory.mktemp("template")
-    connect(locate(None, directory))
-    return directory / "mlflow.db"
-
-
-@pytest.fixture
-def store(tmp_path: Path, migrated_database: Path) -> LocalStore:
-    """A real SQLite store of this test."""
-    shutil.copy(migrated_database, tmp_path / "mlflow.db")
-    return LocalStore(tmp_path)
+__all__ = ["migrated_database", "no_ambient_store", "store"]
