@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from perfsearch.cli.view import open_view
 from perfsearch.config.schema import validate
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status, Trial
@@ -258,7 +259,8 @@ def test_run_trains_with_the_tuned_file_after_the_search(settings, stand_in, tmp
             },
             confirm={"max_repeats": 0},
             budget={"trials": 1},
-        )
+        ),
+        open_view,
     )
     assert code == 0
     assert (tmp_path / "found" / "ds_config_optimal.json.1").read_text() == "older"
