@@ -1,14 +1,10 @@
-"""Lets tests import the helpers that lie beside them, and keeps parallel ones out of their way."""
+"""Keeps tests that run at the same time out of each other's way."""
 
 import os
 import shutil
-import sys
 import tempfile
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 _OWN_DIRECTORY = "PERFSEARCH_TESTS_TMPDIR"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.append(str(BENCHMARKS))
 
 from _fault_checks import MARK, Findings, Watch, check_trials, check_view, journal_of  # noqa: E402
 

@@ -1,3 +1,3 @@
-"""The small search of ``tests/stages`` serves the cases too."""
+from support.small_search import search
 
-from pipeline.conftest import search  # noqa: F401
+__all__ = ["search"]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
-from pipeline.conftest import Search, make_settings
+from support.small_search import Search, make_settings
 from support.synthetic import KeptTracker, KeptView, SyntheticRunner
 
 from perfsearch.core.hints import Hints

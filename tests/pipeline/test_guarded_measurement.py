@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from pipeline.conftest import Search
+from support.small_search import Search
 from support.synthetic import SyntheticRunner
 
 from perfsearch.core.journal import read

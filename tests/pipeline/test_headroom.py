@@ -1,7 +1,7 @@
 """A search that cannot gain enough is not started; a profile never is one."""
 
 import pytest
-from pipeline.conftest import make_settings
+from support.small_search import make_settings
 from support.synthetic import KeptTracker, KeptView, SyntheticRunner
 
 from perfsearch.core.journal import read

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from pipeline.conftest import Search
+from support.small_search import Search
 from support.synthetic import SyntheticRunner
 
 from perfsearch.core.objective import Budget

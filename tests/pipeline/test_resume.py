@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from pipeline.conftest import Search
-from support.synthetic import SyntheticRunner
+from support.small_search import Search
+from support.synthetic import SyntheticRunner, interrupt_at
 
 from perfsearch.core.hints import ChainResult
 from perfsearch.core.journal import Journal, read
@@ -67,15 +67,6 @@ def test_a_search_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
     if not any(e.name == "ended" for e in read(tmp_path / "killed" / "journal.jsonl")[1]):
         assert drive(tmp_path / "killed", strategy, 0, "never") == 0
     assert story(tmp_path / "killed") == story(tmp_path / "calm")
-
-
-def interrupt_at(number: int):
-    def fail(configuration, plan):
-        if plan.number == number:
-            raise KeyboardInterrupt
-        return None
-
-    return fail
 
 
 def test_an_interrupt_keeps_the_finished_trials_and_the_same_command_goes_on(

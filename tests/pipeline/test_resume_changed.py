@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from pipeline.conftest import Search
-from pipeline.test_resume import interrupt_at
-from support.synthetic import SyntheticRunner
+from support.small_search import Search
+from support.synthetic import SyntheticRunner, interrupt_at
 
 from perfsearch.core.journal import read
 from perfsearch.core.space import Space

@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from pipeline.conftest import Search
+from support.small_search import Search
 from support.synthetic import SyntheticRunner
 
 from perfsearch.cli.view import result_cells

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pipeline.conftest import Search, make_settings
+from support.small_search import Search, make_settings
 from support.synthetic import SyntheticRunner
 
 from perfsearch.config.options import ConfigError

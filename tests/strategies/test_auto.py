@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from strategies.conftest import baseline_of, cost_of, drive, make, mixed_space, small_space
+from support.strategy_spaces import baseline_of, cost_of, drive, make, mixed_space, small_space
 
 from perfsearch.core.hints import ChainResult, Hints, Prediction
 from perfsearch.strategies.auto import Auto

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from strategies.conftest import baseline_of, cost_of, drive, ended, endless_space, make, mixed_space
+from support.strategy_spaces import (
+    baseline_of,
+    cost_of,
+    drive,
+    ended,
+    endless_space,
+    make,
+    mixed_space,
+)
 
 from perfsearch.core.hardware import Environment
 from perfsearch.core.hints import Hints, Prediction

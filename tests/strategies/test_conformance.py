@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
-from strategies.conftest import (
+from support.strategy_spaces import (
     baseline_of,
     cost_of,
     drive,

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from strategies.conftest import drive, ended
+from support.strategy_spaces import drive, ended
 
 from perfsearch.core.hardware import Environment
 from perfsearch.core.hints import Hints, Prediction

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from strategies.conftest import drive, endless_space, make, mixed_space
+from support.strategy_spaces import drive, endless_space, make, mixed_space
 
 from perfsearch.core.space import key_of
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from strategies.conftest import baseline_of, cost_of, drive, ended, make, mixed_space
+from support.strategy_spaces import baseline_of, cost_of, drive, ended, make, mixed_space
 
 from perfsearch.core.hints import ChainRequest, ChainResult, Hints, Prediction
 from perfsearch.core.knob import Configuration, Kind, Knob, Value

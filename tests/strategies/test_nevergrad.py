@@ -1,7 +1,15 @@
 from __future__ import annotations
 
 import pytest
-from strategies.conftest import baseline_of, cost_of, drive, ended, endless_space, make, mixed_space
+from support.strategy_spaces import (
+    baseline_of,
+    cost_of,
+    drive,
+    ended,
+    endless_space,
+    make,
+    mixed_space,
+)
 
 from perfsearch.core.space import key_of
 from perfsearch.strategies.nevergrad import ALLOWED, REFUSED, Nevergrad

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from strategies.conftest import drive, make, mixed_space
+from support.strategy_spaces import drive, make, mixed_space
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "gp"])

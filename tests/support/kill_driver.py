@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipeline.conftest import Search
+from support.small_search import Search
 
 from perfsearch.core.journal import Journal
 

@@ -128,3 +128,14 @@ class KeptTracker:
 
     def how_to_open(self) -> str:
         return ""
+
+
+def interrupt_at(number: int):
+    """A ``fail`` that is a Ctrl-C in that trial."""
+
+    def fail(configuration, plan):
+        if plan.number == number:
+            raise KeyboardInterrupt
+        return None
+
+    return fail

@@ -7,8 +7,8 @@ import socket
 from typing import Any
 
 import pytest
-from pipeline.conftest import make_settings
 from support.search_runs import LocalStore, Search, measurement, trial
+from support.small_search import make_settings
 from support.synthetic import SyntheticRunner
 
 from perfsearch.config.options import ConfigError
