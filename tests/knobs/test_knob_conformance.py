@@ -1,7 +1,7 @@
 """Every knob, wherever it exists: declared, put into force by real ranks, and read back."""
 
 import pytest
-from knobs.knob_ranks import NOT_READ, job_for, launch, other_value
+from support.knob_ranks import NOT_READ, job_for, launch, other_value
 
 from perfsearch import knobs
 from perfsearch.core.hardware import Hardware, wrapper_parameters
