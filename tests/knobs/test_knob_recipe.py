@@ -75,12 +75,12 @@ def run(directory, module, *words):
 
 def in_a_script(directory, *options):
     torchrun = ("--standalone", "--nproc-per-node=2")
-    return run(directory, "perfsearch.run", *torchrun, *options, "train.py")
+    return run(directory, "perfsearch.cli.run", *torchrun, *options, "train.py")
 
 
 def test_a_built_in_job_searches_it(copied):
     run(
-        copied, "perfsearch.cli", "runner=ddp", "runner.device=cpu", "workload=mlp", "nproc=2",
+        copied, "perfsearch.cli.search", "runner=ddp", "runner.device=cpu", "workload=mlp", "nproc=2",
         "~runner.knobs", "+runner.knobs={batched_grad_copy: search}", "strategy=grid",
         "budget.trials=1", "confirm.finalists=0", "objective.min_gain=0", "run_dir=run",
     )  # fmt: skip
