@@ -25,10 +25,10 @@ from perfsearch.instrument.patching import (
     watch_for_launchers,
 )
 from perfsearch.instrument.report import lines
-from perfsearch.workers.failures import answer_stack_requests
 from perfsearch.workers.log import report_error, switch_log
 from perfsearch.workers.messages import Channel
 from perfsearch.workers.processes import watch_controller
+from perfsearch.workers.stack_dumps import answer_stack_requests
 
 if TYPE_CHECKING:
     from perfsearch.instrument.rank import Searched

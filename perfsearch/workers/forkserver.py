@@ -125,7 +125,7 @@ def _adopt_orphans() -> None:
 # It imports torch once and then forks for every group of ranks that it is asked for on standard
 # input, so that new processes cost no import. In the fork torch's own launcher (torchrun's
 # agent) runs the ranks, forked in their turn. Nothing but importing is done before a fork, and
-# drawing the weights of a built-in workload (``prepared``): no CUDA context and no thread, and
+# drawing the weights of a built-in workload (``prepared_job``): no CUDA context and no thread, and
 # ranks seed their own random numbers. So a forked process is as fresh as a new one, apart from
 # what libraries read of the environment while they are imported (see ``preload.LATE_PREFIXES``).
 
@@ -168,9 +168,9 @@ def run_group(directory: Path) -> int:
 
 def _prepare(request: Mapping[str, Any]) -> None:
     spec = Startup.read(Path(request["directory"])).spec
-    from perfsearch.workers import trial
+    from perfsearch.workers.prepared_job import prepare_job
 
-    trial.prepare_job(spec.workload, spec.seed)
+    prepare_job(spec.workload, spec.seed)
 
 
 def _run(request: Mapping[str, Any]) -> int:
@@ -190,7 +190,7 @@ _NEEDED_BY_RANKS = (
     "torch.utils.data",
     "torch.utils.flop_counter",
     "perfsearch.training.ddp",
-    "perfsearch.workers.rank",
+    "perfsearch.workers.prepared_job",
     "perfsearch.workers.rank",
     "perfsearch.workers.trial",
     "perfsearch.workloads.gpt",

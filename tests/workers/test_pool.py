@@ -25,7 +25,7 @@ class Group:
     def run(self, request, time_limit_s):
         self.requests.append(request)
         if request.detail != "light" or request.recipe_options.get("examine"):
-            return Reply(failure=Failure(Status.OOM, "no memory left", 0, while_looking=True))
+            return Reply(failure=Failure(Status.OOM, "no memory left", 0, while_profiling=True))
         measured = asdict(Measurement([0.1], 8))
         return Reply({"status": "ok", "reason": "", "measurement": measured})
 

@@ -92,7 +92,7 @@ class ScriptGroup(RankGroup):
 
     def tails(self) -> dict[int, str]:
         """The end of each rank's log."""
-        return self.leavings.tails()
+        return self.failure_files.tails()
 
     def receive(self, event: str, limit_s: float) -> list[Message]:
         """One message of each rank, in order; ``ended`` may come in place of what was expected.

@@ -70,7 +70,7 @@ def test_a_script_that_makes_no_step_is_told_what_a_step_is():
     assert "rank 0 made 0 steps, rank 1 made 0 steps" in found.reason
     assert "limits.trial_s" in found.reason
     stands = "rank 0 stands at train.py:8 in step"
-    told = Failure(Status.TIMEOUT, f"the trial took longer than 5 s; {stands}", standing=stands)
+    told = Failure(Status.TIMEOUT, f"the trial took longer than 5 s; {stands}", stack_dump=stands)
     found = failed_outcome(Group(told, steps=(3, 3)), GroupGone(5.0), {}, [])
     assert found.reason == f"no answer in 5 s: rank 0 made 3 steps, rank 1 made 3 steps; {stands}"
     found = failed_outcome(Group(told), GroupGone(5.0), {}, [])
