@@ -25,6 +25,7 @@ import torch
 
 from perfsearch.metrics.reading import Guard
 from perfsearch.metrics.throughput import DeviceTime, device_time
+from perfsearch.training import clock
 from perfsearch.training.base import NextBatch, TrainStep
 from perfsearch.training.clock import (
     PROFILED_STEPS,
@@ -32,9 +33,7 @@ from perfsearch.training.clock import (
     StepTimer,
     least_wait,
     phases_of,
-    slowest,
     steps_to_fill,
-    synchronize,
 )
 from perfsearch.workers.messages import TrialRequest, trace_file
 
@@ -149,15 +148,15 @@ def _window(
 ) -> Clock:
     """Run ``count`` steps; the device is waited for at the window's edges only."""
     timer = StepTimer(feed.device)
-    slowest([0.0], feed.device)
-    synchronize(feed.device)
+    clock.slowest([0.0], feed.device)
+    clock.synchronize(feed.device)
     with inside or nullcontext():
         timer.open(count)
         feed.clock = timer.clock
         while timer.left:
             step.run(source, timer.clock.mark)
             timer.step()
-    synchronize(feed.device)
+    clock.synchronize(feed.device)
     return timer.clock
 
 
@@ -189,8 +188,8 @@ def _leave_out(step: TrainStep, feed: Feed, count: int, found: Profile) -> None:
     loaded: list[float] = []
     alone: list[float] = []
     for _ in range(_ROUNDS):
-        whole += slowest(_seconds(step, feed, feed, count), feed.device)
-        loaded += slowest(_seconds(step, feed, lambda: kept, count), feed.device)
+        whole += clock.slowest(_seconds(step, feed, feed, count), feed.device)
+        loaded += clock.slowest(_seconds(step, feed, lambda: kept, count), feed.device)
         apart = step.alone()
         if apart is not None:
             with apart:
@@ -224,10 +223,10 @@ def _traced(step: TrainStep, feed: Feed, request: TrialRequest, guard: Guard) ->
         activities.append(ProfilerActivity.CPU)
     profiler = profile(activities=activities)
     guard.read("profiler", profiler.start)
-    slowest([0.0], feed.device)  # ranks take unlike long to start it: see `after_read`
+    clock.slowest([0.0], feed.device)  # ranks take unlike long to start it: see `after_read`
     for _ in range(PROFILED_STEPS):
         step.run(feed, _no_mark)
-    synchronize(feed.device)
+    clock.synchronize(feed.device)
     if "profiler" in guard.unsupported:
         return None
     return guard.read("kernels", lambda: _stop(profiler, feed, request))

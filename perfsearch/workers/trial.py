@@ -15,6 +15,7 @@ import torch
 
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.loader import values_of
+from perfsearch.training import clock
 from perfsearch.training.base import BuildContext, TrainStep, load
 from perfsearch.training.clock import (
     Clock,
@@ -22,11 +23,6 @@ from perfsearch.training.clock import (
     RankWindow,
     State,
     WindowRule,
-    make_clock,
-    read_peaks,
-    reset_peaks,
-    slowest,
-    synchronize,
 )
 from perfsearch.training.process_groups import Groups
 from perfsearch.training.state import (
@@ -94,7 +90,7 @@ class _Feed:
         self.device = groups.device
         self.rank = groups.rank
         self._options = step.loader
-        self.clock: Clock = make_clock(groups.device)
+        self.clock: Clock = clock.make_clock(groups.device)
 
     def __call__(self) -> Any:
         batch = next(self._batches)
@@ -112,7 +108,7 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
     started = time.perf_counter()
     groups = trainer.groups
     trainer.reset()
-    reset_peaks(groups.device)
+    clock.reset_peaks(groups.device)
     trainer.phase = "connect"
     groups.ensure(request.group_values, request.group_env, request.timeout_s)
     log.note("the trial begins")
@@ -120,9 +116,9 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
     try:
         feed = _Feed(trainer, step, request.samples_per_step)
         trainer.phase = "train"
-        synchronize(groups.device)
+        clock.synchronize(groups.device)
         log.note("the step is built")
-        rewrap_s = slowest([time.perf_counter() - started], groups.device)[0]
+        rewrap_s = clock.slowest([time.perf_counter() - started], groups.device)[0]
         result = _measured(step, feed, request, rewrap_s)
         if request.detail == "full" and result.status == "ok":
             trainer.phase = PROFILING
@@ -164,11 +160,11 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     }
     if window.state is State.STOPPED:
         agreed.update(window.result(), step_seconds=window.warmup_s[2:])
-        return RankResult("pruned", window.why_stopped, agreed, peaks=read_peaks(device))
+        return RankResult("pruned", window.why_stopped, agreed, peaks=clock.read_peaks(device))
     window.open()
     while window.is_open:
         loss = make_step()
-    peaks = read_peaks(device)
+    peaks = clock.read_peaks(device)
     log.note(f"{window.count} steps are scored")
     phases_ms, evidence = window.read()
     if device.type != "cpu":
@@ -192,7 +188,7 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     )
     if request.recipe_options.get("survive"):
         step.survive()
-        result.peaks = read_peaks(device)
+        result.peaks = clock.read_peaks(device)
     return result
 
 
@@ -208,7 +204,7 @@ def _add_profile(result: RankResult, step: TrainStep, feed: _Feed, request: Tria
     result.phases_ms = profile.phases_ms
     result.evidence.update(profile.evidence)
     result.environment.update(profile.environment)
-    agreed["detail_seconds"] = slowest([time.perf_counter() - begin], feed.device)[0]
+    agreed["detail_seconds"] = clock.slowest([time.perf_counter() - begin], feed.device)[0]
 
 
 def _examine(result: RankResult, step: TrainStep, feed: _Feed, request: TrialRequest) -> None:
@@ -216,9 +212,9 @@ def _examine(result: RankResult, step: TrainStep, feed: _Feed, request: TrialReq
     if not _has_time(result, request, "examination", _EXAMINING):
         return
     begin = time.perf_counter()
-    feed.clock = make_clock(feed.device)
+    feed.clock = clock.make_clock(feed.device)
     result.environment.update(step.examine(feed))
-    spent = slowest([time.perf_counter() - begin], feed.device)[0]
+    spent = clock.slowest([time.perf_counter() - begin], feed.device)[0]
     result.agreed["detail_seconds"] = result.agreed.get("detail_seconds", 0.0) + spent
 
 
@@ -306,7 +302,7 @@ class Trainer:
         self._untouched = False
         _freeze_heap()
         self.release()
-        reset_peaks(self.groups.device)  # the model that was dropped is none of the trial's
+        clock.reset_peaks(self.groups.device)  # the model that was dropped is none of the trial's
         if self._bare is None:
             job = self._make_job()
             self._snapshot.restore(job.model)
