@@ -9,7 +9,7 @@ from support.script_starts import Group
 from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
-from perfsearch.instrument.facts import Orders
+from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script.group import ScriptGroup
 from perfsearch.runners._script.window import EndedError, failed_outcome, require_ranks_together
@@ -53,7 +53,8 @@ def test_a_launcher_that_ends_without_a_report_leaves_its_last_words(tmp_path):
     (logs / "launcher.log").write_text("of an earlier start\n")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     group = ScriptGroup(
-        Orders("train.py"), [], {}, 1, Environment(tmp_path, limits=Limits(60, 60, 5)), (), logs,
+        LaunchConfig("train.py"), [], {}, 1,
+        Environment(tmp_path, limits=Limits(60, 60, 5)), (), logs,
         lambda log: Preloaded(environ, tmp_path, log, "perfsearch.instrument.launch"),
     )  # fmt: skip
     with pytest.raises(GroupGone) as gone:
