@@ -252,7 +252,7 @@ class Trainer:
         job = take_prepared_job(groups.spec.workload, groups.spec.seed) or self._make_job()
         self._bare = _without_values(job)
         log.note("the job is built")
-        self._snapshot = Snapshot(job.model, leaving=groups.device.type == "cuda")
+        self._snapshot = Snapshot(job.model, to_gpu=groups.device.type == "cuda")
         self._warm: Job | None = self._placed(job)
         self._untouched = True
         log.note("its model is on the device")
