@@ -226,7 +226,7 @@ def peak_bytes(
     """The most that one forward and backward pass holds beside parameters and their gradients.
 
     Args:
-        job: on any device; its model's values are not looked at.
+        job: on any device; its model's values are not read.
         micro_batch: samples.
         checkpoint_every: spacing of checkpointed blocks, 0 for none.
         precision: ``autocast``: casts operation by operation; ``policy``: parameters and inputs

@@ -42,7 +42,7 @@ def serve_forks(
         prepare: called before the fork, which then begins with what that left.
 
     """
-    _adopt_orphans()
+    _become_subreaper()
     directories: dict[int, Path] = {}
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -105,12 +105,12 @@ def _reap(directories: dict[int, Path]) -> None:
             return
         if not pid:
             return
-        directory = directories.pop(pid, None)  # none of an orphan that was adopted
+        directory = directories.pop(pid, None)  # none of an orphan that came to this process
         if directory is not None and directory.exists():
             write_text(directory / EXIT_FILE, str(os.waitstatus_to_exitcode(status)))
 
 
-def _adopt_orphans() -> None:
+def _become_subreaper() -> None:
     """Become the parent of every descendant that loses its own, so that none gets out of sight.
 
     One that has also lost its environment could not be found by the group's token.

@@ -87,7 +87,7 @@ def test_a_lucky_reading_is_measured_again():
 
 @pytest.mark.parametrize("slower_at_first", [1.5, 5.0])
 def test_todays_settings_are_always_timed_again_before_others_are_kept(slower_at_first):
-    """Sample 0 is read while the job is still slow, so that all others look much better."""
+    """Sample 0 is read while the job is still slow, so that all others seem much better."""
 
     def seconds(configuration, rank, step):
         if configuration == BASELINE:

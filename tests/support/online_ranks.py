@@ -189,7 +189,7 @@ def tuned(directory, **options):
     steps = 0
 
     def running():
-        return any(s.participant.running for s in rank._sessions)
+        return any(s.agent.running for s in rank._sessions)
 
     losses = []
     generator = generator_of(0)
@@ -318,7 +318,7 @@ def frozen(directory):
         net = make()
         perfsearch.autotune(net, max_samples=2, steps_per_sample=2, **options)
         optimizer, generator, steps = adam(net), generator_of(0), 0
-        while rank._sessions and rank._sessions[-1].participant.running and steps < 1000:
+        while rank._sessions and rank._sessions[-1].agent.running and steps < 1000:
             train(net, optimizer, 5, generator=generator)
             steps += 5
         return configuration_of(net), optimizer.param_groups[0]["fused"], steps
@@ -362,7 +362,7 @@ def uneven(directory):
     with net.join():
         train(net, optimizer, 10 + 15 * dist.get_rank(), accumulate=1, clip=False)
     seconds = time.monotonic() - begin
-    return {"seconds": seconds, "steps": rank._sessions[0].participant.train_iter}
+    return {"seconds": seconds, "steps": rank._sessions[0].agent.train_iter}
 
 
 def main(scenario, directory):

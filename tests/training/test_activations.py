@@ -127,7 +127,7 @@ def test_growth_is_known_of_small_and_of_large_micro_batches(micro_batch):
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_no_kind_of_step_grows_otherwise_than_predicted(name):
-    """Also where large micro-batches were not looked at, as they could not differ."""
+    """Also where large micro-batches were not counted, as they could not differ."""
     job = make(name)
     facts = MemoryFacts.from_json(json.loads(json.dumps(describe_job(job, "cuda"))))
     assert facts.activations

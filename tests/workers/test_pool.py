@@ -30,7 +30,7 @@ class Group:
         return Reply({"status": "ok", "reason": "", "measurement": measured})
 
 
-def test_a_failing_look_or_examination_is_left_out_and_named(tmp_path):
+def test_a_failing_profile_or_examination_is_left_out_and_named(tmp_path):
     request = TrialRequest(
         0, "soap.recipe", {}, recipe_options=OPTIONS, log_directory=str(tmp_path)
     )
