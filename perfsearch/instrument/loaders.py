@@ -161,44 +161,6 @@ _POSITIONAL = (
 # Which batches are trained on, and in which steps others were taken: rounds of validation.
 
 
-@dataclass(eq=False)
-class _Source:
-    """A loader, and whether what it gives was seen to be trained on.
-
-    Attributes:
-        trained: it was.
-        may_be: an iterator of it goes on from step to step, and only where no gradients are kept.
-
-    """
-
-    trained: bool = False
-    may_be: bool = False
-
-
-@dataclass(eq=False)
-class Iteration:
-    """What an iterator goes over, and the step in which it gave its last batch."""
-
-    source: _Source
-    given_in: int | None = None
-
-
-@dataclass
-class BatchCounts:
-    """What was taken in a window.
-
-    Attributes:
-        samples: that are trained on.
-        tokens: in them.
-        aside: steps in which others were taken as well, the window's first one being 0.
-
-    """
-
-    samples: int = 0
-    tokens: int = 0
-    aside: list[int] = field(default_factory=list)
-
-
 class BatchAccounting:
     """Tells loaders whose batches are trained on from those of validation.
 
@@ -279,6 +241,44 @@ class BatchAccounting:
             elif step - self._begin not in used.aside:
                 used.aside.append(step - self._begin)
         return used
+
+
+@dataclass
+class BatchCounts:
+    """What was taken in a window.
+
+    Attributes:
+        samples: that are trained on.
+        tokens: in them.
+        aside: steps in which others were taken as well, the window's first one being 0.
+
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    aside: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Iteration:
+    """What an iterator goes over, and the step in which it gave its last batch."""
+
+    source: _Source
+    given_in: int | None = None
+
+
+@dataclass(eq=False)
+class _Source:
+    """A loader, and whether what it gives was seen to be trained on.
+
+    Attributes:
+        trained: it was.
+        may_be: an iterator of it goes on from step to step, and only where no gradients are kept.
+
+    """
+
+    trained: bool = False
+    may_be: bool = False
 
 
 # -----------------------------------------------------------------------------
