@@ -113,11 +113,12 @@ class Bench:
         """A new model under a configuration, its optimizer, and the switch of that."""
         from torch.nn.parallel import DistributedDataParallel
 
-        from perfsearch.online.ddp import ImplementationSwitch, adopt
+        from perfsearch.online.ddp import make_tunable
+        from perfsearch.online.optimizer import ImplementationSwitch
 
         ids = [self.device.index] if self.options.device == "cuda" else None
         net = DistributedDataParallel(self.module(), device_ids=ids)
-        adopt(net)
+        make_tunable(net)
         optimizer = self.torch.optim.AdamW(net.parameters(), lr=3e-4)
         switch = ImplementationSwitch(optimizer)
         self.set(net, switch, configuration)

@@ -98,7 +98,7 @@ class Bench:
         self.tokens = torch.randint(self.shape.vocabulary, samples)
         self.untouched = Surroundings()
         self._shared: Arm | None = None
-        self._searched: Any = None
+        self._protocol: Any = None
         self._scored = 0  # blocks
         self._step_s = 0.0  # of the arm that was built first, which is plain
         if not self.on_gpu:
@@ -164,14 +164,14 @@ class Bench:
 
     def _score(self, script: Any) -> Any:
         """Have the script timed as in a trial that goes on from kept batches, in mid-window."""
-        from perfsearch.instrument.rank import Searched
+        from perfsearch.instrument.rank import RankProtocol
         from perfsearch.training.clock import is_detailed
 
-        if self._searched is None:
-            self._searched = Searched(script, None, self.dist.get_rank())  # silent in a window
-            self._searched.steps = AFTER_FIRST_STEPS
-        optimizers, searched = script.optimizers, self._searched
-        optimizers.before_step, optimizers.after_step = searched.before_step, searched.after_step
+        if self._protocol is None:
+            self._protocol = RankProtocol(script, None, self.dist.get_rank())  # silent in a window
+            self._protocol.steps = AFTER_FIRST_STEPS
+        optimizers, protocol = script.optimizers, self._protocol
+        optimizers.before_step, optimizers.after_step = protocol.before_step, protocol.after_step
         script.loaders.tape.keeps_random = False
         if script.loaders.tape.kept >= self.options.steps:
             script.loaders.tape.rewind(0)
@@ -179,8 +179,8 @@ class Bench:
         if steps < each:  # as if the window had begun so many steps before
             each = 1 if is_detailed(self._scored, each) else NEVER
         self._scored += 1
-        searched.score(steps + 1, each)
-        return searched
+        protocol.score(steps + 1, each)
+        return protocol
 
     def _each(self) -> int:
         """Of how many steps a search would have the phases of one timed."""
@@ -196,11 +196,11 @@ class Bench:
         functional = self.torch.nn.functional
         assert arm.surroundings is not None
         arm.surroundings.restore()
-        batches, searched = arm.batches(), None
+        batches, protocol = arm.batches(), None
         if arm.script is not None:
             arm.script.losses.keeping = arm.script.loaders.counting = arm.kind == "scored"
             arm.script.optimizers.before_step = arm.script.optimizers.after_step = None
-            searched = self._score(arm.script) if arm.kind == "scored" else None
+            protocol = self._score(arm.script) if arm.kind == "scored" else None
         self.dist.barrier()
         self._synchronize()
         begin = time.perf_counter()
@@ -213,8 +213,8 @@ class Bench:
             arm.optimizer.zero_grad()
         self._synchronize()
         seconds_passed = time.perf_counter() - begin
-        if searched is not None:
-            searched.timing.end()
+        if protocol is not None:
+            protocol.timing.end()
         steps = self.options.steps
         seconds = self.torch.tensor(seconds_passed / steps, device=self.device)
         self.dist.all_reduce(seconds, op=self.dist.ReduceOp.MAX)

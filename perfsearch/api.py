@@ -217,7 +217,7 @@ def _wrap(knobs: Mapping[str, Value], model: Any, optimizer: Any) -> Any:
     from perfsearch.knobs import optimizer as optimizer_knobs
     from perfsearch.knobs import process
     from perfsearch.online import ddp as wrapping
-    from perfsearch.online.ddp import ImplementationSwitch, why_not_switchable
+    from perfsearch.online.optimizer import ImplementationSwitch, why_not_switchable
 
     elsewhere = _elsewhere(knobs)
     process.apply(knobs)
@@ -226,7 +226,7 @@ def _wrap(knobs: Mapping[str, Value], model: Any, optimizer: Any) -> Any:
     elif of_model.CHANNELS_LAST.of(knobs) or of_model.is_compiled(knobs):
         names = " and ".join((of_model.CHANNELS_LAST.name, of_model.COMPILE.name))
         elsewhere.append(f"{names}: give the module before it is wrapped")
-    wrapping.adopt(model)
+    wrapping.make_tunable(model)
     wrapping.rewrap(model, {k: v for k, v in knobs.items() if v is not None})
     choice, name = optimizer_knobs.IMPLEMENTATION.of(knobs), optimizer_knobs.IMPLEMENTATION.name
     if optimizer is not None and choice not in (None, optimizer_knobs.DEFAULT):

@@ -22,7 +22,7 @@ from perfsearch.core.errors import BadInputError
 from perfsearch.core.knob import Value
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.version import version
-from perfsearch.instrument.facts import ENTRY, Orders
+from perfsearch.instrument.launch import ENTRY, LaunchConfig
 from perfsearch.knobs.transport import (
     FILE_KEYS,
     KnobFile,
@@ -367,7 +367,7 @@ def start(asked: RunArguments) -> int:
         beforehand.check_knobs(AutotuneOptions.from_mapping(asked.autotune))  # not by every rank
     if asked.parsed.no_python:
         return _torchrun(asked.parsed, asked.script, arguments)
-    orders = Orders(
+    orders = LaunchConfig(
         script=asked.script,
         module=asked.parsed.module,
         knobs=planned.objects,

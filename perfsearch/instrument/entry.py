@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfsearch.core.signals import pause_at_end
-from perfsearch.instrument.facts import VARIABLE, Finished, Orders, socket_path
+from perfsearch.instrument.launch import VARIABLE, Finished, LaunchConfig, socket_path
 from perfsearch.instrument.patching import (
     MODULES,
     OwnLauncherError,
@@ -25,71 +25,14 @@ from perfsearch.instrument.patching import (
     watch_for_launchers,
 )
 from perfsearch.instrument.report import lines
-from perfsearch.workers.failures import answer_stack_requests
 from perfsearch.workers.log import report_error, switch_log
 from perfsearch.workers.messages import Channel
 from perfsearch.workers.processes import watch_controller
+from perfsearch.workers.stack_dumps import answer_stack_requests
 
 if TYPE_CHECKING:
-    from perfsearch.instrument.rank import Searched
+    from perfsearch.instrument.rank import RankProtocol
     from perfsearch.instrument.script import Script
-
-
-def say(text: str) -> None:
-    """One line for people."""
-    print(f"perfsearch: {text}", file=sys.stderr, flush=True)
-
-
-def run_script(orders: Orders, arguments: list[str]) -> None:
-    """Run the script as ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` would."""
-    sys.argv = [orders.script, *arguments]
-    if orders.module:
-        runpy.run_module(orders.script, run_name="__main__", alter_sys=True)
-        return
-    path = os.path.join(os.getcwd(), orders.script)  # not tidied up, as Python does not
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
-    main = types.ModuleType("__main__")  # kept, so that workers and pickles find its classes
-    main.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins)
-    main.__loader__ = SourceFileLoader("__main__", path)
-    sys.modules["__main__"] = main
-    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
-
-
-def _reporting(script: Script, orders: Orders) -> None:
-    """Have rank 0 say once what is in force: after some steps, or when the script ends."""
-    steps, said = 0, False
-
-    def say_once() -> None:
-        nonlocal said
-        if not said:
-            said = True
-            for line in lines(orders.knobs, orders.mapped, script.facts(), orders.given):
-                say(line)
-
-    def after_step() -> None:
-        nonlocal steps
-        steps += 1
-        if steps == orders.report_after_steps:
-            say_once()
-            script.optimizers.after_step = None
-
-    script.optimizers.before_step = once(script.put_into_force)
-    script.losses.keeping = False
-    script.loaders.counting = False
-    says = orders.autotune is None or bool(orders.knobs or orders.mapped)
-    if orders.report and says and os.environ.get("RANK", "0") == "0":
-        script.optimizers.after_step = after_step
-        atexit.register(say_once)
-
-
-def without_our_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """The part of a traceback that begins in the script."""
-    ours = (__file__, str(Path(__file__).with_name("trial.py")), runpy.__file__)
-    inner = traceback
-    while inner is not None and inner.tb_frame.f_code.co_filename in (*ours, "<frozen runpy>"):
-        inner = inner.tb_next
-    return inner or traceback
 
 
 def main() -> int:
@@ -98,14 +41,14 @@ def main() -> int:
     The command line repeats the script's path, for those who look at the process table.
     """
     pause_at_end()
-    orders = Orders.from_environment(os.environ)
+    config = LaunchConfig.from_environment(os.environ)
     os.environ.pop(VARIABLE)  # not for what the script starts in its turn
-    if orders.directory:
-        return run_searched(orders)
-    attach_at_import(lambda: _attach(orders))
-    watch_for_launchers(orders.script, _once_said())
+    if config.directory:
+        return run_in_search(config)
+    attach_at_import(lambda: _attach(config))
+    watch_for_launchers(config.script, _once_said())
     try:
-        run_script(orders, sys.argv[2:])
+        run_script(config, sys.argv[2:])
     except SystemExit:
         importlib.import_module("torch")  # the instruments come with it, and say what there is
         raise
@@ -115,6 +58,22 @@ def main() -> int:
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     importlib.import_module("torch")
     return 0
+
+
+def run_script(config: LaunchConfig, arguments: list[str]) -> None:
+    """Run the script as ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` would."""
+    sys.argv = [config.script, *arguments]
+    if config.module:
+        runpy.run_module(config.script, run_name="__main__", alter_sys=True)
+        return
+    path = os.path.join(os.getcwd(), config.script)  # not tidied up, as Python does not
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    main = types.ModuleType("__main__")  # kept, so that workers and pickles find its classes
+    main.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins)
+    main.__loader__ = SourceFileLoader("__main__", path)
+    sys.modules["__main__"] = main
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
 
 
 def attach_at_import(attach: Callable[[], object]) -> None:
@@ -132,15 +91,51 @@ def attach_at_import(attach: Callable[[], object]) -> None:
     after_import("torch", meet)
 
 
-def _attach(orders: Orders) -> None:
+def _attach(config: LaunchConfig) -> None:
     from perfsearch.instrument.script import Script
 
-    _reporting(Script(orders.knobs), orders)
-    if orders.autotune is not None:
+    _reporting(Script(config.knobs), config)
+    if config.autotune is not None:
         from perfsearch import online
         from perfsearch.online.options import AutotuneOptions
 
-        online.enable(AutotuneOptions.from_mapping(orders.autotune))
+        online.enable(AutotuneOptions.from_mapping(config.autotune))
+
+
+def _reporting(script: Script, config: LaunchConfig) -> None:
+    """Have rank 0 say once what is in force: after some steps, or when the script ends."""
+    steps, said = 0, False
+
+    def say_once() -> None:
+        nonlocal said
+        if not said:
+            said = True
+            for line in lines(config.knobs, config.mapped, script.facts(), config.given):
+                say(line)
+
+    def after_step() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == config.report_after_steps:
+            say_once()
+            script.optimizers.after_step = None
+
+    script.optimizers.before_step = once(script.put_into_force)
+    script.losses.keeping = False
+    script.loaders.counting = False
+    says = config.autotune is None or bool(config.knobs or config.mapped)
+    if config.report and says and os.environ.get("RANK", "0") == "0":
+        script.optimizers.after_step = after_step
+        atexit.register(say_once)
+
+
+def without_our_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """The part of a traceback that begins in the script."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    inner = traceback
+    while inner is not None and inner.tb_frame.f_code.co_filename in ours:
+        inner = inner.tb_next
+    return inner or traceback
 
 
 def _once_said() -> Callable[[str], None]:
@@ -154,55 +149,27 @@ def _once_said() -> Callable[[str], None]:
     return warn
 
 
+def say(text: str) -> None:
+    """One line for people."""
+    print(f"perfsearch: {text}", file=sys.stderr, flush=True)
+
+
 # -----------------------------------------------------------------------------
 # A script in a rank of a search: its log, its end, and what is left when it fails.
 
 
-class ScriptExitError(RuntimeError):
-    """The script ended itself with an exit code that tells of a failure."""
-
-
-class _Rank:
-    """A rank whose instruments are made when the script has imported torch, or when it ends."""
-
-    def __init__(self, orders: Orders, rank: int) -> None:
-        self.orders = orders
-        self.rank = rank
-        self.searched: Searched | None = None
-        self._channel = Channel.connect(socket_path(orders.directory, rank))
-        self._channel.send({"event": "hello", "pid": os.getpid()})
-
-    def attach(self) -> Searched:
-        """Make the instruments, unless there are some."""
-        importlib.import_module("torch")  # where it has not been, they come with it
-        if self.searched is None:
-            from perfsearch.instrument.rank import Searched
-            from perfsearch.instrument.script import Script
-
-            script = Script(self.orders.knobs)
-            self.searched = Searched(script, self._channel, self.rank)
-        return self.searched
-
-    def report(self, error: BaseException) -> None:
-        """Leave what the script failed of where the controller looks for it."""
-        error.__traceback__ = without_our_frames(error.__traceback__)
-        begun = self.searched is not None and self.searched.steps > 0
-        building = not begun and bool(self.orders.knobs or self.orders.mapped)
-        report_error(self.orders.log_directory, self.rank, error, "build" if building else "train")
-
-
-def run_searched(orders: Orders) -> int:
+def run_in_search(config: LaunchConfig) -> int:
     """Run the script until the controller has seen enough of it; return the exit code."""
     rank = int(os.environ["RANK"])
-    switch_log(orders.log_directory, rank)
-    answer_stack_requests(orders.directory, rank)
-    controller = orders.controller_pid, orders.controller_started
-    watch_controller(*controller, orders.token, Path(orders.directory))
-    here = _Rank(orders, rank)
+    switch_log(config.log_directory, rank)
+    answer_stack_requests(config.directory, rank)
+    controller = config.controller_pid, config.controller_started
+    watch_controller(*controller, config.token, Path(config.directory))
+    here = _Rank(config, rank)
     attach_at_import(here.attach)
-    watch_for_launchers(orders.script, _refuse)
+    watch_for_launchers(config.script, _refuse)
     try:
-        run_script(orders, sys.argv[2:])
+        run_script(config, sys.argv[2:])
         here.attach().tell_end()
         return 0
     except Finished:
@@ -215,12 +182,45 @@ def run_searched(orders: Orders) -> int:
         here.report(ScriptExitError(text))
     except BaseException as error:
         here.report(error)
-        if rank == 0 and here.searched is not None:
-            here.searched.facts().leave(orders.log_directory)
+        if rank == 0 and here.protocol is not None:
+            here.protocol.facts().leave(config.log_directory)
     finally:
-        if here.searched is not None:
-            here.searched.close()
+        if here.protocol is not None:
+            here.protocol.close()
     return 1
+
+
+class _Rank:
+    """A rank whose instruments are made when the script has imported torch, or when it ends."""
+
+    def __init__(self, config: LaunchConfig, rank: int) -> None:
+        self.config = config
+        self.rank = rank
+        self.protocol: RankProtocol | None = None
+        self._channel = Channel.connect(socket_path(config.directory, rank))
+        self._channel.send({"event": "hello", "pid": os.getpid()})
+
+    def attach(self) -> RankProtocol:
+        """Make the instruments, unless there are some."""
+        importlib.import_module("torch")  # where it has not been, they come with it
+        if self.protocol is None:
+            from perfsearch.instrument.rank import RankProtocol
+            from perfsearch.instrument.script import Script
+
+            script = Script(self.config.knobs)
+            self.protocol = RankProtocol(script, self._channel, self.rank)
+        return self.protocol
+
+    def report(self, error: BaseException) -> None:
+        """Leave what the script failed of where the controller looks for it."""
+        error.__traceback__ = without_our_frames(error.__traceback__)
+        begun = self.protocol is not None and self.protocol.steps > 0
+        building = not begun and bool(self.config.knobs or self.config.mapped)
+        report_error(self.config.log_directory, self.rank, error, "build" if building else "train")
+
+
+class ScriptExitError(RuntimeError):
+    """The script ended itself with an exit code that tells of a failure."""
 
 
 def _refuse(text: str) -> None:

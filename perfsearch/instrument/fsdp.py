@@ -1,4 +1,7 @@
-"""``fully_shard`` in a script, whoever calls it: the script, HF Trainer, Accelerate, Lightning."""
+"""Sharded models in a script, of either kind that torch has: ``fully_shard`` and FSDP1.
+
+Whoever shards them: the script, HF Trainer, Accelerate, Lightning.
+"""
 
 from __future__ import annotations
 
@@ -21,58 +24,48 @@ from perfsearch.knobs.fsdp import (
 
 _MODULE = "torch.distributed.fsdp._fully_shard._fully_shard"
 
+_FSDP1_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
 _AHEAD = (FORWARD_PREFETCH.name, BACKWARD_PREFETCH.name)
 
 
-class _Unit:
-    """What one call of ``fully_shard`` has put together: one module, or several as a group.
+class Sharding:
+    """Every module that the script shards from now on.
 
-    Attributes:
-        modules: weakly held.
-        own: ``reshard_after_forward`` as the script gave it; ``None`` is torch's own choice.
-        own_ahead: the modules' prefetched states by knob, as the script has set them.
-
-    """
-
-    def __init__(self, modules: list[Any], own: bool | int | None) -> None:
-        self.modules = [weakref.ref(module) for module in modules]
-        self.own = own
-        self.own_ahead: dict[str, list[Any]] | None = None
-
-    @property
-    def first(self) -> Any:
-        """The module that speaks for the group; ``None`` where it is gone."""
-        return self.modules[0]()
-
-    @property
-    def state(self) -> Any:
-        return self.first._get_fsdp_state()
-
-    @property
-    def groups(self) -> list[Any]:
-        """Its parameters, as they are gathered together."""
-        groups = getattr(self.state, "_fsdp_param_groups", None)
-        if groups is None:  # torch before 2.13 has one
-            groups = [g for g in [getattr(self.state, "_fsdp_param_group", None)] if g is not None]
-        return list(groups)
-
-
-def resharding(own: bool | int | None, stage: Value, grouped: bool) -> bool | int | None:
-    """``reshard_after_forward`` for a stage.
-
-    Stage 2 keeps every unit whole. Stage 3 leaves alone what the script itself reshards or lets
-    torch choose (the outermost module stays whole then), and what it keeps whole as a group: the
-    last modules of the forward pass are the first of the backward pass.
+    Stage 3 gathers parameters again for the backward pass, 2 keeps them.
 
     Args:
-        own: what the script gave.
-        stage: 2, 3, or ``None`` for the script's own.
-        grouped: whether several modules were given in one call.
+        knobs: values to put into force; those that are ``None`` or absent are left alone.
 
     """
-    if stage is None or (stage == 3 and (own is not False or grouped)):
-        return own
-    return stage == 3
+
+    def __init__(self, knobs: Mapping[str, Value]) -> None:
+        self._fully_shard = FullyShard(knobs)
+        self._fsdp1 = Fsdp1(knobs)
+
+    @property
+    def kinds(self) -> list[str]:
+        """``fully_shard`` and ``fsdp1``, where the script uses them."""
+        found = {"fully_shard": self._fully_shard.live, "fsdp1": self._fsdp1.live}
+        return [name for name, made in found.items() if made]
+
+    def put_into_force(self) -> None:
+        """Set what can be set only once the whole model is there, before the first step ends."""
+        self._fully_shard.put_into_force()
+
+    def change(self, knobs: Mapping[str, Value]) -> None:
+        """Give every ``fully_shard`` module other values, between two steps."""
+        self._fully_shard.change(knobs)
+
+    def why_not_again(self) -> str:
+        """Why values need another start; empty where they can be changed between two steps."""
+        return self._fully_shard.why_not_again()
+
+    def values(self) -> dict[str, Value]:
+        """What is in force, as the modules themselves have it."""
+        found = [self._fully_shard.values(), self._fsdp1.values()]
+        stages = [int(STAGE.of(v)) for v in found if STAGE.of(v) is not None]
+        return {**found[0], **found[1], **({STAGE.name: max(stages)} if stages else {})}
 
 
 class FullyShard:
@@ -176,6 +169,57 @@ class FullyShard:
         return found
 
 
+class _Unit:
+    """What one call of ``fully_shard`` has put together: one module, or several as a group.
+
+    Attributes:
+        modules: weakly held.
+        own: ``reshard_after_forward`` as the script gave it; ``None`` is torch's own choice.
+        own_ahead: the modules' prefetched states by knob, as the script has set them.
+
+    """
+
+    def __init__(self, modules: list[Any], own: bool | int | None) -> None:
+        self.modules = [weakref.ref(module) for module in modules]
+        self.own = own
+        self.own_ahead: dict[str, list[Any]] | None = None
+
+    @property
+    def first(self) -> Any:
+        """The module that speaks for the group; ``None`` where it is gone."""
+        return self.modules[0]()
+
+    @property
+    def state(self) -> Any:
+        return self.first._get_fsdp_state()
+
+    @property
+    def groups(self) -> list[Any]:
+        """Its parameters, as they are gathered together."""
+        groups = getattr(self.state, "_fsdp_param_groups", None)
+        if groups is None:  # torch before 2.13 has one
+            groups = [g for g in [getattr(self.state, "_fsdp_param_group", None)] if g is not None]
+        return list(groups)
+
+
+def resharding(own: bool | int | None, stage: Value, grouped: bool) -> bool | int | None:
+    """``reshard_after_forward`` for a stage.
+
+    Stage 2 keeps every unit whole. Stage 3 leaves alone what the script itself reshards or lets
+    torch choose (the outermost module stays whole then), and what it keeps whole as a group: the
+    last modules of the forward pass are the first of the backward pass.
+
+    Args:
+        own: what the script gave.
+        stage: 2, 3, or ``None`` for the script's own.
+        grouped: whether several modules were given in one call.
+
+    """
+    if stage is None or (stage == 3 and (own is not False or grouped)):
+        return own
+    return stage == 3
+
+
 def _attribute(knob: str) -> str:
     return f"_states_to_{knob}"  # torch's names are the knobs'
 
@@ -230,55 +274,6 @@ def _for_both_memories(
         backend = "cpu:gloo,cuda:nccl"
         args, kwargs = (backend, *args[1:]), {k: v for k, v in kwargs.items() if k != "backend"}
     return original(*args, **kwargs)
-
-
-# -----------------------------------------------------------------------------
-# Sharded models in a script, of either kind that torch has.
-
-
-class Sharding:
-    """Every module that the script shards from now on.
-
-    Stage 3 gathers parameters again for the backward pass, 2 keeps them.
-
-    Args:
-        knobs: values to put into force; those that are ``None`` or absent are left alone.
-
-    """
-
-    def __init__(self, knobs: Mapping[str, Value]) -> None:
-        self._fully_shard = FullyShard(knobs)
-        self._fsdp1 = Fsdp1(knobs)
-
-    @property
-    def kinds(self) -> list[str]:
-        """``fully_shard`` and ``fsdp1``, where the script uses them."""
-        found = {"fully_shard": self._fully_shard.live, "fsdp1": self._fsdp1.live}
-        return [name for name, made in found.items() if made]
-
-    def put_into_force(self) -> None:
-        """Set what can be set only once the whole model is there, before the first step ends."""
-        self._fully_shard.put_into_force()
-
-    def change(self, knobs: Mapping[str, Value]) -> None:
-        """Give every ``fully_shard`` module other values, between two steps."""
-        self._fully_shard.change(knobs)
-
-    def why_not_again(self) -> str:
-        """Why values need another start; empty where they can be changed between two steps."""
-        return self._fully_shard.why_not_again()
-
-    def values(self) -> dict[str, Value]:
-        """What is in force, as the modules themselves have it."""
-        found = [self._fully_shard.values(), self._fsdp1.values()]
-        stages = [int(STAGE.of(v)) for v in found if STAGE.of(v) is not None]
-        return {**found[0], **found[1], **({STAGE.name: max(stages)} if stages else {})}
-
-
-# -----------------------------------------------------------------------------
-# FullyShardedDataParallel in a script, once it imports it.
-
-_FSDP1_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 class Fsdp1:

@@ -1,21 +1,89 @@
-"""torch's launcher for the script of a search, and a word on how its ranks ended.
+"""How a script's ranks are launched: what they are told, and torch's launcher in a search.
 
-``python -m perfsearch.instrument.launch CONTROLLER_PID STARTED`` imports it once, and forks for
-each start of the script that it is asked for on standard input. The ranks are new processes.
+``python -m perfsearch.instrument.launch CONTROLLER_PID STARTED`` imports torch's launcher once, and
+forks for each start of the script that it is asked for on standard input. The ranks are new
+processes. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from perfsearch.instrument.facts import ENTRY
-from perfsearch.workers.forkserver import run_ranks, serve_forks
+from perfsearch.core.knob import Value
 from perfsearch.workers.messages import TORCH_LOGS
+
+VARIABLE = "PERFSEARCH_SCRIPT"
+"""Holds ``LaunchConfig`` as JSON in each rank that ``perfsearch-run`` starts."""
+
+ENTRY = "perfsearch.instrument.entry"
+"""Module that torch's launcher runs in place of the script."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How a script is to be run: what its processes are told, through one environment variable.
+
+    Attributes:
+        script: its path, or the module's name.
+        module: whether ``script`` is a module.
+        knobs: values to put into force; ``None`` leaves what the script itself says.
+        autotune: options of tuning while it trains; ``None``: none.
+        report: whether rank 0 says what was, or could be, changed.
+        report_after_steps: steps after which it says so.
+        directory: of the search that started it, with a socket for each rank; empty: no search.
+        log_directory: where the ranks of a search log.
+        token: mark of the search's processes.
+        controller_pid: the process whose death ends the script.
+        controller_started: when that process was started.
+        mapped: knobs that were given to the script by its own arguments or files, and how.
+        given: their values.
+
+    """
+
+    script: str
+    module: bool = False
+    knobs: dict[str, Value] = field(default_factory=dict)
+    autotune: dict[str, Any] | None = None
+    report: bool = True
+    report_after_steps: int = 3
+    directory: str = ""
+    log_directory: str = ""
+    token: str = ""
+    controller_pid: int = 0
+    controller_started: float = 0.0
+    mapped: dict[str, str] = field(default_factory=dict)
+    given: dict[str, Value] = field(default_factory=dict)
+
+    def to_environment(self) -> dict[str, str]:
+        """The variable to set for the ranks."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> LaunchConfig:
+        """What ``to_environment`` set.
+
+        Raises:
+            KeyError: nothing was set.
+
+        """
+        return cls(**json.loads(environ[VARIABLE]))
+
+
+def socket_path(directory: str | Path, rank: int) -> Path:
+    """The socket on which the controller waits for rank ``rank``."""
+    return Path(directory) / f"rank{rank}.sock"
+
+
+class Finished(SystemExit):
+    """The window is full: the script has done what it was started for."""
 
 
 def torchrun_arguments(directory: Path, nproc: int) -> list[str]:
@@ -69,6 +137,8 @@ def _refuse(message: str) -> NoReturn:
 
 def main(controller_pid: int, controller_started: float) -> int:
     """Fork launchers until the controller is gone, or has no more to start."""
+    from perfsearch.workers.forkserver import run_ranks, serve_forks
+
     for name in ("torch.distributed.launcher.api", "torch.distributed.run"):
         importlib.import_module(name)
     os.write(1, b'{"ready": true}\n')

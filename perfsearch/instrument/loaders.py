@@ -1,24 +1,22 @@
-"""DataLoader in a script: its constructor, what it yields, and the same batches once more."""
+"""DataLoader in a script: its constructor, the batches it yields, and which are trained on."""
 
 from __future__ import annotations
 
-import copy
-import random
-import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data import dataloader as _module
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from perfsearch.core.knob import Value
 from perfsearch.instrument.patching import wrap
 from perfsearch.instrument.phases import OTHER
+from perfsearch.instrument.tape import BatchTape, RandomState
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.loader import arguments_given, values_of
 
@@ -34,8 +32,8 @@ class Loaders:
     Attributes:
         pulls: batches that were taken so far, over all loaders.
         began: when the first was asked for, by ``time.perf_counter``; ``None``: not yet.
-        uses: samples and tokens (padding apart) in those that are trained on.
-        counting: whether samples, tokens and random draws are looked at.
+        accounting: samples and tokens (padding apart) in those that are trained on.
+        counting: whether samples, tokens and random draws are noted.
         mark: told ``dataloader_next`` whenever a batch has been taken, an iterator made (which
             starts worker processes) or one come to its end; ``other`` before.
         tape: keeps the batches, to give the same ones again.
@@ -49,7 +47,7 @@ class Loaders:
         self.knobs = dict(knobs)
         self.pulls = 0
         self.began: float | None = None
-        self.uses = Uses()
+        self.accounting = BatchAccounting()
         self.counting = True
         self.shared_out = False
         self.draws: bool | None = None
@@ -59,12 +57,11 @@ class Loaders:
         self.made = 0
         self._last: dict[str, Value] = {}
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
-        base = _module._BaseDataLoaderIter
         self._undo = (
             wrap(DataLoader, "__init__", self._construct),
             wrap(DataLoader, "__iter__", self._begin),
-            wrap(base, "__init__", self._start),
-            wrap(base, "__next__", self._next),
+            wrap(_BaseDataLoaderIter, "__init__", self._start),
+            wrap(_BaseDataLoaderIter, "__next__", self._next),
         )
 
     def _construct(
@@ -92,7 +89,7 @@ class Loaders:
         original(*args, **kwargs)
         iterator, loader = args[0], args[1] if len(args) > 1 else kwargs["loader"]
         self._iterators.add(iterator)
-        self.uses.start(iterator, loader)
+        self.accounting.start(iterator, loader)
         self.shared_out |= isinstance(loader.dataset, IterableDataset)
         self._last = values_of(loader, Use.SCRIPT)  # of the loader itself often nothing is left
 
@@ -106,10 +103,10 @@ class Loaders:
         if self.began is None:
             self.began = time.perf_counter()
         iterator = args[0]
-        iteration = self.uses.ask(iterator, iterator._num_yielded > 0)
+        iteration = self.accounting.ask(iterator, iterator._num_yielded > 0)
         # the first batch starts samplers and workers, which draw; the second tells
-        looks = self.draws is None and iterator._num_workers == 0 and iterator._num_yielded == 1
-        before = RandomState.now() if looks else None
+        tells = self.draws is None and iterator._num_workers == 0 and iterator._num_yielded == 1
+        before = RandomState.now() if tells else None
         try:
             batch = original(*args, **kwargs)
         except StopIteration:
@@ -121,7 +118,7 @@ class Loaders:
         if self.tape is not None:
             batch = self.tape.pass_on(batch, iterator._dataset)
         self.pulls += 1
-        self.uses.take(iteration, *count_samples(batch))
+        self.accounting.take(iteration, *count_samples(batch))
         if self.mark is not None:
             self.mark("dataloader_next")
         return batch
@@ -161,7 +158,131 @@ _POSITIONAL = (
 
 
 # -----------------------------------------------------------------------------
-# What is in a batch, and a tape of batches that can be played again.
+# Which batches are trained on, and in which steps others were taken: rounds of validation.
+
+
+class BatchAccounting:
+    """Tells loaders whose batches are trained on from those of validation.
+
+    A batch says nothing of what it is for; what happens after it does. Trained on is a loader where
+    a backward pass comes right after one of its batches, or where an iterator of it goes on from
+    one step to the next: a round of validation begins and ends between two steps. A batch that was
+    taken where no gradients are kept speaks only by the latter, and only where no loader is known
+    to be trained on: else it is one of an endless iterator for validation.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._begin = 0
+        self._sources: WeakKeyDictionary[Any, _Source] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[Any, Iteration] = WeakKeyDictionary()
+        self._last: _Source | None = None
+        self._taken: dict[tuple[int, _Source], list[int]] = {}
+
+    def start(self, iterator: Any, loader: Any) -> None:
+        """Note that a loader is iterated over."""
+        self._of[iterator] = Iteration(self._sources.setdefault(loader, _Source()))
+
+    def ask(self, iterator: Any, underway: bool) -> Iteration:
+        """Note that a batch is asked for, which there need not be; for ``take`` if there is.
+
+        Args:
+            iterator: over a loader.
+            underway: whether it has given a batch since it began, or began again.
+
+        """
+        iteration = self._of_iterator(iterator)
+        if underway and iteration.given_in == self._step - 1:
+            if torch.is_grad_enabled():
+                iteration.source.trained = True
+            else:
+                iteration.source.may_be = True
+        return iteration
+
+    def take(self, iteration: Iteration, samples: int, tokens: int) -> None:
+        """Note that a batch was given."""
+        source = iteration.source
+        iteration.given_in = self._step
+        self._last = source if torch.is_grad_enabled() else None
+        counts = self._taken.setdefault((self._step, source), [0, 0])
+        counts[0] += samples
+        counts[1] += tokens
+
+    def _of_iterator(self, iterator: Any) -> Iteration:
+        found = self._of.get(iterator)
+        if found is None:  # begun before loaders were instrumented
+            found = self._of[iterator] = Iteration(_Source())
+        return found
+
+    def backward(self) -> None:
+        """Note that a backward pass begins."""
+        if self._last is not None:
+            self._last.trained, self._last = True, None
+
+    def end_step(self) -> None:
+        """Note that a step has ended."""
+        self._step += 1
+
+    def begin(self) -> None:
+        """Begin a window with the next step."""
+        self._begin = self._step
+        self._taken.clear()
+
+    def read(self) -> BatchCounts:
+        """What was taken since the window began; all is trained on where nothing is known."""
+        sources = {source for _, source in self._taken}
+        trained = {source for source in sources if source.trained}
+        trained = trained or {source for source in sources if source.may_be} or sources
+        used = BatchCounts()
+        for (step, source), (samples, tokens) in self._taken.items():
+            if source in trained:
+                used.samples += samples
+                used.tokens += tokens
+            elif step - self._begin not in used.aside:
+                used.aside.append(step - self._begin)
+        return used
+
+
+@dataclass
+class BatchCounts:
+    """What was taken in a window.
+
+    Attributes:
+        samples: that are trained on.
+        tokens: in them.
+        aside: steps in which others were taken as well, the window's first one being 0.
+
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    aside: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Iteration:
+    """What an iterator goes over, and the step in which it gave its last batch."""
+
+    source: _Source
+    given_in: int | None = None
+
+
+@dataclass(eq=False)
+class _Source:
+    """A loader, and whether what it gives was seen to be trained on.
+
+    Attributes:
+        trained: it was.
+        may_be: an iterator of it goes on from step to step, and only where no gradients are kept.
+
+    """
+
+    trained: bool = False
+    may_be: bool = False
+
+
+# -----------------------------------------------------------------------------
+# What is in a batch.
 
 _LENGTH_MASKS = ("attention_mask", "mask", "padding_mask")
 _TOKENS = ("input_ids", "tokens", "input")
@@ -211,354 +332,3 @@ def _first_tensor(batch: Any) -> torch.Tensor | None:
             if found is not None:
                 return found
     return None
-
-
-def bytes_of(batch: Any) -> int:
-    """Bytes of the tensors in a batch."""
-    if isinstance(batch, torch.Tensor):
-        return int(batch.numel() * batch.element_size())
-    if isinstance(batch, Mapping):
-        return sum(bytes_of(part) for part in batch.values())
-    if isinstance(batch, list | tuple):
-        return sum(bytes_of(part) for part in batch)
-    return 0
-
-
-def _kind(dataset: Any) -> tuple[type, int | None]:
-    """What a dataset shares with the one that takes its place in a later epoch."""
-    try:
-        return type(dataset), len(dataset)
-    except TypeError:  # one that is only iterated over
-        return type(dataset), None
-
-
-@dataclass(frozen=True)
-class _Record:
-    """A batch of a tape.
-
-    Attributes:
-        batch: as the script was given it.
-        dataset: identity of what it was loaded from.
-        kind: type and length of that.
-        still_there: refers to that; ``None`` where its type allows no such reference.
-        random: what the process drew from next; ``None``: not kept.
-
-    """
-
-    batch: Any
-    dataset: int
-    kind: tuple[type, int | None]
-    still_there: weakref.ref[Any] | None
-    random: RandomState | None
-
-    def is_of(self, dataset: Any) -> bool:
-        """Whether it stands for a batch of ``dataset``, or of one that this has replaced."""
-        if self.still_there is None or self.still_there() is not None:
-            return self.dataset == id(dataset)
-        return self.kind == _kind(dataset)
-
-
-class BatchTape:
-    """Keeps the first batches; once rewound, gives them again in place of what the loader gives.
-
-    The loader goes on working, so that its cost stays in what is measured. What lies between two
-    batches depends on where an epoch ends, which the second time is another place: a loader that
-    begins anew draws random numbers, so that those that followed a batch are kept with it; and a
-    round of validation takes batches of its own, so that each dataset gets back its own only.
-
-    Args:
-        most: batches to keep.
-        most_bytes: bytes to keep.
-
-    Attributes:
-        keeps_random: whether random numbers are kept with the batches to come. It takes a tenth of
-            a millisecond, so that it is for the steps that are compared.
-
-    """
-
-    def __init__(self, most: int = 64, most_bytes: int = 256 * 2**20) -> None:
-        self.keeps_random = True
-        self._most = most
-        self._left = most_bytes
-        self._kept: list[_Record] = []
-        self._full = False
-        self._to_give: list[_Record] | None = None
-        self._to_skip = 0
-
-    @property
-    def kept(self) -> int:
-        """How many batches it holds."""
-        return len(self._kept)
-
-    def rewind(self, place: int) -> None:
-        """Go on with the batch number ``place``, the first one being 0."""
-        self._to_give = self._kept[max(0, place) :]
-        self._to_skip = max(0, -place)
-
-    def pass_on(self, batch: Any, dataset: Any) -> Any:
-        """Keep what a loader gave, or put a batch of the tape in its place.
-
-        Args:
-            batch: what the loader gave.
-            dataset: what it loads from.
-
-        """
-        if self._to_give is None:
-            self._keep(batch, dataset)
-            return batch
-        if self._to_skip:
-            self._to_skip -= 1
-            return batch
-        for place, record in enumerate(self._to_give):
-            if record.is_of(dataset):
-                del self._to_give[place]
-                if record.random is not None:
-                    record.random.restore()
-                return copy_structure(record.batch, give_tensor)
-        return batch
-
-    def _keep(self, batch: Any, dataset: Any) -> None:
-        size = bytes_of(batch)
-        if self._full or len(self._kept) >= self._most or size > self._left:
-            self._full = True
-            return
-        self._left -= size
-        try:
-            still_there = weakref.ref(dataset)
-        except TypeError:  # a list, say
-            still_there = None
-        random = RandomState.now() if self.keeps_random else None
-        self._kept.append(
-            _Record(
-                copy_structure(batch, keep_tensor),
-                id(dataset),
-                _kind(dataset),
-                still_there,
-                random,
-            )
-        )
-
-
-# -----------------------------------------------------------------------------
-# Copies of a batch: the containers always, its tensors where they do not last.
-
-_COPIED = "_perfsearch_copied"
-
-
-def keep_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What to keep of a tensor: a copy, if it lies in memory that is shared with a worker."""
-    if tensor.is_cuda or not tensor.is_shared():
-        return tensor
-    copied = tensor.clone()
-    setattr(copied, _COPIED, True)
-    return copied
-
-
-def give_tensor(kept: torch.Tensor) -> torch.Tensor:
-    """What to give of a kept tensor: again a copy of one that was copied, as from a worker.
-
-    So a script that changes its batches in place does not change what is kept.
-    """
-    return kept.clone() if hasattr(kept, _COPIED) else kept
-
-
-def copy_structure(batch: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """New containers around what ``of_tensor`` makes of each tensor."""
-    if isinstance(batch, torch.Tensor):
-        return of_tensor(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(copy_structure(part, of_tensor) for part in batch))
-    if type(batch) in (list, tuple):
-        return type(batch)(copy_structure(part, of_tensor) for part in batch)
-    if isinstance(batch, list | MutableMapping):
-        return _filled_copy(batch, of_tensor)
-    return batch
-
-
-def _filled_copy(batch: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of a container whose constructor may want other arguments, as ``defaultdict``'s.
-
-    One that cannot be copied so, as it is locked, stays what it is.
-    """
-    parts = list(batch.items()) if isinstance(batch, MutableMapping) else list(enumerate(batch))
-    try:
-        copied = copy.copy(batch)
-        for place, part in parts:
-            copied[place] = copy_structure(part, of_tensor)
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return batch
-    return copied
-
-
-# -----------------------------------------------------------------------------
-# Which batches are trained on, and in which steps others were taken: rounds of validation.
-
-
-@dataclass(eq=False)
-class _Source:
-    """A loader, and whether what it gives was seen to be trained on.
-
-    Attributes:
-        trained: it was.
-        may_be: an iterator of it goes on from step to step, and only where no gradients are kept.
-
-    """
-
-    trained: bool = False
-    may_be: bool = False
-
-
-@dataclass(eq=False)
-class Iteration:
-    """What an iterator goes over, and the step in which it gave its last batch."""
-
-    source: _Source
-    given_in: int | None = None
-
-
-@dataclass
-class Used:
-    """What was taken in a window.
-
-    Attributes:
-        samples: that are trained on.
-        tokens: in them.
-        aside: steps in which others were taken as well, the window's first one being 0.
-
-    """
-
-    samples: int = 0
-    tokens: int = 0
-    aside: list[int] = field(default_factory=list)
-
-
-class Uses:
-    """Tells loaders whose batches are trained on from those of validation.
-
-    A batch says nothing of what it is for; what happens after it does. Trained on is a loader where
-    a backward pass comes right after one of its batches, or where an iterator of it goes on from
-    one step to the next: a round of validation begins and ends between two steps. A batch that was
-    taken where no gradients are kept speaks only by the latter, and only where no loader is known
-    to be trained on: else it is one of an endless iterator for validation.
-    """
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._begin = 0
-        self._sources: WeakKeyDictionary[Any, _Source] = WeakKeyDictionary()
-        self._of: WeakKeyDictionary[Any, Iteration] = WeakKeyDictionary()
-        self._last: _Source | None = None
-        self._taken: dict[tuple[int, _Source], list[int]] = {}
-
-    def start(self, iterator: Any, loader: Any) -> None:
-        """Note that a loader is iterated over."""
-        self._of[iterator] = Iteration(self._sources.setdefault(loader, _Source()))
-
-    def ask(self, iterator: Any, underway: bool) -> Iteration:
-        """Note that a batch is asked for, which there need not be; for ``take`` if there is.
-
-        Args:
-            iterator: over a loader.
-            underway: whether it has given a batch since it began, or began again.
-
-        """
-        iteration = self._of_iterator(iterator)
-        if underway and iteration.given_in == self._step - 1:
-            if torch.is_grad_enabled():
-                iteration.source.trained = True
-            else:
-                iteration.source.may_be = True
-        return iteration
-
-    def take(self, iteration: Iteration, samples: int, tokens: int) -> None:
-        """Note that a batch was given."""
-        source = iteration.source
-        iteration.given_in = self._step
-        self._last = source if torch.is_grad_enabled() else None
-        counts = self._taken.setdefault((self._step, source), [0, 0])
-        counts[0] += samples
-        counts[1] += tokens
-
-    def _of_iterator(self, iterator: Any) -> Iteration:
-        found = self._of.get(iterator)
-        if found is None:  # begun before anybody looked
-            found = self._of[iterator] = Iteration(_Source())
-        return found
-
-    def backward(self) -> None:
-        """Note that a backward pass begins."""
-        if self._last is not None:
-            self._last.trained, self._last = True, None
-
-    def end_step(self) -> None:
-        """Note that a step has ended."""
-        self._step += 1
-
-    def begin(self) -> None:
-        """Begin a window with the next step."""
-        self._begin = self._step
-        self._taken.clear()
-
-    def read(self) -> Used:
-        """What was taken since the window began; all is trained on where nothing is known."""
-        sources = {source for _, source in self._taken}
-        trained = {source for source in sources if source.trained}
-        trained = trained or {source for source in sources if source.may_be} or sources
-        used = Used()
-        for (step, source), (samples, tokens) in self._taken.items():
-            if source in trained:
-                used.samples += samples
-                used.tokens += tokens
-            elif step - self._begin not in used.aside:
-                used.aside.append(step - self._begin)
-        return used
-
-
-# -----------------------------------------------------------------------------
-# The random numbers of a process: where torch's, Python's and numpy's generators are.
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """Where every global generator of a process stands.
-
-    Attributes:
-        host: torch's on the CPU.
-        device: torch's on the current GPU; ``None`` where none is in use.
-        python: that of ``random``.
-        of_numpy: numpy's global one; ``None`` where numpy is not imported.
-
-    """
-
-    host: torch.Tensor
-    device: torch.Tensor | None
-    python: tuple[Any, ...]
-    of_numpy: tuple[Any, ...] | None
-
-    @classmethod
-    def now(cls) -> RandomState:
-        """Where they stand now; nothing is drawn."""
-        numpy = sys.modules.get("numpy")
-        return cls(
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-            random.getstate(),
-            numpy.random.get_state() if numpy is not None else None,
-        )
-
-    def restore(self) -> None:
-        """Have the process draw from here on what it drew from here before."""
-        torch.set_rng_state(self.host)
-        if self.device is not None:
-            torch.cuda.set_rng_state(self.device)
-        random.setstate(self.python)
-        if self.of_numpy is not None:
-            sys.modules["numpy"].random.set_state(self.of_numpy)
-
-    def is_same(self, other: RandomState) -> bool:
-        """Whether nothing was drawn between the two, a GPU's generator apart."""
-        return (
-            torch.equal(self.host, other.host)
-            and self.python == other.python
-            and repr(self.of_numpy) == repr(other.of_numpy)
-        )

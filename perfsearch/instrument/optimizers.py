@@ -1,4 +1,4 @@
-"""Optimizers in a script: their implementation, and the steps that they make."""
+"""Optimizers in a script: their implementation, the steps that they make, and the losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as _module
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from perfsearch.core.knob import Value
@@ -60,8 +63,8 @@ class Optimizers:
         self._leader: weakref.ref[Any] | None = None
         self._undo = wrap(Optimizer, "__init__", self._construct)
         self._hooks = (
-            _module.register_optimizer_step_pre_hook(self._before),
-            _module.register_optimizer_step_post_hook(self._after),
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
         )
 
     @property

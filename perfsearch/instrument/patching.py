@@ -1,4 +1,7 @@
-"""Act on a module once the script has imported it, so that nothing is imported for its sake."""
+"""Where an unchanged script is met: after an import, around a call, before it launches ranks.
+
+Nothing is imported for the sake of it, and no torch here.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +146,7 @@ def once(function: Callable[[], None]) -> Callable[[], None]:
 
 
 # -----------------------------------------------------------------------------
-# What is met in frameworks once a script imports them. No torch here.
+# What is met in frameworks once a script imports them.
 
 CALLBACKS = "callbacks"
 METRICS = "reduce_metrics"

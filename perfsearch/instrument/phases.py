@@ -11,7 +11,7 @@ from types import FrameType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch.optim import lr_scheduler as _module
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from perfsearch.instrument.patching import CALLS, after_import, wrap
@@ -116,7 +116,7 @@ class Calls:
         self.phases: Phases | None = None
         self._wrapped: set[type] = set()
         self._undo = [wrap(LRScheduler, "__init__", self._construct)]
-        for found in list(vars(_module).values()):
+        for found in list(vars(lr_scheduler).values()):
             if isinstance(found, type) and issubclass(found, LRScheduler):
                 self._wrap_step(found)
         for module, path, phase in CALLS:
@@ -203,7 +203,7 @@ class Transfers:
         self.watching = True
         self._phases = phases
         self._is_remote = is_remote or (lambda device: device.type != "cpu")
-        self._values_stand = _ValueStand if is_remote is None else _Stand
+        self._value_method = _ValueMethod if is_remote is None else _Method
         self._clock = clock
         self._inside = False
         self._stream = _stream()
@@ -212,16 +212,16 @@ class Transfers:
     def watch(self) -> None:
         """Wrap the methods; ``undo`` takes the wrapping away."""
         for name in _VALUES:
-            self._wrap(name, self._fetches, self._values_stand)
-        self._wrap("to", self._moves, _Stand)
-        self._wrap("cuda", self._uploads, _Stand)
+            self._wrap(name, self._fetches, self._value_method)
+        self._wrap("to", self._moves, _Method)
+        self._wrap("cuda", self._uploads, _Method)
 
     def undo(self) -> None:
         """Take the wrapping away."""
         while self._undo:
             self._undo.pop()()
 
-    def _wrap(self, name: str, phase_of: Callable[..., str | None], stand: type[_Stand]) -> None:
+    def _wrap(self, name: str, phase_of: Callable[..., str | None], kind: type[_Method]) -> None:
         inherited = name not in vars(torch.Tensor)
         original = getattr(torch.Tensor, name)
 
@@ -247,7 +247,7 @@ class Transfers:
             else:
                 setattr(torch.Tensor, name, original)
 
-        setattr(torch.Tensor, name, stand(call, original))
+        setattr(torch.Tensor, name, kind(call, original))
         self._undo.append(undo)
 
     def _fetches(self, tensor: torch.Tensor, args: Any, kwargs: Any) -> str | None:
@@ -270,7 +270,7 @@ class Transfers:
         return TO_DEVICE if there else FROM_DEVICE
 
 
-class _Stand:
+class _Method:
     """Stands in a method's place and is equal to it.
 
     Subclasses of tensors are told which method is called, and look it up among those they know.
@@ -295,7 +295,7 @@ class _Stand:
         return hash(self._original)
 
 
-class _ValueStand(_Stand):
+class _ValueMethod(_Method):
     """Lets go by what lies on the host: optimizers read hundreds of step counts there in a step."""
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""A rank of a script that is being searched: it tells of each step, and does what it is told."""
+"""The rank protocol of a search over a script: tell of each step, and do as the controller says."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ import psutil
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from perfsearch.instrument.facts import Facts, Finished
-from perfsearch.instrument.loaders import BatchTape, RandomState
+from perfsearch.instrument.facts import Facts
+from perfsearch.instrument.launch import Finished
 from perfsearch.instrument.optimizers import OPTIMIZER
 from perfsearch.instrument.patching import wrap
 from perfsearch.instrument.phases import OTHER, Phases, Transfers
 from perfsearch.instrument.script import Script
+from perfsearch.instrument.tape import BatchTape, RandomState
 from perfsearch.metrics.reading import Guard
 from perfsearch.training.clock import (
     FIRST_LOSSES,
@@ -41,13 +42,12 @@ _SITES = 5
 _MOST_SWALLOWED = 3
 """How often a script may catch ``Finished`` before its process is ended without asking."""
 
+_MEMORY_SHARE = 0.3  # of what is free on this host, for what is kept to go back to
 
-def _name_of(device: torch.device) -> str:
-    on_gpu = device.type == "cuda"
-    return str(torch.cuda.get_device_properties(device).uuid) if on_gpu else str(device)
+_PROFILER = "profiler"
 
 
-class Searched:
+class RankProtocol:
     """Speaks with the controller at step boundaries; inside the scored window it is silent.
 
     Args:
@@ -70,7 +70,7 @@ class Searched:
         self._trace: Trace | None = None
         self._losses: list[float | torch.Tensor | None] = []
         self._swallowed = 0
-        self._ending = False
+        self._is_over = False
         script.loaders.tape = BatchTape()
         script.optimizers.before_step = self.before_step
         script.optimizers.after_step = self.after_step
@@ -90,10 +90,10 @@ class Searched:
 
     def after_step(self) -> None:
         """Called when it has made one; inside the scored window nothing is said."""
-        if self._ending:
+        if self._is_over:
             self._end()
         self.steps += 1
-        self._script.loaders.uses.end_step()
+        self._script.loaders.accounting.end_step()
         if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
             self._script.loaders.tape.keeps_random = False
         loss = self._script.losses.take()
@@ -142,7 +142,7 @@ class Searched:
         self.timing.end()
         seconds, by_step = phases.read()
         timing: dict[str, float] = {}
-        used = self._script.loaders.uses.read()
+        counts = self._script.loaders.accounting.read()
         facts = self._script.facts()
         sites: dict[str, float] = {}
         if transfers is not None:
@@ -163,9 +163,9 @@ class Searched:
                 "bounds": bounds,
                 "waits_ms": [1e3 * phases.get("comm_exposed", math.nan) for phases in by_step],
                 "losses": [None if loss is None else float(loss) for loss in self._losses],
-                "samples": used.samples,
-                "tokens": used.tokens,
-                "aside": used.aside,
+                "samples": counts.samples,
+                "tokens": counts.tokens,
+                "aside": counts.aside,
                 "peaks": read_peaks(device),
                 "place": {"host": os.uname().nodename, "device": _name_of(device)},
                 "facts": facts.to_json(),
@@ -177,26 +177,26 @@ class Searched:
     def _obey(self) -> None:
         """Do what the controller says until it lets the script go on."""
         while True:
-            order = self._channel.receive()
-            match order["op"]:
+            command = self._channel.receive()
+            match command["op"]:
                 case "go":
                     return
                 case "score":
-                    self.score(int(order["count"]), int(order["each"]))
+                    self.score(int(command["count"]), int(command["each"]))
                     return
                 case "trace":
-                    file = trace_file(order["directory"], self._rank)
-                    self._trace = Trace(file, self._device, int(order["count"]))
+                    file = trace_file(command["directory"], self._rank)
+                    self._trace = Trace(file, self._device, int(command["count"]))
                     return
                 case "keep":
                     reason = self._rewinder.take()
                     self._channel.send({"event": "kept", "reason": reason})
                 case "rewind":
                     assert self._script.loaders.tape is not None
-                    self._script.loaders.tape.rewind(int(order["place"]))
+                    self._script.loaders.tape.rewind(int(command["place"]))
                     return
                 case "change":
-                    self._change(order["knobs"])
+                    self._change(command["knobs"])
                 case "end":
                     self._end()
                 case unknown:
@@ -211,7 +211,7 @@ class Searched:
 
         """
         device = self._device
-        self._script.loaders.uses.begin()
+        self._script.loaders.accounting.begin()
         self._losses = []
         self.timing.begin(device, count, each)
 
@@ -224,7 +224,7 @@ class Searched:
         self._channel.send({"event": "changed", "seconds": time.perf_counter() - begin})
 
     def _end(self) -> None:
-        self._ending = True
+        self._is_over = True
         self._swallowed += 1
         if self._swallowed > _MOST_SWALLOWED:
             os._exit(0)  # it catches even SystemExit
@@ -232,7 +232,7 @@ class Searched:
 
     def tell_end(self) -> None:
         """Say that the script has come to its own end."""
-        if not self._ending:
+        if not self._is_over:
             self._channel.send({"event": "ended", "step": self.steps})
 
     def facts(self) -> Facts:
@@ -246,10 +246,13 @@ class Searched:
             torch.distributed.destroy_process_group()
 
 
+def _name_of(device: torch.device) -> str:
+    on_gpu = device.type == "cuda"
+    return str(torch.cuda.get_device_properties(device).uuid) if on_gpu else str(device)
+
+
 # -----------------------------------------------------------------------------
 # Take a running script back to where it was after its first step, as far as losses can tell.
-
-_MEMORY_SHARE = 0.3
 
 
 class Rewinder:
@@ -417,8 +420,6 @@ class Timing:
 # -----------------------------------------------------------------------------
 # A Chrome trace of a few steps of a script, by torch's profiler.
 
-_WHAT = "profiler"
-
 
 class Trace:
     """Runs torch's profiler from now until it is stopped; a profiler that fails is no failure.
@@ -443,14 +444,14 @@ class Trace:
         activities = [ProfilerActivity.CPU]
         activities += [ProfilerActivity.CUDA] if device.type == "cuda" else []
         self._profiler = profile(activities=activities)
-        self._guard.read(_WHAT, self._profiler.start)
+        self._guard.read(_PROFILER, self._profiler.start)
 
     def stop(self) -> str:
         """Write what was seen; why there is nothing, or empty."""
         synchronize(self._device)
         if not self._guard.unsupported:
-            self._guard.read(_WHAT, self._write)
-        return self._guard.unsupported.get(_WHAT, "")
+            self._guard.read(_PROFILER, self._write)
+        return self._guard.unsupported.get(_PROFILER, "")
 
     def _write(self) -> None:
         self._profiler.stop()

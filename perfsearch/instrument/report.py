@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from perfsearch import knobs as known
 from perfsearch.core.knob import Value, same_value
 from perfsearch.instrument.facts import Facts
+from perfsearch.knobs import names_of_taker
 from perfsearch.knobs.base import Taker
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 from perfsearch.knobs.fsdp import STAGE
@@ -100,7 +100,7 @@ OF_ENGINE = (STAGE.name, MICRO_BATCH.name, ACCUMULATION.name)
 """Knobs that DeepSpeed's engine tells the value of."""
 
 OF_OBJECTS = frozenset(
-    name for taker in Taker if taker is not Taker.PROCESS for name in known.names_of_taker(taker)
+    name for taker in Taker if taker is not Taker.PROCESS for name in names_of_taker(taker)
 )
 """Knobs that exist only where the script builds what they belong to."""
 

@@ -47,7 +47,7 @@ class Script:
         self.calls = Calls()
 
     def _note_backward(self) -> None:
-        self.loaders.uses.backward()
+        self.loaders.accounting.backward()
         self.wrappers.note_backward()
 
     def put_into_force(self) -> None:

@@ -1,6 +1,6 @@
 """What rank 0 decides between two steps. No torch, no processes: it is plain logic.
 
-The director is a generator: it yields an instruction for all ranks and gets every rank's report
+The controller is a generator: it yields an instruction for all ranks and gets every rank's report
 on it. Today's configuration is sample 0, and it is measured again beside the best, in turn, before
 another is kept.
 """
@@ -41,14 +41,20 @@ _FINALISTS = 2
 _PATIENCE_S = 0.5
 """Shortest wait for the strategy before training goes on without its answer."""
 
-_OPENING_S = 60.0
+_START_S = 60.0
 """Longest start of the process that holds the strategy; training goes on meanwhile."""
 
 _DRIFTED = 2
 """Windows in a row that must be off before tuning begins anew."""
 
+_TOO_SLOW = 3.0
+"""A step that takes this many times today's ends a sample early."""
 
-class Director:
+NOT_IN_TIME = "not in force within"
+"""How the failure of a configuration that took too long begins."""
+
+
+class Controller:
     """Decides for all ranks of one model.
 
     Args:
@@ -66,7 +72,7 @@ class Director:
     def __init__(
         self,
         options: AutotuneOptions,
-        new_proposer: Callable[[], Proposer],
+        new_proposer: Callable[[], ProposerClient],
         recorder: Recorder,
         seconds: Callable[[], float],
         earlier: Log | None = None,
@@ -128,7 +134,7 @@ class Director:
         earlier = self._earlier
         configurations = [] if earlier is None else earlier.configurations
         self._proposer.open({**facts, "earlier": configurations}, self._options.to_plain())
-        described = yield from self._await(_OPENING_S)
+        described = yield from self._await(_START_S)
         if described is None or "refused" in described or not described["searched"]:
             self._keep(sampler.arm_of(sampler.current), _why_nothing(described))
             return
@@ -143,7 +149,7 @@ class Director:
         if earlier is not None:
             tried = yield from self._tell_earlier(earlier, described["earlier"], baseline)
         reason = yield from self._search(self._options.max_samples - tried)
-        best = yield from self._settle(baseline)
+        best = yield from self._confirm_best(baseline)
         failure = yield from sampler.apply(best.configuration)
         if failure:
             reason = f"{reason}; the best could not be put back: {failure}"
@@ -172,7 +178,7 @@ class Director:
             yield from self._sample(configuration, Purpose.SEARCH)
         return f"autotune.max_samples={self._options.max_samples} spent"
 
-    def _settle(self, baseline: Arm) -> Generator[Instruction, list[Report], Arm]:
+    def _confirm_best(self, baseline: Arm) -> Generator[Instruction, list[Report], Arm]:
         """The best, measured again beside those close to it and today's, in turn, there and back.
 
         Only what was measured again counts then: the search's best reading is the luckiest too, and
@@ -311,14 +317,6 @@ def _why_nothing(described: Mapping[str, Any] | None) -> str:
 
 # -----------------------------------------------------------------------------
 # Samples: a configuration put into force on every rank, scored, and rolled back where it fails.
-#
-# Everything here is plain logic in generators that yield instructions and get reports.
-
-_TOO_SLOW = 3.0
-"""A step that takes this many times today's ends a sample early."""
-
-NOT_IN_TIME = "not in force within"
-"""How the failure of a configuration that took too long begins."""
 
 
 class ProposerEndedError(RuntimeError):
@@ -332,8 +330,8 @@ class NotRestoredError(RuntimeError):
 Steps = Generator[Instruction, list[Report], Any]
 
 
-class Proposer(Protocol):
-    """Where proposals come from; ``StrategyProcess`` is one."""
+class ProposerClient(Protocol):
+    """Where proposals come from; ``ProposerProcess`` is one."""
 
     def open(self, facts: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Say what there is to tune; it is answered."""
@@ -400,7 +398,7 @@ class Sampler:
         self._recorder = recorder
         self._arms: dict[str, Arm] = {}
         self._trials = 0
-        self._settled = True
+        self._is_warm = True
         self._today_s = math.inf
         self.current: dict[str, Value] = {}
         self.train_iter = 0
@@ -432,7 +430,7 @@ class Sampler:
         return self.note(reports)
 
     def note(self, reports: list[Report]) -> list[float]:
-        """Take over what reports say of steps that were not scored."""
+        """Note what reports say of steps that were not scored."""
         self.train_iter = reports[0].train_iter
         seconds = slowest_discarded(reports)
         if seconds:
@@ -457,9 +455,9 @@ class Sampler:
         failure = yield from self.apply(configuration)
         if failure:
             return arm, self._record(arm, purpose, _status_of(failure), reason=failure)
-        warmup = 0 if self._settled else self._options.discard_steps
+        warmup = 0 if self._is_warm else self._options.discard_steps
         warmup_s = (yield from self.train(warmup)) if warmup else []
-        self._settled = True
+        self._is_warm = True
         window = StepWindow(self._rule(warmup), warmup_s)
         if window.state is State.STOPPED:
             return arm, (yield from self._roll_back(arm, purpose, window))
@@ -487,7 +485,7 @@ class Sampler:
         if key_of(configuration) == key_of(self.current):
             return ""
         reports = yield Instruction(APPLY, dict(configuration))
-        self._settled = False
+        self._is_warm = False
         failures = [r.failure for r in reports if r.failure]
         took_s, limit_s = max(r.applied_s for r in reports), self._options.time_limit_s
         if took_s > limit_s:

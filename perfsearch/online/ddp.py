@@ -2,7 +2,7 @@
 
 The object stays the same, and with it everything that others hold of it: parameters, hooks,
 ``no_sync``, the optimizer's references. Only what reduces gradients is built anew, by torch's own
-constructor, and taken over.
+constructor, and moved into the object.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from perfsearch.core.hardware import GroupSpec
 from perfsearch.core.knob import Value
 from perfsearch.knobs import ddp
 from perfsearch.knobs.base import Use
-from perfsearch.knobs.optimizer import DEFAULT, apply_implementation
 from perfsearch.training.ddp import HierarchicalAllReduce
 from perfsearch.training.process_groups import Groups
 
 _RECORDS = ddp.constructor_records(Use.ONLINE)
 _KNOBS = (*(record.name for record in _RECORDS), ddp.HIERARCHY.name)
 
-_TAKEN_OVER = (
+_REDUCER_ATTRIBUTES = (
     "reducer",
     "logger",
     *(attribute for record in _RECORDS for attribute in record.kept_as),
@@ -57,7 +56,7 @@ _accumulating: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class TunedDataParallel(DistributedDataParallel):  # type: ignore[misc]
-    """A wrapper that is being tuned; made by ``adopt``, never constructed."""
+    """A wrapper that is being tuned; made by ``make_tunable``, never constructed."""
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Register the user's hook, in place of ours where that is in force."""
@@ -72,7 +71,7 @@ class TunedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         return context
 
 
-def adopt(wrapper: DistributedDataParallel) -> None:
+def make_tunable(wrapper: DistributedDataParallel) -> None:
     """Make a constructed wrapper one that can be tuned; it stays the same object."""
     if type(wrapper) is DistributedDataParallel:
         wrapper.__class__ = TunedDataParallel
@@ -162,7 +161,7 @@ def rewrap(wrapper: DistributedDataParallel, changes: Mapping[str, Value]) -> No
     leaves the wrapper as it was.
 
     Args:
-        wrapper: one that ``adopt`` was given.
+        wrapper: one that ``make_tunable`` was given.
         changes: knobs by name; what is not among them stays.
 
     """
@@ -196,7 +195,7 @@ def rewrap(wrapper: DistributedDataParallel, changes: Mapping[str, Value]) -> No
         before.close()
     if hierarchy is not None:
         _hierarchies[wrapper] = hierarchy
-    for name in _TAKEN_OVER:
+    for name in _REDUCER_ATTRIBUTES:
         if name in vars(fresh):
             setattr(wrapper, name, vars(fresh)[name])
 
@@ -243,73 +242,3 @@ def groups_of(wrapper: DistributedDataParallel) -> Groups:
         spec = GroupSpec(workload={}, device=device.type, nproc=size)
         _groups[world] = Groups(spec, Path(), rank, local_rank, size, device)
     return _groups[world]
-
-
-# -----------------------------------------------------------------------------
-# Change how a stepping optimizer walks over its parameters, its state going on as it is.
-
-_SWITCHABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""Classes whose implementations keep the same state, but for where the count of steps lives."""
-
-
-def why_not_switchable(optimizer: torch.optim.Optimizer) -> str:
-    """Why its implementation must stay what it is; empty where it can change."""
-    name = type(optimizer).__name__
-    if type(optimizer) not in _SWITCHABLE:
-        return f"{name} is not one of torch's SGD, Adam and AdamW"
-    for group in optimizer.param_groups:
-        if not {"foreach", "fused"} <= set(group):
-            return f"{name} has no choice of implementations in the installed torch"
-        for flag in ("capturable", "differentiable"):
-            if group.get(flag):
-                return f"{name} is {flag}"
-        for parameter in group["params"]:
-            plain = type(parameter) in (torch.nn.Parameter, torch.Tensor)
-            if not plain or not parameter.is_floating_point() or parameter.layout != torch.strided:
-                return f"a parameter of {name} is no plain dense floating-point tensor"
-    return ""
-
-
-class ImplementationSwitch:
-    """Switches one optimizer to and fro, and keeps it alive no longer than the script does.
-
-    Args:
-        optimizer: one that ``why_not`` has nothing against.
-
-    Attributes:
-        choice: what is in force.
-
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._own = [(g["foreach"], g["fused"]) for g in optimizer.param_groups]
-        self.choice: Value = DEFAULT
-
-    def apply(self, choice: Value) -> None:
-        """Use the named implementation from the next step on; ``default`` is the user's own."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            pass
-        elif choice in (None, DEFAULT):
-            for group, (foreach, fused) in zip(optimizer.param_groups, self._own, strict=False):
-                group.update(foreach=foreach, fused=fused)
-            fused_now = any(group["fused"] for group in optimizer.param_groups)
-            optimizer._step_supports_amp_scaling = fused_now
-        else:
-            apply_implementation(optimizer, choice)
-            optimizer._step_supports_amp_scaling = choice == "fused"
-        if optimizer is not None:
-            _move_counts(optimizer)
-        self.choice = DEFAULT if choice is None else choice
-
-
-def _move_counts(optimizer: torch.optim.Optimizer) -> None:
-    """The fused kernel counts steps beside the parameter, the others on the host."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            count = optimizer.state.get(parameter, {}).get("step")
-            if isinstance(count, torch.Tensor):
-                device = parameter.device if group["fused"] else torch.device("cpu")
-                kept = count.to(device=device, dtype=torch.float32)
-                optimizer.state[parameter]["step"] = kept

@@ -45,7 +45,7 @@ class AutotuneOptions:
         time_limit_s: seconds for putting a configuration into force, and for each of its steps.
         retune_on_drift: whether to tune again when the time of a step has changed for good.
         drift_tolerance: relative change of the time of a step that counts as such.
-        drift_steps: steps between two looks at it.
+        drift_steps: steps between two checks of it.
         seed: of every random draw.
 
     """

@@ -31,7 +31,7 @@ _TRY_ALL = 8
 _LOW_PRIORITY = 10
 
 
-class Strategist:
+class Proposer:
     """Answers what to try next.
 
     Args:
@@ -112,22 +112,22 @@ class Service:
     """Reads requests and answers those that have an answer."""
 
     def __init__(self) -> None:
-        self._strategist: Strategist | None = None
+        self._proposer: Proposer | None = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """The answer to one request; ``None`` where there is none."""
         if request["do"] == "open":
             try:
                 options = AutotuneOptions.from_mapping(request["options"])
-                self._strategist = Strategist(request["facts"], options)
+                self._proposer = Proposer(request["facts"], options)
             except BadInputError as error:
                 return {"refused": str(error)}
-            return self._strategist.describe()
-        assert self._strategist is not None
+            return self._proposer.describe()
+        assert self._proposer is not None
         if request["do"] == "tell":
-            self._strategist.tell(Trial.from_json(request["trial"]))
+            self._proposer.tell(Trial.from_json(request["trial"]))
             return None
-        return self._strategist.ask()
+        return self._proposer.ask()
 
     def serve(self, requests: IO[str], answers: IO[str]) -> None:
         """Answer until the requests end."""
@@ -150,10 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 # The deciding rank's end of the side process that holds the strategy.
 
 _OF_THE_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
-_FAREWELL_S = 5.0
+_EXIT_S = 5.0
 
 
-class StrategyProcess:
+class ProposerProcess:
     """Starts the process at once, so that its imports are done when the first answer is needed."""
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class StrategyProcess:
         with contextlib.suppress(BrokenPipeError):  # it is gone already
             self._process.stdin.close()
         try:
-            self._process.wait(_FAREWELL_S)
+            self._process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

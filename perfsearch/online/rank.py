@@ -27,29 +27,28 @@ from perfsearch.core.knob import Value
 from perfsearch.core.signals import pause_at_end
 from perfsearch.knobs.ddp import HIERARCHY, MIB, constructor_parameters
 from perfsearch.knobs.optimizer import DEFAULT, IMPLEMENTATION
-from perfsearch.online import ddp as wrapping
-from perfsearch.online import log as logs
-from perfsearch.online.controller import NOT_IN_TIME, Director, NotRestoredError, Steps
-from perfsearch.online.ddp import ImplementationSwitch, adopt, why_not_switchable
+from perfsearch.online import ddp, log
+from perfsearch.online.controller import NOT_IN_TIME, Controller, NotRestoredError, Steps
+from perfsearch.online.optimizer import ImplementationSwitch, why_not_switchable
 from perfsearch.online.options import AutotuneOptions
-from perfsearch.online.proposer import StrategyProcess
+from perfsearch.online.proposer import ProposerProcess
 from perfsearch.online.store import APPLY, END, FAIL, RUN, Channel, Instruction, Report
 from perfsearch.training.clock import StepTimer, synchronize
 
 _PROBE_ELEMENTS = 1024
 
 _LEADERS_OWN = ("log_file", "start_from", "freeze")
-"""Options that only the deciding rank looks at, and that may differ elsewhere."""
+"""Options that only the deciding rank reads, and that may differ elsewhere."""
 
 
-class Participant:
+class RankAgent:
     """Tunes one model on one rank.
 
     Args:
         model: the wrapper; held weakly.
         options: what the user asked for; rank 0's count, and others must be equal.
         channel: how ranks agree.
-        director: on the deciding rank, its instructions.
+        controller: on the deciding rank, its instructions.
         on_end: called once with the reason, when tuning is over.
 
     Attributes:
@@ -63,13 +62,13 @@ class Participant:
         model: DistributedDataParallel,
         options: AutotuneOptions,
         channel: Channel,
-        director: Steps | None,
+        controller: Steps | None,
         on_end: Callable[[str], None],
     ) -> None:
         self._model = weakref.ref(model)
         self._options = options
         self._channel = channel
-        self._director = director
+        self._controller = controller
         self._on_end = on_end
         self._device = torch.device(model.device)
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
@@ -82,8 +81,8 @@ class Participant:
         self._timer = StepTimer(self._device)
         self._plan = Instruction(RUN, discard=options.warmup_samples * options.steps_per_sample)
         self.running = True
-        if director is not None:
-            next(director)
+        if controller is not None:
+            next(controller)
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that ``optimizer`` has stepped."""
@@ -159,7 +158,7 @@ class Participant:
         self._timer.open(instruction.steps)
 
     def _in_force(self, model: DistributedDataParallel) -> dict[str, Value]:
-        found = wrapping.configuration_of(model)
+        found = ddp.configuration_of(model)
         if self._switch is not None:
             found[IMPLEMENTATION.name] = self._switch.choice
         return found
@@ -184,7 +183,7 @@ class Participant:
         return {**facts_of(model, optimizer, choice), "options": options}
 
     def _decide(self) -> Instruction:
-        assert self._director is not None
+        assert self._controller is not None
         reports = self._channel.gather()
         if reports is None:
             reason = (
@@ -193,7 +192,7 @@ class Participant:
             )
             return self._channel.decide(Instruction(END, reason=reason, goes_back=True))
         try:
-            instruction = self._director.send(reports)
+            instruction = self._controller.send(reports)
         except NotRestoredError as error:
             instruction = Instruction(FAIL, reason=str(error))
         except Exception as error:  # training goes on, whatever is wrong with tuning
@@ -210,7 +209,7 @@ class Participant:
         if size in self._hung:
             return f"{NOT_IN_TIME} {self._options.time_limit_s:g} s before: groups of {size}"
         try:
-            wrapping.rewrap(model, configuration)
+            ddp.rewrap(model, configuration)
             choice = IMPLEMENTATION.of(configuration)
             if self._switch is not None:
                 self._switch.apply(choice)
@@ -226,7 +225,7 @@ class Participant:
 
     def _probe(self, model: DistributedDataParallel) -> None:
         """Try the paths of a hierarchical all-reduce, so that one that hangs holds up no step."""
-        hierarchy = wrapping.hierarchy_of(model)
+        hierarchy = ddp.hierarchy_of(model)
         if hierarchy is None:
             return
         tensor = torch.ones(_PROBE_ELEMENTS, device=self._device)
@@ -280,14 +279,14 @@ class _Recorder:
                 name = f"{self._path.stem}-model{number}{self._path.suffix}"
                 self._path = self._path.with_name(name)
         self._job = job
-        self._writer: logs.LogWriter | None = None
+        self._writer: log.LogWriter | None = None
 
     def open(self, knobs: list[str]) -> None:
         """Name the columns."""
         if self._path is not None:
-            self._writer = logs.LogWriter(self._path, self._job, knobs)
+            self._writer = log.LogWriter(self._path, self._job, knobs)
 
-    def write(self, entry: logs.Entry) -> None:
+    def write(self, entry: log.Entry) -> None:
         """Append a row."""
         if self._writer is not None:
             self._writer.write(entry)
@@ -321,27 +320,27 @@ class Session:
         store = dist.distributed_c10d._get_default_store()
         channel = Channel(store, ranks, dist.get_rank(), serial, limit_s)
         self._recorder: _Recorder | None = None
-        self._director: Director | None = None
-        self._proposers: list[StrategyProcess] = []
+        self._controller: Controller | None = None
+        self._proposers: list[ProposerProcess] = []
         steps = None
         if channel.leads:
             job = job_name(model)
             self._recorder = _Recorder(options, job)
             earlier = self._earlier(options, job)
-            self._director = Director(
+            self._controller = Controller(
                 options, self._start_proposer, self._recorder, time.monotonic, earlier
             )
-            steps = self._director.run()
+            steps = self._controller.run()
             atexit.register(self._close_at_exit)
-        self.participant = Participant(model, options, channel, steps, self.close)
+        self.agent = RankAgent(model, options, channel, steps, self.close)
 
-    def _earlier(self, options: AutotuneOptions, job: str) -> logs.Log | None:
+    def _earlier(self, options: AutotuneOptions, job: str) -> log.Log | None:
         """The log to start from, or to freeze; another job's is refused for the former."""
         path = options.start_from or options.freeze
         if path is None:
             return None
         assert self._recorder is not None
-        found = logs.read(path)
+        found = log.read(path)
         if found.job != job and options.start_from is not None:
             self._recorder.say(
                 f"{path} is not used: it was measured on {found.job}, and this is {job}"
@@ -351,14 +350,14 @@ class Session:
             self._recorder.say(f"{path} was measured on {found.job}, and this is {job}")
         return found
 
-    def _start_proposer(self) -> StrategyProcess:
+    def _start_proposer(self) -> ProposerProcess:
         for old in self._proposers:
             old.close()
-        self._proposers = [StrategyProcess()]
+        self._proposers = [ProposerProcess()]
         return self._proposers[0]
 
     def _close_at_exit(self) -> None:
-        if self.participant.train_iter:
+        if self.agent.train_iter:
             self.close("training ended before tuning did; this is the best so far")
         else:
             self.close(_NO_STEP)
@@ -368,15 +367,15 @@ class Session:
         for proposer in self._proposers:
             proposer.close()
         self._proposers = []
-        if self._recorder is None or self._director is None:
+        if self._recorder is None or self._controller is None:
             return
-        row = self._director.unfinished(reason)
+        row = self._controller.unfinished(reason)
         if row is not None:
             self._recorder.write(row)
-        if self._director.kept is None and reason:
+        if self._controller.kept is None and reason:
             self._recorder.say(f"ended: {reason}")
         self._recorder.close()
-        self._director = None
+        self._controller = None
 
 
 _sessions: list[Session] = []
@@ -394,10 +393,10 @@ def _on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
     The turn is that of the model whose optimizer steps first, until it has ended or is gone.
     """
-    _sessions[:] = [s for s in _sessions if s.participant.running and s.participant.model_lives]
+    _sessions[:] = [s for s in _sessions if s.agent.running and s.agent.model_lives]
     for session in _sessions:
-        if session.participant.has_begun or session.participant.is_ours(optimizer):
-            session.participant.on_step(optimizer)
+        if session.agent.has_begun or session.agent.is_ours(optimizer):
+            session.agent.on_step(optimizer)
             _sessions.remove(session)
             _sessions.insert(0, session)  # whose turn it is comes first
             return
@@ -422,7 +421,7 @@ def begin_tuning(
     if model in _begun:
         return model
     _begun.add(model)
-    adopt(model)
+    ddp.make_tunable(model)
     if options.level == 0:
         return model
     if dist.get_world_size(model.process_group) < 2:
@@ -453,8 +452,8 @@ def facts_of(
     world = dist.get_world_size(model.process_group)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     trained = [p for p in model.module.parameters() if p.requires_grad]
-    configuration = wrapping.configuration_of(model)
-    fixed = wrapping.why_not_each(model)
+    configuration = ddp.configuration_of(model)
+    fixed = ddp.why_not_each(model)
     if implementation is not None:
         configuration[IMPLEMENTATION.name] = implementation
     else:

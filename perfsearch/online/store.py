@@ -66,7 +66,7 @@ class Channel:
             What holds: another rank may have given up the wait, and thereby ended tuning.
 
         """
-        held = self._settle(instruction)
+        held = self._write_decision(instruction)
         self._forget(self._round - _ROUNDS_KEPT)
         return held
 
@@ -78,10 +78,10 @@ class Channel:
             self._store.wait([key], 3 * self._limit)
         except RuntimeError:  # DistStoreError is one
             reason = f"rank {self._ranks[0]} did not answer in time"
-            return self._settle(Instruction(END, reason=reason, goes_back=True))
+            return self._write_decision(Instruction(END, reason=reason, goes_back=True))
         return Instruction.from_text(self._store.get(key).decode())
 
-    def _settle(self, instruction: Instruction) -> Instruction:
+    def _write_decision(self, instruction: Instruction) -> Instruction:
         key = f"{self._round}/decision"
         held = self._store.compare_set(key, "", instruction.to_text())
         return Instruction.from_text(held.decode())

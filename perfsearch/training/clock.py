@@ -159,7 +159,7 @@ def mean_over_ranks(values: torch.Tensor) -> list[float]:
 
 
 def is_steady(seconds: list[float], least: int = WARMUP_STEPS[0], tolerance: float = 0.2) -> bool:
-    """Whether the last steps of a series look like each other.
+    """Whether the last steps of a series take about the same.
 
     Args:
         seconds: of every step since the configuration was put into force.
@@ -279,7 +279,7 @@ class StepWindow:
         made = len(self.warmup_s)
         if made < least:
             return False
-        # the first step may compile, which says nothing of how long steps take to look alike
+        # the first step may compile, which says nothing of how long steps take to be alike
         enough = made >= most or sum(self.warmup_s[1:]) > 2 * self.rule.scored_seconds
         return enough or is_steady(self.warmup_s, least)
 

@@ -1,4 +1,4 @@
-"""Put a rank back to the state that every trial starts from."""
+"""What every trial starts from: weights, torch's switches, seeds, and the order of the data."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Snapshot:
 
     Args:
         model: in the state to keep.
-        leaving: the model is on its way from the host to a GPU, so its tensors themselves are
+        to_gpu: the model is on its way from the host to a GPU, so its tensors themselves are
             kept. They become page-locked when they are first restored, from where a GPU copies
             several times as fast: a process of one trial never needs that.
 
     """
 
-    def __init__(self, model: torch.nn.Module, leaving: bool = False) -> None:
-        self._to_pin = leaving
+    def __init__(self, model: torch.nn.Module, to_gpu: bool = False) -> None:
+        self._to_pin = to_gpu
         self._tensors: dict[str, torch.Tensor] = {
-            name: tensor.detach().to("cpu", copy=not (leaving and tensor.device.type == "cpu"))
+            name: tensor.detach().to("cpu", copy=not (to_gpu and tensor.device.type == "cpu"))
             for name, tensor in _tensors(model).items()
         }
         self._requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}

@@ -1,11 +1,15 @@
-"""ZeRO stages 2 and 3: parameters spread over ranks and gathered unit by unit (FSDP2)."""
+"""ZeRO stages from knobs, with micro-batches and activation checkpointing.
+
+Stages 0 and 1 are DistributedDataParallel, their optimizer state whole or dealt out over ranks;
+stages 2 and 3 spread parameters and gather them unit by unit (FSDP2).
+"""
 
 from __future__ import annotations
 
 import io
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +23,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from perfsearch.core.knob import Value
 from perfsearch.knobs import ddp, optimizer
@@ -27,7 +30,6 @@ from perfsearch.knobs.base import Use
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 from perfsearch.knobs.fsdp import BACKWARD_PREFETCH, CPU_OFFLOAD, FORWARD_PREFETCH, STAGE
 from perfsearch.knobs.optimizer import IMPLEMENTATION, apply_implementation
-from perfsearch.knobs.optimizer import values_of as optimizer_values
 from perfsearch.knobs.zero import (
     BLOCKS_PER_UNIT,
     CHECKPOINTING,
@@ -44,13 +46,228 @@ from perfsearch.training.base import (
     TrainStep,
     run_backward,
 )
+from perfsearch.training.checkpointing import CheckpointedBlocks
 from perfsearch.training.process_groups import Groups
 from perfsearch.training.state import to_device
 from perfsearch.workloads.base import Job
 
+_GIB = 2.0**30
+_SCANNED_SAMPLES = 512
+_SCAN_S = 2.0
 _GATHERED = "UNSHARDED"
 _meshes: dict[tuple[int, int, int], DeviceMesh] = {}
 """Meshes by generation of process groups and shard size: making one makes communicators."""
+
+
+def build(context: BuildContext) -> ZeroStep:
+    """Put the configuration into force."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, message=".*broadcast_buffers.*")
+        return ZeroStep(context)
+
+
+class ZeroStep(TrainStep):
+    """Micro-batches forward and backward, one reduction of gradients, optimizer."""
+
+    def __init__(self, context: BuildContext) -> None:
+        configuration = context.configuration
+        self._configuration = configuration
+        self._device = context.device
+        stage = STAGE.number(configuration)
+        self._micro_batch = int(MICRO_BATCH.of(configuration) or context.local_batch)
+        self._accumulation, rest = divmod(context.local_batch, self._micro_batch)
+        if rest:
+            raise ValueError(
+                f"micro_batch={self._micro_batch}: a rank's {context.local_batch} samples cannot "
+                "be cut into such"
+            )
+        self.loader = LoaderOptions(micro_batch=self._micro_batch)
+        # shards are cut from the host's copy, so the whole model need not fit on the device
+        self.job = context.job(True) if stage < 2 else context.host_job()
+        dtype = self.job.autocast_dtype.get(self._device.type)
+        self._by_policy = stage >= 2 and MIXED_PRECISION.of(configuration) != "autocast"
+        every = CHECKPOINTING.number(configuration)
+        self._checkpointing = CheckpointedBlocks(self.job.blocks, every)
+        self._wrapped: ReplicatedModel | ShardedModel
+        if stage < 2:
+            self._wrapped = ReplicatedModel(self.job, configuration, self._device)
+        else:
+            sharding = _sharding(configuration, context.groups.world_size, stage)
+            if self._by_policy:
+                sharding = replace(sharding, dtype=dtype)
+            implementation = IMPLEMENTATION.of(configuration)
+            self._wrapped = ShardedModel(self.job, sharding, context.groups, implementation)
+        self.net = self._wrapped.net
+        self.optimizer = self._wrapped.optimizer
+        self._autocast: dict[str, Any] = {
+            "device_type": self._device.type,
+            "dtype": dtype,
+            "enabled": dtype is not None and not self._by_policy,
+        }
+        self._steps = 0
+        self._seen_batch: int | None = None
+        self._forwards = 0
+        # in the other stages gathering waits all over the step, which only the kernels show
+        self.marks_communication = isinstance(self._wrapped, ReplicatedModel)
+        self._alone = False
+        self._evidence: dict[str, float] = {}
+
+    def run(self, next_batch: NextBatch, mark: Mark) -> torch.Tensor:
+        """Train one global batch; the mean over micro-batches is that over all its samples."""
+        losses = []
+        for number in range(self._accumulation):
+            batch = next_batch()
+            losses.append(self._micro_step(batch, number + 1 == self._accumulation, mark))
+        if self._steps == 0:
+            leaves = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()]
+            self._seen_batch = leaves[0].shape[0] if leaves else None
+            self._forwards = len(losses)
+        self.optimizer.step()
+        self._steps += 1
+        if self._steps == 2:
+            self._note_resident_bytes()
+        self.optimizer.zero_grad(set_to_none=True)
+        mark("optimizer")
+        return torch.stack(losses).mean()
+
+    def _micro_step(self, batch: Any, last: bool, mark: Mark) -> torch.Tensor:
+        with self._wrapped.accumulating(last and not self._alone):
+            with torch.autocast(**self._autocast):
+                loss = self.job.loss(self.net, batch)
+            if self._steps == 0:
+                self._wrapped.after_first_forward()
+            mark("forward")
+            scaled = loss / self._accumulation if self._accumulation > 1 else loss
+            run_backward(scaled, mark, self.marks_communication and last)
+        return loss.detach()
+
+    def _note_resident_bytes(self) -> None:
+        """Take stock of what is held when the optimizer has stepped and gradients are there."""
+        held = resident_bytes(self.job.model, self.optimizer, self._device)
+        self._evidence = {f"resident_{name}_gib": size / _GIB for name, size in held.items()}
+        if self._device.type == "cuda":
+            allocated = torch.cuda.memory_allocated(self._device)
+            self._evidence["at_rest_allocated_gib"] = allocated / _GIB
+
+    def in_force(self) -> dict[str, Value]:
+        """Read back from wrappers, blocks, the optimizer, and the batches that came."""
+        found = {
+            MICRO_BATCH.name: self.loader.micro_batch,
+            "micro_batch_seen": self._seen_batch,
+            ACCUMULATION.name: self._forwards,
+            CHECKPOINTING.name: self._checkpointing.every,
+            **optimizer.values_of(
+                getattr(self.optimizer, "optim", self.optimizer), self._configuration
+            ),
+            **self._wrapped.in_force(),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def evidence(self) -> dict[str, float]:
+        """GiB that lie on the device between steps, from the tensors and from the allocator."""
+        return self._evidence
+
+    def alone(self) -> AbstractContextManager[Any] | None:
+        """Leave out the all-reduces of stages 0 and 1."""
+        return self._unsynchronised() if isinstance(self._wrapped, ReplicatedModel) else None
+
+    @contextmanager
+    def _unsynchronised(self) -> Iterator[None]:
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
+    def survive(self) -> None:
+        """Train on the longest batch that the data can give, and make a checkpoint."""
+        batch = longest_batch(self.job, self._micro_batch, self._device)
+        for number in range(self._accumulation):
+            self._micro_step(batch, number + 1 == self._accumulation, lambda phase: None)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        written = save_checkpoint(self.net, self.optimizer)
+        print(f"survived its longest batch and a checkpoint of {written} B", flush=True)
+
+    def close(self) -> None:
+        """Undo what was done to a model that is used again."""
+        self._checkpointing.undo()
+        self._wrapped.close()
+
+
+def _sharding(configuration: Mapping[str, Value], world_size: int, stage: int) -> Sharding:
+    return Sharding(
+        reshard=False if stage == 2 else RESHARD_GROUP.number(configuration) or True,
+        shard_group=SHARD_GROUP.number(configuration) or world_size,
+        blocks_per_unit=BLOCKS_PER_UNIT.number(configuration) or 1,
+        forward_prefetch=FORWARD_PREFETCH.number(configuration),
+        backward_prefetch=BACKWARD_PREFETCH.number(configuration),
+        sync_each=bool(SYNC_EACH.of(configuration)),
+        offload=bool(CPU_OFFLOAD.of(configuration)),
+    )
+
+
+class ReplicatedModel:
+    """A wrapped model and its optimizer: stages 0 and 1.
+
+    Args:
+        job: model and optimizer factory.
+        configuration: the stage and what the wrapper and the optimizer are told.
+        device: where this rank computes.
+
+    """
+
+    def __init__(self, job: Job, configuration: Mapping[str, Value], device: torch.device) -> None:
+        self.net = DistributedDataParallel(
+            job.model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            **ddp.arguments(configuration),
+        )
+        self.optimizer = job.optimizer([p for p in job.model.parameters() if p.requires_grad])
+        optimizer.apply(self.optimizer, configuration)
+        if STAGE.of(configuration) == 1:
+            self.optimizer = _dealt_out(self.optimizer)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of a micro-batch: gradients are reduced after the last."""
+        return nullcontext() if last else self.net.no_sync()
+
+    def after_first_forward(self) -> None:
+        """Nothing of these stages shows only then."""
+
+    def in_force(self) -> dict[str, Value]:
+        """Read back from the wrapper and the optimizer."""
+        return {
+            STAGE.name: int(isinstance(self.optimizer, ZeroRedundancyOptimizer)),
+            **ddp.values_of(self.net, Use.ZERO),
+        }
+
+    def close(self) -> None:
+        """Take the wrapper's hooks off, so that the model can be wrapped again."""
+        self.net._remove_autograd_hooks()
+
+
+def _dealt_out(whole: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Deal parameters out over ranks, each in the group that the user has put it in.
+
+    Args:
+        whole: the user's, over all parameters, by whose number and order it may group them; it
+            becomes the one of this rank's.
+
+    """
+
+    def mine(parts: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
+        kept = {p for part in parts for p in part["params"]}
+        if not kept:  # more ranks than parameters; not every optimizer steps over nothing
+            return torch.optim.SGD([{"params": []} for _ in parts], lr=0.0)
+        for group, part in zip(whole.param_groups, parts, strict=True):
+            group["params"] = part["params"]
+        for parameter in [p for p in whole.state if p not in kept]:
+            del whole.state[parameter]
+        return whole
+
+    groups = [{"params": list(group["params"])} for group in whole.param_groups]
+    return ZeroRedundancyOptimizer(groups, mine)
 
 
 @dataclass(frozen=True)
@@ -81,7 +298,7 @@ class Sharding:
 
 
 class ShardedModel:
-    """A spread model and its optimizer.
+    """A spread model and its optimizer: stages 2 and 3.
 
     Args:
         job: model, blocks and optimizer factory; the model is taken apart.
@@ -226,250 +443,20 @@ def _reshard_width(groups: Sequence[Any]) -> Value:
 
 
 # -----------------------------------------------------------------------------
-# ZeRO stages, micro-batches and checkpointing from knobs.
-
-_GIB = 2.0**30
-
-
-class ZeroStep(TrainStep):
-    """Micro-batches forward and backward, one reduction of gradients, optimizer."""
-
-    def __init__(self, context: BuildContext) -> None:
-        configuration = context.configuration
-        self._configuration = configuration
-        self._device = context.device
-        stage = STAGE.number(configuration)
-        self._micro_batch = int(MICRO_BATCH.of(configuration) or context.local_batch)
-        self._accumulation, rest = divmod(context.local_batch, self._micro_batch)
-        if rest:
-            raise ValueError(
-                f"micro_batch={self._micro_batch}: a rank's {context.local_batch} samples cannot "
-                "be cut into such"
-            )
-        self.loader = LoaderOptions(micro_batch=self._micro_batch)
-        # shards are cut from the host's copy, so the whole model need not fit on the device
-        self.job = context.job(True) if stage < 2 else context.host_job()
-        dtype = self.job.autocast_dtype.get(self._device.type)
-        self._by_policy = stage >= 2 and MIXED_PRECISION.of(configuration) != "autocast"
-        every = CHECKPOINTING.number(configuration)
-        self._checkpointing = CheckpointedBlocks(self.job.blocks, every)
-        self._wrapped: ReplicatedModel | ShardedModel
-        if stage < 2:
-            self._wrapped = ReplicatedModel(self.job, configuration, self._device)
-        else:
-            sharding = _sharding(configuration, context.groups.world_size, stage)
-            if self._by_policy:
-                sharding = _with_dtype(sharding, dtype)
-            implementation = IMPLEMENTATION.of(configuration)
-            self._wrapped = ShardedModel(self.job, sharding, context.groups, implementation)
-        self.net = self._wrapped.net
-        self.optimizer = self._wrapped.optimizer
-        self._autocast: dict[str, Any] = {
-            "device_type": self._device.type,
-            "dtype": dtype,
-            "enabled": dtype is not None and not self._by_policy,
-        }
-        self._steps = 0
-        self._seen_batch: int | None = None
-        self._forwards = 0
-        # in the other stages gathering waits all over the step, which only the kernels show
-        self.marks_communication = isinstance(self._wrapped, ReplicatedModel)
-        self._alone = False
-        self._evidence: dict[str, float] = {}
-
-    def run(self, next_batch: NextBatch, mark: Mark) -> torch.Tensor:
-        """Train one global batch; the mean over micro-batches is that over all its samples."""
-        losses = []
-        for number in range(self._accumulation):
-            batch = next_batch()
-            losses.append(self._micro_step(batch, number + 1 == self._accumulation, mark))
-        if self._steps == 0:
-            leaves = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()]
-            self._seen_batch = leaves[0].shape[0] if leaves else None
-            self._forwards = len(losses)
-        self.optimizer.step()
-        self._steps += 1
-        if self._steps == 2:
-            self._look()
-        self.optimizer.zero_grad(set_to_none=True)
-        mark("optimizer")
-        return torch.stack(losses).mean()
-
-    def _micro_step(self, batch: Any, last: bool, mark: Mark) -> torch.Tensor:
-        with self._wrapped.accumulating(last and not self._alone):
-            with torch.autocast(**self._autocast):
-                loss = self.job.loss(self.net, batch)
-            if self._steps == 0:
-                self._wrapped.after_first_forward()
-            mark("forward")
-            scaled = loss / self._accumulation if self._accumulation > 1 else loss
-            run_backward(scaled, mark, self.marks_communication and last)
-        return loss.detach()
-
-    def _look(self) -> None:
-        """Take stock of what is held when the optimizer has stepped and gradients are there."""
-        held = resident_bytes(self.job.model, self.optimizer, self._device)
-        self._evidence = {f"resident_{name}_gib": size / _GIB for name, size in held.items()}
-        if self._device.type == "cuda":
-            allocated = torch.cuda.memory_allocated(self._device)
-            self._evidence["at_rest_allocated_gib"] = allocated / _GIB
-
-    def in_force(self) -> dict[str, Value]:
-        """Read back from wrappers, blocks, the optimizer, and the batches that came."""
-        found = {
-            MICRO_BATCH.name: self.loader.micro_batch,
-            "micro_batch_seen": self._seen_batch,
-            ACCUMULATION.name: self._forwards,
-            CHECKPOINTING.name: self._checkpointing.every,
-            **optimizer_values(
-                getattr(self.optimizer, "optim", self.optimizer), self._configuration
-            ),
-            **self._wrapped.in_force(),
-        }
-        return {name: value for name, value in found.items() if value is not None}
-
-    def evidence(self) -> dict[str, float]:
-        """GiB that lie on the device between steps, from the tensors and from the allocator."""
-        return self._evidence
-
-    def alone(self) -> AbstractContextManager[Any] | None:
-        """Leave out the all-reduces of stages 0 and 1."""
-        return self._unsynchronised() if isinstance(self._wrapped, ReplicatedModel) else None
-
-    @contextmanager
-    def _unsynchronised(self) -> Iterator[None]:
-        self._alone = True
-        try:
-            yield
-        finally:
-            self._alone = False
-
-    def survive(self) -> None:
-        """Train on the longest batch that the data can give, and make a checkpoint."""
-        batch = longest_batch(self.job, self._micro_batch, self._device)
-        for number in range(self._accumulation):
-            self._micro_step(batch, number + 1 == self._accumulation, lambda phase: None)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        written = save_checkpoint(self.net, self.optimizer)
-        print(f"survived its longest batch and a checkpoint of {written} B", flush=True)
-
-    def close(self) -> None:
-        """Undo what was done to a model that is used again."""
-        self._checkpointing.undo()
-        self._wrapped.close()
-
-
-def _sharding(configuration: Mapping[str, Value], world_size: int, stage: int) -> Sharding:
-    return Sharding(
-        reshard=False if stage == 2 else RESHARD_GROUP.number(configuration) or True,
-        shard_group=SHARD_GROUP.number(configuration) or world_size,
-        blocks_per_unit=BLOCKS_PER_UNIT.number(configuration) or 1,
-        forward_prefetch=FORWARD_PREFETCH.number(configuration),
-        backward_prefetch=BACKWARD_PREFETCH.number(configuration),
-        sync_each=bool(SYNC_EACH.of(configuration)),
-        offload=bool(CPU_OFFLOAD.of(configuration)),
-    )
-
-
-def _with_dtype(sharding: Sharding, dtype: torch.dtype | None) -> Sharding:
-    from dataclasses import replace
-
-    return replace(sharding, dtype=dtype)
-
-
-def build(context: BuildContext) -> ZeroStep:
-    """Put the configuration into force."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning, message=".*broadcast_buffers.*")
-        return ZeroStep(context)
-
-
-# -----------------------------------------------------------------------------
-# ZeRO stages 0 and 1: whole parameters on every rank, optimizer state whole or dealt out.
-
-
-class ReplicatedModel:
-    """A wrapped model and its optimizer.
-
-    Args:
-        job: model and optimizer factory.
-        configuration: the stage and what the wrapper and the optimizer are told.
-        device: where this rank computes.
-
-    """
-
-    def __init__(self, job: Job, configuration: Mapping[str, Value], device: torch.device) -> None:
-        self.net = DistributedDataParallel(
-            job.model,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            **ddp.arguments(configuration),
-        )
-        self.optimizer = job.optimizer([p for p in job.model.parameters() if p.requires_grad])
-        optimizer.apply(self.optimizer, configuration)
-        if STAGE.of(configuration) == 1:
-            self.optimizer = _dealt_out(self.optimizer)
-
-    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch: gradients are reduced after the last."""
-        return nullcontext() if last else self.net.no_sync()
-
-    def after_first_forward(self) -> None:
-        """Nothing of these stages shows only then."""
-
-    def in_force(self) -> dict[str, Value]:
-        """Read back from the wrapper and the optimizer."""
-        return {
-            STAGE.name: int(isinstance(self.optimizer, ZeroRedundancyOptimizer)),
-            **ddp.values_of(self.net, Use.ZERO),
-        }
-
-    def close(self) -> None:
-        """Take the wrapper's hooks off, so that the model can be wrapped again."""
-        self.net._remove_autograd_hooks()
-
-
-def _dealt_out(whole: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Deal parameters out over ranks, each in the group that the user has put it in.
-
-    Args:
-        whole: the user's, over all parameters, by whose number and order it may group them; it
-            becomes the one of this rank's.
-
-    """
-
-    def mine(parts: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
-        kept = {p for part in parts for p in part["params"]}
-        if not kept:  # more ranks than parameters; not every optimizer steps over nothing
-            return torch.optim.SGD([{"params": []} for _ in parts], lr=0.0)
-        for group, part in zip(whole.param_groups, parts, strict=True):
-            group["params"] = part["params"]
-        for parameter in [p for p in whole.state if p not in kept]:
-            del whole.state[parameter]
-        return whole
-
-    groups = [{"params": list(group["params"])} for group in whole.param_groups]
-    return ZeroRedundancyOptimizer(groups, mine)
-
-
-# -----------------------------------------------------------------------------
 # What a real run needs now and then beyond a usual step: its longest batch, and a checkpoint.
-
-_LOOKED_AT = 512
-_LOOK_S = 2.0
 
 
 def longest_batch(job: Job, micro_batch: int, device: torch.device) -> Any:
-    """A batch of the longest sample that a bounded look into the data finds, repeated.
+    """A batch of the longest sample that a bounded scan of the data finds, repeated.
 
-    Samples are looked at evenly spaced over the data set, so that every rank finds the same
+    Samples are taken evenly spaced over the data set, so that every rank finds the same
     unless time runs out; the batch has no effect on what is compared.
     """
     from torch.utils.data import default_collate
 
     count = len(job.data)  # type: ignore[arg-type]
-    step = max(1, count // _LOOKED_AT)
-    deadline = time.monotonic() + _LOOK_S
+    step = max(1, count // _SCANNED_SAMPLES)
+    deadline = time.monotonic() + _SCAN_S
     longest, most = job.data[0], -1
     for index in range(0, count, step):
         sample = job.data[index]
@@ -560,73 +547,3 @@ def resident_bytes(
 
 def _tensors(entry: Any) -> list[torch.Tensor]:
     return [v for v in entry.values() if isinstance(v, torch.Tensor)]
-
-
-# -----------------------------------------------------------------------------
-# Activation checkpointing of some of a model's blocks.
-
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-
-
-class CheckpointedBlocks:
-    """Blocks whose inner activations are computed again in the backward pass.
-
-    Their ``forward`` is replaced on the object itself, so that wrappers' hooks, which run around
-    ``forward``, stay outside; ``undo`` takes the replacements off.
-
-    Args:
-        blocks: of the model, outermost first.
-        every: 1 for each block, 2 for each second, ...; 0 for none. The last of each run of
-            ``every`` blocks is chosen.
-        keep_random_state: whether what is drawn inside is drawn the same again; needed wherever
-            there is dropout.
-        contexts: gives two context managers, for the forward pass and for computing it again.
-
-    """
-
-    def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        every: int,
-        keep_random_state: bool = True,
-        contexts: Contexts = noop_context_fn,
-    ) -> None:
-        self._chosen = checkpointed_blocks(blocks, every)
-        self._total = len(blocks)
-        self._every = every
-        for block in self._chosen:
-            _replace_forward(block, keep_random_state, contexts)
-
-    @property
-    def every(self) -> int:
-        """Read back from the blocks: the spacing that holds now."""
-        held = sum("forward" in vars(block) for block in self._chosen)
-        if held != len(self._chosen):
-            return -1
-        return self._every if held else 0
-
-    def undo(self) -> None:
-        """Give the blocks their own ``forward`` back."""
-        for block in self._chosen:
-            vars(block).pop("forward", None)
-
-
-def checkpointed_blocks(blocks: Sequence[nn.Module], every: int) -> list[nn.Module]:
-    """The blocks that a spacing selects."""
-    return list(blocks[every - 1 :: every]) if every else []
-
-
-def _replace_forward(block: nn.Module, keep_random_state: bool, contexts: Contexts) -> None:
-    own = block.forward
-
-    def forward(*arguments: Any, **named: Any) -> Any:
-        return checkpoint(
-            own,
-            *arguments,
-            use_reentrant=False,
-            preserve_rng_state=keep_random_state,
-            context_fn=contexts,
-            **named,
-        )
-
-    block.forward = forward

@@ -1,36 +1,43 @@
-"""From what is left of a failed trial to its status and a one-line cause. Pure functions."""
+"""What failed ranks leave, and from it the status of a trial and its cause in one line.
+
+``FailureFiles``, ``launcher_report`` and ``oom_kills`` read what ranks, their launcher and the
+kernel leave behind; ``classify`` is a pure function of all of that.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import functools
 import json
-import os
 import re
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perfsearch.core.files import write_text
 from perfsearch.core.trial import Status
-from perfsearch.workers import processes
 from perfsearch.workers.messages import (
     AFTER_PEER,
     LAUNCHER_REPORT,
-    LOOKING,
+    PROFILING,
     RankError,
     rank_error_file,
     rank_log,
-    standing_file,
 )
+from perfsearch.workers.stack_dumps import in_words
 
 _LOADER_TAIL = 4000  # characters of a log in which a loader process has left its last words
+
+_TAIL_BYTES = 16_384
+_PROBE_BYTES = 8_192  # what a rank may need to write down why it failed
+
+_KILL_COUNTS = (
+    "/sys/fs/cgroup/memory.events",
+    "/sys/fs/cgroup/memory/memory.oom_control",
+    "/proc/vmstat",
+)
 
 SHARED_MEMORY = "shared memory of dataloader workers is used up"
 
@@ -145,34 +152,34 @@ class Failure:
         status: the kind.
         reason: the cause in one line, with the rank.
         rank: the first rank that failed, if one did.
-        while_looking: whether it was no part of the trial, but the close look after it.
-        standing: what the reason says of where the ranks stood.
+        while_profiling: whether it was no part of the trial, but of the profile after it.
+        stack_dump: what the reason says of where the ranks stood.
 
     """
 
     status: Status
     reason: str
     rank: int | None = None
-    while_looking: bool = False
-    standing: str = ""
+    while_profiling: bool = False
+    stack_dump: str = ""
 
 
 def classify(evidence: Evidence) -> Failure:
     """Name the kind and the cause, from the first failing rank."""
     first = first_error(evidence.errors)
     if first is not None and not is_echo(first):
-        return replace(_of_error(first, evidence), while_looking=first.phase == LOOKING)
+        return replace(_of_error(first, evidence), while_profiling=first.phase == PROFILING)
     if evidence.disk_full:
         reason = f"the ranks' logs cannot be written: {evidence.disk_full}"
         return Failure(Status.INFRASTRUCTURE, reason)
     if evidence.timed_out is not None:
         what = "start-up" if evidence.starting else "the trial"
         status = Status.INFRASTRUCTURE if evidence.starting else Status.TIMEOUT
-        reason, standing = f"{what} took longer than {evidence.timed_out:g} s", ""
+        reason, stack_dump = f"{what} took longer than {evidence.timed_out:g} s", ""
         if evidence.places:
-            standing = in_words(evidence.places)
-            reason += f"; {standing}"
-        return Failure(status, reason, standing=standing)
+            stack_dump = in_words(evidence.places)
+            reason += f"; {stack_dump}"
+        return Failure(status, reason, stack_dump=stack_dump)
     end = min(evidence.ends, key=lambda e: (e.time, e.exit_code == -signal.SIGTERM), default=None)
     if end is not None:
         return _of_end(end, evidence)
@@ -328,22 +335,9 @@ def _matches(patterns: Sequence[str], text: str) -> bool:
     return any(re.search(pattern, text, re.IGNORECASE | re.DOTALL) for pattern in patterns)
 
 
-# -----------------------------------------------------------------------------
-# What failed ranks, their launcher and the kernel leave behind.
-
-_TAIL_BYTES = 16_384
-_PROBE_BYTES = 8_192  # what a rank may need to write down why it failed
-
-_KILL_COUNTS = (
-    "/sys/fs/cgroup/memory.events",
-    "/sys/fs/cgroup/memory/memory.oom_control",
-    "/proc/vmstat",
-)
-
-
 @dataclass(frozen=True)
-class Leavings:
-    """Files that ranks leave in a trial's log directory.
+class FailureFiles:
+    """Files in a trial's log directory from which a failure is told.
 
     Attributes:
         directory: the log directory.
@@ -422,182 +416,3 @@ def oom_kills() -> int:
             if key == "oom_kill" and value.strip().isdigit():
                 return int(value)
     return 0
-
-
-# -----------------------------------------------------------------------------
-# Where ranks stand when their time is over: asked by a signal, read from their logs.
-#
-# A rank leaves a note of its process as soon as it would answer. The answer is Python's own
-# ``faulthandler``, which writes the frames of the main thread to the log from within the signal
-# handler: also where the rank waits in a system call or in a library, and no Python code runs.
-
-ASKING = signal.SIGUSR2
-"""The signal that asks a rank where it stands."""
-
-_LOG = 2  # the file descriptor that follows the rank from log to log
-_PATIENCE_S = 0.5  # a rank that can answer does so in milliseconds
-_POLL_S = 0.03
-_MOST_BYTES = 65_536
-_MOST_PLACES = 4
-
-_STOPPED = "no line (its process is stopped)"
-
-_HEADER = "(most recent call first):"
-_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
-_PASSED_OVER = re.compile(
-    r"^<"
-    r"|/lib(?:64)?/python3\.\d+t?/(?!(?:site|dist)-packages/)"
-    r"|/(?:site|dist)-packages/torch/"
-    r"|/perfsearch/instrument/"
-    r"|/perfsearch/runners/deepspeed/hook\.py"
-    r"|/perfsearch/runners/deepspeed/path/"
-    r"|/perfsearch/training/clock\.py"
-)
-"""Files of Python, of torch, and what stands between a script and torch."""
-
-
-def answer_stack_requests(directory: str | Path, rank: int) -> None:
-    """Let this process, rank ``rank``, write where it stands to its log whenever it is asked.
-
-    Not where something answers to the signal already. Once the user's code takes the signal for
-    itself, the note is gone and nobody asks: its handler may save or end the whole job.
-
-    Args:
-        directory: of the group.
-        rank: which rank this is.
-
-    """
-    own = os.getpid()
-    if catches_stack_request(own) or signal.getsignal(ASKING) is not signal.SIG_DFL:
-        return
-    faulthandler.register(ASKING, file=_LOG, all_threads=False, chain=False)
-    note = standing_file(directory, rank)
-    _withdraw_when_taken(note)
-    write_text(note, json.dumps({"pid": own, "started": processes.started_at(own)}))
-
-
-def _withdraw_when_taken(note: Path) -> None:
-    original, own = signal.signal, os.getpid()
-
-    @functools.wraps(original)
-    def setting(signalnum: Any, handler: Any) -> Any:
-        if signalnum == ASKING and os.getpid() == own:
-            note.unlink(missing_ok=True)
-        return original(signalnum, handler)
-
-    signal.signal = setting
-
-
-def catches_stack_request(pid: int) -> bool:
-    """Whether the process handles ``ASKING`` and lets it come, so that it does not end by it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    found = dict(re.findall(r"^(Sig\w+):\s*([0-9a-f]+)$", status, re.MULTILINE))
-    caught, blocked = (int(found.get(mask, "0"), 16) for mask in ("SigCgt", "SigBlk"))
-    return bool((caught & ~blocked) >> (ASKING - 1) & 1)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the process was stopped by a signal, so that it answers to none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return fields[0] in ("T", "t")
-
-
-@dataclass(frozen=True)
-class _Asked:
-    pid: int
-    log: Path
-    begin: int
-
-    def said(self) -> str:
-        """What the rank's log has got since it was asked."""
-        with self.log.open("rb") as log:
-            log.seek(self.begin)
-            return log.read(_MOST_BYTES).decode(errors="replace")
-
-
-def ask_for_stacks(directory: Path, log_directory: Path, world_size: int) -> dict[int, str]:
-    """Ask the ranks on this host where they stand, and wait a moment for what they say.
-
-    Args:
-        directory: of the group.
-        log_directory: where the ranks log now.
-        world_size: number of ranks.
-
-    Returns:
-        The places by rank, of those that told or are stopped.
-
-    """
-    asked = {}
-    for rank in range(world_size):
-        pid, log = _process(directory, rank), rank_log(log_directory, rank)
-        if pid is None or not log.exists():
-            continue
-        asked[rank] = _Asked(pid, log, log.stat().st_size)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, ASKING)
-    said: dict[int, str] = {}
-    deadline = time.monotonic() + _PATIENCE_S
-    while asked and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-        before, said = said, {rank: one.said() for rank, one in asked.items()}
-        if said == before and all(_HEADER in text for text in said.values()):
-            break
-    places = {rank: innermost_line(text) for rank, text in said.items()}
-    stopped = {rank: _STOPPED for rank, one in asked.items() if is_stopped(one.pid)}
-    return {rank: found for rank, found in {**places, **stopped}.items() if found}
-
-
-def _process(directory: Path, rank: int) -> int | None:
-    try:
-        note = json.loads(standing_file(directory, rank).read_text())
-    except OSError:
-        return None
-    pid = int(note["pid"])
-    return pid if processes.is_alive(pid, note["started"]) and catches_stack_request(pid) else None
-
-
-def innermost_line(text: str) -> str:
-    """The innermost line that is neither Python's nor torch's; failing that, the innermost.
-
-    Args:
-        text: a log that ``faulthandler`` has written to; only its last words count.
-
-    Returns:
-        Such as ``train.py:88 in step``; empty where nothing was told.
-
-    """
-    _, header, frames = text.rpartition(_HEADER)
-    found = _FRAME.findall(frames) if header else []
-    if not found:
-        return ""
-    path, line, function = next((f for f in found if not _PASSED_OVER.search(f[0])), found[0])
-    return f"{os.path.basename(path)}:{line} in {function}"
-
-
-def in_words(places: Mapping[int, str]) -> str:
-    """The places in one line, ranks at the same one together; empty where there are none."""
-    together: dict[str, list[int]] = {}
-    for rank in sorted(places):
-        together.setdefault(places[rank], []).append(rank)
-    parts = [f"{_named(ranks)} at {where}" for where, ranks in together.items()][:_MOST_PLACES]
-    if not parts:
-        return ""
-    stand = "stands" if len(next(iter(together.values()))) == 1 else "stand"
-    parts[0] = parts[0].replace(" at ", f" {stand} at ", 1)
-    if len(together) > _MOST_PLACES:
-        parts.append(f"others at {len(together) - _MOST_PLACES} more places")
-    return ", ".join(parts)
-
-
-def _named(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

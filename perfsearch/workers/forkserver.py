@@ -42,7 +42,7 @@ def serve_forks(
         prepare: called before the fork, which then begins with what that left.
 
     """
-    _adopt_orphans()
+    _become_subreaper()
     directories: dict[int, Path] = {}
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -105,12 +105,12 @@ def _reap(directories: dict[int, Path]) -> None:
             return
         if not pid:
             return
-        directory = directories.pop(pid, None)  # none of an orphan that was adopted
+        directory = directories.pop(pid, None)  # none of an orphan that came to this process
         if directory is not None and directory.exists():
             write_text(directory / EXIT_FILE, str(os.waitstatus_to_exitcode(status)))
 
 
-def _adopt_orphans() -> None:
+def _become_subreaper() -> None:
     """Become the parent of every descendant that loses its own, so that none gets out of sight.
 
     One that has also lost its environment could not be found by the group's token.
@@ -125,7 +125,7 @@ def _adopt_orphans() -> None:
 # It imports torch once and then forks for every group of ranks that it is asked for on standard
 # input, so that new processes cost no import. In the fork torch's own launcher (torchrun's
 # agent) runs the ranks, forked in their turn. Nothing but importing is done before a fork, and
-# drawing the weights of a built-in workload (``prepared``): no CUDA context and no thread, and
+# drawing the weights of a built-in workload (``prepared_job``): no CUDA context and no thread, and
 # ranks seed their own random numbers. So a forked process is as fresh as a new one, apart from
 # what libraries read of the environment while they are imported (see ``preload.LATE_PREFIXES``).
 
@@ -168,9 +168,9 @@ def run_group(directory: Path) -> int:
 
 def _prepare(request: Mapping[str, Any]) -> None:
     spec = Startup.read(Path(request["directory"])).spec
-    from perfsearch.workers import trial
+    from perfsearch.workers.prepared_job import prepare_job
 
-    trial.prepare_job(spec.workload, spec.seed)
+    prepare_job(spec.workload, spec.seed)
 
 
 def _run(request: Mapping[str, Any]) -> int:
@@ -190,7 +190,7 @@ _NEEDED_BY_RANKS = (
     "torch.utils.data",
     "torch.utils.flop_counter",
     "perfsearch.training.ddp",
-    "perfsearch.workers.rank",
+    "perfsearch.workers.prepared_job",
     "perfsearch.workers.rank",
     "perfsearch.workers.trial",
     "perfsearch.workloads.gpt",

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 from perfsearch.core import hardware
 from perfsearch.core.hardware import Gpu, GroupSpec
 from perfsearch.core.objective import Limits
-from perfsearch.workers import failures, processes
-from perfsearch.workers import processes as registry
+from perfsearch.core.trial import Status
+from perfsearch.workers import processes
 from perfsearch.workers.failures import (
     Evidence,
     Failure,
-    Leavings,
+    FailureFiles,
     ProcessEnd,
     classify,
     launcher_report,
@@ -43,9 +43,10 @@ from perfsearch.workers.messages import (
     socket_directory,
 )
 from perfsearch.workers.preload import LauncherGone, Preloaded
+from perfsearch.workers.stack_dumps import ask_for_stacks
 
 POLL_S = 0.25
-"""How often a group that says nothing is looked at."""
+"""How often a group that says nothing is checked."""
 
 Message = dict[str, Any]
 
@@ -173,11 +174,11 @@ class Command:
 
     def record(self, directory: Path) -> None:
         """See ``Launch``."""
-        registry.record_group(self.run_dir, self.token, directory)
+        processes.record_group(self.run_dir, self.token, directory)
 
     def forget(self) -> None:
         """See ``Launch``."""
-        registry.forget_group(self.run_dir, self.token)
+        processes.forget_group(self.run_dir, self.token)
 
     def start(
         self, directory: Path, environment: Mapping[str, str], log: Path, limit_s: float
@@ -254,15 +255,15 @@ class RankGroup(ABC):
         return self.logs / "launcher.log"
 
     @property
-    def leavings(self) -> Leavings:
-        """What ranks leave beside the present logs."""
-        return Leavings(self.logs, self._world_size)
+    def failure_files(self) -> FailureFiles:
+        """Files of a failure beside the present logs."""
+        return FailureFiles(self.logs, self._world_size)
 
     def log_to(self, logs: Path) -> None:
         """Begin a trial whose ranks log there; errors of an earlier attempt are removed."""
         self.logs = logs.absolute()
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.leavings.clear()
+        self.failure_files.clear()
         self._oom_kills_before = oom_kills()
 
     def launch(
@@ -351,7 +352,7 @@ class RankGroup(ABC):
                 process.wait(self._limits.grace_s)
         places = {}
         if timed_out is not None:
-            places = failures.ask_for_stacks(directory, self.logs, self._world_size)
+            places = ask_for_stacks(directory, self.logs, self._world_size)
         code = process.poll() if process is not None and timed_out is None else None
         ends, launcher_error = launcher_report(directory, code)
         if missed is not None and not ends:
@@ -366,13 +367,13 @@ class RankGroup(ABC):
 
     def _evidence(self, errors: Sequence[RankError] | None = None, **more: Any) -> Evidence:
         """What ranks and the kernel have left, and what else is known."""
-        left = self.leavings
+        files = self.failure_files
         return Evidence(
-            errors=left.errors() if errors is None else errors,
-            log_tails=left.tails(),
+            errors=files.errors() if errors is None else errors,
+            log_tails=files.tails(),
             oom_kills=max(0, oom_kills() - self._oom_kills_before),
             starting=self._is_starting(),
-            disk_full=left.cannot_be_written(),
+            disk_full=files.cannot_be_written(),
             **more,
         )
 
@@ -478,7 +479,7 @@ class WorkerGroup(RankGroup):
         self.spec = spec
         self.info: dict[str, Any] = {}
         self.requests = 0
-        self._roster = Roster()
+        self._ranks = RankProcesses()
         self._is_ready = False
 
     @property
@@ -508,7 +509,7 @@ class WorkerGroup(RankGroup):
             raise
         self._is_ready = True
         self.info = message["info"]
-        self._roster = Roster(message["ranks"])
+        self._ranks = RankProcesses(message["ranks"])
         return self._shared_device()
 
     def _prepare(self, directory: Path, first: TrialRequest) -> dict[str, str]:
@@ -531,11 +532,9 @@ class WorkerGroup(RankGroup):
         return environment
 
     def _shared_device(self) -> Failure | None:
-        shared = None if self.spec.device == "cpu" else self._roster.shared_device()
+        shared = None if self.spec.device == "cpu" else self._ranks.shared_device()
         if shared is None:
             return None
-        from perfsearch.core.trial import Status
-
         self.end(kill=True)
         reason, rank = shared
         return Failure(Status.INFRASTRUCTURE, reason, rank)
@@ -590,10 +589,10 @@ class WorkerGroup(RankGroup):
         return not self._is_ready
 
     def _ended(self) -> list[ProcessEnd]:
-        return self._roster.ended()
+        return self._ranks.ended()
 
     def _some_run(self) -> bool:
-        return self._roster.some_run()
+        return self._ranks.some_run()
 
     def _launcher_words(self) -> str:
         if self.process is not None:
@@ -601,12 +600,8 @@ class WorkerGroup(RankGroup):
         return f"it ended while importing torch; see {self.logs.parent}"
 
 
-# -----------------------------------------------------------------------------
-# The ranks of a group as each told of itself: where it runs, on which device, as which process.
-
-
-class Roster:
-    """Ranks that have reported.
+class RankProcesses:
+    """The ranks of a group as each told of itself: host, device and process.
 
     Args:
         ranks: of each, ``host``, ``device``, ``pid`` and ``started``.
@@ -628,8 +623,8 @@ class Roster:
     def ended(self) -> list[ProcessEnd]:
         """Ranks on this host whose processes are gone, though the launcher still runs.
 
-        The launcher looks away from one that ended with 0, and sees another only when the last of
-        the processes that it started has ended, too.
+        The launcher takes no notice of one that ended with 0, and sees another only when the last
+        of the processes that it started has ended, too.
         """
         ended = []
         for rank, process in enumerate(self._ranks):

@@ -24,8 +24,8 @@ EXIT_FILE = "launcher.exit"
 NCCL_LOG_FILE = "nccl.%p"
 TORCH_LOGS = "torch"
 AFTER_PEER = "after a peer"
-LOOKING = "look"
-"""What a rank is doing that looks closely at steps, its trial's score being known."""
+PROFILING = "profile"
+"""What a rank is doing that profiles steps, its trial's score being known."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class TrialRequest:
         samples_per_step: the global batch.
         timeout_s: how long a collective may take.
         log_directory: where each rank's log goes.
-        detail: ``light``, or ``full`` for a close look after the scored steps.
-        begin_step: first step, counted from 1 at the trial's start, that the close look covers;
+        detail: ``light``, or ``full`` for a profile after the scored steps.
+        begin_step: first step, counted from 1 at the trial's start, that the profile covers;
             ``None``: the first after the scored ones.
         end_step: the last one.
-        trace: whether the close look leaves a Chrome trace in the log directory.
+        trace: whether the profile leaves a Chrome trace in the log directory.
         recipe_options: further plain values for the recipe.
 
     """
@@ -130,8 +130,8 @@ class RankError:
         type: name of the exception.
         message: its text.
         traceback: the whole of it.
-        phase: what the rank was doing: ``start``, ``connect``, ``build``, ``train``, ``look``, or
-            ``after a peer`` that had failed before.
+        phase: what the rank was doing: ``start``, ``connect``, ``build``, ``train``,
+            ``profile``, or ``after a peer`` that had failed before.
         out_of_memory: whether memory had run out, as the rank that has the exception knows.
         log: path of the rank's log.
 
@@ -157,9 +157,9 @@ def rank_error_file(directory: str | Path, rank: int) -> Path:
     return Path(directory) / f"rank{rank}.error.json"
 
 
-def standing_file(directory: str | Path, rank: int) -> Path:
-    """Where rank ``rank`` leaves, in the group's directory, which process says where it stands."""
-    return Path(directory) / f"rank{rank}.standing.json"
+def stack_note_file(directory: str | Path, rank: int) -> Path:
+    """Where rank ``rank`` notes, in the group's directory, which process can dump its stack."""
+    return Path(directory) / f"rank{rank}.stacks.json"
 
 
 def trace_file(directory: str | Path, rank: int) -> Path:

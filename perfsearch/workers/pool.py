@@ -77,12 +77,12 @@ class Pool:
                 return _failed(failure, logs, fresh)
         assert self._group is not None
         group = self._group
-        surroundings = hardware.conditions(self._gpus, group.pids) if self._gpus else {}
+        context = hardware.conditions(self._gpus, group.pids) if self._gpus else {}
         reply = group.run(request, time_limit_s)
         if not reply.alive or not group.alive:
             self._end_group()
-        plain = _without_looks(request)
-        if reply.failure is not None and reply.failure.while_looking and request != plain:
+        plain = _without_profile(request)
+        if reply.failure is not None and reply.failure.while_profiling and request != plain:
             result = self.measure(spec, plain, time_limit_s)
             if result.measurement is not None:
                 missing = {"close look": reply.failure.reason}
@@ -90,14 +90,14 @@ class Pool:
             return replace(result, fresh=fresh)
         if reply.failure is not None:
             return _failed(reply.failure, logs, fresh)
-        surroundings["devices"] = [asdict(gpu) for gpu in self._gpus]
+        context["devices"] = [asdict(gpu) for gpu in self._gpus]
         info = self._with_operations(group.info, reply.message["measurement"])
-        return _succeeded(reply.message, info, request, fresh, surroundings)
+        return _succeeded(reply.message, info, request, fresh, context)
 
     def _with_operations(
         self, info: Mapping[str, Any], measured: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What is known of the job, with the operations that a close look counted, this or before.
+        """What is known of the job, with the operations that a profile counted, this or before.
 
         A job that states its own is believed.
         """
@@ -145,7 +145,7 @@ class Pool:
             preloaded.close(self._environment.limits.grace_s)
 
 
-def _without_looks(request: TrialRequest) -> TrialRequest:
+def _without_profile(request: TrialRequest) -> TrialRequest:
     """The same, ended with the scored steps."""
     options = {name: value for name, value in request.recipe_options.items() if name != "examine"}
     return replace(request, detail="light", recipe_options=options)
@@ -163,7 +163,7 @@ def _succeeded(
     info: Mapping[str, Any],
     request: TrialRequest,
     fresh: bool,
-    surroundings: dict[str, Any],
+    context: dict[str, Any],
 ) -> Result:
     measurement = Measurement(**message["measurement"])
     batch = request.samples_per_step
@@ -171,8 +171,8 @@ def _succeeded(
         measurement.tokens_per_step = int(info["tokens_per_sample"]) * batch
     if info.get("flops_per_sample"):
         measurement.flops_per_step = float(info["flops_per_sample"]) * batch
-    measurement.environment.update(surroundings)
-    cards, precision = surroundings["devices"], str(info.get("precision", ""))
+    measurement.environment.update(context)
+    cards, precision = context["devices"], str(info.get("precision", ""))
     measurement.environment["precision"] = precision
     peak = peak_flops(cards[0]["name"], precision) if cards else None
     if peak is not None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.workers import processes
-from perfsearch.workers import processes as registry
 from perfsearch.workers.messages import EXIT_FILE, TOKEN_VARIABLE
 
 LATE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
@@ -82,7 +81,7 @@ class Preloaded:
             from here on.
         run_dir: where it is put on record.
         log: file for what it prints while importing.
-        module: what it runs: imports, and then ``forking.serve_forks``.
+        module: what it runs: imports, and then ``forkserver.serve_forks``.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Preloaded:
 
     def record(self, directory: Path = Path()) -> None:
         """Put it on record, with the directory of the group that is forked from it now."""
-        registry.record_group(self._run_dir, self.token, directory)
+        processes.record_group(self._run_dir, self.token, directory)
 
     @property
     def pid(self) -> int:
@@ -202,7 +201,7 @@ class Preloaded:
                     pipe.close()
         processes.end_all(self.token, grace_s)
         self._process.wait()
-        registry.forget_group(self._run_dir, self.token)
+        processes.forget_group(self._run_dir, self.token)
 
 
 def early_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A close look at a configuration, after its scored steps: what each part of a step costs.
+"""A profile of a configuration, after its scored steps: what each part of a step costs.
 
 Nothing of it is scored. Phases are read from device events; what loading and communication cost is
 also found by leaving them out; what the device did, from its own timeline.
@@ -25,7 +25,7 @@ import torch
 
 from perfsearch.metrics.reading import Guard
 from perfsearch.metrics.throughput import DeviceTime, device_time
-from perfsearch.training import clock as timing
+from perfsearch.training import clock
 from perfsearch.training.base import NextBatch, TrainStep
 from perfsearch.training.clock import (
     PROFILED_STEPS,
@@ -44,13 +44,13 @@ _SITES = 5
 
 
 @dataclass
-class Details:
+class Profile:
     """What one rank saw.
 
     Attributes:
         phases_ms: mean time a step by phase.
         evidence: numbers for the diagnosis, in the unit that the name ends with.
-        environment: what is not a number: the steps looked at, calls that wait, what failed.
+        environment: what is not a number: the steps profiled, calls that wait, what failed.
 
     """
 
@@ -70,9 +70,9 @@ class Feed(Protocol):
         """The next micro-batch, on the device."""
 
 
-def look_closely(
+def take_profile(
     step: TrainStep, feed: Feed, request: TrialRequest, step_s: float, steps_before: int
-) -> Details:
+) -> Profile:
     """Run further steps, each window of them to see one thing.
 
     Every rank must call it with the same arguments, as steps are counted from them.
@@ -85,38 +85,38 @@ def look_closely(
         steps_before: steps that were run before.
 
     """
-    first, count = steps_to_watch(request, step_s, steps_before)
+    first, count = steps_to_profile(request, step_s, steps_before)
     for _ in range(first - steps_before - 1):
         step.run(feed, _no_mark)
-    details = Details(environment={"detailed_steps": [first, first + count - 1]})
+    found = Profile(environment={"detailed_steps": [first, first + count - 1]})
     guard = Guard()
     asked = request.begin_step or (1 if request.end_step is not None else first)
     if asked < first:
         guard.missing(
             "step range",
-            f"steps up to {steps_before} were over before the look; {first} to "
-            f"{first + count - 1} were looked at",
+            f"steps up to {steps_before} were over before the profile; {first} to "
+            f"{first + count - 1} were profiled",
         )
-    _phases(step, feed, count, details)
+    _phases(step, feed, count, found)
     if feed.device.type == "cuda" or request.trace:
         traced = _traced(step, feed, request, guard)
         if traced is not None:
-            _device(traced, details.evidence)
-    _leave_out(step, feed, max(LEAST_STEPS, count // 2), details)
+            _device(traced, found.evidence)
+    _leave_out(step, feed, max(LEAST_STEPS, count // 2), found)
     alone = step.alone()
     if alone is not None and step.job.flops_per_sample is None and not step.compiles:
         # no peer waits for this step, and nothing follows: it may fail
         with alone:
             counted = guard.read("counted_flops", lambda: _count_operations(step, feed))
         if counted:
-            details.evidence["counted_flops"] = counted
+            found.evidence["counted_flops"] = counted
     if guard.unsupported:
-        details.environment["unsupported"] = guard.unsupported
-    return details
+        found.environment["unsupported"] = guard.unsupported
+    return found
 
 
-def steps_to_watch(request: TrialRequest, step_s: float, steps_before: int) -> tuple[int, int]:
-    """The first step to look at, counted from 1 at the trial's start, and how many.
+def steps_to_profile(request: TrialRequest, step_s: float, steps_before: int) -> tuple[int, int]:
+    """The first step to profile, counted from 1 at the trial's start, and how many.
 
     Those that have been run already are over: an asked-for range that begins among them is moved
     behind them, and stays as long as it is.
@@ -129,8 +129,8 @@ def steps_to_watch(request: TrialRequest, step_s: float, steps_before: int) -> t
 
 
 def most_steps(request: TrialRequest, step_s: float, steps_before: int) -> int:
-    """Steps that the whole look takes."""
-    first, count = steps_to_watch(request, step_s, steps_before)
+    """Steps that the whole profile takes."""
+    first, count = steps_to_profile(request, step_s, steps_before)
     left_out = 3 * _ROUNDS * max(LEAST_STEPS, count // 2)
     return first - steps_before - 1 + count + PROFILED_STEPS + left_out + 1
 
@@ -148,15 +148,15 @@ def _window(
 ) -> Clock:
     """Run ``count`` steps; the device is waited for at the window's edges only."""
     timer = StepTimer(feed.device)
-    timing.slowest([0.0], feed.device)
-    timing.synchronize(feed.device)
+    clock.slowest([0.0], feed.device)
+    clock.synchronize(feed.device)
     with inside or nullcontext():
         timer.open(count)
         feed.clock = timer.clock
         while timer.left:
             step.run(source, timer.clock.mark)
             timer.step()
-    timing.synchronize(feed.device)
+    clock.synchronize(feed.device)
     return timer.clock
 
 
@@ -164,21 +164,21 @@ def _seconds(step: TrainStep, feed: Feed, source: NextBatch, count: int) -> list
     return _window(step, feed, source, count).read()[0]
 
 
-def _phases(step: TrainStep, feed: Feed, count: int, details: Details) -> None:
+def _phases(step: TrainStep, feed: Feed, count: int, found: Profile) -> None:
     watch = SyncWatch()
     seconds, by_step = _window(step, feed, feed, count, watch).read_steps()
-    details.phases_ms, evidence = phases_of(seconds, by_step)
-    details.evidence.update(evidence, **least_wait(by_step, feed.device))
-    details.evidence["detailed_step_ms"] = evidence["phases_step_ms"]
+    found.phases_ms, evidence = phases_of(seconds, by_step)
+    found.evidence.update(evidence, **least_wait(by_step, feed.device))
+    found.evidence["detailed_step_ms"] = evidence["phases_step_ms"]
     if feed.device.type != "cpu":
-        details.evidence["sync_calls_per_step"] = sum(watch.calls.values()) / count
-        details.evidence["sync_wait_ms"] = watch.seconds * 1e3 / count
+        found.evidence["sync_calls_per_step"] = sum(watch.calls.values()) / count
+        found.evidence["sync_wait_ms"] = watch.seconds * 1e3 / count
     sites = {site: calls / count for site, calls in watch.calls.most_common(_SITES)}
     if sites:
-        details.environment["sync_points"] = sites
+        found.environment["sync_points"] = sites
 
 
-def _leave_out(step: TrainStep, feed: Feed, count: int, details: Details) -> None:
+def _leave_out(step: TrainStep, feed: Feed, count: int, found: Profile) -> None:
     """Steps as they are, with one batch over and over, and without exchange of gradients, in turn.
 
     What a step takes less is the most that better loading or communication can give.
@@ -188,8 +188,8 @@ def _leave_out(step: TrainStep, feed: Feed, count: int, details: Details) -> Non
     loaded: list[float] = []
     alone: list[float] = []
     for _ in range(_ROUNDS):
-        whole += timing.slowest(_seconds(step, feed, feed, count), feed.device)
-        loaded += timing.slowest(_seconds(step, feed, lambda: kept, count), feed.device)
+        whole += clock.slowest(_seconds(step, feed, feed, count), feed.device)
+        loaded += clock.slowest(_seconds(step, feed, lambda: kept, count), feed.device)
         apart = step.alone()
         if apart is not None:
             with apart:
@@ -200,9 +200,9 @@ def _leave_out(step: TrainStep, feed: Feed, count: int, details: Details) -> Non
         ("without_communication", alone),
     ):
         if seconds:
-            details.evidence[f"{name}_ms"] = statistics.median(seconds) * 1e3
+            found.evidence[f"{name}_ms"] = statistics.median(seconds) * 1e3
             error = statistics.stdev(seconds) / math.sqrt(len(seconds)) * 1e3
-            details.evidence[f"{name}_error_ms"] = error
+            found.evidence[f"{name}_error_ms"] = error
 
 
 def _count_operations(step: TrainStep, feed: Feed) -> float:
@@ -223,10 +223,10 @@ def _traced(step: TrainStep, feed: Feed, request: TrialRequest, guard: Guard) ->
         activities.append(ProfilerActivity.CPU)
     profiler = profile(activities=activities)
     guard.read("profiler", profiler.start)
-    timing.slowest([0.0], feed.device)  # ranks take unlike long to start it: see `after_read`
+    clock.slowest([0.0], feed.device)  # ranks take unlike long to start it: see `after_read`
     for _ in range(PROFILED_STEPS):
         step.run(feed, _no_mark)
-    timing.synchronize(feed.device)
+    clock.synchronize(feed.device)
     if "profiler" in guard.unsupported:
         return None
     return guard.read("kernels", lambda: _stop(profiler, feed, request))

@@ -1,4 +1,4 @@
-"""A rank, forked by torch's launcher.
+"""A rank, forked by torch's launcher: ``serve`` is what that calls.
 
 It imports torch and perfsearch's own rank side, nothing of what the controller needs.
 """
@@ -15,10 +15,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from perfsearch.training.clock import slowest
-from perfsearch.training.process_groups import AbortWatch
+from perfsearch.training.process_groups import AbortWatch, Groups
 from perfsearch.workers import log
-from perfsearch.workers.failures import answer_stack_requests
 from perfsearch.workers.log import report_error, switch_log
 from perfsearch.workers.messages import (
     AFTER_PEER,
@@ -31,7 +32,30 @@ from perfsearch.workers.messages import (
 )
 from perfsearch.workers.processes import started_at, watch_controller
 from perfsearch.workers.results import combine
+from perfsearch.workers.stack_dumps import answer_stack_requests
 from perfsearch.workers.trial import RankResult, Trainer, run_trial
+
+_FIRST_TIMEOUT_S = 1800.0  # of collectives; the controller's own limits end sooner
+
+_RECOVERY = timedelta(seconds=120)
+"""How long the leading rank waits for its peers; the controller's patience ends sooner."""
+
+
+def serve(directory: str) -> None:
+    """What torch's launcher calls in each rank; it returns once the controller says so.
+
+    Raises:
+        SystemExit: the rank failed.
+    """
+    # The launcher's handlers came along with the fork; a rank that waits in a collective would
+    # never run them, and its peers' death could not end it.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    code = main(Path(directory))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)  # taking torch's modules down costs a second and frees nothing
 
 
 def main(directory: Path) -> int:
@@ -60,17 +84,10 @@ def own_thread_pool() -> None:
     Otherwise the threads of the first backward pass do so, one for each GPU and all at once, and
     the process is aborted when two of them meet: ``Invalid thread pool!`` (pytorch#178535).
     """
-    import torch
-
     torch.set_num_threads(torch.get_num_threads())
 
 
 def _make_loop(directory: Path, startup: Startup, rank: int, channel: Channel | None) -> Loop:
-    import torch
-
-    from perfsearch.training.process_groups import Groups
-    from perfsearch.workers.trial import Trainer
-
     own_thread_pool()
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
@@ -83,34 +100,10 @@ def _make_loop(directory: Path, startup: Startup, rank: int, channel: Channel | 
     return Loop(Trainer(groups), channel, startup)
 
 
-def serve(directory: str) -> None:
-    """What torch's launcher calls in each rank; it returns once the controller says so.
-
-    Raises:
-        SystemExit: the rank failed.
-    """
-    # The launcher's handlers came along with the fork; a rank that waits in a collective would
-    # never run them, and its peers' death could not end it.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
-    code = main(Path(directory))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code:
-        os._exit(code)  # taking torch's modules down costs a second and frees nothing
-
-
-# -----------------------------------------------------------------------------
-# The life of a rank: take a request, run it, say what came of it, be ready for the next.
-
-_FIRST_TIMEOUT_S = 1800.0  # of collectives; the controller's own limits end sooner
-
-_RECOVERY = timedelta(seconds=120)
-"""How long the leading rank waits for its peers; the controller's patience ends sooner."""
-
-
 class Loop:
-    """Serves requests; the leading rank has the channel and passes requests on through the store.
+    """The life of a rank: take a request, run it, say what came of it, be ready for the next.
+
+    The leading rank has the channel, and passes requests on to the others through the store.
 
     Args:
         trainer: the warm part of the rank.
@@ -127,7 +120,7 @@ class Loop:
         self._store = self._groups.connect()
         self._watch_store = self._groups.connect()
         self._send_lock = threading.Lock()
-        self._identity = {
+        self._place = {
             "host": os.uname().nodename,
             "device": _device_name(self._groups.device),
         }
@@ -156,7 +149,7 @@ class Loop:
         slowest([0.0], self._groups.device)
         log.note("the ranks have met")
         process = {"pid": os.getpid(), "started": started_at(os.getpid())}
-        hello = json.dumps({**self._identity, **process})
+        hello = json.dumps({**self._place, **process})
         self._store.set(f"hello/{self._groups.rank}", hello)
         if self._channel is None:
             return
@@ -205,7 +198,7 @@ class Loop:
         with AbortWatch(self._watch_store, abort_key, on_abort):
             try:
                 result = run_trial(self._trainer, request)
-                result.environment.update(self._identity)
+                result.environment.update(self._place)
                 return result
             except Exception as error:
                 peer = self._store.check([abort_key])
@@ -242,9 +235,7 @@ class Loop:
         slowest([0.0], self._groups.device)
 
 
-def _device_name(device: Any) -> str:
+def _device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return str(device)
-    import torch
-
     return str(torch.cuda.get_device_properties(device).uuid)

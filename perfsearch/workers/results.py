@@ -105,7 +105,7 @@ def _stragglers(by_rank: Sequence[dict[str, float]]) -> dict[str, float]:
 def _environment(
     results: Sequence[dict[str, Any]], by_rank: Sequence[dict[str, float]]
 ) -> dict[str, Any]:
-    """Where each rank ran, with its own phases after a close look; what else rank 0 has to say."""
+    """Where each rank ran, with its own phases after a profile; what else rank 0 has to say."""
     common = {k: v for k, v in results[0]["environment"].items() if k not in ("host", "device")}
     ranks = []
     for result, phases in zip(results, by_rank, strict=True):

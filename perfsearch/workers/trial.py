@@ -1,14 +1,11 @@
-"""One trial on one rank: from the common start to numbers."""
+"""One trial on one rank: from the common start, which a ``Trainer`` keeps, to numbers."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import importlib
-import json
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,10 +15,15 @@ import torch
 
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.loader import values_of
-from perfsearch.metrics.system import available_bytes
-from perfsearch.training import clock as timing
+from perfsearch.training import clock
 from perfsearch.training.base import BuildContext, TrainStep, load
-from perfsearch.training.clock import Clock, FirstLosses, RankWindow, State, WindowRule, reset_peaks
+from perfsearch.training.clock import (
+    Clock,
+    FirstLosses,
+    RankWindow,
+    State,
+    WindowRule,
+)
 from perfsearch.training.process_groups import Groups
 from perfsearch.training.state import (
     GlobalSwitches,
@@ -31,10 +33,11 @@ from perfsearch.training.state import (
     to_device,
 )
 from perfsearch.workers import log
-from perfsearch.workers.messages import LOOKING, TrialRequest
-from perfsearch.workers.profile import look_closely, most_steps
+from perfsearch.workers.messages import PROFILING, TrialRequest
+from perfsearch.workers.prepared_job import build_job, take_prepared_job
+from perfsearch.workers.profile import most_steps, take_profile
 from perfsearch.workloads.base import Job, copy_job, empty_on
-from perfsearch.workloads.spec import TRAITS, WorkloadSpec
+from perfsearch.workloads.spec import WorkloadSpec
 
 _COMPILING = 3.0  # a discarded step that takes so many times the usual was compiling
 
@@ -87,7 +90,7 @@ class _Feed:
         self.device = groups.device
         self.rank = groups.rank
         self._options = step.loader
-        self.clock: Clock = timing.make_clock(groups.device)
+        self.clock: Clock = clock.make_clock(groups.device)
 
     def __call__(self) -> Any:
         batch = next(self._batches)
@@ -98,14 +101,14 @@ class _Feed:
 
 
 def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
-    """Build the configuration, let its timing settle, and score it.
+    """Build the configuration, warm it up, and score it.
 
     Every exception of the library or of the user's code leaves it, to be reported by the caller.
     """
     started = time.perf_counter()
     groups = trainer.groups
     trainer.reset()
-    timing.reset_peaks(groups.device)
+    clock.reset_peaks(groups.device)
     trainer.phase = "connect"
     groups.ensure(request.group_values, request.group_env, request.timeout_s)
     log.note("the trial begins")
@@ -113,15 +116,15 @@ def run_trial(trainer: Trainer, request: TrialRequest) -> RankResult:
     try:
         feed = _Feed(trainer, step, request.samples_per_step)
         trainer.phase = "train"
-        timing.synchronize(groups.device)
+        clock.synchronize(groups.device)
         log.note("the step is built")
-        rewrap_s = timing.slowest([time.perf_counter() - started], groups.device)[0]
+        rewrap_s = clock.slowest([time.perf_counter() - started], groups.device)[0]
         result = _measured(step, feed, request, rewrap_s)
         if request.detail == "full" and result.status == "ok":
-            trainer.phase = LOOKING
-            _add_details(result, step, feed, request)
+            trainer.phase = PROFILING
+            _add_profile(result, step, feed, request)
         if request.recipe_options.get("examine") and result.status == "ok":
-            trainer.phase = LOOKING
+            trainer.phase = PROFILING
             _examine(result, step, feed, request)
     except Exception:
         # on a broken device taking things apart fails too; the first failure is the one to tell
@@ -150,18 +153,18 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
 
     while window.state is State.WARM_UP:
         make_step()
-    log.note(f"step times have settled after {len(window.warmup_s)} steps")
+    log.note(f"step times are steady after {len(window.warmup_s)} steps")
     agreed: dict[str, Any] = {
         "rewrap_seconds": rewrap_s,
         "samples_per_step": request.samples_per_step,
     }
     if window.state is State.STOPPED:
         agreed.update(window.result(), step_seconds=window.warmup_s[2:])
-        return RankResult("pruned", window.why_stopped, agreed, peaks=timing.read_peaks(device))
+        return RankResult("pruned", window.why_stopped, agreed, peaks=clock.read_peaks(device))
     window.open()
     while window.is_open:
         loss = make_step()
-    peaks = timing.read_peaks(device)
+    peaks = clock.read_peaks(device)
     log.note(f"{window.count} steps are scored")
     phases_ms, evidence = window.read()
     if device.type != "cpu":
@@ -185,23 +188,23 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     )
     if request.recipe_options.get("survive"):
         step.survive()
-        result.peaks = timing.read_peaks(device)
+        result.peaks = clock.read_peaks(device)
     return result
 
 
-def _add_details(result: RankResult, step: TrainStep, feed: _Feed, request: TrialRequest) -> None:
-    """Look closely, unless the trial's time would be over: its score must not be lost."""
+def _add_profile(result: RankResult, step: TrainStep, feed: _Feed, request: TrialRequest) -> None:
+    """Take a profile, unless the trial's time would be over: its score must not be lost."""
     agreed = result.agreed  # the same on every rank, so that all decide alike
     typical = statistics.median(agreed["step_seconds"])
     steps_before = agreed["discarded_steps"] + len(agreed["step_seconds"])
     if not _has_time(result, request, "close look", most_steps(request, typical, steps_before)):
         return
     begin = time.perf_counter()
-    details = look_closely(step, feed, request, typical, steps_before)
-    result.phases_ms = details.phases_ms
-    result.evidence.update(details.evidence)
-    result.environment.update(details.environment)
-    agreed["detail_seconds"] = timing.slowest([time.perf_counter() - begin], feed.device)[0]
+    profile = take_profile(step, feed, request, typical, steps_before)
+    result.phases_ms = profile.phases_ms
+    result.evidence.update(profile.evidence)
+    result.environment.update(profile.environment)
+    agreed["detail_seconds"] = clock.slowest([time.perf_counter() - begin], feed.device)[0]
 
 
 def _examine(result: RankResult, step: TrainStep, feed: _Feed, request: TrialRequest) -> None:
@@ -209,9 +212,9 @@ def _examine(result: RankResult, step: TrainStep, feed: _Feed, request: TrialReq
     if not _has_time(result, request, "examination", _EXAMINING):
         return
     begin = time.perf_counter()
-    feed.clock = timing.make_clock(feed.device)
+    feed.clock = clock.make_clock(feed.device)
     result.environment.update(step.examine(feed))
-    spent = timing.slowest([time.perf_counter() - begin], feed.device)[0]
+    spent = clock.slowest([time.perf_counter() - begin], feed.device)[0]
     result.agreed["detail_seconds"] = result.agreed.get("detail_seconds", 0.0) + spent
 
 
@@ -228,10 +231,6 @@ def _has_time(result: RankResult, request: TrialRequest, what: str, steps: int) 
     return False
 
 
-# -----------------------------------------------------------------------------
-# What a rank keeps between trials: the job, its starting state, and its process groups.
-
-
 class Trainer:
     """The warm part of a rank.
 
@@ -239,7 +238,7 @@ class Trainer:
         groups: the rank's process groups.
 
     Attributes:
-        phase: what it is doing: ``start``, ``connect``, ``build``, ``train`` or ``look``.
+        phase: what it is doing: ``start``, ``connect``, ``build``, ``train`` or ``profile``.
 
     """
 
@@ -251,13 +250,13 @@ class Trainer:
         self._workload = WorkloadSpec(**groups.spec.workload)
         self._switches = GlobalSwitches.read()
         job = take_prepared_job(groups.spec.workload, groups.spec.seed) or self._make_job()
-        self._bare = _bare(job)
+        self._bare = _without_values(job)
         log.note("the job is built")
-        self._snapshot = Snapshot(job.model, leaving=groups.device.type == "cuda")
+        self._snapshot = Snapshot(job.model, to_gpu=groups.device.type == "cuda")
         self._warm: Job | None = self._placed(job)
         self._untouched = True
         log.note("its model is on the device")
-        _settle_heap()
+        _freeze_heap()
 
     def _make_job(self) -> Job:
         return build_job(self._workload, self.groups.spec.seed)
@@ -283,7 +282,7 @@ class Trainer:
         untouched, self._untouched = self._untouched, False
         if self._warm is None or not reuse:
             self._warm = None
-            _settle_heap()
+            _freeze_heap()
             job = self._placed(self._new_job())
             self._warm = job if reuse else None
         else:
@@ -301,9 +300,9 @@ class Trainer:
         """
         self._warm = None
         self._untouched = False
-        _settle_heap()
+        _freeze_heap()
         self.release()
-        reset_peaks(self.groups.device)  # the model that was dropped is none of the trial's
+        clock.reset_peaks(self.groups.device)  # the model that was dropped is none of the trial's
         if self._bare is None:
             job = self._make_job()
             self._snapshot.restore(job.model)
@@ -365,7 +364,7 @@ def precision_of(job: Job, device: torch.device) -> str:
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _bare(job: Job) -> Job | None:
+def _without_values(job: Job) -> Job | None:
     """The job without values: from it new models are made in no time."""
     try:
         return copy_job(job, empty_on("meta"))
@@ -374,7 +373,7 @@ def _bare(job: Job) -> Job | None:
         return None
 
 
-def _settle_heap() -> None:
+def _freeze_heap() -> None:
     """Collect garbage once, and take what remains out of later collections.
 
     Each trial collects its wrapper, and would otherwise walk over all that torch imported.
@@ -382,84 +381,3 @@ def _settle_heap() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-
-
-# -----------------------------------------------------------------------------
-# The job of the next group, built once before ranks are forked, which begin with it at hand.
-#
-# Drawing the weights of a large model takes longer than everything else that a new process does.
-# Ranks share the pages with the process that drew them until they write to them.
-
-_SHARE = 0.5
-"""Of the memory that is available, what a job may take here; ranks need the rest."""
-
-_kept: dict[str, Job] = {}
-
-
-def build_job(workload: WorkloadSpec, seed: int) -> Job:
-    """Build the job of a workload, its weights drawn from ``seed``."""
-    seed_everything(seed)
-    module = importlib.import_module(f"perfsearch.workloads.{workload.name}")
-    job: Job = module.build(workload, seed)
-    return job
-
-
-def prepare_job(workload: dict[str, Any], seed: int) -> None:
-    """Build a job for the forks to come, in place of an earlier one.
-
-    Only a built-in one, as the user's own code may do what no fork survives. Where it fails,
-    nothing is kept, and ranks meet the error themselves. No thread is started.
-    """
-    key = _key(workload, seed)
-    if key in _kept:
-        return
-    _kept.clear()
-    if workload.get("name") not in TRAITS.keys() - {"custom"}:
-        return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with _bounded_memory():
-            _kept[key] = build_job(WorkloadSpec(**workload), seed)
-    except Exception as error:
-        print(f"ranks build the job themselves: {error}", file=sys.stderr, flush=True)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def take_prepared_job(workload: dict[str, Any], seed: int) -> Job | None:
-    """The job that was prepared, if it is this one; it is given away."""
-    return _kept.pop(_key(workload, seed), None)
-
-
-def _key(workload: dict[str, Any], seed: int) -> str:
-    return json.dumps([workload, seed], sort_keys=True)
-
-
-@contextlib.contextmanager
-def _bounded_memory() -> Iterator[None]:
-    """Refuse an allocation that would take too much, before the kernel ends this process for it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    try:
-        used = _data_bytes()
-    except OSError:  # no procfs
-        yield
-        return
-    limit = int(used + _SHARE * available_bytes())
-    for present in (soft, hard):
-        if present != resource.RLIM_INFINITY:
-            limit = min(limit, present)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _data_bytes() -> int:
-    """What RLIMIT_DATA counts: private writable memory."""
-    with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith("VmData:"):
-                return int(line.split()[1]) * 1024
-    raise OSError("no VmData in /proc/self/status")

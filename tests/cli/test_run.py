@@ -6,7 +6,7 @@ from torch.distributed import run as torchrun
 from perfsearch.cli import run
 from perfsearch.cli.run import split
 from perfsearch.core.errors import BadInputError
-from perfsearch.instrument.facts import ENTRY, VARIABLE
+from perfsearch.instrument.launch import ENTRY, VARIABLE
 from perfsearch.online import AutotuneOptions
 
 ODD = ["--", "--lr=1e-3", "--data", "a,b", "k={}", "it's", '"', "", " ", "--search", "-o", "\udcff"]

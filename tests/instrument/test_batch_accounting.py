@@ -13,7 +13,7 @@ TRAINING, VALIDATION = TensorDataset(torch.ones(40, 3)), TensorDataset(torch.one
 @pytest.fixture
 def loaders():
     made = Loaders({})
-    losses = Losses(begun=made.uses.backward)
+    losses = Losses(begun=made.accounting.backward)
     yield made
     losses.undo()
     made.undo()
@@ -41,12 +41,12 @@ def run(loaders, steps, step, validate=lambda: None, every=3):
     """Train as many steps before the window as in it, and look at that."""
     for made in range(1, 2 * steps + 1):
         step()
-        loaders.uses.end_step()
+        loaders.accounting.end_step()
         if made == steps:  # before what the script does between two steps
-            loaders.uses.begin()
+            loaders.accounting.begin()
         if made % every == 0 and made < 2 * steps:
             validate()
-    return loaders.uses.read()
+    return loaders.accounting.read()
 
 
 def plainly():

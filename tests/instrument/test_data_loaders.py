@@ -8,13 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from perfsearch.instrument.loaders import (
-    BatchTape,
-    Loaders,
-    copy_structure,
-    count_samples,
-    give_tensor,
-)
+from perfsearch.instrument.loaders import Loaders, count_samples
+from perfsearch.instrument.tape import BatchTape, copy_structure, give_tensor
 from perfsearch.knobs.loader import arguments_given
 
 DATA = TensorDataset(torch.arange(12).float().reshape(12, 1))
@@ -88,7 +83,7 @@ def test_batches_samples_and_tokens_are_counted(make):
     marks = []
     loaders.mark = marks.append
     assert len(list(DataLoader(DATA, 5))) == 3
-    used = loaders.uses.read()
+    used = loaders.accounting.read()
     assert (loaders.pulls, used.samples, used.tokens) == (3, 12, 0)
     assert marks[:2] == ["other", "dataloader_next"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from perfsearch.instrument.entry import run_script
-from perfsearch.instrument.facts import ENTRY, Orders
+from perfsearch.instrument.launch import ENTRY, LaunchConfig
 from perfsearch.runners._script.export import program
 
 TEXT = """import json, os, sys
@@ -37,7 +37,7 @@ def test_paths_are_those_of_python_itself(tmp_path, monkeypatch, script, way):
         monkeypatch.setattr(sys, "argv", [])
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-        run_script(Orders(script), [out[1]])
+        run_script(LaunchConfig(script), [out[1]])
     else:
         command = [sys.executable, "start.py", script, out[1]]
         subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
@@ -59,7 +59,7 @@ print(dist.get_debug_level().name)
 @pytest.mark.parametrize("more", [{}, {"autotune": {}}, {"knobs": {"dataloader_workers": 1}}])
 def test_what_a_script_sets_for_torch_before_it_imports_it_is_heeded(tmp_path, more):
     (tmp_path / "train.py").write_text(BEFORE_TORCH)
-    environment = {**os.environ, **Orders("train.py", **more).to_environment()}
+    environment = {**os.environ, **LaunchConfig("train.py", **more).to_environment()}
     done = subprocess.run(
         [sys.executable, "-m", ENTRY, "train.py"], cwd=tmp_path, env=environment,
         capture_output=True, text=True, timeout=120, check=False,
@@ -84,7 +84,7 @@ def test_a_hand_over_leaves_the_import_of_torch_to_the_script_too(tmp_path):
 
 def test_a_script_without_torch_is_told_of_it(tmp_path):
     (tmp_path / "count.py").write_text("import sys\nprint(sum(range(3)))\nsys.exit(4)\n")
-    environment = {**os.environ, **Orders("count.py").to_environment()}
+    environment = {**os.environ, **LaunchConfig("count.py").to_environment()}
     done = subprocess.run(
         [sys.executable, "-m", ENTRY, "count.py"], cwd=tmp_path, env=environment,
         capture_output=True, text=True, timeout=120, check=False,

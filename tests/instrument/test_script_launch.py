@@ -3,7 +3,7 @@
 import json
 
 from perfsearch.instrument import launch
-from perfsearch.instrument.facts import ENTRY
+from perfsearch.instrument.launch import ENTRY
 from perfsearch.workers.forkserver import run_ranks
 from perfsearch.workers.messages import LAUNCHER_REPORT
 

@@ -8,7 +8,7 @@ from support.online_fakes import BASELINE, Inline, Job, Recorder, facts, valley
 
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Purpose, Status, Trial
-from perfsearch.online.controller import Director, NotRestoredError, ProposerEndedError, merge
+from perfsearch.online.controller import Controller, NotRestoredError, ProposerEndedError, merge
 from perfsearch.online.log import FINAL, Log
 from perfsearch.online.options import AutotuneOptions
 
@@ -18,17 +18,17 @@ WORST = {**BASELINE, "bucket_cap_mb": 1.0, "first_bucket_mb": 0.25}
 def tune(job, earlier=None, proposer=None, **options):
     recorder, proposer = Recorder(), proposer or Inline()
     chosen = AutotuneOptions.from_mapping(options)
-    director = Director(chosen, lambda: proposer, recorder, job.clock, earlier)
-    job.run(director)
-    return director, recorder, proposer
+    controller = Controller(chosen, lambda: proposer, recorder, job.clock, earlier)
+    job.run(controller)
+    return controller, recorder, proposer
 
 
 def test_from_the_worst_start_to_near_the_best_in_three_hundred_steps():
     job = Job(valley, start=WORST)
-    director, recorder, _ = tune(job)
+    controller, recorder, _ = tune(job)
     best_s = 1.01 * 0.1 * 0.98
-    assert valley(director.kept, rank=1) <= 1.05 * best_s
-    assert job.configuration == director.kept
+    assert valley(controller.kept, rank=1) <= 1.05 * best_s
+    assert job.configuration == controller.kept
     assert recorder.rows[-1].purpose == FINAL
     assert recorder.rows[-1].train_iter <= 300
     assert job.steps <= AutotuneOptions().most_steps
@@ -64,10 +64,10 @@ def test_steps_after_a_change_are_thrown_away():
 def test_fixed_values_are_not_tuned():
     knobs = {"bucket_cap_mb": 40.0, "optimizer_implementation": "fused"}
     job = Job(valley)
-    director, recorder, _ = tune(job, knobs=knobs)
+    controller, recorder, _ = tune(job, knobs=knobs)
     tried = {r.configuration["bucket_cap_mb"] for r in recorder.rows if r.purpose == "search"}
     assert tried == {40.0}
-    assert director.kept["optimizer_implementation"] in ("default", "fused")
+    assert controller.kept["optimizer_implementation"] in ("default", "fused")
 
 
 def test_a_lucky_reading_is_measured_again():
@@ -80,34 +80,34 @@ def test_a_lucky_reading_is_measured_again():
         slow = 1.0 if configuration == BASELINE else 1.02
         return 0.1 * slow * (0.99 if lucky else 1.0) * (1 + 0.01 * (step % 3))
 
-    director, recorder, _ = tune(Job(seconds), knobs={"bucket_cap_mb": 25.0})
+    controller, recorder, _ = tune(Job(seconds), knobs={"bucket_cap_mb": 25.0})
     assert any(r.purpose == Purpose.CONFIRM for r in recorder.rows)
-    assert director.kept == BASELINE
+    assert controller.kept == BASELINE
 
 
 @pytest.mark.parametrize("slower_at_first", [1.5, 5.0])
 def test_todays_settings_are_always_timed_again_before_others_are_kept(slower_at_first):
-    """Sample 0 is read while the job is still slow, so that all others look much better."""
+    """Sample 0 is read while the job is still slow, so that all others seem much better."""
 
     def seconds(configuration, rank, step):
         if configuration == BASELINE:
             return 0.1 * (slower_at_first if step < 12 else 1.0)
         return 0.11 * (1 + 0.04 * abs(math.log2(configuration["bucket_cap_mb"] / 25.0)))
 
-    director, recorder, _ = tune(Job(seconds), max_samples=4)
+    controller, recorder, _ = tune(Job(seconds), max_samples=4)
     again = [r.trial for r in recorder.rows if r.purpose == Purpose.CONFIRM]
     assert again.count(0) == 2
-    assert director.kept == BASELINE
+    assert controller.kept == BASELINE
 
 
 def test_todays_settings_are_timed_again_however_slow_they_are():
     def seconds(configuration, rank, step):
         return 0.5 if configuration == BASELINE else valley(configuration)
 
-    director, recorder, _ = tune(Job(seconds), max_samples=4)
+    controller, recorder, _ = tune(Job(seconds), max_samples=4)
     again = [r for r in recorder.rows if r.purpose == Purpose.CONFIRM and r.trial == 0]
     assert [r.status for r in again] == [Status.OK] * 2
-    assert director.kept != BASELINE
+    assert controller.kept != BASELINE
 
 
 def test_a_refused_configuration_is_rolled_back_and_never_proposed_again():
@@ -117,12 +117,12 @@ def test_a_refused_configuration_is_rolled_back_and_never_proposed_again():
         return ""
 
     job = Job(valley, refuses=refuses)
-    director, recorder, _ = tune(job)
+    controller, recorder, _ = tune(job)
     failed = [r for r in recorder.rows if r.status == Status.OOM]
     assert failed
     assert len({key_of(r.configuration) for r in failed}) == len(failed)
-    assert director.kept["gradient_as_bucket_view"] is False
-    assert job.configuration == director.kept
+    assert controller.kept["gradient_as_bucket_view"] is False
+    assert job.configuration == controller.kept
 
 
 def test_a_much_slower_configuration_costs_a_few_steps_only():
@@ -130,13 +130,13 @@ def test_a_much_slower_configuration_costs_a_few_steps_only():
         return valley(configuration) * (40 if configuration["bucket_cap_mb"] < 8 else 1)
 
     job = Job(seconds)
-    director, recorder, _ = tune(job)
+    controller, recorder, _ = tune(job)
     slow = [r for r in recorder.rows if r.status == Status.PRUNED]
     assert slow
     for row in slow:
         key = key_of(row.configuration)
         assert sum(k == key for k, _ in job.history) == AutotuneOptions().discard_steps
-    assert director.kept["bucket_cap_mb"] >= 8
+    assert controller.kept["bucket_cap_mb"] >= 8
 
 
 @pytest.mark.parametrize("every", [3, 5])
@@ -180,14 +180,14 @@ def test_a_strategy_that_ends_leaves_the_best_in_force():
             super().ask()
 
     job = Job(valley)
-    director, recorder, proposer = tune(job, proposer=Mortal())
+    controller, recorder, proposer = tune(job, proposer=Mortal())
     assert recorder.rows[-1].purpose == FINAL
     assert recorder.rows[-1].reason == "it was killed"
     best = min((t for t in proposer.told), key=lambda t: t.cost)
-    assert director.kept == best.configuration | {
-        k: v for k, v in director.kept.items() if k not in best.configuration
+    assert controller.kept == best.configuration | {
+        k: v for k, v in controller.kept.items() if k not in best.configuration
     }
-    assert job.configuration == director.kept
+    assert job.configuration == controller.kept
 
 
 def test_the_warm_up_time_is_waited_for():
@@ -213,8 +213,8 @@ def test_drift_starts_tuning_again_and_noise_does_not():
     job = Job(seconds)
     recorder = Recorder()
     options = AutotuneOptions.from_mapping({"retune_on_drift": True})
-    director = Director(options, Inline, recorder, job.clock)
-    job.run(director, most_steps=1600)
+    controller = Controller(options, Inline, recorder, job.clock)
+    job.run(controller, most_steps=1600)
     finals = [r for r in recorder.rows if r.purpose == FINAL]
     assert len(finals) == 2
     assert finals[0].train_iter < 400
@@ -251,9 +251,9 @@ def test_an_earlier_log_puts_nothing_into_force_that_is_not_allowed_today(option
         Trial(0, dict(BASELINE), Purpose.BASELINE, Status.OK, cost=0.2),
         Trial(1, dict(kept), Purpose.SEARCH, Status.OK, cost=0.001),
     ]
-    director, recorder, _ = tune(Job(valley), Log("job", trials, kept, True), **options)
+    controller, recorder, _ = tune(Job(valley), Log("job", trials, kept, True), **options)
     assert 64.0 not in {row.configuration["bucket_cap_mb"] for row in recorder.rows}
-    assert director.kept["bucket_cap_mb"] != 64.0
+    assert controller.kept["bucket_cap_mb"] != 64.0
 
 
 def test_an_earlier_best_may_be_rounded_to_bytes_and_the_ranks_too_few_for_a_knob():
@@ -278,21 +278,21 @@ def test_freeze_tunes_nothing(tmp_path):
     (tmp_path / "log.csv").touch()
     kept = {**BASELINE, "bucket_cap_mb": 64.0}
     job = Job(valley)
-    director, recorder, _ = tune(
+    controller, recorder, _ = tune(
         job, earlier=Log("job", [], {**kept, "unknown": 1}, True), freeze=tmp_path / "log.csv"
     )
     assert [r.purpose for r in recorder.rows] == [FINAL]
-    assert job.configuration == director.kept == kept
+    assert job.configuration == controller.kept == kept
     assert any("unknown" in text for text in recorder.said)
 
 
 def test_nothing_to_tune_says_why():
     fixed = dict.fromkeys(BASELINE, "the model is wrapped by its own class")
     job = Job(valley, facts=facts(fixed=fixed))
-    director, recorder, _ = tune(job)
+    controller, recorder, _ = tune(job)
     assert [r.purpose for r in recorder.rows] == [FINAL]
     assert "its own class" in recorder.rows[0].reason
-    assert director.kept == BASELINE
+    assert controller.kept == BASELINE
 
 
 def test_what_one_rank_cannot_change_none_does():
@@ -306,10 +306,10 @@ def test_what_one_rank_cannot_change_none_does():
 def test_an_early_end_of_training_leaves_the_best_so_far():
     job = Job(valley)
     recorder, proposer = Recorder(), Inline()
-    director = Director(AutotuneOptions(), lambda: proposer, recorder, job.clock)
-    assert director.unfinished("training ended") is None
-    job.run(director, most_steps=120)
-    row = director.unfinished("training ended")
+    controller = Controller(AutotuneOptions(), lambda: proposer, recorder, job.clock)
+    assert controller.unfinished("training ended") is None
+    job.run(controller, most_steps=120)
+    row = controller.unfinished("training ended")
     assert (row.purpose, row.status) == (FINAL, "unfinished")
     assert row.cost_s == min(t.cost for t in proposer.told)
     assert dataclasses.replace(row).reason == "training ended"

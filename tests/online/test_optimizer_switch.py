@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from perfsearch.online.ddp import ImplementationSwitch, why_not_switchable
+from perfsearch.online.optimizer import ImplementationSwitch, why_not_switchable
 
 MAKERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

@@ -12,12 +12,12 @@ from support.online_fakes import BASELINE, facts
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.online.controller import ProposerEndedError
 from perfsearch.online.options import AutotuneOptions
-from perfsearch.online.proposer import StrategyProcess
+from perfsearch.online.proposer import ProposerProcess
 
 
 @pytest.fixture
 def proposer():
-    made = StrategyProcess()
+    made = ProposerProcess()
     yield made
     made.close()
 
@@ -61,8 +61,8 @@ def test_its_death_is_an_error_of_its_own(proposer):
 
 def test_it_ends_with_the_rank():
     code = (
-        "from perfsearch.online.proposer import StrategyProcess; import os, sys;"
-        "p = StrategyProcess(); print(p._process.pid, flush=True); os.kill(os.getpid(), 9)"
+        "from perfsearch.online.proposer import ProposerProcess; import os, sys;"
+        "p = ProposerProcess(); print(p._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False

@@ -84,14 +84,14 @@ def built_in(trainer, use, more):
 def online(record):
     """Change it in a wrapper and an optimizer that are there."""
     from perfsearch.online import ddp as wrapping
-    from perfsearch.online.ddp import ImplementationSwitch
+    from perfsearch.online.optimizer import ImplementationSwitch
 
     asked = choose(record, Use.ONLINE)
     if isinstance(asked, str):
         return asked
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
     net = torch.nn.parallel.DistributedDataParallel(model)
-    wrapping.adopt(net)
+    wrapping.make_tunable(net)
     optimizer = torch.optim.AdamW(net.parameters())
     step(net, optimizer)
     wrapping.rewrap(net, asked)

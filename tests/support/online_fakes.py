@@ -1,4 +1,4 @@
-"""Ranks and a strategy that need no processes: an analytic objective behind the real director."""
+"""Ranks and a strategy that need no processes: an analytic objective behind the real controller."""
 
 import math
 
@@ -33,7 +33,7 @@ def facts(**changes):
 
 
 class Inline:
-    """The real strategist, answering in this process; ``late`` calls of ``answer`` find nothing."""
+    """The real proposer, answering in this process; ``late`` calls of ``answer`` find nothing."""
 
     def __init__(self, late=0):
         self._service, self._answers, self._late = Service(), [], late
@@ -90,8 +90,8 @@ class Job:
     def clock(self):
         return self.now_s
 
-    def run(self, director, most_steps=100_000):
-        steps = director.run()
+    def run(self, controller, most_steps=100_000):
+        steps = controller.run()
         next(steps)
         found = self._facts or facts(configuration=dict(self.configuration))
         reports = [Report(self._train(0), facts=found), Report(self.steps, facts=found)]

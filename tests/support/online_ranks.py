@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import perfsearch
 from perfsearch.online import ddp as wrapping
 from perfsearch.online import enable, rank
-from perfsearch.online.ddp import ImplementationSwitch, configuration_of, rewrap
+from perfsearch.online.ddp import configuration_of, rewrap
+from perfsearch.online.optimizer import ImplementationSwitch
 from perfsearch.training.ddp import HierarchicalAllReduce
 
 WIDTH = 96
@@ -85,7 +86,7 @@ def rewrapped(directory):
     plain = train(untouched, adam(untouched), 30)
     found = {"asked": [], "got": []}
     net = make()
-    wrapping.adopt(net)
+    wrapping.make_tunable(net)
     calls = []
     net.register_forward_hook(lambda *_: calls.append(1))
     optimizer = adam(net)
@@ -117,7 +118,7 @@ def static_graph(directory):
     untouched = make()
     plain = train(untouched, adam(untouched), 16, accumulate=1)
     net = make()
-    wrapping.adopt(net)
+    wrapping.make_tunable(net)
     values = []
 
     def between(step):
@@ -132,7 +133,7 @@ def static_graph(directory):
 def users_hook(directory):
     """The script's own communication hook is carried along; ours gives way to a late one."""
     net = make()
-    wrapping.adopt(net)
+    wrapping.make_tunable(net)
     seen = []
 
     def hook(state, bucket):
@@ -166,7 +167,7 @@ def hierarchical(directory):
     untouched = make()
     plain = train(untouched, adam(untouched), 16)
     net = make()
-    wrapping.adopt(net)
+    wrapping.make_tunable(net)
     sizes = []
 
     def between(step):
@@ -188,7 +189,7 @@ def tuned(directory, **options):
     steps = 0
 
     def running():
-        return any(s.participant.running for s in rank._sessions)
+        return any(s.agent.running for s in rank._sessions)
 
     losses = []
     generator = generator_of(0)
@@ -228,7 +229,7 @@ def failing(directory):
             time.sleep(1.5)
         put(net, changes)
 
-    rank.wrapping.rewrap = faulty
+    rank.ddp.rewrap = faulty
     return tuned(
         directory,
         time_limit_s=1.0,
@@ -317,7 +318,7 @@ def frozen(directory):
         net = make()
         perfsearch.autotune(net, max_samples=2, steps_per_sample=2, **options)
         optimizer, generator, steps = adam(net), generator_of(0), 0
-        while rank._sessions and rank._sessions[-1].participant.running and steps < 1000:
+        while rank._sessions and rank._sessions[-1].agent.running and steps < 1000:
             train(net, optimizer, 5, generator=generator)
             steps += 5
         return configuration_of(net), optimizer.param_groups[0]["fused"], steps
@@ -361,7 +362,7 @@ def uneven(directory):
     with net.join():
         train(net, optimizer, 10 + 15 * dist.get_rank(), accumulate=1, clip=False)
     seconds = time.monotonic() - begin
-    return {"seconds": seconds, "steps": rank._sessions[0].participant.train_iter}
+    return {"seconds": seconds, "steps": rank._sessions[0].agent.train_iter}
 
 
 def main(scenario, directory):

@@ -106,7 +106,7 @@ class SimulatedFeed:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *ranks: Costs, **request: Any) -> Measurement:
-    """A job of several ranks, looked at closely; each rank has a host and a device of its own."""
+    """A job of several ranks, profiled; each rank has a host and a device of its own."""
     asked = TrialRequest(0, "none", {}, detail="full", scored_seconds=1.0, **request)
     results = []
     for number, costs in enumerate(ranks):
@@ -125,7 +125,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, *ranks: Costs, **request: Any) -> 
 
         monkeypatch.setattr(torch.Tensor, "item", item, raising=False)
         step, feed = SimulatedStep(world, costs), SimulatedFeed(world, costs)
-        found = profile.look_closely(step, feed, asked, costs.step / 1e3, steps_before=11)
+        found = profile.take_profile(step, feed, asked, costs.step / 1e3, steps_before=11)
         place = {"host": f"node{number}", "device": f"GPU-{number}"}
         result = RankResult(
             "ok",

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from perfsearch.metrics.memory import MemoryFacts
+from perfsearch.training.checkpointing import CheckpointedBlocks
 from perfsearch.training.memory_probe import (
     _LiveBytes,
     describe_job,
     parameters_on_meta,
     peak_bytes,
 )
-from perfsearch.training.zero import CheckpointedBlocks
 from perfsearch.workloads import gpt, mlp, resnet
 from perfsearch.workloads.base import Job, copy_job, empty_on
 from perfsearch.workloads.spec import WorkloadSpec
@@ -126,8 +126,8 @@ def test_growth_is_known_of_small_and_of_large_micro_batches(micro_batch):
 
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
-def test_no_kind_of_step_grows_otherwise_than_foretold(name):
-    """Also where large micro-batches were not looked at, as they could not differ."""
+def test_no_kind_of_step_grows_otherwise_than_predicted(name):
+    """Also where large micro-batches were not counted, as they could not differ."""
     job = make(name)
     facts = MemoryFacts.from_json(json.loads(json.dumps(describe_job(job, "cuda"))))
     assert facts.activations
@@ -135,8 +135,8 @@ def test_no_kind_of_step_grows_otherwise_than_foretold(name):
         precision, every = kind.split("/")
         dtype = None if precision == "none" else torch.bfloat16
         counted = peak_bytes(job, 200, int(every), precision, dtype)
-        foretold = sum(facts.activation_bytes(precision, int(every), 200))
-        assert foretold == pytest.approx(counted, rel=0.1), kind
+        predicted = sum(facts.activation_bytes(precision, int(every), 200))
+        assert predicted == pytest.approx(counted, rel=0.1), kind
 
 
 def test_frozen_tied_and_half_parameters_are_told_apart():

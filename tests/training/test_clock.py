@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from perfsearch.training import clock as timing
+from perfsearch.training import clock
 from perfsearch.training.clock import (
     FirstLosses,
     RankWindow,
@@ -15,7 +15,7 @@ from perfsearch.training.clock import (
 )
 
 
-class FakeClock(timing.HostClock):
+class FakeClock(clock.HostClock):
     def __init__(self, times):
         super().__init__()
         self._times = iter(times)
@@ -55,25 +55,25 @@ def test_a_phase_that_repeats_within_a_step_adds_up():
     ],
 )
 def test_is_steady(seconds, steady):
-    assert timing.is_steady(seconds) is steady
+    assert clock.is_steady(seconds) is steady
 
 
 @pytest.mark.parametrize(
     ("seconds", "step", "steps"), [(1.0, 0.1, 10), (1.0, 10.0, 4), (1.0, 0.001, 60), (1.0, 0.0, 60)]
 )
 def test_steps_to_fill(seconds, step, steps):
-    assert timing.steps_to_fill(seconds, step, (4, 60)) == steps
+    assert clock.steps_to_fill(seconds, step, (4, 60)) == steps
 
 
 def test_peak_resident_set_can_be_reset():
     cpu = torch.device("cpu")
     block = bytearray(200 * 2**20)
     block[::4096] = b"x" * len(block[::4096])
-    timing.reset_peaks(cpu)
-    high = timing.read_peaks(cpu)["peak_allocated_gib"]
+    clock.reset_peaks(cpu)
+    high = clock.read_peaks(cpu)["peak_allocated_gib"]
     del block
-    timing.reset_peaks(cpu)
-    low = timing.read_peaks(cpu)["peak_allocated_gib"]
+    clock.reset_peaks(cpu)
+    low = clock.read_peaks(cpu)["peak_allocated_gib"]
     assert high - low > 0.15
 
 
@@ -88,18 +88,18 @@ def test_peak_resident_set_can_be_reset():
     ],
 )
 def test_phases_are_timed_in_as_many_steps_as_cost_little(step, count, each, places):
-    assert timing.detailed_each(step, count) == each
-    assert [p for p in range(count) if timing.is_detailed(p, each)] == places
+    assert clock.detailed_each(step, count) == each
+    assert [p for p in range(count) if clock.is_detailed(p, each)] == places
 
 
 @pytest.mark.parametrize("every", [2, 5, 10])
 def test_what_happens_in_every_so_many_steps_is_met_as_often(every):
-    detailed = [place for place in range(1000) if timing.is_detailed(place, 5)]
+    detailed = [place for place in range(1000) if clock.is_detailed(place, 5)]
     met = sum(place % every == 0 for place in detailed)
     assert len(detailed) == 200 and met == pytest.approx(200 / every, rel=0.15)
 
 
-def settled(rule, times):
+def warmed(rule, times):
     """A window after as many of these steps as its warm-up takes."""
     window = StepWindow(rule)
     for seconds in times:
@@ -120,7 +120,7 @@ def settled(rule, times):
     ],
 )
 def test_the_warm_up_ends_with_steady_steps_or_as_late_as_it_may(rule, times, made):
-    window = settled(rule, times)
+    window = warmed(rule, times)
     assert (window.state, window.discarded_steps) == (State.SCORED, made)
     assert window.discarded_seconds == pytest.approx(sum(times[:made]))
 
@@ -142,15 +142,15 @@ def test_what_was_made_before_belongs_to_the_warm_up():
 )
 def test_a_window_covers_its_seconds_in_steps_as_long_as_the_last_ones(times, uneven, count):
     rule = WindowRule((4, 60), 1.0, warmup_steps=(len(times), len(times)), uneven=uneven)
-    assert settled(rule, times).count == count
+    assert warmed(rule, times).count == count
 
 
 def test_slow_steps_are_not_scored():
     for uneven, slow in ((False, [9.0, 0.3, 0.3]), (True, [0.1, 0.3, 0.3])):
-        window = settled(WindowRule(stop_above_s=0.2, uneven=uneven), slow)
+        window = warmed(WindowRule(stop_above_s=0.2, uneven=uneven), slow)
         assert window.state is State.STOPPED
         assert window.why_stopped == "steps take 0.3 s, more than 0.2 s"
-    once = settled(WindowRule(stop_above_s=0.2), [9.0, 0.1, 0.3, 0.3])
+    once = warmed(WindowRule(stop_above_s=0.2), [9.0, 0.1, 0.3, 0.3])
     assert once.state is State.SCORED and not once.why_stopped
 
 
@@ -159,7 +159,7 @@ def test_slow_steps_are_not_scored():
     [((), [1, 2, 3], 3), ({1}, [1, 3], 4), ({0, 1, 2}, [1, 2, 3], 3)],
 )
 def test_steps_that_held_other_work_are_not_scored_unless_all_did(aside, kept, apart):
-    window = settled(WindowRule(), [1.0, 0.1, 0.1])
+    window = warmed(WindowRule(), [1.0, 0.1, 0.1])
     window.score([1, 2, 3], aside)
     assert window.state is State.OVER
     assert window.result() == {
@@ -182,7 +182,7 @@ def test_a_window_marks_as_many_steps_as_it_was_opened_for():
 
 
 def test_ranks_that_drive_their_window_themselves_score_it(monkeypatch):
-    monkeypatch.setattr(timing, "slowest", lambda values, device: list(values))
+    monkeypatch.setattr(clock, "slowest", lambda values, device: list(values))
     window = RankWindow(WindowRule((2, 2), warmup_steps=(3, 3)), torch.device("cpu"))
     while window.state is State.WARM_UP:
         window.end_step()
@@ -206,7 +206,7 @@ def test_ranks_that_drive_their_window_themselves_score_it(monkeypatch):
     ],
 )
 def test_first_losses_and_the_last_tell_of_a_divergence(monkeypatch, values, first, why):
-    monkeypatch.setattr(timing, "mean_over_ranks", lambda values: values.tolist())
+    monkeypatch.setattr(clock, "mean_over_ranks", lambda values: values.tolist())
     losses = FirstLosses()
     for value in values:
         losses.note(torch.tensor(value))

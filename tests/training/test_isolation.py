@@ -15,7 +15,7 @@ from perfsearch.core.hardware import GroupSpec
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
 from perfsearch.training.process_groups import Groups
-from perfsearch.workers.group import Roster, WorkerGroup
+from perfsearch.workers.group import RankProcesses, WorkerGroup
 
 TABLE = "bucket,status,samples_per_s,step_ms\n1,ok,10,9 9 9\n2,ok,12,5 5 5\n4,oom,,\n"
 
@@ -61,7 +61,7 @@ def test_ranks_on_one_device_are_refused(devices, status):
     """meta-pytorch/tritonbench#869: under torchrun every rank took GPU 0."""
     spec = GroupSpec(workload={}, device="cuda", nproc=2)
     group = WorkerGroup(spec, Limits(), SimpleNamespace(token="t", pid=1))
-    group._roster = Roster([{"host": "h", "device": name} for name in devices])
+    group._ranks = RankProcesses([{"host": "h", "device": name} for name in devices])
     failure = group._shared_device()
     assert (failure.status if failure else None) is status
     if failure:

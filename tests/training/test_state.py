@@ -77,6 +77,6 @@ def test_packed_tensors_equal_their_originals_whatever_their_layout(monkeypatch)
 
 def test_a_model_that_leaves_the_host_is_not_copied():
     model = torch.nn.Linear(3, 2)
-    snapshot = Snapshot(model, leaving=True)
+    snapshot = Snapshot(model, to_gpu=True)
     kept = snapshot.values_of(model)[id(model.weight)]
     assert kept.data_ptr() == model.weight.data_ptr()

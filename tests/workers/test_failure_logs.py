@@ -1,11 +1,11 @@
 import json
 
-from perfsearch.workers.failures import Leavings, ProcessEnd, launcher_report, oom_kills
+from perfsearch.workers.failures import FailureFiles, ProcessEnd, launcher_report, oom_kills
 from perfsearch.workers.messages import LAUNCHER_REPORT, rank_error_file, rank_log
 
 
 def test_errors_of_an_earlier_attempt_do_not_count(tmp_path):
-    left = Leavings(tmp_path, 2)
+    left = FailureFiles(tmp_path, 2)
     record = {"rank": 1, "time": 2.0, "type": "ValueError", "message": "no"}
     rank_error_file(tmp_path, 1).write_text(json.dumps(record))
     assert [(e.rank, e.message) for e in left.errors()] == [(1, "no")]
@@ -15,20 +15,20 @@ def test_errors_of_an_earlier_attempt_do_not_count(tmp_path):
 
 def test_a_torn_error_is_passed_over(tmp_path):
     rank_error_file(tmp_path, 0).write_text('{"rank": 0, "ti')
-    assert Leavings(tmp_path, 2).errors() == []
+    assert FailureFiles(tmp_path, 2).errors() == []
 
 
 def test_tails_are_bounded_and_survive_any_bytes(tmp_path):
     rank_log(tmp_path, 0).write_bytes(b"\xff" * 100_000 + b"the end")
-    tails = Leavings(tmp_path, 2).tails()
+    tails = FailureFiles(tmp_path, 2).tails()
     assert set(tails) == {0}
     assert tails[0].endswith("the end")
     assert len(tails[0]) < 20_000
 
 
 def test_a_directory_that_cannot_be_written_says_why(tmp_path):
-    assert Leavings(tmp_path, 2).cannot_be_written() == ""
-    assert Leavings(tmp_path / "gone", 2).cannot_be_written() == "No such file or directory"
+    assert FailureFiles(tmp_path, 2).cannot_be_written() == ""
+    assert FailureFiles(tmp_path / "gone", 2).cannot_be_written() == "No such file or directory"
 
 
 def test_what_the_launcher_says(tmp_path):

@@ -242,7 +242,7 @@ def test_a_failure_that_hung_is_recorded_as_what_it_was():
     evidence = Evidence(errors=[error("CUDA out of memory", rank=1)], timed_out=5.0)
     evidence = replace(evidence, places={0: "a.py:1 in wait"})
     failure = classify(evidence)
-    assert (failure.status, failure.standing) == (Status.OOM, "")
+    assert (failure.status, failure.stack_dump) == (Status.OOM, "")
     assert failure.reason == "rank 1: RuntimeError: CUDA out of memory"
 
 

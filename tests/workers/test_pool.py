@@ -25,12 +25,12 @@ class Group:
     def run(self, request, time_limit_s):
         self.requests.append(request)
         if request.detail != "light" or request.recipe_options.get("examine"):
-            return Reply(failure=Failure(Status.OOM, "no memory left", 0, while_looking=True))
+            return Reply(failure=Failure(Status.OOM, "no memory left", 0, while_profiling=True))
         measured = asdict(Measurement([0.1], 8))
         return Reply({"status": "ok", "reason": "", "measurement": measured})
 
 
-def test_a_failing_look_or_examination_is_left_out_and_named(tmp_path):
+def test_a_failing_profile_or_examination_is_left_out_and_named(tmp_path):
     request = TrialRequest(
         0, "soap.recipe", {}, recipe_options=OPTIONS, log_directory=str(tmp_path)
     )

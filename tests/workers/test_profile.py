@@ -1,4 +1,4 @@
-"""A close look at real recipes, on one rank in this process."""
+"""A profile of real recipes, on one rank in this process."""
 
 import gzip
 import json
@@ -50,11 +50,11 @@ def test_every_phase_of_the_step_is_timed_and_together_they_are_the_step(trainer
 
 def test_the_score_and_the_next_trial_know_nothing_of_it(trainer):
     before = run_trial(trainer, LIGHT)
-    looked_at = run_trial(trainer, FULL)
+    profiled = run_trial(trainer, FULL)
     after = run_trial(trainer, LIGHT)
-    assert before.agreed["first_losses"] == looked_at.agreed["first_losses"]
+    assert before.agreed["first_losses"] == profiled.agreed["first_losses"]
     assert before.agreed["first_losses"] == after.agreed["first_losses"]
-    assert len(looked_at.agreed["step_seconds"]) == 4
+    assert len(profiled.agreed["step_seconds"]) == 4
     assert "detailed_step_ms" not in before.evidence
     assert "detailed_step_ms" not in after.evidence
 
@@ -92,7 +92,7 @@ def test_a_trace_is_left_among_the_logs(trainer, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_stages_of_zero_can_be_looked_at(trainer, stage):
+def test_the_stages_of_zero_can_be_profiled(trainer, stage):
     configuration = {"zero_stage": stage, "micro_batch": 4}
     found = run_trial(trainer, replace(FULL, recipe="training.zero", configuration=configuration))
     assert ("comm_exposed" in found.phases_ms) is (stage < 2)

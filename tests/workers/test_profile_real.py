@@ -1,4 +1,4 @@
-"""A close look on two real ranks over gloo."""
+"""A profile on two real ranks over gloo."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def loss(model, batch):
     global calls
     calls += 1
     if calls == 15 and torch.distributed.get_rank() == 1:
-        raise RuntimeError("the look went wrong")
+        raise RuntimeError("the profile went wrong")
     return model(batch).square().mean()
 
 
@@ -66,10 +66,10 @@ def plan(tmp_path, number, **changes):
     )
 
 
-def test_a_look_that_fails_costs_no_score_and_the_next_one_works(runner, tmp_path):
+def test_a_profile_that_fails_costs_no_score_and_the_next_one_works(runner, tmp_path):
     first = runner.measure(runner.baseline, plan(tmp_path, 0, begin_step=14, end_step=20))
     assert first.status is Status.OK, first.reason
-    assert "the look went wrong" in first.measurement.environment["unsupported"]["close look"]
+    assert "the profile went wrong" in first.measurement.environment["unsupported"]["close look"]
     assert "comm_exposed" not in first.measurement.phases_ms or (
         "with_everything_ms" not in first.measurement.bottleneck_evidence
     )

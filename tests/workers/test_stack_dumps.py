@@ -10,8 +10,8 @@ import textwrap
 
 import pytest
 
-from perfsearch.workers import failures, processes
-from perfsearch.workers.messages import standing_file
+from perfsearch.workers import processes, stack_dumps
+from perfsearch.workers.messages import stack_note_file
 
 PYTHON = "/usr/lib/python3.11"
 LIBRARIES = "/venv/lib/python3.11/site-packages"
@@ -52,11 +52,11 @@ RUN = frame("<frozen runpy>", 88, "_run_code")
 )  # fmt: skip
 def test_the_innermost_line_that_is_neither_pythons_nor_torchs(frames, where):
     text = HEADER + WAITING + "".join(frame(*one) for one in frames) + RUN
-    assert failures.innermost_line(text) == where
+    assert stack_dumps.innermost_line(text) == where
 
 
 def test_the_innermost_line_where_none_is_the_users():
-    assert failures.innermost_line(HEADER + WAITING + RUN) == "threading.py:331 in wait"
+    assert stack_dumps.innermost_line(HEADER + WAITING + RUN) == "threading.py:331 in wait"
 
 
 def test_what_else_is_in_the_log_does_not_matter():
@@ -64,7 +64,7 @@ def test_what_else_is_in_the_log_does_not_matter():
     before = HEADER + frame("/old.py", 1, "old")
     last = frame("/home/me/train.py", 88, "step")
     text = f"{before}{bar}{HEADER}{WAITING}loss 0.5\n{last}loss 0.4\n"
-    assert failures.innermost_line(text) == "train.py:88 in step"
+    assert stack_dumps.innermost_line(text) == "train.py:88 in step"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_else_is_in_the_log_does_not_matter():
     ],
 )
 def test_nothing_is_made_up(text):
-    assert failures.innermost_line(text) == ""
+    assert stack_dumps.innermost_line(text) == ""
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_nothing_is_made_up(text):
     ],
 )
 def test_ranks_at_the_same_place_are_put_together(places, words):
-    assert failures.in_words(places) == words
+    assert stack_dumps.in_words(places) == words
 
 
 @pytest.fixture
@@ -106,12 +106,12 @@ def start(tmp_path):
     """Start a rank that runs the lines, and wait until it says so."""
     started = []
 
-    def begin(lines, rank=0, beforehand=""):
+    def begin(lines, rank=0, before=""):
         script = tmp_path / f"job{rank}.py"
         script.write_text(
             "import signal, sys\n"
-            "from perfsearch.workers.failures import answer_stack_requests\n"
-            f"{beforehand}\n"
+            "from perfsearch.workers.stack_dumps import answer_stack_requests\n"
+            f"{before}\n"
             f"answer_stack_requests({str(tmp_path)!r}, {rank})\n"
             f"def work():\n{textwrap.indent(lines, '    ')}\n"
             "    print('there', flush=True)\n"
@@ -140,9 +140,9 @@ def handler():
 
 def test_a_rank_tells_and_goes_on(start, tmp_path):
     process = start("pass")
-    assert failures.catches_stack_request(process.pid)
+    assert stack_dumps.catches_stack_request(process.pid)
     for _ in range(2):
-        told = failures.ask_for_stacks(tmp_path, tmp_path, 2)
+        told = stack_dumps.ask_for_stacks(tmp_path, tmp_path, 2)
         assert list(told) == [0]
         assert re.fullmatch(r"job0\.py:[78] in work", told[0])
     assert process.poll() is None
@@ -151,17 +151,17 @@ def test_a_rank_tells_and_goes_on(start, tmp_path):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_handler_of_the_script_is_not_called(start, tmp_path, when):
     """It may save, or have the job queued again."""
-    process = start(handler()) if when == "after" else start("pass", beforehand=handler())
-    assert failures.catches_stack_request(process.pid)
-    assert failures.ask_for_stacks(tmp_path, tmp_path, 1) == {}
+    process = start(handler()) if when == "after" else start("pass", before=handler())
+    assert stack_dumps.catches_stack_request(process.pid)
+    assert stack_dumps.ask_for_stacks(tmp_path, tmp_path, 1) == {}
     process.communicate(b"", timeout=60)
     assert (tmp_path / "rank0.log").read_text() == ""
 
 
 def test_a_rank_that_keeps_the_signal_back_is_not_asked(start, tmp_path):
     process = start("signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})")
-    assert not failures.catches_stack_request(process.pid)
-    assert failures.ask_for_stacks(tmp_path, tmp_path, 1) == {}
+    assert not stack_dumps.catches_stack_request(process.pid)
+    assert stack_dumps.ask_for_stacks(tmp_path, tmp_path, 1) == {}
 
 
 def test_a_rank_that_is_stopped_is_named(start, tmp_path):
@@ -169,7 +169,7 @@ def test_a_rank_that_is_stopped_is_named(start, tmp_path):
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     try:
-        words = failures.in_words(failures.ask_for_stacks(tmp_path, tmp_path, 1))
+        words = stack_dumps.in_words(stack_dumps.ask_for_stacks(tmp_path, tmp_path, 1))
         assert words == "rank 0 stands at no line (its process is stopped)"
     finally:
         process.send_signal(signal.SIGCONT)
@@ -178,15 +178,15 @@ def test_a_rank_that_is_stopped_is_named(start, tmp_path):
 def test_a_process_that_would_end_by_it_is_not_asked(tmp_path):
     """As one is that took the rank's place, or its number."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert not failures.catches_stack_request(child.pid)
+    assert not stack_dumps.catches_stack_request(child.pid)
     (tmp_path / "rank0.log").write_text("")
-    note = standing_file(tmp_path, 0)
+    note = stack_note_file(tmp_path, 0)
     note.write_text(json.dumps({"pid": child.pid, "started": processes.started_at(child.pid)}))
-    assert failures.ask_for_stacks(tmp_path, tmp_path, 1) == {}
+    assert stack_dumps.ask_for_stacks(tmp_path, tmp_path, 1) == {}
     child.communicate(b"\n", timeout=60)
     assert child.returncode == 0
 
 
 def test_this_process_was_left_alone():
-    assert signal.getsignal(failures.ASKING) is signal.SIG_DFL
-    assert not failures.catches_stack_request(os.getpid())
+    assert signal.getsignal(stack_dumps.ASKING) is signal.SIG_DFL
+    assert not stack_dumps.catches_stack_request(os.getpid())

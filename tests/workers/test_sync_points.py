@@ -5,7 +5,7 @@ from perfsearch.workers.profile import SyncWatch
 
 
 class Ticks:
-    """A clock that moves one second at each look."""
+    """A clock that moves one second at each reading."""
 
     def __init__(self):
         self.now = 0.0

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from perfsearch.core.hardware import Environment, Gpu
-from perfsearch.instrument.facts import ENTRY, Orders, socket_path
-from perfsearch.instrument.launch import torchrun_arguments
+from perfsearch.instrument.launch import ENTRY, LaunchConfig, socket_path, torchrun_arguments
 from perfsearch.workers import processes
 from perfsearch.workers.group import POLL_S, Fork, GroupGone, Message, RankGroup
 from perfsearch.workers.messages import ChannelClosed, rank_log
@@ -39,7 +38,7 @@ class ScriptGroup(RankGroup):
 
     def __init__(
         self,
-        orders: Orders,
+        orders: LaunchConfig,
         arguments: Sequence[str],
         variables: Mapping[str, str],
         nproc: int,
@@ -92,7 +91,7 @@ class ScriptGroup(RankGroup):
 
     def tails(self) -> dict[int, str]:
         """The end of each rank's log."""
-        return self.leavings.tails()
+        return self.failure_files.tails()
 
     def receive(self, event: str, limit_s: float) -> list[Message]:
         """One message of each rank, in order; ``ended`` may come in place of what was expected.

@@ -21,7 +21,8 @@ from perfsearch.core.objective import Objective
 from perfsearch.core.option import option
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Purpose, Status, Trial
-from perfsearch.instrument.facts import Facts, Orders
+from perfsearch.instrument.facts import Facts
+from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.instrument.report import without_effect
 from perfsearch.knobs import effect_order, nccl
 from perfsearch.knobs.base import Use
@@ -279,7 +280,7 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
             wanted=dict(knobs),
         )
         self._runs = Runs(
-            Orders(script, options.module),
+            LaunchConfig(script, options.module),
             [*arguments, *silence],
             maps,
             THREADS.variables(self._threads),

@@ -11,7 +11,8 @@ from functools import partial
 from perfsearch.core.hardware import Environment, Hardware
 from perfsearch.core.knob import Value, same_value
 from perfsearch.core.trial import Measurement, loss_resolution
-from perfsearch.instrument.facts import Facts, Orders
+from perfsearch.instrument.facts import Facts
+from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.knobs.transport import Mapped, apply
 from perfsearch.knobs.transport import plan as sort_knobs
 from perfsearch.runners._script import window
@@ -53,7 +54,7 @@ class Runs:
 
     """
 
-    orders: Orders
+    orders: LaunchConfig
     arguments: list[str]
     maps: Sequence[Mapped]
     variables: Mapping[str, str]
@@ -110,7 +111,7 @@ class Runs:
         planned = sort_knobs(knobs, self.maps)
         files = plan.log_directory.absolute() / "files"
         arguments, told = apply(self.arguments, self.maps, planned.mapped, files)
-        orders = Orders(
+        orders = LaunchConfig(
             self.orders.script, self.orders.module, planned.objects, report=False, mapped=told
         )
         return ScriptGroup(

@@ -321,8 +321,8 @@ def _status_and_reason(
     if failure.status is Status.TIMEOUT:
         made = ", ".join(f"rank {rank} made {n} steps" for rank, n in enumerate(steps))
         reason = f"no answer in {round(error.limit_s or 0.0, 1):g} s: {made}"
-        if failure.standing:
-            reason += f"; {failure.standing}"
+        if failure.stack_dump:
+            reason += f"; {failure.stack_dump}"
         if not any(steps):
             reason += ". A step is counted when a torch optimizer has stepped; if the script only "
             reason += "begins slowly, raise limits.trial_s"

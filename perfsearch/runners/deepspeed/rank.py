@@ -70,17 +70,17 @@ class Rank:
 
 def enter_trial(path: str, rank: int) -> None:
     """Take part in the trial that the file at ``path`` describes."""
-    from perfsearch.workers.failures import answer_stack_requests
     from perfsearch.workers.log import switch_log
-    from perfsearch.workers.messages import TOKEN_VARIABLE, standing_file
+    from perfsearch.workers.messages import TOKEN_VARIABLE, stack_note_file
     from perfsearch.workers.processes import watch_controller
+    from perfsearch.workers.stack_dumps import answer_stack_requests
 
     me = Rank(Request.read(path), rank)
     switch_log(me.request.log_directory, rank)
     directory = me.request.directory
     if not directory:
         raise ValueError(f"{path} names no directory of a group, which would be removed at its end")
-    if not standing_file(directory, rank).exists():  # else a process that the rank has started
+    if not stack_note_file(directory, rank).exists():  # else a process that the rank has started
         answer_stack_requests(directory, rank)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     above = Path(error_file).parents if error_file else ()  # DIRECTORY/RUN/ATTEMPT/RANK/error.json

@@ -9,7 +9,7 @@ from support.script_starts import Group
 from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
-from perfsearch.instrument.facts import Orders
+from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script.group import ScriptGroup
 from perfsearch.runners._script.window import EndedError, failed_outcome, require_ranks_together
@@ -53,7 +53,8 @@ def test_a_launcher_that_ends_without_a_report_leaves_its_last_words(tmp_path):
     (logs / "launcher.log").write_text("of an earlier start\n")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     group = ScriptGroup(
-        Orders("train.py"), [], {}, 1, Environment(tmp_path, limits=Limits(60, 60, 5)), (), logs,
+        LaunchConfig("train.py"), [], {}, 1,
+        Environment(tmp_path, limits=Limits(60, 60, 5)), (), logs,
         lambda log: Preloaded(environ, tmp_path, log, "perfsearch.instrument.launch"),
     )  # fmt: skip
     with pytest.raises(GroupGone) as gone:
@@ -70,7 +71,7 @@ def test_a_script_that_makes_no_step_is_told_what_a_step_is():
     assert "rank 0 made 0 steps, rank 1 made 0 steps" in found.reason
     assert "limits.trial_s" in found.reason
     stands = "rank 0 stands at train.py:8 in step"
-    told = Failure(Status.TIMEOUT, f"the trial took longer than 5 s; {stands}", standing=stands)
+    told = Failure(Status.TIMEOUT, f"the trial took longer than 5 s; {stands}", stack_dump=stands)
     found = failed_outcome(Group(told, steps=(3, 3)), GroupGone(5.0), {}, [])
     assert found.reason == f"no answer in 5 s: rank 0 made 3 steps, rank 1 made 3 steps; {stands}"
     found = failed_outcome(Group(told), GroupGone(5.0), {}, [])

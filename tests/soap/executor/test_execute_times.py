@@ -23,7 +23,7 @@ def test_operators_are_timed_after_the_scored_steps_and_nothing_else_changes(wor
     for plain, untimed, timed, doing in trials:
         assert plain["status"] == timed["status"] == "ok"
         assert untimed == 0
-        assert doing == ["look"]  # and neither "build" nor "train"
+        assert doing == ["profile"]  # and neither "build" nor "train"
         assert "operators" not in plain["environment"]
         assert timed["agreed"]["first_losses"] == plain["agreed"]["first_losses"]
         assert len(timed["agreed"]["step_seconds"]) == 4

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from perfsearch.workers import processes
-from perfsearch.workers.group import Roster
+from perfsearch.workers.group import RankProcesses
 
 HOST = os.uname().nodename
 
@@ -17,19 +17,19 @@ def told(pid, device="GPU-a", host=HOST):
 def test_two_ranks_on_one_device_are_named_and_two_hosts_may_call_theirs_alike():
     own = os.getpid()
     ranks = [told(own), told(own, "GPU-b"), told(own, "GPU-b", "elsewhere"), told(own, "GPU-b")]
-    assert Roster(ranks[:3]).shared_device() is None
-    assert Roster(ranks).shared_device() == ("ranks 1 and 3 are on the same device GPU-b", 3)
+    assert RankProcesses(ranks[:3]).shared_device() is None
+    assert RankProcesses(ranks).shared_device() == ("ranks 1 and 3 are on the same device GPU-b", 3)
 
 
 def test_a_rank_that_is_gone_is_told_from_those_that_run():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    roster = Roster([told(os.getpid()), told(child.pid)])
-    assert roster.ended() == []
+    ranks_told = RankProcesses([told(os.getpid()), told(child.pid)])
+    assert ranks_told.ended() == []
     child.communicate(b"\n", timeout=60)
-    assert [end.rank for end in roster.ended()] == [1]
-    assert roster.some_run()
+    assert [end.rank for end in ranks_told.ended()] == [1]
+    assert ranks_told.some_run()
 
 
 def test_ranks_of_other_hosts_are_not_looked_for_here():
     (stranger,) = [told(os.getpid(), host="elsewhere")]
-    assert Roster([{**stranger, "pid": 2**22 + 1}]).ended() == []
+    assert RankProcesses([{**stranger, "pid": 2**22 + 1}]).ended() == []
