@@ -27,7 +27,6 @@ from perfsearch.runners.deepspeed.config import CONFIGURED, Today
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
 
-
 _DEEPSPEED = "deepspeed"
 
 _ARGUMENT_KEYS = {
