@@ -58,7 +58,7 @@ def close_record(session: Session, result: Result) -> None:
         title=f"perfsearch {run_dir.name}",
         system_series=series,
         memory_limit_gib=runner.hints(session.trials).memory_limit_gib,
-        bound=baseline.headroom(session),
+        headroom=baseline.headroom(session),
         knobs=runner.space.knobs,
     )
     traces = profile.keep_traces(session, result.verdict)

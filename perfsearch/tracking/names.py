@@ -126,7 +126,7 @@ def trial_metrics(trial: Trial) -> dict[str, float]:
     metrics.update({f"step_time/{k}": v for k, v in step_time_summary(found.step_seconds).items()})
     if found.step_seconds and found.step_time_s > 0:
         metrics.update(_throughput(found))
-        # the step that the phases are of, which in a close look have a window of their own
+        # the step that the phases are of, which in a profile have a window of their own
         known = found.bottleneck_evidence
         step_ms = known.get("phases_step_ms") or known.get("detailed_step_ms")
         step_ms = step_ms or found.step_time_s * 1e3
