@@ -68,7 +68,7 @@ def _explain(session: Session, trial: Trial) -> None:
         missing = trial.measurement.environment.get("unsupported", {})
         if "step range" in missing:
             session.view.note(missing["step range"])
-        why = missing.get("close look")
+        why = missing.get("close look")  # as the journal has it
         if why is not None:
             begin = session.settings.metrics.begin_step
             asked = "" if begin is None else f" at metrics.begin_step={begin}"

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from perfsearch.tracking.history import PriorSearches, StoredSearch
 
 KEY = "strategy.warm_start"
-
 AUTO = "auto"
 
 FEWEST = 3
@@ -39,6 +38,9 @@ MOST = 100
 
 _MOST_READ = 20
 """Searches of the store whose trials are read, the most similar first."""
+
+_JOURNAL_KEY = "earlier"
+"""Of the search's definition, under which the journal keeps what was transferred."""
 
 _RUN_ID = re.compile(r"^[0-9a-f]{32}$")
 
@@ -63,7 +65,7 @@ class Transfer:
         if self.prior_search is None:
             return {}
         costs = [[dict(configuration), log] for configuration, log in self.prior_search.costs]
-        return {"earlier": {"source": self.prior_search.source, "costs": costs}}
+        return {_JOURNAL_KEY: {"source": self.prior_search.source, "costs": costs}}
 
 
 def find(
@@ -91,8 +93,8 @@ def find(
         search_id = str(header.get("search_id", ""))
         opened = [e for e in events if e.name == "opened"]
         last: Mapping[str, Any] = opened[-1].data.get("definition", {}) if opened else {}
-        if opened and {k: v for k, v in last.items() if k != "earlier"} == dict(defined):
-            return _from_journal(last.get("earlier"), journal)
+        if opened and {k: v for k, v in last.items() if k != _JOURNAL_KEY} == dict(defined):
+            return _from_journal(last.get(_JOURNAL_KEY), journal)
     if asked == AUTO:
         return _most_similar(settings, runner, search_id)
     path = Path(str(asked))
@@ -112,7 +114,7 @@ def _from_journal(kept: Any, journal: Path) -> Transfer:
         return Transfer(f"{KEY}: nothing, as when this search began")
     try:
         costs = tuple((dict(configuration), float(log)) for configuration, log in kept["costs"])
-        return _told(PriorSearch(str(kept["source"]), costs))
+        return _transferred(PriorSearch(str(kept["source"]), costs))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise JournalError(
             f"{journal}: what it says of {KEY} is not what this version understands "
@@ -173,7 +175,7 @@ def _most_similar(settings: Settings, runner: Runner, own_id: str) -> Transfer:
             costs = in_store(store, search, settings.objective.metric, runner)
             prior_search = costs.prior_search(_name(search))
             if prior_search is not None:
-                return _told(prior_search)
+                return _transferred(prior_search)
     except StoreError as error:
         return Transfer(warning=f"{KEY}={AUTO}: {error}; nothing is transferred")
     return Transfer(
@@ -205,10 +207,10 @@ def _required(costs: PriorCosts, name: str, source: str) -> Transfer:
             f"knobs ({own}); at least {FEWEST} are needed. Name another search, or leave {KEY} "
             "out.",
         )
-    return _told(prior_search)
+    return _transferred(prior_search)
 
 
-def _told(prior: PriorSearch) -> Transfer:
+def _transferred(prior: PriorSearch) -> Transfer:
     best = 100.0 * (1.0 - math.exp(prior.costs[0][1]))
     return Transfer(
         f"{KEY}: {len(prior.costs)} configurations of {prior.source} are believed until this "

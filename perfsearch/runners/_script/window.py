@@ -367,6 +367,3 @@ def require_ranks_together(first: Sequence[Mapping[str, Any]], world_size: int) 
             "the model is wrapped in no DistributedDataParallel or FSDP. Wrap it "
             "(init_process_group, DistributedDataParallel(model)), or search one rank: nproc=1"
         )
-
-
-__all__ = ["EndedError", "GroupGone", "Start", "receive_steps", "score", "settle"]
