@@ -368,13 +368,14 @@ def _is_full_disk(error: BaseException) -> bool:
 
 
 def _stages(session: Session) -> Result:
+    """Go through them, except the record, and say what the search came to."""
     exit_code, verdict = ExitCode.DONE, Verdict()
     profiled = session.settings.mode == "profile"
     _resume(session)  # stage 1
     try:
         baseline.run(session)  # stage 2
-        # stage 3
-        reason = PROFILED if profiled else baseline.reason_to_stop(session) or explore.run(session)
+        reason = PROFILED if profiled else baseline.reason_to_stop(session)
+        reason = reason or explore.run(session)  # stage 3
     except explore.BreakerError as error:
         exit_code, reason = ExitCode.CIRCUIT_BREAKER, str(error)
         session.view.warning(f"search ended: {reason}")
