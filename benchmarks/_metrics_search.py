@@ -10,9 +10,7 @@ from perfsearch.cli.view import View
 from perfsearch.config.schema import validate
 from perfsearch.core.journal import Journal
 from perfsearch.core.trial import Trial
-from perfsearch.pipeline import baseline, confirm
-from perfsearch.pipeline import baseline as gains
-from perfsearch.pipeline import explore as searching
+from perfsearch.pipeline import baseline, confirm, explore
 from perfsearch.pipeline.search import build_runner, strategy_factory
 from perfsearch.pipeline.session import Session, Verdict
 
@@ -55,8 +53,8 @@ def search(
                 settings, runner, strategy, journal, View(settings.objective), NoTracker(),  # type: ignore[arg-type]
                 Path(name), trials,
             )  # fmt: skip
-            baseline.run_baseline(session)
-            reason = gains.reason_to_stop(session) or searching.run(session)
+            baseline.run(session)
+            reason = baseline.reason_to_stop(session) or explore.run(session)
             print(f"search ended: {reason}", flush=True)
             verdict = confirm.run(session)
             journal.close()

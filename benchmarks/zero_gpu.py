@@ -37,8 +37,7 @@ from perfsearch.config.schema import Settings
 from perfsearch.core.journal import Journal
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.pipeline import baseline
-from perfsearch.pipeline import explore as searching
+from perfsearch.pipeline import baseline, explore
 from perfsearch.pipeline.session import Session
 
 PER_GPU = 16
@@ -136,15 +135,15 @@ def run_search(bench: Bench, part: str, name: str, settings: Settings) -> None:
             Path(directory), objective, trials,
         )  # fmt: skip
         described_s = time.monotonic() - begin
-        baseline.run_baseline(session)
+        baseline.run(session)
         baseline_s = time.monotonic() - begin
         allowed = settings.budget.seconds
         if allowed is not None:  # here the start of processes counts, too
             left = replace(settings.budget, seconds=max(1.0, allowed - baseline_s))
             session.settings = replace(settings, budget=left)
         try:
-            reason = searching.run(session)
-        except searching.BreakerError as error:
+            reason = explore.run(session)
+        except explore.BreakerError as error:
             reason = str(error)
         seconds = time.monotonic() - begin
         journal.close()

@@ -96,11 +96,11 @@ def autotune(model: torch.nn.Module, **options: Any) -> torch.nn.parallel.Distri
     from torch.nn.parallel import DistributedDataParallel
 
     from perfsearch.online import AutotuneOptions, rank
-    from perfsearch.online import knobs as beforehand
+    from perfsearch.online.knobs import check_knobs
 
     names = {field.name for field in dataclasses.fields(AutotuneOptions)}
     chosen = AutotuneOptions.from_mapping({k: v for k, v in options.items() if k in names})
-    beforehand.check_knobs(chosen)
+    check_knobs(chosen)
     for_wrapper = {k: v for k, v in options.items() if k not in names}
     if not dist.is_initialized():
         raise BadInputError(

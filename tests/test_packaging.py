@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TEST_LINE = "./scripts/setup dev && .venv/bin/python -m pytest -n 2 --dist loadfile -m \"not slow\""
+TEST_LINE = './scripts/setup dev && .venv/bin/python -m pytest -n 2 --dist loadfile -m "not slow"'
 MAIN_LINE = "./scripts/setup && .venv/bin/perfsearch runner=ddp strategy=bayes"
 
 

@@ -33,7 +33,7 @@ Knobs (runner.knobs.NAME=...; quote braces and brackets for the shell)
   {min: 2, max: 64}     bounds it           ~runner.knobs.NAME drops it
 """
 
-_EXITS = """\
+_EXIT_CODES = """\
 Exit: 0 done, also with "no gain"; 1 no trial succeeded; 2 bad input, nothing started; 3 a circuit
       breaker ended a search that has results, or the disk is full; 129, 130 and 143 for SIGHUP,
       SIGINT and SIGTERM.
@@ -63,7 +63,7 @@ class OptionFile:
 def help_text() -> str:
     """What ``perfsearch --help`` prints."""
     options = list(option_files())
-    return "\n".join([_USAGE, _groups(options), _KNOBS, _knobs(options), _keys(), _EXITS])
+    return "\n".join([_USAGE, _groups(options), _KNOBS, _knobs(options), _keys(), _EXIT_CODES])
 
 
 def option_files() -> Iterator[OptionFile]:

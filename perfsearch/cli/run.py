@@ -36,17 +36,406 @@ from perfsearch.knobs.transport import (
 from perfsearch.online.options import AutotuneOptions
 from perfsearch.runners.deepspeed.command import LAUNCHERS
 
-_ALLOWED = ("nproc_per_node", "standalone", "module", "nnodes", "max_restarts", "run_path")
-"""torchrun's options that mean something to a search on this node."""
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        argv: arguments without the program's name; ``None`` takes the command line's.
+
+    """
+    open_standard_streams()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(own_parser().format_help(), end="")
+        return ExitCode.DONE if arguments else ExitCode.BAD_INPUT
+    if arguments[0] == "--version":
+        print(f"perfsearch {version()}")
+        return ExitCode.DONE
+    try:
+        require_current_directory()
+        asked = split(arguments)
+        check(asked)
+        if asked.search or asked.profile:
+            maps_of(asked)  # what is wrong with them is told before anything is composed
+            return int(search(asked))
+        return start(asked)
+    except BadInputError as error:
+        print(f"perfsearch-run: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+
+
+def check(asked: RunArguments) -> None:
+    """See that there is a script, and that what was asked for goes together.
+
+    Raises:
+        BadInputError: it does not.
+
+    """
+    doing = [n for n in ("search", "profile", "knobs") if getattr(asked, n)]
+    doing += ["autotune"] if asked.autotune is not None else []
+    trials = asked.search or asked.profile
+    if trials and len(doing) > 1:
+        first, other = doing[:2]
+        pins = " In a search -o runner.knobs.NAME=VALUE pins a knob" if first == "search" else ""
+        raise BadInputError(f"--{first} --{other}: one at a time.{pins}")
+    if (asked.overrides or asked.preset) and not (trials or asked.knobs):
+        option = "-o" if asked.overrides else "--preset"
+        raise BadInputError(
+            f"{option}: it belongs to --search and --profile (--preset also to --knobs)."
+        )
+    if (asked.maps or asked.map_files) and not (trials or asked.knobs):
+        option = "--map" if asked.maps else "--map-file"
+        raise BadInputError(f"{option}: it belongs to --search, --profile and --knobs.")
+    if asked.parsed.no_python and doing:
+        raise BadInputError(
+            f"--no-python --{doing[0]}: only a Python script can be reached from outside. Give the "
+            "script itself, without --no-python"
+        )
+    if asked.parsed.module or asked.parsed.no_python:
+        return
+    path = Path(asked.script)
+    if path.suffix == ".ipynb":
+        raise BadInputError(
+            f"{path}: a notebook is no script. Convert it: jupyter nbconvert --to script {path}; "
+            "or call perfsearch.search(...) in it"
+        )
+    if not path.is_file() and asked.script in LAUNCHERS:
+        raise BadInputError(
+            f"{asked.script}: a launcher, and perfsearch-run starts the ranks itself: "
+            "perfsearch-run --nproc-per-node N SCRIPT ARGUMENTS. A DeepSpeed job may keep its "
+            "launcher: perfsearch runner=deepspeed workload=script workload.command='deepspeed ...'"
+        )
+    if path.is_dir():
+        raise BadInputError(
+            f"{asked.script}: a directory, and a script is needed. A package is started by -m NAME"
+        )
+    if not path.is_file():
+        near = f" There is {path}.py." if path.with_suffix(".py").is_file() else ""
+        hint = "" if near else f" Looked from {Path.cwd()}. A module is started by -m {path}."
+        raise BadInputError(f"{path}: no such script.{near}{hint}")
+
+
+def maps_of(asked: RunArguments) -> list[Mapped]:
+    """Where the script takes knobs from.
+
+    Raises:
+        BadInputError: a map is not of the right form, or two are for the same knob.
+
+    """
+    return gather(asked.maps, asked.map_files, asked.preset, asked.arguments)[0]
+
+
+# -----------------------------------------------------------------------------
+# A start of the script, with knobs in force where they are given.
+
+
+def start(asked: RunArguments) -> int:
+    """Start the script as torchrun does; return the exit code of the launcher."""
+    planned, arguments, told = _given(asked)
+    told.update({name: f"environment ({k}={v})" for name, k, v in _variables(planned.environment)})
+    for name, value in planned.unreachable.items():
+        print(
+            f"perfsearch: without effect: {name}={value} cannot be given to a script from outside"
+            + (", unless it takes it as an argument: --map" if asked.knobs else ""),
+            file=sys.stderr,
+        )
+    os.environ.update(planned.environment)
+    if asked.autotune is not None:
+        from perfsearch.online.knobs import check_knobs
+
+        check_knobs(AutotuneOptions.from_mapping(asked.autotune))  # not by every rank
+    if asked.parsed.no_python:
+        return _torchrun(asked.parsed, asked.script, arguments)
+    orders = LaunchConfig(
+        script=asked.script,
+        module=asked.parsed.module,
+        knobs=planned.objects,
+        autotune=asked.autotune,
+        report=not asked.quiet,
+        mapped=told,
+        given=planned.mapped,
+    )
+    os.environ.update(orders.to_environment())
+    options = argparse.Namespace(**{**vars(asked.parsed), "module": True, "run_path": False})
+    return _torchrun(options, ENTRY, [asked.script, *arguments])
+
+
+def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
+    """How each knob reaches the script, the script's arguments, and what they give it."""
+    found = read_knobs(asked.knobs) if asked.knobs else KnobFile()
+    if found.runner == "deepspeed":
+        directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-"))
+        arguments, told, given = tuned(found, asked, directory)
+        return KnobPlan(mapped=given), arguments, told
+    maps = maps_of(asked)
+    named = {mapped.name for mapped in maps}
+    maps += [m for m in _recorded_maps(found.workload, asked) if m.name not in named]
+    planned = plan(found.knobs, maps)
+    directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-")) if maps else Path()
+    arguments, told = apply(asked.arguments, maps, planned.mapped, directory)
+    return planned, arguments, told
+
+
+def _recorded_maps(workload: dict[str, Any], asked: RunArguments) -> list[Mapped]:
+    """Maps of the search that wrote the knobs, where it was one over a script."""
+    if workload.get("name") != "script":
+        return []
+    recorded = (workload.get("map") or (), workload.get("map_file") or (), workload.get("preset"))
+    return gather(*recorded, asked.arguments)[0]
+
+
+def _variables(environment: dict[str, str]) -> list[tuple[str, str, str]]:
+    from perfsearch.knobs.nccl import VARIABLES
+
+    names = {variable: knob for knob, variable in VARIABLES.items()}
+    return [(names[k], k, v) for k, v in environment.items() if k in names]
+
+
+def tuned(
+    found: KnobFile, asked: RunArguments, directory: Path
+) -> tuple[list[str], dict[str, str], dict[str, Value]]:
+    """The script's arguments with a changed copy of its DeepSpeed configuration in their place.
+
+    Args:
+        found: the knobs, from a search with ``runner=deepspeed``.
+        asked: the command line.
+        directory: where the copy is written.
+
+    Returns:
+        The arguments; for each knob where it was written; and the values that the engine can be
+        asked for.
+
+    Raises:
+        BadInputError: no argument names the configuration, or the batch does not divide.
+
+    """
+    from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
+    from perfsearch.knobs.fsdp import STAGE
+    from perfsearch.runners.deepspeed import config
+    from perfsearch.runners.deepspeed.autotuning import Autotuning
+    from perfsearch.runners.deepspeed.job import command_of, mappings
+
+    option = f"--knobs {asked.knobs}"
+    ranks = _local_ranks(asked)
+    options = _deepspeed_workload(found, asked, ranks)
+    command, path = command_of(options, found.ds_config, None)
+    if path is None or command.config_path is None:
+        raise BadInputError(
+            f"{option}: it is of a DeepSpeed search, and no argument of the script names a "
+            "DeepSpeed configuration, so that a changed copy could not reach it. Have the script "
+            "read best/apply/ds_config.json, and leave --knobs out"
+        )
+    file = config.read_json(path)
+    section = Autotuning.parse(file)
+    apart = max(1, ranks * _nodes(asked) // section.mp_size)
+    arguments = {**section.arg_mappings, **mappings(options)}
+    now = config.batch_today(file, command, apart, arguments)
+    batch = Batch(found.batch, now.global_batch, apart, now.micro_batch)
+    whole = {
+        MICRO_BATCH.name: now.micro_batch,
+        ACCUMULATION.name: batch.accumulation,
+        STAGE.name: config.stages_of(file)[0],
+        **found.knobs,
+    }
+    micro = int(whole[MICRO_BATCH.name] or 1)
+    if found.batch == "fixed" and batch.share % micro:
+        raise BadInputError(
+            f"{option}: micro_batch={micro} does not divide the {batch.share} samples that each of "
+            f"{apart} ranks trains a step. Search for this number of ranks"
+        )
+    whole[ACCUMULATION.name] = batch.accumulation_of(whole)
+    made, given = config.write(file, whole, batch, now.mappings)
+    copy = directory / "ds_config.json"
+    config.write_json(copy, made)
+    words = command.for_trial(copy, given, port=None)
+    names = {name: key for key, name in FILE_KEYS.items()}
+    shown = {name: value for name, value in whole.items() if config.applies(name, whole)}
+    told = {
+        name: f"{path}:{names.get(name, f'{config.ZERO}.{name}')}={value}"
+        for name, value in shown.items()
+    }
+    return words[command.script_at + 1 :], told, shown
+
+
+def _deepspeed_workload(found: KnobFile, asked: RunArguments, ranks: int) -> dict[str, Any]:
+    """``workload.*`` of this start: what the search was given, and what the command line says."""
+    recorded: Mapping[str, Any] = found.workload
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    module = ["-m"] if asked.parsed.module else []
+    return {
+        "command": [*launch, *module, asked.script, *asked.arguments],
+        "map": asked.maps or recorded.get("map"),
+        "map_file": asked.map_files or recorded.get("map_file"),
+        "preset": asked.preset or recorded.get("preset"),
+    }
+
+
+def _local_ranks(asked: RunArguments) -> int:
+    from torch.distributed.run import determine_local_world_size
+
+    return int(determine_local_world_size(str(asked.parsed.nproc_per_node)))
+
+
+def _nodes(asked: RunArguments) -> int:
+    from torch.distributed.run import parse_min_max_nnodes
+
+    return int(parse_min_max_nnodes(str(asked.parsed.nnodes))[1])
+
+
+def _torchrun(options: argparse.Namespace, script: str, arguments: Sequence[str]) -> int:
+    """Run torch's own launcher, in this process; it ends with the exit code that torchrun has.
+
+    It is handed what its parser made of its own options: some versions of ``argparse`` take an
+    argument of the script for one of them where it is the beginning of one.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    options.training_script, options.training_script_args = script, list(arguments)
+    record(run.run)(options)
+    return ExitCode.DONE
+
+
+# -----------------------------------------------------------------------------
+# A search over starts of the script, or a profile of one.
+
+
+def search(asked: RunArguments) -> int:
+    """Search over starts of the script, or profile one; return the command's exit code.
+
+    Raises:
+        BadInputError: an option that a search cannot honour.
+
+    """
+    from perfsearch.cli.search import main as command
+
+    _require_one_node(asked)
+    overrides = list(asked.overrides)
+    keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    taken = sorted(key for key in keys if key == "workload" or key.startswith("workload.command"))
+    if taken:
+        raise BadInputError(f"-o {taken[0]}=...: the script and its arguments stand after it.")
+    if "runner" not in keys:
+        runner = runner_for(asked)
+        print(f"perfsearch-run: runner={runner}, as the script calls for it", file=sys.stderr)
+        overrides.insert(0, f"runner={runner}")
+    if asked.profile:
+        if "mode" in keys:
+            raise BadInputError("-o mode=...: --profile is -o mode=profile. Leave one of them out.")
+        overrides.append("mode=profile")
+    nproc = _nproc(asked)
+    if nproc is not None and "nproc" not in keys:
+        overrides.append(f"nproc={nproc}")
+    return command(
+        ["workload=script", "workload.command=[SCRIPT]", *overrides], {"workload": workload(asked)}
+    )
+
+
+def workload(asked: RunArguments) -> dict[str, Any]:
+    """The ``workload.*`` keys that the command line stands for."""
+    given: dict[str, Any] = {
+        "command": [asked.script, *asked.arguments],
+        "module": bool(asked.parsed.module),
+    }
+    if asked.maps:
+        given["map"] = list(asked.maps)
+    if asked.map_files:
+        given["map_file"] = list(asked.map_files)
+    if asked.preset:
+        given["preset"] = asked.preset
+    return given
+
 
 _SIGNS = {
     "deepspeed": re.compile(r"^\s*(?:import|from)\s+deepspeed\b", re.MULTILINE),
     "zero": re.compile(r"\bfully_shard\b|\bFullyShardedDataParallel\b|\bFSDPStrategy\b"),
 }
+
 _ARGUMENT_SIGNS = {
     "deepspeed": ("--deepspeed", "--deepspeed_config", "--deepspeed-config"),
     "zero": ("--fsdp", "--use_fsdp"),
 }
+
+
+def runner_for(asked: RunArguments) -> str:
+    """Which runner's knobs fit the script: by its arguments, else by what its source names.
+
+    DeepSpeed's need its configuration; where none is named, what is around DeepSpeed is searched.
+    """
+    runner = _called_for(asked)
+    if runner == "deepspeed" and not _is_configured(asked):
+        print(
+            "perfsearch-run: no argument names the script's DeepSpeed configuration, so only what "
+            "is around DeepSpeed is searched. To search its settings: -o runner=deepspeed "
+            "-o runner.ds_config=FILE.json",
+            file=sys.stderr,
+        )
+        return "ddp"
+    return runner
+
+
+def _called_for(asked: RunArguments) -> str:
+    if asked.preset == "deepspeed":
+        return asked.preset
+    for runner, words in _ARGUMENT_SIGNS.items():
+        if any(argument.partition("=")[0] in words for argument in asked.arguments):
+            return runner
+    source = "" if asked.parsed.module else Path(asked.script).read_text(errors="replace")
+    return next((runner for runner, sign in _SIGNS.items() if sign.search(source)), "ddp")
+
+
+def _is_configured(asked: RunArguments) -> bool:
+    from perfsearch.runners.deepspeed.job import names_configuration
+
+    given = any(o.lstrip("+~").startswith("runner.ds_config=") for o in asked.overrides)
+    return given or names_configuration(workload(asked))
+
+
+_ALLOWED = ("nproc_per_node", "standalone", "module", "nnodes", "max_restarts", "run_path")
+"""torchrun's options that mean something to a search on this node."""
+
+
+def _require_one_node(asked: RunArguments) -> None:
+    doing = "--profile" if asked.profile else "--search"
+    if asked.parsed.nnodes not in ("1", "1:1"):
+        raise BadInputError(
+            f"--nnodes={asked.parsed.nnodes} {doing}: trials start on this node alone. Search on "
+            "one node, then start on all of them with --knobs best/config.yaml"
+        )
+    refused = _unusual(asked.torchrun)
+    if refused:
+        raise BadInputError(
+            f"{refused} {doing}: the ranks are started in perfsearch's own way. Leave it out; "
+            "--nproc-per-node, --standalone and -m are kept"
+        )
+
+
+def _unusual(torchrun: Sequence[str]) -> str:
+    """The first option of torchrun that a search would have to ignore."""
+    for option in torchrun:
+        if option.startswith("--") and not any(_names(option, name) for name in _ALLOWED):
+            return option.partition("=")[0]
+        if option.startswith("-") and not option.startswith("--") and option != "-m":
+            return option
+    return ""
+
+
+def _nproc(asked: RunArguments) -> int | str | None:
+    if not any(_names(option, "nproc_per_node") for option in asked.torchrun):
+        return None
+    text = str(asked.parsed.nproc_per_node)
+    return int(text) if text.isdigit() else "auto"
+
+
+def _names(option: str, destination: str) -> bool:
+    """Whether a token is that option, abbreviations included."""
+    name = option.partition("=")[0].lstrip("-").replace("-", "_")
+    return option.startswith("--") and bool(name) and destination.startswith(name)
+
+
+# -----------------------------------------------------------------------------
+# The command line: the own options, those of torchrun, the script and its arguments.
 
 
 @dataclass(frozen=True)
@@ -83,90 +472,6 @@ class RunArguments:
     map_files: list[str] = field(default_factory=list)
     preset: str | None = None
     quiet: bool = False
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadInputError(f"{message}. See perfsearch-run --help.")
-
-
-def own_parser() -> argparse.ArgumentParser:
-    """The parser of our own options; torchrun's stand beside them."""
-    parser = _Parser(
-        prog="perfsearch-run",
-        usage="perfsearch-run [torchrun's options] [these options] SCRIPT ARGUMENTS...",
-        description="Starts a script as torchrun does, with knobs that a search has found, tuned "
-        "while it trains, profiled, or searched. Without any of these it changes nothing, and says "
-        "what it could change. Everything after SCRIPT reaches it untouched.",
-        epilog="All options of torchrun are passed on: see torchrun --help.",
-        allow_abbrev=False,
-        add_help=False,
-    )
-    what = parser.add_argument_group("what to do")
-    what.add_argument("--search", action="store_true", help="search over launched trials")
-    what.add_argument(
-        "--profile", action="store_true",
-        help="start it once, measure where its time goes, and say what holds it back",
-    )  # fmt: skip
-    what.add_argument(
-        "--knobs", metavar="FILE", help="put the knobs of best/config.yaml into force"
-    )
-    what.add_argument("--autotune", action="store_true", help="tune while it trains")
-    what.add_argument("--quiet", action="store_true", help="say nothing of what is in force")
-    search = parser.add_argument_group("of the search or profile, and of what was found")
-    search.add_argument(
-        "-o", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-        help="a key of perfsearch, as in -o budget.trials=40",
-    )  # fmt: skip
-    search.add_argument(
-        "--map", action="append", default=[], metavar="NAME=ARGUMENT", dest="maps",
-        help="the script takes this knob by this argument: micro_batch=--batch-size",
-    )  # fmt: skip
-    search.add_argument(
-        "--map-file", action="append", default=[], metavar="FILE:KEY", dest="map_files",
-        help="the script reads this knob from a JSON or YAML file: "
-        "ds_config.json:train_micro_batch_size_per_gpu, or NAME=FILE:KEY",
-    )  # fmt: skip
-    search.add_argument(
-        "--preset", choices=("hf-trainer", "lightning", "accelerate", "deepspeed"),
-        help="arguments of a framework: which knobs it takes, and how checkpoints and loggers are "
-        "silenced in trials; none is chosen by itself",
-    )  # fmt: skip
-    tuning = parser.add_argument_group("of tuning while it trains (each implies --autotune)")
-    _add_tuning(tuning)
-    return parser
-
-
-def _add_tuning(group: argparse._ArgumentGroup) -> None:
-    """An option for each field of the options of tuning; what is not given is left to them."""
-    hints, texts = get_type_hints(AutotuneOptions), attribute_help(AutotuneOptions)
-    for member in fields(AutotuneOptions):
-        name, text = member.name, texts[member.name].replace("`", "").replace("%", "%%")
-        option, hint = f"--autotune-{name.replace('_', '-')}", hints[name]
-        if name == "knobs":
-            group.add_argument(
-                option, action="append", metavar="NAME=VALUE",
-                help="a value that is fixed, so that it is not tuned; [A,B]: the values to try",
-            )  # fmt: skip
-        elif hint is bool:
-            spellings = [option, f"--{name.replace('_', '-')}"]
-            group.add_argument(*spellings, action="store_true", default=None, help=text)
-        else:
-            kind = next((kind for kind in (int, float) if kind in (hint, *get_args(hint))), str)
-            group.add_argument(option, type=kind, help=text)
-
-
-def torchrun_parser() -> argparse.ArgumentParser:
-    """The parser of torchrun, which raises instead of ending the process."""
-    from torch.distributed import run
-
-    parser: argparse.ArgumentParser = run.get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign, assignment]
-    return parser
-
-
-def _refuse(message: str) -> NoReturn:
-    raise BadInputError(f"{message}. See perfsearch-run --help and torchrun --help.")
 
 
 def split(argv: Sequence[str]) -> RunArguments:
@@ -261,378 +566,88 @@ def _joined(action: argparse.Action, token: str) -> bool:
     return not token.startswith("--") and token not in action.option_strings
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        argv: arguments without the program's name; ``None`` takes the command line's.
-
-    """
-    open_standard_streams()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("--help", "-h"):
-        print(own_parser().format_help(), end="")
-        return ExitCode.DONE if arguments else ExitCode.BAD_INPUT
-    if arguments[0] == "--version":
-        print(f"perfsearch {version()}")
-        return ExitCode.DONE
-    try:
-        require_current_directory()
-        asked = split(arguments)
-        check(asked)
-        if asked.search or asked.profile:
-            maps_of(asked)  # what is wrong with them is told before anything is composed
-            return int(search(asked))
-        return start(asked)
-    except BadInputError as error:
-        print(f"perfsearch-run: {error}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-
-
-def check(asked: RunArguments) -> None:
-    """See that there is a script, and that what was asked for goes together.
-
-    Raises:
-        BadInputError: it does not.
-
-    """
-    doing = [n for n in ("search", "profile", "knobs") if getattr(asked, n)]
-    doing += ["autotune"] if asked.autotune is not None else []
-    trials = asked.search or asked.profile
-    if trials and len(doing) > 1:
-        first, other = doing[:2]
-        pins = " In a search -o runner.knobs.NAME=VALUE pins a knob" if first == "search" else ""
-        raise BadInputError(f"--{first} --{other}: one at a time.{pins}")
-    if (asked.overrides or asked.preset) and not (trials or asked.knobs):
-        option = "-o" if asked.overrides else "--preset"
-        raise BadInputError(
-            f"{option}: it belongs to --search and --profile (--preset also to --knobs)."
-        )
-    if (asked.maps or asked.map_files) and not (trials or asked.knobs):
-        option = "--map" if asked.maps else "--map-file"
-        raise BadInputError(f"{option}: it belongs to --search, --profile and --knobs.")
-    if asked.parsed.no_python and doing:
-        raise BadInputError(
-            f"--no-python --{doing[0]}: only a Python script can be reached from outside. Give the "
-            "script itself, without --no-python"
-        )
-    if asked.parsed.module or asked.parsed.no_python:
-        return
-    path = Path(asked.script)
-    if path.suffix == ".ipynb":
-        raise BadInputError(
-            f"{path}: a notebook is no script. Convert it: jupyter nbconvert --to script {path}; "
-            "or call perfsearch.search(...) in it"
-        )
-    if not path.is_file() and asked.script in LAUNCHERS:
-        raise BadInputError(
-            f"{asked.script}: a launcher, and perfsearch-run starts the ranks itself: "
-            "perfsearch-run --nproc-per-node N SCRIPT ARGUMENTS. A DeepSpeed job may keep its "
-            "launcher: perfsearch runner=deepspeed workload=script workload.command='deepspeed ...'"
-        )
-    if path.is_dir():
-        raise BadInputError(
-            f"{asked.script}: a directory, and a script is needed. A package is started by -m NAME"
-        )
-    if not path.is_file():
-        near = f" There is {path}.py." if path.with_suffix(".py").is_file() else ""
-        hint = "" if near else f" Looked from {Path.cwd()}. A module is started by -m {path}."
-        raise BadInputError(f"{path}: no such script.{near}{hint}")
-
-
-def maps_of(asked: RunArguments) -> list[Mapped]:
-    """Where the script takes knobs from.
-
-    Raises:
-        BadInputError: a map is not of the right form, or two are for the same knob.
-
-    """
-    return gather(asked.maps, asked.map_files, asked.preset, asked.arguments)[0]
-
-
-def start(asked: RunArguments) -> int:
-    """Start the script as torchrun does; return the exit code of the launcher."""
-    planned, arguments, told = _given(asked)
-    told.update({name: f"environment ({k}={v})" for name, k, v in _variables(planned.environment)})
-    for name, value in planned.unreachable.items():
-        print(
-            f"perfsearch: without effect: {name}={value} cannot be given to a script from outside"
-            + (", unless it takes it as an argument: --map" if asked.knobs else ""),
-            file=sys.stderr,
-        )
-    os.environ.update(planned.environment)
-    if asked.autotune is not None:
-        from perfsearch.online import knobs as beforehand
-
-        beforehand.check_knobs(AutotuneOptions.from_mapping(asked.autotune))  # not by every rank
-    if asked.parsed.no_python:
-        return _torchrun(asked.parsed, asked.script, arguments)
-    orders = LaunchConfig(
-        script=asked.script,
-        module=asked.parsed.module,
-        knobs=planned.objects,
-        autotune=asked.autotune,
-        report=not asked.quiet,
-        mapped=told,
-        given=planned.mapped,
+def own_parser() -> argparse.ArgumentParser:
+    """The parser of our own options; torchrun's stand beside them."""
+    parser = _Parser(
+        prog="perfsearch-run",
+        usage="perfsearch-run [torchrun's options] [these options] SCRIPT ARGUMENTS...",
+        description="Starts a script as torchrun does, with knobs that a search has found, tuned "
+        "while it trains, profiled, or searched. Without any of these it changes nothing, and says "
+        "what it could change. Everything after SCRIPT reaches it untouched.",
+        epilog="All options of torchrun are passed on: see torchrun --help.",
+        allow_abbrev=False,
+        add_help=False,
     )
-    os.environ.update(orders.to_environment())
-    options = argparse.Namespace(**{**vars(asked.parsed), "module": True, "run_path": False})
-    return _torchrun(options, ENTRY, [asked.script, *arguments])
+    what = parser.add_argument_group("what to do")
+    what.add_argument("--search", action="store_true", help="search over launched trials")
+    what.add_argument(
+        "--profile", action="store_true",
+        help="start it once, measure where its time goes, and say what holds it back",
+    )  # fmt: skip
+    what.add_argument(
+        "--knobs", metavar="FILE", help="put the knobs of best/config.yaml into force"
+    )
+    what.add_argument("--autotune", action="store_true", help="tune while it trains")
+    what.add_argument("--quiet", action="store_true", help="say nothing of what is in force")
+    search = parser.add_argument_group("of the search or profile, and of what was found")
+    search.add_argument(
+        "-o", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="a key of perfsearch, as in -o budget.trials=40",
+    )  # fmt: skip
+    search.add_argument(
+        "--map", action="append", default=[], metavar="NAME=ARGUMENT", dest="maps",
+        help="the script takes this knob by this argument: micro_batch=--batch-size",
+    )  # fmt: skip
+    search.add_argument(
+        "--map-file", action="append", default=[], metavar="FILE:KEY", dest="map_files",
+        help="the script reads this knob from a JSON or YAML file: "
+        "ds_config.json:train_micro_batch_size_per_gpu, or NAME=FILE:KEY",
+    )  # fmt: skip
+    search.add_argument(
+        "--preset", choices=("hf-trainer", "lightning", "accelerate", "deepspeed"),
+        help="arguments of a framework: which knobs it takes, and how checkpoints and loggers are "
+        "silenced in trials; none is chosen by itself",
+    )  # fmt: skip
+    tuning = parser.add_argument_group("of tuning while it trains (each implies --autotune)")
+    _add_tuning(tuning)
+    return parser
 
 
-def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
-    """How each knob reaches the script, the script's arguments, and what they give it."""
-    found = read_knobs(asked.knobs) if asked.knobs else KnobFile()
-    if found.runner == "deepspeed":
-        directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-"))
-        arguments, told, given = tuned(found, asked, directory)
-        return KnobPlan(mapped=given), arguments, told
-    maps = maps_of(asked)
-    named = {mapped.name for mapped in maps}
-    maps += [m for m in _recorded_maps(found.workload, asked) if m.name not in named]
-    planned = plan(found.knobs, maps)
-    directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-")) if maps else Path()
-    arguments, told = apply(asked.arguments, maps, planned.mapped, directory)
-    return planned, arguments, told
+def _add_tuning(group: argparse._ArgumentGroup) -> None:
+    """An option for each field of the options of tuning; what is not given is left to them."""
+    hints, texts = get_type_hints(AutotuneOptions), attribute_help(AutotuneOptions)
+    for member in fields(AutotuneOptions):
+        name, text = member.name, texts[member.name].replace("`", "").replace("%", "%%")
+        option, hint = f"--autotune-{name.replace('_', '-')}", hints[name]
+        if name == "knobs":
+            group.add_argument(
+                option, action="append", metavar="NAME=VALUE",
+                help="a value that is fixed, so that it is not tuned; [A,B]: the values to try",
+            )  # fmt: skip
+        elif hint is bool:
+            spellings = [option, f"--{name.replace('_', '-')}"]
+            group.add_argument(*spellings, action="store_true", default=None, help=text)
+        else:
+            kind = next((kind for kind in (int, float) if kind in (hint, *get_args(hint))), str)
+            group.add_argument(option, type=kind, help=text)
 
 
-def _variables(environment: dict[str, str]) -> list[tuple[str, str, str]]:
-    from perfsearch.knobs.nccl import VARIABLES
-
-    names = {variable: knob for knob, variable in VARIABLES.items()}
-    return [(names[k], k, v) for k, v in environment.items() if k in names]
-
-
-def _recorded_maps(workload: dict[str, Any], asked: RunArguments) -> list[Mapped]:
-    """Maps of the search that wrote the knobs, where it was one over a script."""
-    if workload.get("name") != "script":
-        return []
-    recorded = (workload.get("map") or (), workload.get("map_file") or (), workload.get("preset"))
-    return gather(*recorded, asked.arguments)[0]
-
-
-def _torchrun(options: argparse.Namespace, script: str, arguments: Sequence[str]) -> int:
-    """Run torch's own launcher, in this process; it ends with the exit code that torchrun has.
-
-    It is handed what its parser made of its own options: some versions of ``argparse`` take an
-    argument of the script for one of them where it is the beginning of one.
-    """
+def torchrun_parser() -> argparse.ArgumentParser:
+    """The parser of torchrun, which raises instead of ending the process."""
     from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.errors import record
 
-    options.training_script, options.training_script_args = script, list(arguments)
-    record(run.run)(options)
-    return ExitCode.DONE
-
-
-def search(asked: RunArguments) -> int:
-    """Search over starts of the script, or profile one; return the command's exit code.
-
-    Raises:
-        BadInputError: an option that a search cannot honour.
-
-    """
-    from perfsearch.cli.search import main as command
-
-    _require_one_node(asked)
-    overrides = list(asked.overrides)
-    keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    taken = sorted(key for key in keys if key == "workload" or key.startswith("workload.command"))
-    if taken:
-        raise BadInputError(f"-o {taken[0]}=...: the script and its arguments stand after it.")
-    if "runner" not in keys:
-        runner = runner_for(asked)
-        print(f"perfsearch-run: runner={runner}, as the script calls for it", file=sys.stderr)
-        overrides.insert(0, f"runner={runner}")
-    if asked.profile:
-        if "mode" in keys:
-            raise BadInputError("-o mode=...: --profile is -o mode=profile. Leave one of them out.")
-        overrides.append("mode=profile")
-    nproc = _nproc(asked)
-    if nproc is not None and "nproc" not in keys:
-        overrides.append(f"nproc={nproc}")
-    return command(
-        ["workload=script", "workload.command=[SCRIPT]", *overrides], {"workload": workload(asked)}
-    )
+    parser: argparse.ArgumentParser = run.get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign, assignment]
+    return parser
 
 
-def workload(asked: RunArguments) -> dict[str, Any]:
-    """The ``workload.*`` keys that the command line stands for."""
-    given: dict[str, Any] = {
-        "command": [asked.script, *asked.arguments],
-        "module": bool(asked.parsed.module),
-    }
-    if asked.maps:
-        given["map"] = list(asked.maps)
-    if asked.map_files:
-        given["map_file"] = list(asked.map_files)
-    if asked.preset:
-        given["preset"] = asked.preset
-    return given
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInputError(f"{message}. See perfsearch-run --help.")
 
 
-def runner_for(asked: RunArguments) -> str:
-    """Which runner's knobs fit the script: by its arguments, else by what its source names.
-
-    DeepSpeed's need its configuration; where none is named, what is around DeepSpeed is searched.
-    """
-    runner = _called_for(asked)
-    if runner == "deepspeed" and not _is_configured(asked):
-        print(
-            "perfsearch-run: no argument names the script's DeepSpeed configuration, so only what "
-            "is around DeepSpeed is searched. To search its settings: -o runner=deepspeed "
-            "-o runner.ds_config=FILE.json",
-            file=sys.stderr,
-        )
-        return "ddp"
-    return runner
-
-
-def _called_for(asked: RunArguments) -> str:
-    if asked.preset == "deepspeed":
-        return asked.preset
-    for runner, words in _ARGUMENT_SIGNS.items():
-        if any(argument.partition("=")[0] in words for argument in asked.arguments):
-            return runner
-    source = "" if asked.parsed.module else Path(asked.script).read_text(errors="replace")
-    return next((runner for runner, sign in _SIGNS.items() if sign.search(source)), "ddp")
-
-
-def _is_configured(asked: RunArguments) -> bool:
-    from perfsearch.runners.deepspeed.job import names_configuration
-
-    given = any(o.lstrip("+~").startswith("runner.ds_config=") for o in asked.overrides)
-    return given or names_configuration(workload(asked))
-
-
-def _nproc(asked: RunArguments) -> int | str | None:
-    if not any(_names(option, "nproc_per_node") for option in asked.torchrun):
-        return None
-    text = str(asked.parsed.nproc_per_node)
-    return int(text) if text.isdigit() else "auto"
-
-
-def _names(option: str, destination: str) -> bool:
-    """Whether a token is that option, abbreviations included."""
-    name = option.partition("=")[0].lstrip("-").replace("-", "_")
-    return option.startswith("--") and bool(name) and destination.startswith(name)
-
-
-def _require_one_node(asked: RunArguments) -> None:
-    doing = "--profile" if asked.profile else "--search"
-    if asked.parsed.nnodes not in ("1", "1:1"):
-        raise BadInputError(
-            f"--nnodes={asked.parsed.nnodes} {doing}: trials start on this node alone. Search on "
-            "one node, then start on all of them with --knobs best/config.yaml"
-        )
-    refused = _unusual(asked.torchrun)
-    if refused:
-        raise BadInputError(
-            f"{refused} {doing}: the ranks are started in perfsearch's own way. Leave it out; "
-            "--nproc-per-node, --standalone and -m are taken over"
-        )
-
-
-def _unusual(torchrun: Sequence[str]) -> str:
-    """The first option of torchrun that a search would have to ignore."""
-    for option in torchrun:
-        if option.startswith("--") and not any(_names(option, name) for name in _ALLOWED):
-            return option.partition("=")[0]
-        if option.startswith("-") and not option.startswith("--") and option != "-m":
-            return option
-    return ""
-
-
-def tuned(
-    found: KnobFile, asked: RunArguments, directory: Path
-) -> tuple[list[str], dict[str, str], dict[str, Value]]:
-    """The script's arguments with a changed copy of its DeepSpeed configuration in their place.
-
-    Args:
-        found: the knobs, from a search with ``runner=deepspeed``.
-        asked: the command line.
-        directory: where the copy is written.
-
-    Returns:
-        The arguments; for each knob where it was written; and the values that the engine can be
-        asked for.
-
-    Raises:
-        BadInputError: no argument names the configuration, or the batch does not divide.
-
-    """
-    from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
-    from perfsearch.knobs.fsdp import STAGE
-    from perfsearch.runners.deepspeed import config
-    from perfsearch.runners.deepspeed.autotuning import Autotuning
-    from perfsearch.runners.deepspeed.job import command_of, mappings
-
-    option = f"--knobs {asked.knobs}"
-    ranks = _local_ranks(asked)
-    options = _deepspeed_workload(found, asked, ranks)
-    command, path = command_of(options, found.ds_config, None)
-    if path is None or command.config_path is None:
-        raise BadInputError(
-            f"{option}: it is of a DeepSpeed search, and no argument of the script names a "
-            "DeepSpeed configuration, so that a changed copy could not reach it. Have the script "
-            "read best/apply/ds_config.json, and leave --knobs out"
-        )
-    file = config.read_json(path)
-    section = Autotuning.parse(file)
-    apart = max(1, ranks * _nodes(asked) // section.mp_size)
-    arguments = {**section.arg_mappings, **mappings(options)}
-    now = config.batch_today(file, command, apart, arguments)
-    batch = Batch(found.batch, now.global_batch, apart, now.micro_batch)
-    whole = {
-        MICRO_BATCH.name: now.micro_batch,
-        ACCUMULATION.name: batch.accumulation,
-        STAGE.name: config.stages_of(file)[0],
-        **found.knobs,
-    }
-    micro = int(whole[MICRO_BATCH.name] or 1)
-    if found.batch == "fixed" and batch.share % micro:
-        raise BadInputError(
-            f"{option}: micro_batch={micro} does not divide the {batch.share} samples that each of "
-            f"{apart} ranks trains a step. Search for this number of ranks"
-        )
-    whole[ACCUMULATION.name] = batch.accumulation_of(whole)
-    made, given = config.write(file, whole, batch, now.mappings)
-    copy = directory / "ds_config.json"
-    config.write_json(copy, made)
-    words = command.for_trial(copy, given, port=None)
-    names = {name: key for key, name in FILE_KEYS.items()}
-    shown = {name: value for name, value in whole.items() if config.applies(name, whole)}
-    told = {
-        name: f"{path}:{names.get(name, f'{config.ZERO}.{name}')}={value}"
-        for name, value in shown.items()
-    }
-    return words[command.script_at + 1 :], told, shown
-
-
-def _deepspeed_workload(found: KnobFile, asked: RunArguments, ranks: int) -> dict[str, Any]:
-    """``workload.*`` of this start: what the search was given, and what the command line says."""
-    recorded: Mapping[str, Any] = found.workload
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    module = ["-m"] if asked.parsed.module else []
-    return {
-        "command": [*launch, *module, asked.script, *asked.arguments],
-        "map": asked.maps or recorded.get("map"),
-        "map_file": asked.map_files or recorded.get("map_file"),
-        "preset": asked.preset or recorded.get("preset"),
-    }
-
-
-def _local_ranks(asked: RunArguments) -> int:
-    from torch.distributed.run import determine_local_world_size
-
-    return int(determine_local_world_size(str(asked.parsed.nproc_per_node)))
-
-
-def _nodes(asked: RunArguments) -> int:
-    from torch.distributed.run import parse_min_max_nnodes
-
-    return int(parse_min_max_nnodes(str(asked.parsed.nnodes))[1])
+def _refuse(message: str) -> NoReturn:
+    raise BadInputError(f"{message}. See perfsearch-run --help and torchrun --help.")
 
 
 if __name__ == "__main__":

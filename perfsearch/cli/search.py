@@ -35,7 +35,6 @@ from perfsearch.core.version import version
 if TYPE_CHECKING:
     import argparse
 
-
 _SIGPIPE = 141
 """What a shell reports of a command whose reader went away."""
 
@@ -81,34 +80,6 @@ def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
         return ExitCode.BAD_INPUT
 
 
-def _hydra_parser() -> argparse.ArgumentParser:
-    """Hydra's own parser.
-
-    Hydra shows it nowhere else, and ``hydra.main`` reads the same command line with it, so that a
-    copy of ours could come to disagree.
-    """
-    from hydra._internal.utils import get_args_parser
-
-    parser: argparse.ArgumentParser = get_args_parser()
-    return parser
-
-
-def _overrides_first(arguments: list[str]) -> list[str]:
-    """Let options stand anywhere; Hydra's parser wants all KEY=VALUE side by side."""
-    takes_value = {
-        name
-        for action in _hydra_parser()._actions
-        for name in action.option_strings
-        if action.nargs is None
-    }
-    overrides: list[str] = []
-    options: list[str] = []
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        is_value = before in takes_value or (before in ("--info", "-i") and "=" not in argument)
-        (options if argument.startswith("-") or is_value else overrides).append(argument)
-    return [*overrides, *options]
-
-
 def _command(arguments: list[str], given: Mapping[str, Any]) -> int:
     arguments = _overrides_first(open_knobs(arguments))
     flags = _parse(arguments)
@@ -138,66 +109,6 @@ def _command(arguments: list[str], given: Mapping[str, Any]) -> int:
             raise
         raise BadInputError(message) from error
     return max(job.exit_codes, default=ExitCode.DONE)
-
-
-def _search(settings: Settings) -> int:
-    from perfsearch.cli.view import open_view
-    from perfsearch.pipeline.search import run
-
-    return run(settings, open_view)
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    """Hydra's own arguments, with one clear message for what it cannot take."""
-    parser = _hydra_parser()
-    names = [name for action in parser._actions for name in action.option_strings]
-
-    def refuse(message: str) -> None:
-        raise BadInputError(f"{message}. See perfsearch --help.")
-
-    parser.error = refuse  # type: ignore[assignment, method-assign]
-    flags, rest = parser.parse_known_args(arguments)
-    if rest:
-        name = rest[0].partition("=")[0]
-        raise BadInputError(f"{name}: no such option. {nearest(name, names)}")
-    actions = ("run", "multirun", "cfg", "info", "hydra_help", "shell_completion")
-    asked = [f"--{name.replace('_', '-')}" for name in actions if getattr(flags, name)]
-    if len(asked) > 1:
-        raise BadInputError(f"{' '.join(asked)}: only one of these at a time.")
-    if flags.resolve and not flags.cfg:
-        raise BadInputError("--resolve: it goes with --cfg only.")
-    if flags.experimental_rerun is not None:
-        raise BadInputError("--experimental-rerun: give best/config.yaml's values as KEY=VALUE.")
-    return flags
-
-
-@contextmanager
-def _hydra_environment(arguments: list[str]) -> Iterator[None]:
-    """Let Hydra read ``arguments``, and let it raise its errors rather than print them."""
-    before_argv, before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [sys.argv[0], *arguments]
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        sys.argv = before_argv
-        if before is None:
-            os.environ.pop("HYDRA_FULL_ERROR", None)
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = before
-
-
-class JobFailedError(Exception):
-    """A job of a sweep in another process ended with an exit code other than 0.
-
-    Attributes:
-        exit_code: which.
-
-    """
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
 
 
 class Job:
@@ -230,6 +141,19 @@ class Job:
             raise JobFailedError(code)
 
 
+class JobFailedError(Exception):
+    """A job of a sweep in another process ended with an exit code other than 0.
+
+    Attributes:
+        exit_code: which.
+
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
 def _exit_code(config: Any, given: Mapping[str, Any]) -> int:
     try:
         try:
@@ -248,6 +172,85 @@ def _exit_code(config: Any, given: Mapping[str, Any]) -> int:
     except Exception:
         traceback.print_exc()
         return ExitCode.NO_TRIAL_SUCCEEDED
+
+
+def _search(settings: Settings) -> int:
+    from perfsearch.cli.view import open_view
+    from perfsearch.pipeline.search import run
+
+    return run(settings, open_view)
+
+
+# -----------------------------------------------------------------------------
+# The command line, before Hydra reads it.
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """Hydra's own arguments, with one clear message for what it cannot take."""
+    parser = _hydra_parser()
+    names = [name for action in parser._actions for name in action.option_strings]
+
+    def refuse(message: str) -> None:
+        raise BadInputError(f"{message}. See perfsearch --help.")
+
+    parser.error = refuse  # type: ignore[assignment, method-assign]
+    flags, rest = parser.parse_known_args(arguments)
+    if rest:
+        name = rest[0].partition("=")[0]
+        raise BadInputError(f"{name}: no such option. {nearest(name, names)}")
+    actions = ("run", "multirun", "cfg", "info", "hydra_help", "shell_completion")
+    asked = [f"--{name.replace('_', '-')}" for name in actions if getattr(flags, name)]
+    if len(asked) > 1:
+        raise BadInputError(f"{' '.join(asked)}: only one of these at a time.")
+    if flags.resolve and not flags.cfg:
+        raise BadInputError("--resolve: it goes with --cfg only.")
+    if flags.experimental_rerun is not None:
+        raise BadInputError("--experimental-rerun: give best/config.yaml's values as KEY=VALUE.")
+    return flags
+
+
+def _overrides_first(arguments: list[str]) -> list[str]:
+    """Let options stand anywhere; Hydra's parser wants all KEY=VALUE side by side."""
+    takes_value = {
+        name
+        for action in _hydra_parser()._actions
+        for name in action.option_strings
+        if action.nargs is None
+    }
+    overrides: list[str] = []
+    options: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        is_value = before in takes_value or (before in ("--info", "-i") and "=" not in argument)
+        (options if argument.startswith("-") or is_value else overrides).append(argument)
+    return [*overrides, *options]
+
+
+def _hydra_parser() -> argparse.ArgumentParser:
+    """Hydra's own parser.
+
+    Hydra shows it nowhere else, and ``hydra.main`` reads the same command line with it, so that a
+    copy of ours could come to disagree.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    parser: argparse.ArgumentParser = get_args_parser()
+    return parser
+
+
+@contextmanager
+def _hydra_environment(arguments: list[str]) -> Iterator[None]:
+    """Let Hydra read ``arguments``, and let it raise its errors rather than print them."""
+    before_argv, before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [sys.argv[0], *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = before_argv
+        if before is None:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
 
 
 def _take_recorded_configuration(arguments: list[str], flags: argparse.Namespace) -> None:

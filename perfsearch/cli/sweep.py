@@ -1,4 +1,4 @@
-"""What Hydra would compose of a command line, looked at before anything starts."""
+"""Validation of what Hydra would compose of a command line, before anything starts."""
 
 from __future__ import annotations
 

@@ -28,6 +28,42 @@ from perfsearch.tracking.store import (
 EXIT_DONE, EXIT_STORE_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of ``perfsearch-sync``: 0 done, 1 the store failed, 2 bad input."""
+    open_standard_streams()
+    parser = argparse.ArgumentParser(
+        prog="perfsearch-sync", description="Upload to MLflow what it missed of a search."
+    )
+    parser.add_argument("run_dir", type=Path, help="directory of a search, with journal.jsonl")
+    parser.add_argument(
+        "--uri",
+        help="tracking URI; by default that of the search; 'env' takes MLFLOW_TRACKING_URI",
+    )
+    options = parser.parse_args(arguments)
+    uri = options.uri
+    try:
+        require_current_directory()
+        if uri == "env":
+            uri = os.environ.get("MLFLOW_TRACKING_URI")
+            if not uri:
+                raise SyncError("--uri env: MLFLOW_TRACKING_URI is not set.")
+        store = rebuild(options.run_dir, uri)
+    except (SyncError, BadInputError) as error:
+        print(f"perfsearch-sync: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except Exception as error:  # the store's own exceptions have no common base
+        where = without_credentials(uri) if uri else "the search's store"
+        print(
+            f"perfsearch-sync: writing to {where} failed: {type(error).__name__}: {error}. "
+            "Nothing is lost; try again.",
+            file=sys.stderr,
+        )
+        return EXIT_STORE_FAILED
+    print(f"uploaded {options.run_dir}; open it with: ", end="")
+    print(how_to_open(store.location, store.experiment_id))
+    return EXIT_DONE
+
+
 class SyncError(ValueError):
     """A run directory that cannot be uploaded; the message says why and what to do."""
 
@@ -79,6 +115,16 @@ def _upload(run_dir: Path, uri: str | None) -> Store:
     return store
 
 
+def _usable(uri: str | None) -> str | None:
+    """The recorded URI, unless its password was kept out of the record."""
+    if uri is not None and "***@" in uri:
+        raise SyncError(
+            f"the search used {uri}, whose password is not recorded. Give the store with --uri, or "
+            "set MLFLOW_TRACKING_URI and --uri env."
+        )
+    return uri
+
+
 def _read(run_dir: Path) -> tuple[dict[str, Any], list[Event]]:
     """Header and events of the journal, of which one ``opened`` is there in any case.
 
@@ -95,18 +141,18 @@ def _read(run_dir: Path) -> tuple[dict[str, Any], list[Event]]:
     if not any(event.name == "opened" for event in events):  # it was killed before it noted that
         started_s = header.get("started_unix_s", path.stat().st_mtime)
         events.insert(0, Event(0, "opened", {"unix_s": started_s}))
-    log = run_dir / SECOND_LOG
+    log = run_dir / WRITE_AHEAD_LOG
     if log.exists():
-        events = _with_second_log(log, events)
+        events = _with_write_ahead_log(log, events)
     return header, events
 
 
-SECOND_LOG = "tracking.jsonl"
-"""What MLflow was told, which earlier versions kept in a file beside the journal."""
+WRITE_AHEAD_LOG = "tracking.jsonl"
+"""What MLflow was to be told, which earlier versions kept beside the journal."""
 
 
-def _with_second_log(log: Path, events: Sequence[Event]) -> list[Event]:
-    """The events of an earlier version's search, completed from its second log."""
+def _with_write_ahead_log(log: Path, events: Sequence[Event]) -> list[Event]:
+    """The events of an earlier version's search, completed from its write-ahead log."""
     kept: dict[str, list[dict[str, Any]]] = {}
     for line in log.read_text(errors="replace").splitlines():
         with suppress(ValueError, TypeError, KeyError):  # a line that a kill tore
@@ -135,52 +181,6 @@ def _with_second_log(log: Path, events: Sequence[Event]) -> list[Event]:
         data = {**numbers, "files": files, "unix_s": told["time_ms"] / 1e3}
         found.append(Event(number, "summarised", data))
     return found
-
-
-def _usable(uri: str | None) -> str | None:
-    """The recorded URI, unless its password was kept out of the record."""
-    if uri is not None and "***@" in uri:
-        raise SyncError(
-            f"the search used {uri}, whose password is not recorded. Give the store with --uri, or "
-            "set MLFLOW_TRACKING_URI and --uri env."
-        )
-    return uri
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``perfsearch-sync``: 0 done, 1 the store failed, 2 bad input."""
-    open_standard_streams()
-    parser = argparse.ArgumentParser(
-        prog="perfsearch-sync", description="Upload to MLflow what it missed of a search."
-    )
-    parser.add_argument("run_dir", type=Path, help="directory of a search, with journal.jsonl")
-    parser.add_argument(
-        "--uri",
-        help="tracking URI; by default that of the search; 'env' takes MLFLOW_TRACKING_URI",
-    )
-    options = parser.parse_args(arguments)
-    uri = options.uri
-    try:
-        require_current_directory()
-        if uri == "env":
-            uri = os.environ.get("MLFLOW_TRACKING_URI")
-            if not uri:
-                raise SyncError("--uri env: MLFLOW_TRACKING_URI is not set.")
-        store = rebuild(options.run_dir, uri)
-    except (SyncError, BadInputError) as error:
-        print(f"perfsearch-sync: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except Exception as error:  # the store's own exceptions have no common base
-        where = without_credentials(uri) if uri else "the search's store"
-        print(
-            f"perfsearch-sync: writing to {where} failed: {type(error).__name__}: {error}. "
-            "Nothing is lost; try again.",
-            file=sys.stderr,
-        )
-        return EXIT_STORE_FAILED
-    print(f"uploaded {options.run_dir}; open it with: ", end="")
-    print(how_to_open(store.location, store.experiment_id))
-    return EXIT_DONE
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ class LiveView(View):
         seconds_left: float | None,
         message: str = "",
     ) -> None:
-        """Let the trial scroll by, and take over the new best and what is left."""
+        """Let the trial scroll by, and show the new best and what is left."""
         self.best = best_so_far
         self.seconds_left = None if seconds_left is None else (seconds_left, time.monotonic())
         super().trial_finished(trial, best_so_far, baseline, seconds_left, message)

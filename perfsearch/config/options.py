@@ -42,17 +42,6 @@ class ConfigError(BadInputError):
         self.key = key
 
 
-def plain_value(value: Any) -> Any:
-    """The value in dicts, lists and scalars, as YAML and JSON can hold it."""
-    if isinstance(value, Mapping):
-        return {str(k): plain_value(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_value(v) for v in value]
-    if isinstance(value, Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value
-
-
 def build_options(cls: type[T], mapping: Mapping[str, Any], prefix: str) -> T:
     """Build the options dataclass ``cls`` from what the user wrote under the key ``prefix``.
 
@@ -94,90 +83,6 @@ def build_options(cls: type[T], mapping: Mapping[str, Any], prefix: str) -> T:
         raise ConfigError(prefix, str(error) if named else f"{prefix}: {error}") from error
 
 
-def join(prefix: str, name: object) -> str:
-    """The dotted key of ``name`` under ``prefix``."""
-    return f"{prefix}.{name}" if prefix else str(name)
-
-
-def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything below ``node`` that has no keys of its own."""
-    if isinstance(node, Mapping) and node:
-        for name, value in node.items():
-            yield from leaves(value, join(key, name))
-    else:
-        yield key, node
-
-
-def show(value: object) -> str:
-    """``value`` as a person would write it on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(show(v) for v in value) + "]"
-    return str(value)
-
-
-def describe_type(annotation: Any, limits: Mapping[str, float] | None = None) -> str:
-    """What a field accepts, in words: ``whole number >= 1 or null``."""
-    text = _type_words(annotation)
-    limits = limits or {}
-    bounds = [
-        f"{sign} {limits[name]:.12g}" for name, (sign, _) in _BOUNDS.items() if name in limits
-    ]
-    if not bounds:
-        return text
-    head, joint, tail = text.partition(" or ")
-    return f"{head} {' and '.join(bounds)}{joint}{tail}"
-
-
-def _type_words(annotation: Any) -> str:
-    if choices := _choices(annotation):
-        return " or ".join(show(choice) for choice in choices)
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if _is_union(origin):
-        return " or ".join(_type_words(a) for a in arguments)
-    if annotation in _WORDS:
-        return _WORDS[annotation]
-    if origin in (tuple, list, Sequence):
-        inner = [a for a in arguments if a is not Ellipsis]
-        if origin is tuple and Ellipsis not in arguments:
-            return f"list of {len(inner)}: {', '.join(_type_words(a) for a in inner)}"
-        return f"list, each a {_type_words(inner[0])}" if inner else "list"
-    if dataclasses.is_dataclass(annotation) or origin in (dict, Mapping):
-        return "group of keys"
-    return "value"
-
-
-_WORDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "whole number",
-    float: "number",
-    str: "text",
-    Path: "path",
-    type(None): "null",
-}
-
-
-def _is_union(origin: Any) -> bool:
-    return origin is typing.Union or origin is types.UnionType
-
-
-def _choices(annotation: Any) -> tuple[Any, ...]:
-    if typing.get_origin(annotation) is Literal:
-        return typing.get_args(annotation)
-    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
-        return tuple(member.value for member in annotation)
-    return ()
-
-
-class _MismatchError(Exception):
-    """The value is not of the type that was tried; another of a union may fit."""
-
-
 def _convert(value: Any, annotation: Any, key: str, limits: Mapping[str, Any]) -> Any:
     try:
         converted = _cast(value, annotation, key, limits)
@@ -190,6 +95,10 @@ def _convert(value: Any, annotation: Any, key: str, limits: Mapping[str, Any]) -
         allowed = describe_type(annotation, limits)
         raise ConfigError(key, f"{key}={show(value)}: {hint}Allowed: {allowed}.") from None
     return converted
+
+
+class _MismatchError(Exception):
+    """The value is not of the type that was tried; another of a union may fit."""
 
 
 def _all_choices(annotation: Any) -> list[Any]:
@@ -268,3 +177,98 @@ def _cast_plain(value: Any, annotation: Any, limits: Mapping[str, Any]) -> Any:
     if not math.isfinite(number) or not all(within):
         raise _MismatchError
     return number
+
+
+def _is_union(origin: Any) -> bool:
+    return origin is typing.Union or origin is types.UnionType
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) is Literal:
+        return typing.get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return tuple(member.value for member in annotation)
+    return ()
+
+
+# -----------------------------------------------------------------------------
+# How keys, values and types are written.
+
+
+def plain_value(value: Any) -> Any:
+    """The value in dicts, lists and scalars, as YAML and JSON can hold it."""
+    if isinstance(value, Mapping):
+        return {str(k): plain_value(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(v) for v in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def join(prefix: str, name: object) -> str:
+    """The dotted key of ``name`` under ``prefix``."""
+    return f"{prefix}.{name}" if prefix else str(name)
+
+
+def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything below ``node`` that has no keys of its own."""
+    if isinstance(node, Mapping) and node:
+        for name, value in node.items():
+            yield from leaves(value, join(key, name))
+    else:
+        yield key, node
+
+
+def show(value: object) -> str:
+    """``value`` as a person would write it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(show(v) for v in value) + "]"
+    return str(value)
+
+
+def describe_type(annotation: Any, limits: Mapping[str, float] | None = None) -> str:
+    """What a field accepts, in words: ``whole number >= 1 or null``."""
+    text = _type_words(annotation)
+    limits = limits or {}
+    bounds = [
+        f"{sign} {limits[name]:.12g}" for name, (sign, _) in _BOUNDS.items() if name in limits
+    ]
+    if not bounds:
+        return text
+    head, joint, tail = text.partition(" or ")
+    return f"{head} {' and '.join(bounds)}{joint}{tail}"
+
+
+def _type_words(annotation: Any) -> str:
+    if choices := _choices(annotation):
+        return " or ".join(show(choice) for choice in choices)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if _is_union(origin):
+        return " or ".join(_type_words(a) for a in arguments)
+    if annotation in _WORDS:
+        return _WORDS[annotation]
+    if origin in (tuple, list, Sequence):
+        inner = [a for a in arguments if a is not Ellipsis]
+        if origin is tuple and Ellipsis not in arguments:
+            return f"list of {len(inner)}: {', '.join(_type_words(a) for a in inner)}"
+        return f"list, each a {_type_words(inner[0])}" if inner else "list"
+    if dataclasses.is_dataclass(annotation) or origin in (dict, Mapping):
+        return "group of keys"
+    return "value"
+
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    Path: "path",
+    type(None): "null",
+}

@@ -110,11 +110,11 @@ class MetricsSettings:
 
     Attributes:
         interval_s: seconds between two readings of the system metrics.
-        detail: ``light`` looks closely at the steps of the baseline and the finalists, after those
-            that are scored; ``full`` at those of every trial.
-        begin_step: first step of the close look, counted from 1 at a trial's start; ``null`` is the
+        detail: ``light`` profiles steps of the baseline and the finalists, after those that are
+            scored; ``full`` those of every trial.
+        begin_step: first step of the profile, counted from 1 at a trial's start; ``null`` is the
             first after the scored ones, which is also the earliest.
-        end_step: last step of the close look; ``null`` is ten steps or fewer. A range that begins
+        end_step: last step of the profile; ``null`` is ten steps or fewer. A range that begins
             earlier than it can is moved, and stays as long.
         trace: keep a Chrome trace of a few steps of the baseline and the best.
         thresholds: when the rules of the diagnosis fire.

@@ -1,4 +1,4 @@
-"""Between baseline and search: what holds the job back, and what there is to gain."""
+"""Stage 2: measure what the user has today as trial 0, and say what there is to gain."""
 
 from __future__ import annotations
 
@@ -18,10 +18,74 @@ from perfsearch.metrics.diagnosis import Severity, diagnose
 from perfsearch.pipeline import profile
 from perfsearch.pipeline.session import Session
 
+_OF_THE_JOB = ("workload.factory=", "ended, before it could be measured")
+"""What a failure's reason says where the job could not be made, or has too little to do."""
 
-def show(session: Session) -> None:
+
+def run(session: Session) -> Trial:
+    """Run trial 0 unless an earlier run of the same search has it, and tell the strategy.
+
+    A failure is reported with its cause before anything else is tried; the search goes on, since a
+    baseline that runs out of memory is a reason to search, and the limit on consecutive failures
+    counts it like any other.
+
+    Raises:
+        BadInputError: the user's factory makes no job, or the user's script ends too early. Once
+            it is mended, the same command begins with the baseline.
+
+    """
+    session.view.stage("baseline", "the configuration as it is today")
+    known = session.baseline
+    if known is not None and not _again(session, known):
+        _explain(session, known)
+        return known
+    baseline = dict(session.runner.baseline)
+    trial = session.run(baseline, Purpose.BASELINE, number=0, profiled=True)
+    session.strategy.tell(trial)
+    session.told(trial=trial.number)
+    if trial.status is not Status.OK:
+        log = f" Full log: {trial.log_path}" if trial.log_path else ""
+        if _is_users_fault(trial):
+            raise BadInputError(f"{trial.reason}.{log}")
+        session.view.warning(f"the baseline failed: {trial.status}, {trial.reason}.{log}")
+    _explain(session, trial)
+    return trial
+
+
+def _again(session: Session, known: Trial) -> bool:
+    asked = session.only_rerun and known.status.has_failed
+    return asked or known.status is Status.INTERRUPTED or _is_users_fault(known)
+
+
+def _is_users_fault(trial: Trial) -> bool:
+    """Whether the job cannot be measured at all, which no configuration of it is to blame for."""
+    return trial.status.has_failed and any(part in trial.reason for part in _OF_THE_JOB)
+
+
+def _explain(session: Session, trial: Trial) -> None:
+    """Say what holds the job back and what there is to gain, where its steps were profiled."""
+    if trial.status is Status.OK and trial.measurement is not None:
+        missing = trial.measurement.environment.get("unsupported", {})
+        if "step range" in missing:
+            session.view.note(missing["step range"])
+        why = missing.get("close look")  # as the journal has it
+        if why is not None:
+            begin = session.settings.metrics.begin_step
+            asked = "" if begin is None else f" at metrics.begin_step={begin}"
+            session.view.warning(f"the baseline was not profiled{asked}: {why}")
+        lines = profile.finding_lines(trial.measurement)
+        if lines:
+            session.view.note("\n".join(["what holds it back:", *lines]))
+            show_headroom(session)
+
+
+# -----------------------------------------------------------------------------
+# Headroom: the most that the searched knobs can gain, from the timings of the baseline.
+
+
+def show_headroom(session: Session) -> None:
     """Print the most that each group of knobs can give, from the baseline's timings."""
-    found = _bounds(session)
+    found = _upper_bounds(session)
     if not found:
         return
     names = knobs_by_part(session.runner.space.knobs)
@@ -29,7 +93,7 @@ def show(session: Session) -> None:
     for one in found:
         knobs = in_short(names[one.part]) or f"no knob is searched{_why_none(session, one)}"
         lines.append(f"- {one.part} {gain_text(one.gain)}: {one.evidence}; {knobs}")
-    total = bound(session)
+    total = headroom(session)
     if total is not None:
         lines.append(f"all that is searched: {gain_text(total)}")
     session.view.note("\n".join(lines))
@@ -45,9 +109,9 @@ def _why_none(session: Session, one: UpperBound) -> str:
     return " (workload.draws_in_loader=false allows it, where loading draws no random numbers)"
 
 
-def bound(session: Session) -> float | None:
+def headroom(session: Session) -> float | None:
     """The most that the searched knobs can gain, relative; ``None`` where it is not known."""
-    return headroom_of(_bounds(session), session.runner.space.knobs)
+    return headroom_of(_upper_bounds(session), session.runner.space.knobs)
 
 
 def reason_to_stop(session: Session) -> str:
@@ -55,9 +119,9 @@ def reason_to_stop(session: Session) -> str:
 
     With ``batch=free`` other batches make other steps, which these timings do not bound.
     """
-    settings, found = session.settings, _bounds(session)
+    settings, found = session.settings, _upper_bounds(session)
     least = settings.objective.min_gain
-    total = bound(session)
+    total = headroom(session)
     if total is None or total >= least or settings.batch == "free" or session.only_rerun:
         return ""
     return (
@@ -81,72 +145,8 @@ def _instead(session: Session, found: list[UpperBound]) -> str:
     return ". ".join(words) + "."
 
 
-def _bounds(session: Session) -> list[UpperBound]:
+def _upper_bounds(session: Session) -> list[UpperBound]:
     trial = session.baseline
     if trial is None or trial.status is not Status.OK or trial.measurement is None:
         return []
     return upper_bounds(trial.measurement)
-
-
-# -----------------------------------------------------------------------------
-# Stage 2: measure the configuration that the user has today, as trial 0.
-
-_OF_THE_JOB = ("workload.factory=", "ended, before it could be measured")
-"""What a failure's reason says where the job could not be made, or has too little to do."""
-
-
-def _again(session: Session, known: Trial) -> bool:
-    asked = session.only_rerun and known.status.has_failed
-    return asked or known.status is Status.INTERRUPTED or _is_users_fault(known)
-
-
-def _is_users_fault(trial: Trial) -> bool:
-    """Whether the job cannot be measured at all, which no configuration of it is to blame for."""
-    return trial.status.has_failed and any(part in trial.reason for part in _OF_THE_JOB)
-
-
-def run_baseline(session: Session) -> Trial:
-    """Run trial 0 unless an earlier run of the same search has it, and tell the strategy.
-
-    A failure is reported with its cause before anything else is tried; the search goes on, since a
-    baseline that runs out of memory is a reason to search, and the limit on consecutive failures
-    counts it like any other.
-
-    Raises:
-        BadInputError: the user's factory makes no job, or the user's script ends too early. Once
-            it is mended, the same command begins with the baseline.
-
-    """
-    session.view.stage("baseline", "the configuration as it is today")
-    known = session.baseline
-    if known is not None and not _again(session, known):
-        _explain(session, known)
-        return known
-    baseline = dict(session.runner.baseline)
-    trial = session.run(baseline, Purpose.BASELINE, number=0, closely=True)
-    session.strategy.tell(trial)
-    session.told(trial=trial.number)
-    if trial.status is not Status.OK:
-        log = f" Full log: {trial.log_path}" if trial.log_path else ""
-        if _is_users_fault(trial):
-            raise BadInputError(f"{trial.reason}.{log}")
-        session.view.warning(f"the baseline failed: {trial.status}, {trial.reason}.{log}")
-    _explain(session, trial)
-    return trial
-
-
-def _explain(session: Session, trial: Trial) -> None:
-    """Say what holds the job back and what there is to gain, where its steps were looked at."""
-    if trial.status is Status.OK and trial.measurement is not None:
-        missing = trial.measurement.environment.get("unsupported", {})
-        if "step range" in missing:
-            session.view.note(missing["step range"])
-        why = missing.get("close look")
-        if why is not None:
-            begin = session.settings.metrics.begin_step
-            asked = "" if begin is None else f" at metrics.begin_step={begin}"
-            session.view.warning(f"no close look at the baseline{asked}: {why}")
-        lines = profile.finding_lines(trial.measurement)
-        if lines:
-            session.view.note("\n".join(["what holds it back:", *lines]))
-            show(session)

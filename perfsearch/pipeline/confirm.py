@@ -189,7 +189,7 @@ def _measured(
         fresh=True,
         number=torn[0] if torn else None,
         seconds_left=seconds_left,
-        closely=block == 0,
+        profiled=block == 0,
     )
 
 

@@ -19,7 +19,6 @@ from perfsearch.runners.base import Screens
 MAX_SERVED = 200
 """Proposals answered from the record, or screened, in a row before the search ends."""
 
-
 ALIKE = 4
 """So many search trials at least must fail as the baseline did before the knobs are held to have no
 part in it.

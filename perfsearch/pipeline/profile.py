@@ -1,4 +1,4 @@
-"""What is made of the close looks that trials got."""
+"""What is made of the profiles of trials."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from perfsearch.pipeline.session import Session, Verdict
 
 
 def finding_lines(measurement: Measurement) -> list[str]:
-    """What holds a measured configuration back, a line a finding; empty where nobody looked."""
+    """What holds a measured configuration back, a line a finding; empty without a profile."""
     return [f"- {finding}" for finding in measurement.environment.get("findings", [])]
 
 
 def explanations(session: Session, verdict: Verdict) -> list[str]:
     """What holds the baseline back, and what the best where that is another."""
     texts = []
-    for label, measured in _looked_at(session, verdict).items():
+    for label, measured in _profiled(session, verdict).items():
         lines = finding_lines(measured)
         if lines:
             texts.append("\n".join([f"what holds the {label} back:", *lines]))
@@ -30,7 +30,7 @@ def bottleneck_tags(session: Session, verdict: Verdict) -> dict[str, str]:
     """The first finding of each, as MLflow tags of the search."""
     return {
         f"perfsearch.bottleneck_{label}": str(measured.environment["bottleneck"])
-        for label, measured in _looked_at(session, verdict).items()
+        for label, measured in _profiled(session, verdict).items()
         if "bottleneck" in measured.environment
     }
 
@@ -57,7 +57,7 @@ def _wanted(session: Session, verdict: Verdict) -> dict[str, Configuration]:
     return wanted
 
 
-def _looked_at(session: Session, verdict: Verdict) -> dict[str, Measurement]:
+def _profiled(session: Session, verdict: Verdict) -> dict[str, Measurement]:
     wanted = _wanted(session, verdict)
     found = {label: profiled_measurement(session.trials, c) for label, c in wanted.items()}
     return {label: measured for label, measured in found.items() if measured is not None}

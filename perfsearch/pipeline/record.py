@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perfsearch.config.schema import to_plain
 from perfsearch.core.files import write_text
@@ -18,13 +18,206 @@ from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline import baseline, profile
-from perfsearch.pipeline import baseline as gains
-from perfsearch.pipeline.session import BASELINE, Session, Verdict
+from perfsearch.pipeline.session import BASELINE, Result, Session, Verdict
 from perfsearch.runners.base import ClosingLines
 from perfsearch.tracking import export, report
 
-if TYPE_CHECKING:
-    from perfsearch.pipeline.session import Result
+SYSTEM_SERIES = "system.jsonl"
+
+_ARTIFACTS = (
+    "config.yaml",
+    JOURNAL,
+    "trials.csv",
+    "report.html",
+    SYSTEM_SERIES,
+    "best",
+    "trace",
+    "logs",
+)
+
+
+def open_record(session: Session) -> None:
+    """Write what was asked for, and begin the MLflow view."""
+    export.write_config(session.run_dir / "config.yaml", to_plain(session.settings))
+    session.tracker.open(session.journal)
+
+
+def close_record(session: Session, result: Result) -> None:
+    """Write every file, finish the MLflow view, and show the closing table."""
+    run_dir, runner = session.run_dir, session.runner
+    export.write_trials(run_dir, session.trials, runner.space.knobs, runner.pinned)
+    searched = session.settings.mode == "search"
+    files = _best_files(session, result) if searched and result.exit_code != 1 else []
+    summary = summarise(session, result.verdict)
+    series = _keep_series(session)
+    report.write_report(
+        run_dir / "report.html",
+        session.trials,
+        result.verdict,
+        session.objective,
+        title=f"perfsearch {run_dir.name}",
+        system_series=series,
+        memory_limit_gib=runner.hints(session.trials).memory_limit_gib,
+        headroom=baseline.headroom(session),
+        knobs=runner.space.knobs,
+    )
+    traces = profile.keep_traces(session, result.verdict)
+    session.journal.append(
+        "summarised",
+        unix_s=time.time(),
+        numbers={name: value for name, value in summary.items() if math.isfinite(value)},
+        tags=_tags(session, result),
+        note=_note(session, result),
+        files=[name for name in _ARTIFACTS if (run_dir / name).exists()],
+    )
+    files += traces
+    for text in profile.explanations(session, result.verdict)[1:]:  # the baseline's was said before
+        session.view.note(text)
+    for line in [*trial_cost_lines(session.trials), break_even_line(session, result.verdict)]:
+        session.view.note(line)
+    missing = {} if session.sampler is None else session.sampler.unsupported
+    if missing:
+        listed = "; ".join(f"{name} ({why})" for name, why in sorted(missing.items()))
+        session.view.note(f"system metrics that are not to be had here: {listed}")
+    if session.settings.batch == "free":
+        session.view.note(batch_line(session, result))
+    if result.exit_code != 1 and isinstance(runner, ClosingLines):
+        for line in runner.closing_lines(_best_configuration(session, result), session.trials):
+            session.view.note(line)
+    session.view.result(_rows(session, result.verdict), result.verdict.reason, files)
+    session.tracker.close("FINISHED" if result.exit_code == 0 else "FAILED")
+    session.view.note(session.tracker.how_to_open())
+
+
+def interrupted(session: Session) -> None:
+    """Keep and show the finished trials of a search that is being ended from outside."""
+    # What ended the search is on its way up; a full disk must not take its place.
+    with contextlib.suppress(OSError):
+        knobs, pinned = session.runner.space.knobs, session.runner.pinned
+        export.write_trials(session.run_dir, session.trials, knobs, pinned)
+        _keep_series(session)
+    done = [t for t in session.trials if t.status is not Status.INTERRUPTED]
+    session.view.result(
+        _rows(session, Verdict()),
+        f"interrupted after {len(done)} trials; the same command goes on from here",
+        [],
+    )
+    session.tracker.close("KILLED")
+
+
+def _best_files(session: Session, result: Result) -> list[str]:
+    directory = session.run_dir / "best"
+    winner = result.verdict.winner
+    number = 0 if winner is None else winner
+    trial = session.find(number)
+    best = _best_configuration(session, result)
+    plain = to_plain(session.settings)
+    plain["runner"].update(session.runner.settings_of(best))
+    plain.update(run_dir=None, resume="auto")  # fed back it is a search of its own
+    export.write_config(directory / "config.yaml", plain)
+    summary = {
+        "verdict": result.verdict.reason,
+        "is_baseline": winner is None,
+        "trial": number,
+        "log": "" if trial is None else trial.log_path,
+        "knobs": result.best,
+        "speed_up": None if result.verdict.interval is None else vars(result.verdict.interval),
+        "batch": session.settings.batch,
+        "numbers": summarise(session, result.verdict),
+        "repeats": {
+            "baseline" if arm == BASELINE else str(arm): [
+                session.objective.from_cost(c) for c in cs
+            ]
+            for arm, cs in result.verdict.costs.items()
+        },
+        "unit": session.objective.unit,
+    }
+    origin = {**export.provenance(), "identity": session.runner.identity()}
+    export.write_summary(directory / "summary.json", summary, origin)
+    written = session.runner.export(best, directory / "apply")
+    return [str(p) for p in (directory / "config.yaml", directory / "summary.json", *written)]
+
+
+def _best_configuration(session: Session, result: Result) -> dict[str, Value]:
+    """What is handed over: the winner's, or the baseline's."""
+    trial = session.find(result.verdict.winner or 0)
+    return dict(session.runner.baseline) if trial is None else trial.configuration
+
+
+def _tags(session: Session, result: Result) -> dict[str, str]:
+    winner = result.verdict.winner
+    return {
+        "perfsearch.verdict": "gain" if winner is not None else "no gain",
+        "perfsearch.best_trial": str(0 if winner is None else winner),
+        "perfsearch.ended": result.reason,
+        **profile.bottleneck_tags(session, result.verdict),
+    }
+
+
+def _note(session: Session, result: Result) -> str:
+    lines = [result.verdict.reason, f"search ended: {result.reason}"]
+    lines += profile.explanations(session, result.verdict)
+    if session.settings.batch == "free":
+        lines.append(batch_line(session, result))
+    return "\n\n".join(line for line in lines if line)
+
+
+# -----------------------------------------------------------------------------
+# The closing table.
+
+
+def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
+    """Rows of the closing table: the baseline, then the finalists, or the best of single readings.
+
+    That is not called the best where the baseline is faster.
+    """
+    rows = []
+    baseline = session.baseline
+    if baseline is not None:
+        rows.append(_row(session, "baseline", baseline, verdict.costs.get(BASELINE), None))
+    shown = [t for n in verdict.intervals if (t := session.find(n)) is not None]
+    if not shown and verdict.winner is not None:
+        shown = [session.numbered(verdict.winner)]
+    if not shown and session.best is not None:
+        shown = [session.best]
+    for trial in shown:
+        interval = verdict.intervals.get(trial.number)
+        if trial.number == verdict.winner:
+            label = "best"
+        elif interval:
+            label = "finalist"
+        else:
+            label = "best so far" if _is_faster(trial, baseline, verdict) else "fastest other"
+        rows.append(_row(session, label, trial, verdict.costs.get(trial.number), interval))
+    return rows
+
+
+def _is_faster(trial: Trial, baseline: Trial | None, verdict: Verdict) -> bool:
+    """Whether a trial's reading is better than the baseline's, where that has one.
+
+    Readings of a confirmation that came to no interval count before those of the search.
+    """
+    own = _cost(trial, verdict.costs.get(trial.number))
+    before = None if baseline is None else _cost(baseline, verdict.costs.get(BASELINE))
+    return own is None or before is None or own < before
+
+
+def _cost(trial: Trial, costs: list[float] | None) -> float | None:
+    return statistics.median(costs) if costs else trial.cost
+
+
+def _row(
+    session: Session, label: str, trial: Trial, costs: list[float] | None, interval: Any
+) -> dict[str, Any]:
+    cost = _cost(trial, costs)
+    return {
+        "label": label,
+        "trial": trial,
+        "objective": None if cost is None else session.objective.from_cost(cost),
+        "unit": session.objective.unit,
+        "interval": interval,
+        "confirmed": bool(costs),
+    }
 
 
 # -----------------------------------------------------------------------------
@@ -53,9 +246,9 @@ def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
         if interval.is_told:
             numbers["search/speed_up_low"] = interval.low
             numbers["search/speed_up_high"] = interval.high
-    bound = baseline.bound(session)
-    if bound is not None and math.isfinite(bound):
-        numbers["search/speed_up_bound"] = 1 + bound
+    headroom = baseline.headroom(session)
+    if headroom is not None and math.isfinite(headroom):
+        numbers["search/speed_up_bound"] = 1 + headroom
     warm = [t.overhead_seconds for t in session.search_trials if not t.fresh_process]
     if warm:
         numbers["search/warm_trial_overhead_s"] = statistics.median(warm)
@@ -73,6 +266,14 @@ def trials_until_within(trials: list[Trial], fraction: float) -> int | None:
         return None
     limit = best * (1 + fraction)
     return next(i for i, cost in enumerate(history, start=1) if cost is not None and cost <= limit)
+
+
+def _handed_over_cost(session: Session, verdict: Verdict) -> float | None:
+    arm = BASELINE if verdict.winner is None else verdict.winner
+    costs = verdict.costs.get(arm)
+    if costs:
+        return statistics.median(costs)
+    return session.baseline_cost
 
 
 def break_even_line(session: Session, verdict: Verdict) -> str:
@@ -139,18 +340,13 @@ def batch_line(session: Session, result: Result) -> str:
     return f"batch=free: the global batch is {sizes[1]}, the baseline's is {sizes[0]}"
 
 
-def _handed_over_cost(session: Session, verdict: Verdict) -> float | None:
-    arm = BASELINE if verdict.winner is None else verdict.winner
-    costs = verdict.costs.get(arm)
-    if costs:
-        return statistics.median(costs)
-    return session.baseline_cost
-
-
 # -----------------------------------------------------------------------------
 # System metrics over time, of all sessions of a search.
 
-SYSTEM_SERIES = "system.jsonl"
+
+def _keep_series(session: Session) -> list[dict[str, Any]]:
+    samples = [] if session.sampler is None else session.sampler.series()
+    return keep_series(session.run_dir, samples, session.settings.metrics.interval_s)
 
 
 def keep_series(
@@ -182,200 +378,3 @@ def keep_series(
     every = [*earlier, *map(dict, samples)]
     write_text(path, "".join(json.dumps(sample) + "\n" for sample in every), durable=True)
     return every
-
-
-_ARTIFACTS = (
-    "config.yaml",
-    JOURNAL,
-    "trials.csv",
-    "report.html",
-    SYSTEM_SERIES,
-    "best",
-    "trace",
-    "logs",
-)
-
-
-def open_record(session: Session) -> None:
-    """Write what was asked for, and begin the MLflow view."""
-    export.write_config(session.run_dir / "config.yaml", to_plain(session.settings))
-    session.tracker.open(session.journal)
-
-
-def close_record(session: Session, result: Result) -> None:
-    """Write every file, finish the MLflow view, and show the closing table."""
-    run_dir, runner = session.run_dir, session.runner
-    export.write_trials(run_dir, session.trials, runner.space.knobs, runner.pinned)
-    searched = session.settings.mode == "search"
-    files = _best_files(session, result) if searched and result.exit_code != 1 else []
-    summary = summarise(session, result.verdict)
-    series = _keep_series(session)
-    report.write_report(
-        run_dir / "report.html",
-        session.trials,
-        result.verdict,
-        session.objective,
-        title=f"perfsearch {run_dir.name}",
-        system_series=series,
-        memory_limit_gib=runner.hints(session.trials).memory_limit_gib,
-        bound=gains.bound(session),
-        knobs=runner.space.knobs,
-    )
-    traces = profile.keep_traces(session, result.verdict)
-    session.journal.append(
-        "summarised",
-        unix_s=time.time(),
-        numbers={name: value for name, value in summary.items() if math.isfinite(value)},
-        tags=_tags(session, result),
-        note=_note(session, result),
-        files=[name for name in _ARTIFACTS if (run_dir / name).exists()],
-    )
-    files += traces
-    for text in profile.explanations(session, result.verdict)[1:]:  # the baseline's was said before
-        session.view.note(text)
-    for line in [*trial_cost_lines(session.trials), break_even_line(session, result.verdict)]:
-        session.view.note(line)
-    missing = {} if session.sampler is None else session.sampler.unsupported
-    if missing:
-        listed = "; ".join(f"{name} ({why})" for name, why in sorted(missing.items()))
-        session.view.note(f"system metrics that are not to be had here: {listed}")
-    if session.settings.batch == "free":
-        session.view.note(batch_line(session, result))
-    if result.exit_code != 1 and isinstance(runner, ClosingLines):
-        for line in runner.closing_lines(_best_configuration(session, result), session.trials):
-            session.view.note(line)
-    session.view.result(_rows(session, result.verdict), result.verdict.reason, files)
-    session.tracker.close("FINISHED" if result.exit_code == 0 else "FAILED")
-    session.view.note(session.tracker.how_to_open())
-
-
-def interrupted(session: Session) -> None:
-    """Keep and show the finished trials of a search that is being ended from outside."""
-    # What ended the search is on its way up; a full disk must not take its place.
-    with contextlib.suppress(OSError):
-        knobs, pinned = session.runner.space.knobs, session.runner.pinned
-        export.write_trials(session.run_dir, session.trials, knobs, pinned)
-        _keep_series(session)
-    done = [t for t in session.trials if t.status is not Status.INTERRUPTED]
-    session.view.result(
-        _rows(session, Verdict()),
-        f"interrupted after {len(done)} trials; the same command goes on from here",
-        [],
-    )
-    session.tracker.close("KILLED")
-
-
-def _keep_series(session: Session) -> list[dict[str, Any]]:
-    samples = [] if session.sampler is None else session.sampler.series()
-    return keep_series(session.run_dir, samples, session.settings.metrics.interval_s)
-
-
-def _best_files(session: Session, result: Result) -> list[str]:
-    directory = session.run_dir / "best"
-    winner = result.verdict.winner
-    number = 0 if winner is None else winner
-    trial = session.find(number)
-    best = _best_configuration(session, result)
-    plain = to_plain(session.settings)
-    plain["runner"].update(session.runner.settings_of(best))
-    plain.update(run_dir=None, resume="auto")  # fed back it is a search of its own
-    export.write_config(directory / "config.yaml", plain)
-    summary = {
-        "verdict": result.verdict.reason,
-        "is_baseline": winner is None,
-        "trial": number,
-        "log": "" if trial is None else trial.log_path,
-        "knobs": result.best,
-        "speed_up": None if result.verdict.interval is None else vars(result.verdict.interval),
-        "batch": session.settings.batch,
-        "numbers": summarise(session, result.verdict),
-        "repeats": {
-            "baseline" if arm == BASELINE else str(arm): [
-                session.objective.from_cost(c) for c in cs
-            ]
-            for arm, cs in result.verdict.costs.items()
-        },
-        "unit": session.objective.unit,
-    }
-    origin = {**export.provenance(), "identity": session.runner.identity()}
-    export.write_summary(directory / "summary.json", summary, origin)
-    written = session.runner.export(best, directory / "apply")
-    return [str(p) for p in (directory / "config.yaml", directory / "summary.json", *written)]
-
-
-def _best_configuration(session: Session, result: Result) -> dict[str, Value]:
-    """What is handed over: the winner's, or the baseline's."""
-    trial = session.find(result.verdict.winner or 0)
-    return dict(session.runner.baseline) if trial is None else trial.configuration
-
-
-def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
-    """Rows of the closing table: the baseline, then the finalists, or the best of single readings.
-
-    That is not called the best where the baseline is faster.
-    """
-    rows = []
-    baseline = session.baseline
-    if baseline is not None:
-        rows.append(_row(session, "baseline", baseline, verdict.costs.get(BASELINE), None))
-    shown = [t for n in verdict.intervals if (t := session.find(n)) is not None]
-    if not shown and verdict.winner is not None:
-        shown = [session.numbered(verdict.winner)]
-    if not shown and session.best is not None:
-        shown = [session.best]
-    for trial in shown:
-        interval = verdict.intervals.get(trial.number)
-        if trial.number == verdict.winner:
-            label = "best"
-        elif interval:
-            label = "finalist"
-        else:
-            label = "best so far" if _is_faster(trial, baseline, verdict) else "fastest other"
-        rows.append(_row(session, label, trial, verdict.costs.get(trial.number), interval))
-    return rows
-
-
-def _is_faster(trial: Trial, baseline: Trial | None, verdict: Verdict) -> bool:
-    """Whether a trial's reading is better than the baseline's, where that has one.
-
-    Readings of a confirmation that came to no interval count before those of the search.
-    """
-    own = _cost(trial, verdict.costs.get(trial.number))
-    before = None if baseline is None else _cost(baseline, verdict.costs.get(BASELINE))
-    return own is None or before is None or own < before
-
-
-def _cost(trial: Trial, costs: list[float] | None) -> float | None:
-    return statistics.median(costs) if costs else trial.cost
-
-
-def _row(
-    session: Session, label: str, trial: Trial, costs: list[float] | None, interval: Any
-) -> dict[str, Any]:
-    cost = _cost(trial, costs)
-    return {
-        "label": label,
-        "trial": trial,
-        "objective": None if cost is None else session.objective.from_cost(cost),
-        "unit": session.objective.unit,
-        "interval": interval,
-        "confirmed": bool(costs),
-    }
-
-
-def _tags(session: Session, result: Result) -> dict[str, str]:
-    winner = result.verdict.winner
-    return {
-        "perfsearch.verdict": "gain" if winner is not None else "no gain",
-        "perfsearch.best_trial": str(0 if winner is None else winner),
-        "perfsearch.ended": result.reason,
-        **profile.bottleneck_tags(session, result.verdict),
-    }
-
-
-def _note(session: Session, result: Result) -> str:
-    lines = [result.verdict.reason, f"search ended: {result.reason}"]
-    lines += profile.explanations(session, result.verdict)
-    if session.settings.batch == "free":
-        lines.append(batch_line(session, result))
-    return "\n\n".join(line for line in lines if line)

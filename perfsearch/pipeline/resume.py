@@ -1,4 +1,4 @@
-"""What an earlier run of the same search finished, taken over by strategy and session."""
+"""Resume an earlier run of the same search: its directory, its journal and its trials."""
 
 from __future__ import annotations
 
@@ -30,14 +30,178 @@ if TYPE_CHECKING:
     from perfsearch.pipeline.session import Session
 
 
-def adopt(session: Session) -> str:
+class RefusedError(BadInputError):
+    """A search that must not start as asked; the message names the key and the remedy."""
+
+
+# -----------------------------------------------------------------------------
+# The directory that a search works in: a new one, or that of an earlier run to resume.
+
+
+def choose_run_dir(base: Path, resume: str, named: bool = False) -> tuple[Path, bool]:
+    """The directory to work in, and whether it holds a search to go on with.
+
+    ``base`` itself, or ``base-2``, ``base-3``, ... after finished searches. To run failed trials
+    again it is the latest of them that has any; or ``base``, where the user ``named`` it and it
+    does.
+
+    Raises:
+        RefusedError: ``resume=failed`` and there is nothing to resume.
+
+    """
+    taken = [path for path in _numbered(base) if (path / JOURNAL).exists()]
+    if taken and resume == "failed":
+        ordered = [*([base] if named and base in taken else []), *reversed(taken)]
+        return next((path for path in ordered if _has_failed(path)), ordered[0]), True
+    if resume == "failed":
+        raise RefusedError(f"resume=failed: there is no journal in {base}.")
+    if taken and resume == "auto":
+        _, events = read(taken[-1] / JOURNAL)
+        if not any(e.name == "ended" for e in _since_opened(events)):
+            return taken[-1], True
+    if not taken:
+        return base, False
+    last = re.search(r"-(\d+)$", taken[-1].name.removeprefix(base.name))
+    return base.with_name(f"{base.name}-{int(last.group(1)) + 1 if last else 2}"), False
+
+
+def _numbered(base: Path) -> list[Path]:
+    """``base`` and its numbered successors that exist, in order."""
+    found = [base] if base.exists() else []
+    pattern = re.compile(re.escape(base.name) + r"-(\d+)$")
+    if base.parent.exists():
+        later = [(pattern.match(p.name), p) for p in base.parent.iterdir()]
+        found += [p for _, p in sorted((int(m.group(1)), p) for m, p in later if m)]
+    return found
+
+
+def _has_failed(run_dir: Path) -> bool:
+    """Whether a finished search has trials that failed."""
+    path = run_dir / JOURNAL
+    _, events = read(path)
+    ended = any(e.name == "ended" for e in _since_opened(events))
+    return ended and bool(failed_trials(path, events))
+
+
+def failed_trials(path: Path, events: Sequence[Event]) -> list[int]:
+    """Numbers of the trials that failed when they last ran.
+
+    Raises:
+        JournalError: an event of the journal ``path`` tells of no trial.
+
+    """
+    last: dict[int, Status] = {}
+    for event in events:
+        if event.name == "finished":
+            with legible(path, event):
+                trial = event.data["trial"]
+                last[int(trial["number"])] = Status(trial["status"])
+    return [number for number, status in last.items() if status.has_failed]
+
+
+def _since_opened(events: list[Event]) -> list[Event]:
+    places = [i for i, event in enumerate(events) if event.name == "opened"]
+    return events[places[-1] :] if places else events
+
+
+# -----------------------------------------------------------------------------
+# Its journal, which this machine and job must be able to resume.
+
+
+def open_journal(run_dir: Path, settings: Settings, runner: Runner, resuming: bool) -> Journal:
+    """Create the journal, or reopen one that this machine and job may go on with.
+
+    Raises:
+        JournalError: it cannot be read or written.
+        RefusedError: model, world size, device or library versions differ from the journal's.
+
+    """
+    identity = runner.identity()
+    for name in settings.resume_force:
+        if name not in identity:
+            allowed = nearest(name, identity) if identity else "This runner has none."
+            raise RefusedError(f"resume_force=[{name}]: not part of what is compared. {allowed}")
+    if not resuming:
+        header = {"search_id": uuid.uuid4().hex, "started_unix_s": time.time()}
+        return Journal(run_dir / JOURNAL, {**header, "identity": identity})
+    journal = Journal.reopen(run_dir / JOURNAL)
+    if settings.resume == "failed":
+        reason = _why_not_again(journal)
+        if reason:
+            journal.close()
+            raise RefusedError(f"resume=failed: {run_dir}: {reason}")
+    before: dict[str, str] = journal.header.get("identity", {})
+    for name in sorted(before.keys() | identity.keys()):
+        if before.get(name) != identity.get(name) and name not in settings.resume_force:
+            journal.close()
+            raise RefusedError(
+                f"{run_dir}: its trials were measured with {name}={before.get(name)}, and this is "
+                f"{identity.get(name)}. Use resume=never for a new search, or "
+                f"resume_force=[{name}] to mix them."
+            )
+    return journal
+
+
+def _why_not_again(journal: Journal) -> str:
+    """Why failed trials cannot be run again now; empty where they can."""
+    if not journal.ended:
+        return "the search is not finished. The same command without resume=failed goes on."
+    if not failed_trials(journal.path, journal.events):
+        return "no trial of it failed, so there is nothing to run again."
+    return ""
+
+
+def search_definition(
+    settings: Settings, runner: Runner, transferred: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What decides the sequence of proposals, as plain values for the journal.
+
+    Args:
+        settings: of the search.
+        runner: open, so that its space is known.
+        transferred: what a prior search of a similar job contributed.
+
+    """
+    listed = runner.space.knobs
+    auto = {"knobs_by_bound": True} if is_auto(settings.runner.options) else {}
+    return {
+        **auto,
+        **(transferred or {}),
+        "strategy": asdict(settings.strategy),
+        "seed": settings.seed,
+        "knobs": [[k.name, str(k.kind), list(k.values), k.low, k.high, k.log] for k in listed],
+        "pinned": dict(runner.pinned),
+        "baseline": dict(runner.baseline),
+        "objective": str(settings.objective.metric),
+    }
+
+
+def parameters(settings: Settings, runner: Runner) -> dict[str, Any]:
+    """What tells searches apart where several are compared, as plain values for the journal."""
+    return {
+        "runner": settings.runner.name,
+        "strategy": settings.strategy.name,
+        "workload": settings.workload.name,
+        "seed": settings.seed,
+        "numerics": str(settings.numerics),
+        "batch": settings.batch,
+        **{f"identity/{k}": v for k, v in runner.identity().items()},
+        **{f"pinned/{k}": v for k, v in runner.pinned.items()},
+    }
+
+
+# -----------------------------------------------------------------------------
+# Its trials.
+
+
+def restore(session: Session) -> str:
     """Bring strategy and session to where the journal ends; return a line for people.
 
     With the same definition the asks are repeated too, so the next proposal is the one that an
     undisturbed search would make. Of what came before a change of the definition, trials that
     still fit are told.
     """
-    now = search_definition(session.settings, session.runner, session.taken_over.definition())
+    now = search_definition(session.settings, session.runner, session.transfer.definition())
     events = session.journal.events
     opened = [e for e in events if e.name == "opened"]
     same = list(itertools.takewhile(lambda e: e.data.get("definition") == now, reversed(opened)))
@@ -45,7 +209,7 @@ def adopt(session: Session) -> str:
     before = [e for e in opened if e.number <= begin]
     line = ""
     if before:
-        line = _adopt_fitting(session, events[:begin], before)
+        line = _restore_fitting(session, events[:begin], before)
     if same:
         _replay(session, events[begin:])
         line = f"going on with {len(session.trials)} finished trials"
@@ -63,19 +227,6 @@ def adopt(session: Session) -> str:
         session.only_rerun = True
         line = f"running the {len(failed)} failed trials again"
     return line
-
-
-def _finished(record: Mapping[str, Any]) -> Trial:
-    """A trial as a journal tells of it.
-
-    Raises:
-        KeyError, ValueError: it is none.
-
-    """
-    trial = Trial.from_json(record)
-    if trial.status is Status.OK and trial.measurement is None:
-        raise ValueError("status=ok without a measurement")
-    return trial
 
 
 def _replay(session: Session, events: Sequence[Event]) -> None:
@@ -133,7 +284,7 @@ def _tell_the_rest(session: Session, told: Container[int]) -> None:
             session.told(trial=trial.number)
 
 
-def _adopt_fitting(session: Session, events: Sequence[Event], opened: Sequence[Event]) -> str:
+def _restore_fitting(session: Session, events: Sequence[Event], opened: Sequence[Event]) -> str:
     """Tell the trials of a search that was changed since, as far as they still fit."""
     runner, journal = session.runner, session.journal.path
     pinned_at: list[tuple[int, Mapping[str, Value]]] = []
@@ -178,164 +329,17 @@ def _fit(
     return space.canonical(whole)
 
 
-# -----------------------------------------------------------------------------
-# Stage 1: open the journal of a search, a new one or one that this machine may go on with.
-
-
-def open_journal(run_dir: Path, settings: Settings, runner: Runner, resuming: bool) -> Journal:
-    """Create the journal, or reopen one that this machine and job may go on with.
+def _finished(record: Mapping[str, Any]) -> Trial:
+    """A trial as a journal tells of it.
 
     Raises:
-        JournalError: it cannot be read or written.
-        RefusedError: model, world size, device or library versions differ from the journal's.
+        KeyError, ValueError: it is none.
 
     """
-    identity = runner.identity()
-    for name in settings.resume_force:
-        if name not in identity:
-            allowed = nearest(name, identity) if identity else "This runner has none."
-            raise RefusedError(f"resume_force=[{name}]: not part of what is compared. {allowed}")
-    if not resuming:
-        header = {"search_id": uuid.uuid4().hex, "started_unix_s": time.time()}
-        return Journal(run_dir / JOURNAL, {**header, "identity": identity})
-    journal = Journal.reopen(run_dir / JOURNAL)
-    if settings.resume == "failed":
-        reason = _why_not_again(journal)
-        if reason:
-            journal.close()
-            raise RefusedError(f"resume=failed: {run_dir}: {reason}")
-    before: dict[str, str] = journal.header.get("identity", {})
-    for name in sorted(before.keys() | identity.keys()):
-        if before.get(name) != identity.get(name) and name not in settings.resume_force:
-            journal.close()
-            raise RefusedError(
-                f"{run_dir}: its trials were measured with {name}={before.get(name)}, and this is "
-                f"{identity.get(name)}. Use resume=never for a new search, or "
-                f"resume_force=[{name}] to mix them."
-            )
-    return journal
-
-
-def _why_not_again(journal: Journal) -> str:
-    """Why failed trials cannot be run again now; empty where they can."""
-    if not journal.ended:
-        return "the search is not finished. The same command without resume=failed goes on."
-    if not failed_trials(journal.path, journal.events):
-        return "no trial of it failed, so there is nothing to run again."
-    return ""
-
-
-def search_definition(
-    settings: Settings, runner: Runner, taken_over: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """What decides the sequence of proposals, as plain values for the journal.
-
-    Args:
-        settings: of the search.
-        runner: open, so that its space is known.
-        taken_over: what an earlier search of a similar job contributed.
-
-    """
-    listed = runner.space.knobs
-    auto = {"knobs_by_bound": True} if is_auto(settings.runner.options) else {}
-    return {
-        **auto,
-        **(taken_over or {}),
-        "strategy": asdict(settings.strategy),
-        "seed": settings.seed,
-        "knobs": [[k.name, str(k.kind), list(k.values), k.low, k.high, k.log] for k in listed],
-        "pinned": dict(runner.pinned),
-        "baseline": dict(runner.baseline),
-        "objective": str(settings.objective.metric),
-    }
-
-
-def parameters(settings: Settings, runner: Runner) -> dict[str, Any]:
-    """What tells searches apart where several are compared, as plain values for the journal."""
-    return {
-        "runner": settings.runner.name,
-        "strategy": settings.strategy.name,
-        "workload": settings.workload.name,
-        "seed": settings.seed,
-        "numerics": str(settings.numerics),
-        "batch": settings.batch,
-        **{f"identity/{k}": v for k, v in runner.identity().items()},
-        **{f"pinned/{k}": v for k, v in runner.pinned.items()},
-    }
-
-
-# -----------------------------------------------------------------------------
-# Which directory a search works in: a new one, or that of an earlier run to go on with.
-
-
-class RefusedError(BadInputError):
-    """A search that must not start as asked; the message names the key and the remedy."""
-
-
-def choose_run_dir(base: Path, resume: str, named: bool = False) -> tuple[Path, bool]:
-    """The directory to work in, and whether it holds a search to go on with.
-
-    ``base`` itself, or ``base-2``, ``base-3``, ... after finished searches. To run failed trials
-    again it is the latest of them that has any; or ``base``, where the user ``named`` it and it
-    does.
-
-    Raises:
-        RefusedError: ``resume=failed`` and there is nothing to resume.
-
-    """
-    taken = [path for path in _numbered(base) if (path / JOURNAL).exists()]
-    if taken and resume == "failed":
-        ordered = [*([base] if named and base in taken else []), *reversed(taken)]
-        return next((path for path in ordered if _has_failed(path)), ordered[0]), True
-    if resume == "failed":
-        raise RefusedError(f"resume=failed: there is no journal in {base}.")
-    if taken and resume == "auto":
-        _, events = read(taken[-1] / JOURNAL)
-        if not any(e.name == "ended" for e in _since_opened(events)):
-            return taken[-1], True
-    if not taken:
-        return base, False
-    last = re.search(r"-(\d+)$", taken[-1].name.removeprefix(base.name))
-    return base.with_name(f"{base.name}-{int(last.group(1)) + 1 if last else 2}"), False
-
-
-def _has_failed(run_dir: Path) -> bool:
-    """Whether a finished search has trials that failed."""
-    path = run_dir / JOURNAL
-    _, events = read(path)
-    ended = any(e.name == "ended" for e in _since_opened(events))
-    return ended and bool(failed_trials(path, events))
-
-
-def failed_trials(path: Path, events: Sequence[Event]) -> list[int]:
-    """Numbers of the trials whose last ending was a failure.
-
-    Raises:
-        JournalError: an event of the journal ``path`` tells of no trial.
-
-    """
-    last: dict[int, Status] = {}
-    for event in events:
-        if event.name == "finished":
-            with legible(path, event):
-                trial = event.data["trial"]
-                last[int(trial["number"])] = Status(trial["status"])
-    return [number for number, status in last.items() if status.has_failed]
-
-
-def _numbered(base: Path) -> list[Path]:
-    """``base`` and its numbered successors that exist, in order."""
-    found = [base] if base.exists() else []
-    pattern = re.compile(re.escape(base.name) + r"-(\d+)$")
-    if base.parent.exists():
-        later = [(pattern.match(p.name), p) for p in base.parent.iterdir()]
-        found += [p for _, p in sorted((int(m.group(1)), p) for m, p in later if m)]
-    return found
-
-
-def _since_opened(events: list[Event]) -> list[Event]:
-    places = [i for i, event in enumerate(events) if event.name == "opened"]
-    return events[places[-1] :] if places else events
+    trial = Trial.from_json(record)
+    if trial.status is Status.OK and trial.measurement is None:
+        raise ValueError("status=ok without a measurement")
+    return trial
 
 
 # -----------------------------------------------------------------------------

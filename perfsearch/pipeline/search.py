@@ -1,4 +1,8 @@
-"""The five stages of a search, in their order."""
+"""A search from checked settings to its record.
+
+``run`` builds the parts and refuses what cannot work; ``search`` opens them and closes them again;
+``_stages`` are what happens between: resume, baseline, explore, confirm. ``record`` is the fifth.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +23,14 @@ from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import Settings, default_run_dir
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hints import Hints
-from perfsearch.core.journal import JOURNAL, Journal, JournalWriteError
+from perfsearch.core.journal import JOURNAL, JournalWriteError
 from perfsearch.core.narrow import is_auto
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Status, Trial
-from perfsearch.pipeline import baseline, confirm, record, resume, transfer
-from perfsearch.pipeline import baseline as gains
-from perfsearch.pipeline import explore as searching
-from perfsearch.pipeline.explore import BreakerError
+from perfsearch.pipeline import baseline, confirm, explore, record, resume, transfer
 from perfsearch.pipeline.resume import device_lock, run_directory_lock
 from perfsearch.pipeline.session import Result, Session, Verdict, View
-from perfsearch.pipeline.transfer import TakenOver
 from perfsearch.runners.base import (
     Advises,
     FollowsUp,
@@ -48,193 +48,7 @@ if TYPE_CHECKING:
     from perfsearch.metrics.system import SystemSampler
     from perfsearch.tracking import Tracker
 
-
 PROFILED = "mode=profile: the baseline was measured, and nothing searched"
-
-
-def search(
-    settings: Settings,
-    runner: Runner,
-    strategy_factory: Callable[[Space, Hints], Strategy],
-    view: View,
-    tracker_factory: Callable[[Settings, Path, str], Tracker] = open_tracker,
-) -> Result:
-    """Run a search from its start, or from where an earlier run of it ended, to its record.
-
-    Args:
-        settings: the checked configuration; after a finished search in its ``run_dir`` a
-            numbered neighbour is used.
-        runner: what measures; closed when this returns or raises.
-        strategy_factory: builds the strategy from space and hints.
-        view: what shows progress.
-        tracker_factory: builds the MLflow view from the settings, the directory and the
-            search's identifier.
-
-    Raises:
-        BadInputError: it may not start; nothing was started.
-        Interrupted: a signal came; finished trials are recorded first.
-    """
-    begin = time.monotonic()
-    with ExitStack() as stack:
-        stack.callback(_close, runner)
-        asked = settings.run_dir or default_run_dir(settings)
-        named = settings.run_dir is not None
-        directory, resuming = resume.choose_run_dir(asked.absolute(), settings.resume, named)
-        if directory != asked.absolute():
-            view.note(f"{asked} holds a finished search; this one is in {directory}")
-        directory.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(run_directory_lock(directory))
-        stack.enter_context(device_lock(_device_set(runner), view.note))
-        runner.open(directory)
-        taken_over = transfer.take_over(
-            settings,
-            runner,
-            resume.search_definition(settings, runner),
-            directory / JOURNAL if resuming else None,
-        )
-        journal = resume.open_journal(directory, settings, runner, resuming)
-        stack.callback(journal.close)
-        if journal.dropped_line:
-            view.warning(f"{journal.path}: dropped a line that was torn: {journal.dropped_line!r}")
-        tracker = tracker_factory(settings, directory, str(journal.header["search_id"]))
-        session = _session(
-            settings, runner, strategy_factory, view, directory, journal, tracker, taken_over
-        )
-        session.sampler = _start_sampler(settings, runner)
-        if session.sampler is not None:
-            stack.callback(session.sampler.stop)
-        try:
-            record.open_record(session)
-            result = _stages(session)
-            result.seconds = time.monotonic() - begin
-            record.close_record(session, result)
-            journal.append(
-                "ended", unix_s=time.time(), exit_code=result.exit_code, reason=result.reason
-            )
-        except BaseException as error:
-            _close(runner)  # no process waits for the view to be finished
-            if isinstance(error, BadInputError):  # the same command would be refused again
-                session.tracker.close("FAILED")
-                raise
-            if not _is_full_disk(error):
-                record.interrupted(session)
-                raise
-            view.warning(f"{error}. Free some space, then give the same command to go on.")
-            record.interrupted(session)
-            result = Result(ExitCode.CIRCUIT_BREAKER, directory, session.trials, reason=str(error))
-        return result
-
-
-def _device_set(runner: Runner) -> str:
-    """Names of what no other search may use at the same time; empty: nothing."""
-    return runner.device_set() if isinstance(runner, HoldsDevices) else ""
-
-
-def _close(runner: Runner) -> None:
-    with deferred():
-        runner.close()
-
-
-def _is_full_disk(error: BaseException) -> bool:
-    """Whether the run directory cannot be written any more: nothing is wrong with the search."""
-    causes = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-    is_written = isinstance(error, OSError) and error.errno in causes
-    return is_written or isinstance(error, JournalWriteError)
-
-
-def _session(
-    settings: Settings,
-    runner: Runner,
-    strategy_factory: Callable[[Space, Hints], Strategy],
-    view: View,
-    directory: Path,
-    journal: Journal,
-    tracker: Tracker,
-    taken_over: TakenOver,
-) -> Session:
-    trials: list[Trial] = []
-    hints = replace(runner.hints(trials), prior_search=taken_over.earlier)
-    strategy = strategy_factory(runner.space, hints)
-    return Session(
-        settings,
-        runner,
-        strategy,
-        journal,
-        view,
-        tracker,
-        directory,
-        trials,
-        taken_over,
-    )
-
-
-def _start_sampler(settings: Settings, runner: Runner) -> SystemSampler | None:
-    """Sample this node while real devices are used; a replay has none."""
-    devices = [name for name in _device_set(runner).split(",") if name]
-    if not devices:
-        return None
-    from perfsearch.metrics.system import SystemSampler
-
-    uuids = [name for name in devices if name != "cpu"]
-    sampler = SystemSampler(settings.metrics.interval_s, uuids, [os.getpid()])
-    sampler.start()
-    return sampler
-
-
-def _stages(session: Session) -> Result:
-    for remark in session.runner.remarks:
-        session.view.note(remark)
-    if session.taken_over.line:
-        session.view.note(session.taken_over.line)
-    if session.taken_over.warning:
-        session.view.warning(session.taken_over.warning)
-    line = resume.adopt(session)
-    if line:
-        session.view.note(line)
-    exit_code, verdict = ExitCode.DONE, Verdict()
-    profiled = session.settings.mode == "profile"
-    try:
-        baseline.run_baseline(session)
-        reason = PROFILED if profiled else gains.reason_to_stop(session) or searching.run(session)
-    except BreakerError as error:
-        exit_code, reason = ExitCode.CIRCUIT_BREAKER, str(error)
-        session.view.warning(f"search ended: {reason}")
-    else:
-        if not profiled:  # the verdict says the same
-            session.view.note(f"search ended: {reason}")
-    if any(t.status is Status.OK for t in session.trials):
-        verdict = Verdict(reason=PROFILED) if profiled else confirm.run(session)
-    else:
-        exit_code = ExitCode.NO_TRIAL_SUCCEEDED
-        runner = session.runner
-        advice = runner.advice(session.trials) if isinstance(runner, Advises) else ""
-        reason_why = _nothing_succeeded(session.trials)
-        verdict.reason = f"{reason_why}. {advice}" if advice else reason_why
-    best = session.runner.baseline
-    if verdict.winner is not None:
-        best = session.numbered(verdict.winner).configuration
-    whole: dict[str, object] = {**session.runner.pinned, **best}
-    return Result(exit_code, session.run_dir, session.trials, verdict, whole, dict(best), reason)
-
-
-def _nothing_succeeded(trials: list[Trial]) -> str:
-    if not trials:
-        return "no trial succeeded: none was started"
-    counts = Counter(str(t.status) for t in trials)
-    causes = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    first = next((t for t in trials if t.log_path), trials[0])
-    log = f"; full log of trial {first.number}: {first.log_path}" if first.log_path else ""
-    return f"no trial succeeded: {causes}; the first: {first.reason}{log}"
-
-
-# -----------------------------------------------------------------------------
-# From checked settings to the objects that a search is made of, and to the search itself.
-
-_OWN_MODE = ".perfsearch"
-"""Left where a mode without a search, such as ``estimate``, was the first to write."""
-
-_MARKS = (JOURNAL, ".lock", _OWN_MODE)
-"""Files that a directory has which a search worked in, or may work in."""
 
 _PIPELINE_MODES = ("search", "profile")
 
@@ -244,62 +58,8 @@ ViewFactory = Callable[[Settings], "AbstractContextManager[View]"]
 StrategyFactory = Callable[[Space, Hints], Strategy]
 """Makes the strategy once the runner's space and hints are known."""
 
-
-@dataclass(frozen=True)
-class _Factory:
-    """A strategy's class with everything but the space; can be sent to another process."""
-
-    strategy: type[Strategy]
-    seed: int
-    options: Any
-    staged: bool = False
-
-    def __call__(self, space: Space, hints: Hints) -> Strategy:
-        if self.staged:
-            from perfsearch.strategies._staged import Staged
-
-            return Staged(space, hints, self.seed, replace(self, staged=False))
-        return self.strategy(space, hints, self.seed, self.options)
-
-
-def strategy_factory(settings: Settings) -> StrategyFactory:
-    """The strategy that ``settings`` names, its options checked.
-
-    Raises:
-        BadInputError: no such strategy, a wrong option, or an optional package is missing.
-
-    """
-    name = settings.strategy.name
-    strategy: type[Strategy] = _load(strategies.load, "strategy", name)
-    options = build_options(strategy.Options, settings.strategy.options, "strategy")
-    return _Factory(strategy, settings.seed, options, is_auto(settings.runner.options))
-
-
-def build_runner(settings: Settings) -> Runner:
-    """The runner that ``settings`` names; it has started nothing yet.
-
-    Raises:
-        BadInputError: no such runner, it lacks ``settings.mode``, or anything that the runner
-            itself finds wrong (a missing GPU, an impossible batch, a factory that fails).
-
-    """
-    name = settings.runner.name
-    runner = _runner(settings)
-    modes = ["search", *(["profile"] if runner.trains else [])]
-    own = runner.own_modes if issubclass(runner, OwnModes) else ()
-    if settings.mode not in (*modes, *own):
-        has = " and mode=".join([*modes, *own])
-        raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
-    if settings.workload.name == SCRIPT and issubclass(runner, TakesScripts):
-        from perfsearch.runners._script.runner import Script
-
-        return Script.from_options(settings, *runner.for_script(settings))
-    return runner.from_settings(settings)
-
-
-def _runner(settings: Settings) -> type[Runner]:
-    runner: type[Runner] = _load(runners.load, "runner", settings.runner.name)
-    return runner
+TrackerFactory = Callable[[Settings, Path, str], "Tracker"]
+"""Makes the MLflow view of the settings, the run directory and the search's identifier."""
 
 
 def run(settings: Settings, open_view: ViewFactory) -> int:
@@ -369,27 +129,65 @@ def _run(settings: Settings, open_view: ViewFactory) -> tuple[Result | None, int
                 (directory / _OWN_MODE).touch()
 
 
-def _require_writable(directory: Path) -> None:
-    """Refuse a run directory that cannot be made or written, without making it."""
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            "run_dir",
-            f"run_dir={directory}: {existing} cannot be written ({error.strerror}). "
-            "Set run_dir=DIRECTORY to one that can.",
-        ) from error
+# -----------------------------------------------------------------------------
+# Before anything is started: the strategy and the runner are built, the directory is checked.
 
 
-def _foreign_file(directory: Path) -> str:
-    """A file that is not perfsearch's, with which those of a search would mix; or empty."""
-    if not directory.is_dir() or any((directory / mark).exists() for mark in _MARKS):
-        return ""
-    return next((path.name for path in sorted(directory.iterdir())), "")
+def strategy_factory(settings: Settings) -> StrategyFactory:
+    """The strategy that ``settings`` names, its options checked.
+
+    Raises:
+        BadInputError: no such strategy, a wrong option, or an optional package is missing.
+
+    """
+    name = settings.strategy.name
+    strategy: type[Strategy] = _load(strategies.load, "strategy", name)
+    options = build_options(strategy.Options, settings.strategy.options, "strategy")
+    return _Factory(strategy, settings.seed, options, is_auto(settings.runner.options))
+
+
+@dataclass(frozen=True)
+class _Factory:
+    """A strategy's class with everything but the space; can be sent to another process."""
+
+    strategy: type[Strategy]
+    seed: int
+    options: Any
+    staged: bool = False
+
+    def __call__(self, space: Space, hints: Hints) -> Strategy:
+        if self.staged:
+            from perfsearch.strategies._staged import Staged
+
+            return Staged(space, hints, self.seed, replace(self, staged=False))
+        return self.strategy(space, hints, self.seed, self.options)
+
+
+def build_runner(settings: Settings) -> Runner:
+    """The runner that ``settings`` names; it has started nothing yet.
+
+    Raises:
+        BadInputError: no such runner, it lacks ``settings.mode``, or anything that the runner
+            itself finds wrong (a missing GPU, an impossible batch, a factory that fails).
+
+    """
+    name = settings.runner.name
+    runner = _runner(settings)
+    modes = ["search", *(["profile"] if runner.trains else [])]
+    own = runner.own_modes if issubclass(runner, OwnModes) else ()
+    if settings.mode not in (*modes, *own):
+        has = " and mode=".join([*modes, *own])
+        raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
+    if settings.workload.name == SCRIPT and issubclass(runner, TakesScripts):
+        from perfsearch.runners._script.runner import Script
+
+        return Script.from_options(settings, *runner.for_script(settings))
+    return runner.from_settings(settings)
+
+
+def _runner(settings: Settings) -> type[Runner]:
+    runner: type[Runner] = _load(runners.load, "runner", settings.runner.name)
+    return runner
 
 
 def _load(load: Callable[[str], type[Any]], group: str, name: str) -> Any:
@@ -414,3 +212,211 @@ def _load(load: Callable[[str], type[Any]], group: str, name: str) -> Any:
                 f"Run: pip install 'perfsearch[{extra}]'",
             )
     return found
+
+
+_OWN_MODE = ".perfsearch"
+"""Left where a mode without a search, such as ``estimate``, was the first to write."""
+
+_MARKS = (JOURNAL, ".lock", _OWN_MODE)
+"""Files that a directory has which a search worked in, or may work in."""
+
+
+def _require_writable(directory: Path) -> None:
+    """Refuse a run directory that cannot be made or written, without making it."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            "run_dir",
+            f"run_dir={directory}: {existing} cannot be written ({error.strerror}). "
+            "Set run_dir=DIRECTORY to one that can.",
+        ) from error
+
+
+def _foreign_file(directory: Path) -> str:
+    """A file that is not perfsearch's, with which those of a search would mix; or empty."""
+    if not directory.is_dir() or any((directory / mark).exists() for mark in _MARKS):
+        return ""
+    return next((path.name for path in sorted(directory.iterdir())), "")
+
+
+# -----------------------------------------------------------------------------
+# The search: directory and devices are held, and its parts closed however it ends.
+
+
+def search(
+    settings: Settings,
+    runner: Runner,
+    strategy_factory: StrategyFactory,
+    view: View,
+    tracker_factory: TrackerFactory = open_tracker,
+) -> Result:
+    """Run a search from its start, or from where an earlier run of it ended, to its record.
+
+    Args:
+        settings: the checked configuration; after a finished search in its ``run_dir`` a
+            numbered neighbour is used.
+        runner: what measures; closed when this returns or raises.
+        strategy_factory: builds the strategy from space and hints.
+        view: what shows progress.
+        tracker_factory: builds the MLflow view from the settings, the directory and the
+            search's identifier.
+
+    Raises:
+        BadInputError: it may not start; nothing was started.
+        Interrupted: a signal came; finished trials are recorded first.
+    """
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        stack.callback(_close, runner)
+        session = _open(stack, settings, runner, strategy_factory, view, tracker_factory)
+        try:
+            record.open_record(session)
+            result = _stages(session)
+            result.seconds = time.monotonic() - begin
+            record.close_record(session, result)
+            session.journal.append(
+                "ended", unix_s=time.time(), exit_code=result.exit_code, reason=result.reason
+            )
+        except BaseException as error:
+            _close(runner)  # no process waits for the view to be finished
+            if isinstance(error, BadInputError):  # the same command would be refused again
+                session.tracker.close("FAILED")
+                raise
+            if not _is_full_disk(error):
+                record.interrupted(session)
+                raise
+            view.warning(f"{error}. Free some space, then give the same command to go on.")
+            record.interrupted(session)
+            return Result(
+                ExitCode.CIRCUIT_BREAKER, session.run_dir, session.trials, reason=str(error)
+            )
+        return result
+
+
+def _open(
+    stack: ExitStack,
+    settings: Settings,
+    runner: Runner,
+    strategy_factory: StrategyFactory,
+    view: View,
+    tracker_factory: TrackerFactory,
+) -> Session:
+    """Put the parts of a search together; ``stack`` closes what is opened here."""
+    asked = settings.run_dir or default_run_dir(settings)
+    named = settings.run_dir is not None
+    directory, resuming = resume.choose_run_dir(asked.absolute(), settings.resume, named)
+    if directory != asked.absolute():
+        view.note(f"{asked} holds a finished search; this one is in {directory}")
+    directory.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(run_directory_lock(directory))
+    stack.enter_context(device_lock(_device_set(runner), view.note))
+    runner.open(directory)
+    defined = resume.search_definition(settings, runner)
+    prior = transfer.find(settings, runner, defined, directory / JOURNAL if resuming else None)
+    journal = resume.open_journal(directory, settings, runner, resuming)
+    stack.callback(journal.close)
+    if journal.dropped_line:
+        view.warning(f"{journal.path}: dropped a line that was torn: {journal.dropped_line!r}")
+    tracker = tracker_factory(settings, directory, str(journal.header["search_id"]))
+    trials: list[Trial] = []  # the runner's hints read this very list as it grows
+    hints = replace(runner.hints(trials), prior_search=prior.prior_search)
+    strategy = strategy_factory(runner.space, hints)
+    session = Session(settings, runner, strategy, journal, view, tracker, directory, trials, prior)
+    session.sampler = _start_sampler(settings, runner)
+    if session.sampler is not None:
+        stack.callback(session.sampler.stop)
+    return session
+
+
+def _start_sampler(settings: Settings, runner: Runner) -> SystemSampler | None:
+    """Sample this node while real devices are used; a replay has none."""
+    devices = [name for name in _device_set(runner).split(",") if name]
+    if not devices:
+        return None
+    from perfsearch.metrics.system import SystemSampler
+
+    uuids = [name for name in devices if name != "cpu"]
+    sampler = SystemSampler(settings.metrics.interval_s, uuids, [os.getpid()])
+    sampler.start()
+    return sampler
+
+
+def _device_set(runner: Runner) -> str:
+    """Names of what no other search may use at the same time; empty: nothing."""
+    return runner.device_set() if isinstance(runner, HoldsDevices) else ""
+
+
+def _close(runner: Runner) -> None:
+    with deferred():
+        runner.close()
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    """Whether the run directory cannot be written any more: nothing is wrong with the search."""
+    causes = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+    is_written = isinstance(error, OSError) and error.errno in causes
+    return is_written or isinstance(error, JournalWriteError)
+
+
+# -----------------------------------------------------------------------------
+# The stages, in their order.
+
+
+def _stages(session: Session) -> Result:
+    """Go through them, except the record, and say what the search came to."""
+    exit_code, verdict = ExitCode.DONE, Verdict()
+    profiled = session.settings.mode == "profile"
+    _resume(session)  # stage 1
+    try:
+        baseline.run(session)  # stage 2
+        reason = PROFILED if profiled else baseline.reason_to_stop(session)
+        reason = reason or explore.run(session)  # stage 3
+    except explore.BreakerError as error:
+        exit_code, reason = ExitCode.CIRCUIT_BREAKER, str(error)
+        session.view.warning(f"search ended: {reason}")
+    else:
+        if not profiled:  # the verdict says the same
+            session.view.note(f"search ended: {reason}")
+    if not any(t.status is Status.OK for t in session.trials):
+        exit_code = ExitCode.NO_TRIAL_SUCCEEDED
+        verdict.reason = _nothing_succeeded(session)
+    elif profiled:
+        verdict.reason = PROFILED
+    else:
+        verdict = confirm.run(session)  # stage 4
+    best = session.runner.baseline
+    if verdict.winner is not None:
+        best = session.numbered(verdict.winner).configuration
+    whole: dict[str, object] = {**session.runner.pinned, **best}
+    return Result(exit_code, session.run_dir, session.trials, verdict, whole, dict(best), reason)
+
+
+def _resume(session: Session) -> None:
+    """Show what the search starts from, and bring it to where its journal ends."""
+    for remark in session.runner.remarks:
+        session.view.note(remark)
+    if session.transfer.line:
+        session.view.note(session.transfer.line)
+    if session.transfer.warning:
+        session.view.warning(session.transfer.warning)
+    line = resume.restore(session)
+    if line:
+        session.view.note(line)
+
+
+def _nothing_succeeded(session: Session) -> str:
+    runner, trials = session.runner, session.trials
+    advice = runner.advice(trials) if isinstance(runner, Advises) else ""
+    reason = "no trial succeeded: none was started"
+    if trials:
+        counts = Counter(str(t.status) for t in trials)
+        causes = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+        first = next((t for t in trials if t.log_path), trials[0])
+        log = f"; full log of trial {first.number}: {first.log_path}" if first.log_path else ""
+        reason = f"no trial succeeded: {causes}; the first: {first.reason}{log}"
+    return f"{reason}. {advice}" if advice else reason

@@ -19,7 +19,7 @@ from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial, loss_resolution
 from perfsearch.metrics.diagnosis import Thresholds, diagnose
-from perfsearch.pipeline.transfer import TakenOver
+from perfsearch.pipeline.transfer import Transfer
 from perfsearch.runners.base import Outcome, Plan, Runner
 from perfsearch.strategies.base import Strategy
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from perfsearch.config.schema import MetricsSettings, Settings
     from perfsearch.metrics.system import SystemSampler
     from perfsearch.tracking import Tracker
-
 
 CUT_OFF = "the time for it was over"
 """Reason of a trial that was ended because the search's time was."""
@@ -37,6 +36,279 @@ BASELINE = -1
 
 MAX_RETRIES = 2
 """How often a trial is started again after a failure that is not the configuration's."""
+
+
+@dataclass
+class Session:
+    """One search under way: its parts, and the trials so far in order of their numbers."""
+
+    settings: Settings
+    runner: Runner
+    strategy: Strategy
+    journal: Journal
+    view: View
+    tracker: Tracker
+    run_dir: Path
+    trials: list[Trial] = field(default_factory=list)
+    transfer: Transfer = field(default_factory=Transfer)
+    sampler: SystemSampler | None = None
+    search_seconds: float = 0.0
+    screened: int = 0
+    simulated: int = 0  # chains of the journal that a resumed strategy runs once more
+    consecutive_failures: int = 0
+    recycle: bool = False
+    rerun: list[tuple[dict[str, Value], int | None]] = field(default_factory=list)
+    only_rerun: bool = False
+    numbers_from: int = 0
+    _last_told: float = field(default_factory=time.monotonic)
+
+    @property
+    def objective(self) -> Objective:
+        """What is optimised."""
+        return self.settings.objective
+
+    @property
+    def baseline(self) -> Trial | None:
+        """Trial 0, once it has ended."""
+        return next((t for t in self.trials if t.purpose is Purpose.BASELINE), None)
+
+    @property
+    def baseline_cost(self) -> float | None:
+        """Median cost of the baseline and its sentinels."""
+        purposes = (Purpose.BASELINE, Purpose.SENTINEL)
+        costs = [t.cost for t in self.trials if t.purpose in purposes and t.cost is not None]
+        return statistics.median(costs) if costs else None
+
+    @property
+    def search_trials(self) -> list[Trial]:
+        """Trials of the search stage that came to an end of their own."""
+        searched = [t for t in self.trials if t.purpose is Purpose.SEARCH]
+        return [t for t in searched if t.status is not Status.INTERRUPTED]
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest valid search trial so far, by its single reading."""
+        valid = [t for t in self.search_trials if t.status is Status.OK and t.cost is not None]
+        return min(valid, key=lambda t: t.cost or 0.0, default=None)
+
+    @property
+    def next_number(self) -> int:
+        """Number of the next trial."""
+        return max(max((t.number for t in self.trials), default=-1) + 1, self.numbers_from)
+
+    def add(self, trial: Trial) -> None:
+        """Take up a trial; a later end of the same number replaces an earlier one.
+
+        In place, since the runner's hints read this very list.
+        """
+        self.trials[:] = [t for t in self.trials if t.number != trial.number] + [trial]
+
+    def find(self, number: int) -> Trial | None:
+        """The trial of that number, if it ended."""
+        return next((t for t in self.trials if t.number == number), None)
+
+    def numbered(self, number: int) -> Trial:
+        """The trial of that number.
+
+        Raises:
+            JournalError: the journal tells of a trial that never finished.
+
+        """
+        trial = self.find(number)
+        if trial is None:
+            raise JournalError(f"{self.journal.path}: trial {number} was told but never finished")
+        return trial
+
+    def recorded(self, configuration: Mapping[str, Value]) -> Trial | None:
+        """The trial that already answers ``configuration``, if there is one."""
+        key = key_of(configuration)
+        for trial in self.trials:
+            unfit = trial.status is Status.INTERRUPTED or trial.status.is_from_outside
+            same = key_of(trial.configuration) == key
+            if same and trial.purpose is not Purpose.CONFIRM and not unfit:
+                return trial
+        return None
+
+    def run(
+        self,
+        configuration: dict[str, Value],
+        purpose: Purpose,
+        *,
+        fresh: bool = False,
+        number: int | None = None,
+        seconds_left: float | None = None,
+        profiled: bool = False,
+    ) -> Trial:
+        """Measure a configuration, record how it ended, and return it; never raises for a failure.
+
+        Failures from outside are started again up to ``MAX_RETRIES`` times, in new processes.
+
+        Args:
+            configuration: what to measure.
+            purpose: why.
+            fresh: whether in new processes.
+            number: of the trial; by default the next one.
+            seconds_left: what the stage may still spend. With the grace time on top it bounds the
+                trial, which is then ``interrupted``, as the configuration may be a good one.
+            profiled: whether further steps are profiled, after those that are scored.
+
+        """
+        number = self.next_number if number is None else number
+        begin = time.monotonic()
+        self.view.trial_started(number, purpose, configuration)
+        outcome = Outcome(Status.INTERRUPTED, reason="never started")
+        attempt = 0
+        try:
+            for attempt in range(MAX_RETRIES + 1):
+                self.journal.append(
+                    "started",
+                    trial=number,
+                    purpose=purpose,
+                    configuration=configuration,
+                    attempt=attempt,
+                )
+                left = None
+                if seconds_left is not None:
+                    left = max(0.0, seconds_left - (time.monotonic() - begin))
+                plan = self._plan(number, purpose, attempt, fresh or self.recycle or attempt > 0)
+                plan = self._bounded(with_profile(plan, self.settings.metrics, profiled), left)
+                outcome = measure_guarded(self.runner, configuration, plan)
+                if outcome.status is Status.TIMEOUT and plan.time_limit_s < self._trial_limit_s:
+                    outcome = replace(outcome, status=Status.INTERRUPTED, reason=CUT_OFF)
+                if not outcome.status.is_from_outside or left == 0.0 or attempt == MAX_RETRIES:
+                    break
+                self.view.warning(f"trial {number}: {outcome.reason}; starting it again")
+            self.recycle = was_profiled(outcome)
+        except BaseException:
+            trial = Trial(number, configuration, purpose, Status.INTERRUPTED, reason="interrupted")
+            trial.seconds = time.monotonic() - begin
+            self._finish(trial)
+            raise
+        trial = self._judge(number, configuration, purpose, outcome)
+        now = time.monotonic()
+        trial.seconds = now - begin
+        steps_s = 0.0
+        if trial.measurement is not None:
+            scored_s = sum(trial.measurement.step_seconds)
+            detail_s = trial.measurement.detail_seconds
+            steps_s = scored_s + trial.measurement.discarded_seconds + detail_s
+            if self.sampler is not None:
+                end = max(begin, now - detail_s)
+                trial.measurement.system = self.sampler.window(max(begin, end - scored_s), end)
+            note_findings(trial.measurement, self.settings.metrics.thresholds)
+        # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
+        since = self._last_told if purpose is Purpose.SEARCH else begin
+        trial.overhead_seconds = max(0.0, now - since - steps_s)
+        self._finish(trial)
+        return trial
+
+    def told(self, **data: object) -> None:
+        """Journal that the strategy knows of a trial; the next one's overhead counts from here."""
+        self.journal.append("told", search_seconds=round(self.search_seconds, 3), **data)
+        self._last_told = time.monotonic()
+
+    @property
+    def _trial_limit_s(self) -> float:
+        return self.settings.limits.trial_s
+
+    def _bounded(self, plan: Plan, seconds_left: float | None) -> Plan:
+        if seconds_left is None:
+            return plan
+        limit_s = seconds_left + self.settings.limits.grace_s
+        return replace(plan, time_limit_s=min(plan.time_limit_s, limit_s))
+
+    def _plan(self, number: int, purpose: Purpose, attempt: int, fresh: bool) -> Plan:
+        plan = Plan(
+            number=number,
+            purpose=purpose,
+            fresh=fresh,
+            attempt=attempt,
+            time_limit_s=self._trial_limit_s,
+            log_directory=self.run_dir / "logs" / f"{number:04d}",
+        )
+        if purpose is Purpose.CONFIRM:
+            plan = replace(plan, scored_seconds=2 * plan.scored_seconds)
+        return plan
+
+    def _judge(
+        self,
+        number: int,
+        configuration: dict[str, Value],
+        purpose: Purpose,
+        outcome: Outcome,
+    ) -> Trial:
+        """Turn an outcome into a trial: score it, unless it failed or computed something else."""
+        trial = Trial(
+            number,
+            configuration,
+            purpose,
+            outcome.status,
+            outcome.measurement,
+            reason=outcome.reason,
+            log_path=outcome.log_path,
+            fresh_process=outcome.fresh_process,
+        )
+        measurement = outcome.measurement
+        broken = measurement.not_finite() if measurement is not None else []
+        if broken:
+            trial.measurement = measurement = None
+            if outcome.status in (Status.OK, Status.PRUNED):
+                trial.status = Status.DIVERGED
+                trial.reason = f"NaN or infinity in {', '.join(broken)}"
+        if outcome.status not in (Status.OK, Status.PRUNED) or measurement is None:
+            return trial
+        if outcome.status is Status.OK:
+            reason = self._loss_check(measurement)
+            if reason:
+                trial.status, trial.reason = Status.DIVERGED, reason
+                return trial
+        try:
+            trial.cost = self.objective.cost(measurement)
+            trial.objective = self.objective.value(measurement)
+            trial.cost_error = log_cost_error(measurement)
+        except ValueError as error:
+            trial.status, trial.reason = Status.CRASH, str(error)
+        return trial
+
+    def _loss_check(self, measurement: Measurement) -> str:
+        """Why the first losses are not the reference's; empty when they agree."""
+        free = self.settings.batch == "free"
+        reference = next(
+            (
+                t
+                for t in self.trials
+                if t.status is Status.OK
+                and t.measurement
+                and t.measurement.first_losses
+                and (not free or t.measurement.samples_per_step == measurement.samples_per_step)
+            ),
+            None,
+        )
+        if reference is None:
+            return ""
+        assert reference.measurement is not None
+        tolerance = self.settings.limits.loss_tolerance
+        both = (reference.measurement, measurement)
+        finest = max(loss_resolution(m.environment.get("loss_dtype", "")) for m in both)
+        is_baseline = reference.purpose is Purpose.BASELINE
+        whose = "the baseline" if is_baseline else f"trial {reference.number}"
+        expected = reference.measurement.first_losses
+        return loss_disagreement(expected, measurement.first_losses, tolerance, whose, finest)
+
+    def _finish(self, trial: Trial) -> None:
+        with deferred():  # recorded, known and shown, or none of it
+            self.journal.append("finished", unix_s=time.time(), trial=trial.to_json())
+            self.add(trial)
+        left = self._seconds_left()
+        self.view.trial_finished(trial, self.best, self.baseline, left)
+
+    def _seconds_left(self) -> float | None:
+        limit = self.settings.budget.seconds
+        return None if limit is None else max(0.0, limit - self.search_seconds)
+
+
+# -----------------------------------------------------------------------------
+# What a stage hands to the next, and what shows it.
 
 
 @dataclass
@@ -140,20 +412,24 @@ class View(Protocol):
         """
 
 
-def detailed(plan: Plan, metrics: MetricsSettings, closely: bool) -> Plan:
-    """The plan with a close look, where one is due or asked for on every trial."""
-    if not closely and metrics.detail == "light":
+# -----------------------------------------------------------------------------
+# A trial: its profile, and its runner, of which nothing that it raises ends a search.
+
+
+def with_profile(plan: Plan, metrics: MetricsSettings, profiled: bool) -> Plan:
+    """The plan with a profile, where one is due or asked for on every trial."""
+    if not profiled and metrics.detail == "light":
         return plan
     return replace(
         plan,
         detail="full",
         begin_step=metrics.begin_step,
         end_step=metrics.end_step,
-        trace=metrics.trace and closely,
+        trace=metrics.trace and profiled,
     )
 
 
-def leave_traces(outcome: Outcome) -> bool:
+def was_profiled(outcome: Outcome) -> bool:
     """Whether the processes ran under the profiler, whose hooks stay in a GPU's driver."""
     measured = outcome.measurement
     return measured is not None and "device_busy_ms" in measured.bottleneck_evidence
@@ -166,278 +442,6 @@ def note_findings(measurement: Measurement, thresholds: Thresholds) -> None:
         measurement.environment["bottleneck"] = found[0].name
         measurement.environment["findings"] = [str(finding) for finding in found]
 
-
-@dataclass
-class Session:
-    """One search under way: its parts, and the trials so far in order of their numbers."""
-
-    settings: Settings
-    runner: Runner
-    strategy: Strategy
-    journal: Journal
-    view: View
-    tracker: Tracker
-    run_dir: Path
-    trials: list[Trial] = field(default_factory=list)
-    taken_over: TakenOver = field(default_factory=TakenOver)
-    sampler: SystemSampler | None = None
-    search_seconds: float = 0.0
-    screened: int = 0
-    simulated: int = 0  # chains of the journal that a resumed strategy runs once more
-    consecutive_failures: int = 0
-    recycle: bool = False
-    rerun: list[tuple[dict[str, Value], int | None]] = field(default_factory=list)
-    only_rerun: bool = False
-    numbers_from: int = 0
-    _last_told: float = field(default_factory=time.monotonic)
-
-    @property
-    def objective(self) -> Objective:
-        """What is optimised."""
-        return self.settings.objective
-
-    @property
-    def baseline(self) -> Trial | None:
-        """Trial 0, once it has ended."""
-        return next((t for t in self.trials if t.purpose is Purpose.BASELINE), None)
-
-    @property
-    def baseline_cost(self) -> float | None:
-        """Median cost of the baseline and its sentinels."""
-        purposes = (Purpose.BASELINE, Purpose.SENTINEL)
-        costs = [t.cost for t in self.trials if t.purpose in purposes and t.cost is not None]
-        return statistics.median(costs) if costs else None
-
-    @property
-    def search_trials(self) -> list[Trial]:
-        """Trials of the search stage that came to an end of their own."""
-        searched = [t for t in self.trials if t.purpose is Purpose.SEARCH]
-        return [t for t in searched if t.status is not Status.INTERRUPTED]
-
-    @property
-    def best(self) -> Trial | None:
-        """The fastest valid search trial so far, by its single reading."""
-        valid = [t for t in self.search_trials if t.status is Status.OK and t.cost is not None]
-        return min(valid, key=lambda t: t.cost or 0.0, default=None)
-
-    @property
-    def next_number(self) -> int:
-        """Number of the next trial."""
-        return max(max((t.number for t in self.trials), default=-1) + 1, self.numbers_from)
-
-    def add(self, trial: Trial) -> None:
-        """Take up a trial; a later end of the same number replaces an earlier one.
-
-        In place, since the runner's hints look at this very list.
-        """
-        self.trials[:] = [t for t in self.trials if t.number != trial.number] + [trial]
-
-    def find(self, number: int) -> Trial | None:
-        """The trial of that number, if it ended."""
-        return next((t for t in self.trials if t.number == number), None)
-
-    def numbered(self, number: int) -> Trial:
-        """The trial of that number.
-
-        Raises:
-            JournalError: the journal tells of a trial that never finished.
-
-        """
-        trial = self.find(number)
-        if trial is None:
-            raise JournalError(f"{self.journal.path}: trial {number} was told but never finished")
-        return trial
-
-    def recorded(self, configuration: Mapping[str, Value]) -> Trial | None:
-        """The trial that already answers ``configuration``, if there is one."""
-        key = key_of(configuration)
-        for trial in self.trials:
-            unfit = trial.status is Status.INTERRUPTED or trial.status.is_from_outside
-            same = key_of(trial.configuration) == key
-            if same and trial.purpose is not Purpose.CONFIRM and not unfit:
-                return trial
-        return None
-
-    def run(
-        self,
-        configuration: dict[str, Value],
-        purpose: Purpose,
-        *,
-        fresh: bool = False,
-        number: int | None = None,
-        seconds_left: float | None = None,
-        closely: bool = False,
-    ) -> Trial:
-        """Measure a configuration, record how it ended, and return it; never raises for a failure.
-
-        Failures from outside are started again up to ``MAX_RETRIES`` times, in new processes.
-
-        Args:
-            configuration: what to measure.
-            purpose: why.
-            fresh: whether in new processes.
-            number: of the trial; by default the next one.
-            seconds_left: what the stage may still spend. With the grace time on top it bounds the
-                trial, which is then ``interrupted``, as the configuration may be a good one.
-            closely: whether its steps are looked at closely, after those that are scored.
-
-        """
-        number = self.next_number if number is None else number
-        begin = time.monotonic()
-        self.view.trial_started(number, purpose, configuration)
-        outcome = Outcome(Status.INTERRUPTED, reason="never started")
-        attempt = 0
-        try:
-            for attempt in range(MAX_RETRIES + 1):
-                self.journal.append(
-                    "started",
-                    trial=number,
-                    purpose=purpose,
-                    configuration=configuration,
-                    attempt=attempt,
-                )
-                left = None
-                if seconds_left is not None:
-                    left = max(0.0, seconds_left - (time.monotonic() - begin))
-                plan = self._plan(number, purpose, attempt, fresh or self.recycle or attempt > 0)
-                plan = self._bounded(detailed(plan, self.settings.metrics, closely), left)
-                outcome = measure_guarded(self.runner, configuration, plan)
-                if outcome.status is Status.TIMEOUT and plan.time_limit_s < self._trial_limit_s:
-                    outcome = replace(outcome, status=Status.INTERRUPTED, reason=CUT_OFF)
-                if not outcome.status.is_from_outside or left == 0.0 or attempt == MAX_RETRIES:
-                    break
-                self.view.warning(f"trial {number}: {outcome.reason}; starting it again")
-            self.recycle = leave_traces(outcome)
-        except BaseException:
-            trial = Trial(number, configuration, purpose, Status.INTERRUPTED, reason="interrupted")
-            trial.seconds = time.monotonic() - begin
-            self._finish(trial)
-            raise
-        trial = self._judge(number, configuration, purpose, outcome)
-        now = time.monotonic()
-        trial.seconds = now - begin
-        steps_s = 0.0
-        if trial.measurement is not None:
-            scored_s = sum(trial.measurement.step_seconds)
-            detail_s = trial.measurement.detail_seconds
-            steps_s = scored_s + trial.measurement.discarded_seconds + detail_s
-            if self.sampler is not None:
-                end = max(begin, now - detail_s)
-                trial.measurement.system = self.sampler.window(max(begin, end - scored_s), end)
-            note_findings(trial.measurement, self.settings.metrics.thresholds)
-        # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
-        since = self._last_told if purpose is Purpose.SEARCH else begin
-        trial.overhead_seconds = max(0.0, now - since - steps_s)
-        self._finish(trial)
-        return trial
-
-    def told(self, **data: object) -> None:
-        """Journal that the strategy knows of a trial; the next one's overhead counts from here."""
-        self.journal.append("told", search_seconds=round(self.search_seconds, 3), **data)
-        self._last_told = time.monotonic()
-
-    @property
-    def _trial_limit_s(self) -> float:
-        return self.settings.limits.trial_s
-
-    def _bounded(self, plan: Plan, seconds_left: float | None) -> Plan:
-        if seconds_left is None:
-            return plan
-        limit_s = seconds_left + self.settings.limits.grace_s
-        return replace(plan, time_limit_s=min(plan.time_limit_s, limit_s))
-
-    def _plan(self, number: int, purpose: Purpose, attempt: int, fresh: bool) -> Plan:
-        plan = Plan(
-            number=number,
-            purpose=purpose,
-            fresh=fresh,
-            attempt=attempt,
-            time_limit_s=self._trial_limit_s,
-            log_directory=self.run_dir / "logs" / f"{number:04d}",
-        )
-        if purpose is Purpose.CONFIRM:
-            plan = replace(plan, scored_seconds=2 * plan.scored_seconds)
-        return plan
-
-    def _judge(
-        self,
-        number: int,
-        configuration: dict[str, Value],
-        purpose: Purpose,
-        outcome: Outcome,
-    ) -> Trial:
-        """Turn an outcome into a trial: score it, unless it failed or computed something else."""
-        trial = Trial(
-            number,
-            configuration,
-            purpose,
-            outcome.status,
-            outcome.measurement,
-            reason=outcome.reason,
-            log_path=outcome.log_path,
-            fresh_process=outcome.fresh_process,
-        )
-        measurement = outcome.measurement
-        broken = measurement.not_finite() if measurement is not None else []
-        if broken:
-            trial.measurement = measurement = None
-            if outcome.status in (Status.OK, Status.PRUNED):
-                trial.status = Status.DIVERGED
-                trial.reason = f"NaN or infinity in {', '.join(broken)}"
-        if outcome.status not in (Status.OK, Status.PRUNED) or measurement is None:
-            return trial
-        if outcome.status is Status.OK:
-            reason = self._different_computation(measurement)
-            if reason:
-                trial.status, trial.reason = Status.DIVERGED, reason
-                return trial
-        try:
-            trial.cost = self.objective.cost(measurement)
-            trial.objective = self.objective.value(measurement)
-            trial.cost_error = log_cost_error(measurement)
-        except ValueError as error:
-            trial.status, trial.reason = Status.CRASH, str(error)
-        return trial
-
-    def _different_computation(self, measurement: Measurement) -> str:
-        """Why the first losses are not the reference's; empty when they agree."""
-        free = self.settings.batch == "free"
-        reference = next(
-            (
-                t
-                for t in self.trials
-                if t.status is Status.OK
-                and t.measurement
-                and t.measurement.first_losses
-                and (not free or t.measurement.samples_per_step == measurement.samples_per_step)
-            ),
-            None,
-        )
-        if reference is None:
-            return ""
-        assert reference.measurement is not None
-        tolerance = self.settings.limits.loss_tolerance
-        both = (reference.measurement, measurement)
-        finest = max(loss_resolution(m.environment.get("loss_dtype", "")) for m in both)
-        is_baseline = reference.purpose is Purpose.BASELINE
-        whose = "the baseline" if is_baseline else f"trial {reference.number}"
-        expected = reference.measurement.first_losses
-        return loss_disagreement(expected, measurement.first_losses, tolerance, whose, finest)
-
-    def _finish(self, trial: Trial) -> None:
-        with deferred():  # recorded, known and shown, or none of it
-            self.journal.append("finished", unix_s=time.time(), trial=trial.to_json())
-            self.add(trial)
-        left = self._seconds_left()
-        self.view.trial_finished(trial, self.best, self.baseline, left)
-
-    def _seconds_left(self) -> float | None:
-        limit = self.settings.budget.seconds
-        return None if limit is None else max(0.0, limit - self.search_seconds)
-
-
-# -----------------------------------------------------------------------------
-# Between a stage and its runner: nothing that a runner raises ends a search.
 
 LOG = "controller.log"
 """File of a trial's log directory with the traceback of what the runner itself raised."""
@@ -463,7 +467,7 @@ def measure_guarded(runner: Runner, configuration: Configuration, plan: Plan) ->
 
 
 # -----------------------------------------------------------------------------
-# Whether two configurations train the same model the same way, as far as their losses tell.
+# Loss check: whether two configurations train the same model the same way.
 
 _SMALL = 0.05
 """An absolute tolerance is at most this share of the largest loss: losses of a thousandth would

@@ -1,4 +1,4 @@
-"""What is taken over from an earlier search of a similar job, and how the journal keeps it.
+"""What is transferred from a prior search of a similar job, and how the journal keeps it.
 
 It is a belief of the strategy (``Hints.prior_search``), never a trial: it is in no record, spends
 no budget and cannot be handed over. A resumed search takes it from its own journal.
@@ -27,48 +27,56 @@ if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
     from perfsearch.tracking.history import PriorSearches, StoredSearch
 
-
 KEY = "strategy.warm_start"
 AUTO = "auto"
 
-_LOOKED_AT = 20
-"""Searches of the store whose trials are looked at, the most similar first."""
+FEWEST = 3
+"""Configurations that a prior search must have measured to be of use."""
+
+MOST = 100
+"""Configurations that are transferred: half of them the best, the others spread over the rest."""
+
+_MOST_READ = 20
+"""Searches of the store whose trials are read, the most similar first."""
+
+_JOURNAL_KEY = "earlier"
+"""Of the search's definition, under which the journal keeps what was transferred."""
 
 _RUN_ID = re.compile(r"^[0-9a-f]{32}$")
 
 
 @dataclass(frozen=True)
-class TakenOver:
+class Transfer:
     """What a search starts from.
 
     Attributes:
         line: for people; empty where nothing was asked for.
-        earlier: what was found; ``None`` where there is nothing.
-        warning: why nothing is taken over though it was asked for; empty otherwise.
+        prior_search: what was found; ``None`` where there is nothing.
+        warning: why nothing is transferred though it was asked for; empty otherwise.
 
     """
 
     line: str = ""
-    earlier: PriorSearch | None = None
+    prior_search: PriorSearch | None = None
     warning: str = ""
 
     def definition(self) -> dict[str, Any]:
         """Plain values for the journal; empty where there is nothing."""
-        if self.earlier is None:
+        if self.prior_search is None:
             return {}
-        costs = [[dict(configuration), log] for configuration, log in self.earlier.costs]
-        return {"earlier": {"source": self.earlier.source, "costs": costs}}
+        costs = [[dict(configuration), log] for configuration, log in self.prior_search.costs]
+        return {_JOURNAL_KEY: {"source": self.prior_search.source, "costs": costs}}
 
 
-def take_over(
+def find(
     settings: Settings, runner: Runner, defined: Mapping[str, Any], journal: Path | None
-) -> TakenOver:
+) -> Transfer:
     """Find what ``strategy.warm_start`` asks for, or what an earlier part of this search found.
 
     Args:
         settings: of the search.
         runner: open, so that its space is known.
-        defined: the definition of the search, as for the journal, without what is taken over.
+        defined: the definition of the search, as for the journal, without what is transferred.
         journal: of the search that is resumed; ``None`` for a new one.
 
     Raises:
@@ -78,15 +86,15 @@ def take_over(
     """
     asked = settings.strategy.options.get("warm_start")
     if asked is None or settings.mode != "search" or not runner.space.knobs:
-        return TakenOver()
+        return Transfer()
     search_id = ""
     if journal is not None:
         header, events = read(journal)
         search_id = str(header.get("search_id", ""))
         opened = [e for e in events if e.name == "opened"]
         last: Mapping[str, Any] = opened[-1].data.get("definition", {}) if opened else {}
-        if opened and {k: v for k, v in last.items() if k != "earlier"} == dict(defined):
-            return _as_before(last.get("earlier"), journal)
+        if opened and {k: v for k, v in last.items() if k != _JOURNAL_KEY} == dict(defined):
+            return _from_journal(last.get(_JOURNAL_KEY), journal)
     if asked == AUTO:
         return _most_similar(settings, runner, search_id)
     path = Path(str(asked))
@@ -97,16 +105,16 @@ def take_over(
     raise ConfigError(
         KEY,
         f"{KEY}={asked}: there is no such directory, and an MLflow run's id has 32 hexadecimal "
-        "digits. Allowed: null, auto, the run directory of an earlier search, the id of its run.",
+        "digits. Allowed: null, auto, the run directory of a prior search, the id of its run.",
     )
 
 
-def _as_before(kept: Any, journal: Path) -> TakenOver:
+def _from_journal(kept: Any, journal: Path) -> Transfer:
     if kept is None:
-        return TakenOver(f"{KEY}: nothing, as when this search began")
+        return Transfer(f"{KEY}: nothing, as when this search began")
     try:
         costs = tuple((dict(configuration), float(log)) for configuration, log in kept["costs"])
-        return _taken(PriorSearch(str(kept["source"]), costs))
+        return _transferred(PriorSearch(str(kept["source"]), costs))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise JournalError(
             f"{journal}: what it says of {KEY} is not what this version understands "
@@ -115,16 +123,7 @@ def _as_before(kept: Any, journal: Path) -> TakenOver:
         ) from error
 
 
-def _taken(earlier: PriorSearch) -> TakenOver:
-    best = 100.0 * (1.0 - math.exp(earlier.costs[0][1]))
-    return TakenOver(
-        f"{KEY}: {len(earlier.costs)} configurations of {earlier.source} are believed until this "
-        f"job's own trials disagree (the best saved {best:.1f}% there); none counts as a trial",
-        earlier,
-    )
-
-
-def _of_directory(path: Path, settings: Settings, runner: Runner) -> TakenOver:
+def _of_directory(path: Path, settings: Settings, runner: Runner) -> Transfer:
     """The journal of a run directory.
 
     Raises:
@@ -138,7 +137,7 @@ def _of_directory(path: Path, settings: Settings, runner: Runner) -> TakenOver:
     return _required(costs, str(path), str(path))
 
 
-def _of_run(run_id: str, settings: Settings, runner: Runner) -> TakenOver:
+def _of_run(run_id: str, settings: Settings, runner: Runner) -> Transfer:
     """A search's run in the store.
 
     Raises:
@@ -159,7 +158,7 @@ def _of_run(run_id: str, settings: Settings, runner: Runner) -> TakenOver:
     return _required(costs, run_id, _name(search))
 
 
-def _most_similar(settings: Settings, runner: Runner, own_id: str) -> TakenOver:
+def _most_similar(settings: Settings, runner: Runner, own_id: str) -> Transfer:
     """The search with these knobs whose job is most like this one, the latest of equals.
 
     A store that fails costs a warning: the search goes on without it.
@@ -172,16 +171,16 @@ def _most_similar(settings: Settings, runner: Runner, own_id: str) -> TakenOver:
         found = store.of_runner(settings.tracking.experiment, settings.runner.name)
         others = [s for s in found if s.search_id != own_id]
         others.sort(key=lambda s: -_alike(s.parameters, settings, runner))
-        for search in others[:_LOOKED_AT]:
+        for search in others[:_MOST_READ]:
             costs = in_store(store, search, settings.objective.metric, runner)
-            earlier = costs.earlier(_name(search))
-            if earlier is not None:
-                return _taken(earlier)
+            prior_search = costs.prior_search(_name(search))
+            if prior_search is not None:
+                return _transferred(prior_search)
     except StoreError as error:
-        return TakenOver(warning=f"{KEY}={AUTO}: {error}; nothing is taken over")
-    return TakenOver(
-        f"{KEY}={AUTO}: no earlier search of runner={settings.runner.name} with these knobs is in "
-        f"the experiment {settings.tracking.experiment}; nothing is taken over"
+        return Transfer(warning=f"{KEY}={AUTO}: {error}; nothing is transferred")
+    return Transfer(
+        f"{KEY}={AUTO}: no prior search of runner={settings.runner.name} with these knobs is in "
+        f"the experiment {settings.tracking.experiment}; nothing is transferred"
     )
 
 
@@ -192,7 +191,7 @@ def _alike(parameters: Mapping[str, str], settings: Settings, runner: Runner) ->
     return sum(parameters.get(name) == value for name, value in own.items())
 
 
-def _required(costs: EarlierCosts, name: str, source: str) -> TakenOver:
+def _required(costs: PriorCosts, name: str, source: str) -> Transfer:
     unknown, own = costs.unknown(), ", ".join(costs.runner.space.by_name)
     if unknown:
         raise ConfigError(
@@ -200,22 +199,31 @@ def _required(costs: EarlierCosts, name: str, source: str) -> TakenOver:
             f"{KEY}={name}: it searched {', '.join(unknown)}, which this search does not know. "
             f"Its knobs are {own}. Name a search of the same runner.",
         )
-    earlier = costs.earlier(source)
-    if earlier is None:
+    prior_search = costs.prior_search(source)
+    if prior_search is None:
         raise ConfigError(
             KEY,
             f"{KEY}={name}: {len(costs)} configurations measured there are ones of this search's "
             f"knobs ({own}); at least {FEWEST} are needed. Name another search, or leave {KEY} "
             "out.",
         )
-    return _taken(earlier)
+    return _transferred(prior_search)
+
+
+def _transferred(prior: PriorSearch) -> Transfer:
+    best = 100.0 * (1.0 - math.exp(prior.costs[0][1]))
+    return Transfer(
+        f"{KEY}: {len(prior.costs)} configurations of {prior.source} are believed until this "
+        f"job's own trials disagree (the best saved {best:.1f}% there); none counts as a trial",
+        prior,
+    )
 
 
 def _require_tracking(settings: Settings, asked: str) -> None:
     if not settings.tracking.enabled:
         raise ConfigError(
             KEY,
-            f"{KEY}={asked}: earlier searches are looked up in the tracking store, and "
+            f"{KEY}={asked}: prior searches are looked up in the tracking store, and "
             "tracking.enabled=false. Name a run directory instead, or enable tracking.",
         )
 
@@ -232,22 +240,16 @@ def _name(search: StoredSearch) -> str:
 
 
 # -----------------------------------------------------------------------------
-# Costs that an earlier search measured, in the knobs of this one.
-
-FEWEST = 3
-"""Configurations that an earlier search must have measured to be of use."""
-
-MOST = 100
-"""Configurations that are taken over: half of them the best, the others spread over the rest."""
+# Costs that a prior search measured, in the knobs of this one.
 
 
 @dataclass
-class EarlierCosts:
-    """Costs of an earlier search's trials by configuration.
+class PriorCosts:
+    """Costs of a prior search's trials by configuration.
 
     Attributes:
         runner: of this search, open.
-        searched: names of the knobs that the earlier search varied.
+        searched: names of the knobs that the prior search varied.
 
     """
 
@@ -282,7 +284,7 @@ class EarlierCosts:
         """Knobs that were searched there and are neither searched nor held here."""
         return sorted(self.searched - self.runner.space.by_name.keys() - set(self.runner.pinned))
 
-    def earlier(self, source: str) -> PriorSearch | None:
+    def prior_search(self, source: str) -> PriorSearch | None:
         """Costs over the baseline's, or over the median where no baseline was measured.
 
         ``None`` where they are too few or of other knobs.
@@ -300,7 +302,7 @@ class EarlierCosts:
         return PriorSearch(source, tuple((self._points[key], logs[key]) for key in ranked))
 
 
-def in_directory(path: Path, metric: Metric, runner: Runner) -> EarlierCosts:
+def in_directory(path: Path, metric: Metric, runner: Runner) -> PriorCosts:
     """What the journal of a run directory holds.
 
     Raises:
@@ -308,7 +310,7 @@ def in_directory(path: Path, metric: Metric, runner: Runner) -> EarlierCosts:
         ValueError: a trial was not measured by ``metric``.
 
     """
-    objective, costs = Objective(metric), EarlierCosts(runner)
+    objective, costs = Objective(metric), PriorCosts(runner)
     pinned: dict[str, Value] = {}
     latest: dict[int, tuple[Trial, dict[str, Value]]] = {}
     journal = path / JOURNAL
@@ -329,7 +331,7 @@ def in_directory(path: Path, metric: Metric, runner: Runner) -> EarlierCosts:
 
 def in_store(
     store: PriorSearches, search: StoredSearch, metric: Metric, runner: Runner
-) -> EarlierCosts:
+) -> PriorCosts:
     """What the trials' runs of a stored search hold.
 
     Raises:
@@ -339,7 +341,7 @@ def in_store(
     from perfsearch.tracking.history import value_of
     from perfsearch.tracking.names import clean_key, plain
 
-    costs = EarlierCosts(runner)
+    costs = PriorCosts(runner)
     knobs = {clean_key(name): knob for name, knob in runner.space.by_name.items()}
     held = {clean_key(name): plain(value) for name, value in runner.pinned.items()}
     for trial in store.trials(search, metric):

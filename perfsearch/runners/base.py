@@ -35,11 +35,11 @@ class Plan:
         scored_steps: smallest and largest number of scored steps.
         scored_seconds: wall time that the scored steps should cover.
         log_directory: where each rank's log goes.
-        detail: ``light`` timings, or ``full``: a close look at further steps after the scored ones.
-        begin_step: first step that the close look covers, counted from 1 at the trial's start;
+        detail: ``light`` timings, or ``full``: a profile of further steps after the scored ones.
+        begin_step: first step that the profile covers, counted from 1 at the trial's start;
             ``None``: the first after the scored ones, which is also the earliest.
         end_step: the last one.
-        trace: whether the close look leaves a Chrome trace among the trial's logs.
+        trace: whether the profile leaves a Chrome trace among the trial's logs.
         stop_above_cost_s: stop early once a step surely takes longer than this, in seconds.
 
     """

@@ -28,16 +28,14 @@ from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
 from perfsearch.knobs.ddp import BUCKET_CAP
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.loader import PREFETCH
-from perfsearch.knobs.starts import starts as starts_of
+from perfsearch.knobs.starts import starts
 from perfsearch.metrics.memory import MemoryFacts
 from perfsearch.runners.base import NoKnobs, Outcome, Plan, Runner
 from perfsearch.runners.deepspeed import config
-from perfsearch.runners.zero.memory import FILE as FACTS_FILE
-from perfsearch.runners.zero.memory import HEADROOM, Memory
+from perfsearch.runners.zero.memory import FACTS_FILE, HEADROOM, Memory
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
-
 
 _LEAST_STEP_SHARE = 0.05
 """A step drawn with inflated noise takes at least this share of the median."""
@@ -70,7 +68,7 @@ class Replay(Runner, NoKnobs):
         """Options of ``runner=replay``, as keys ``runner.*``.
 
         Attributes:
-            table: a CSV file with a row a visit of a configuration; ``trials.csv`` of an earlier
+            table: a CSV file with a row a visit of a configuration; ``trials.csv`` of a prior
                 search is one. Columns are described in ``perfsearch.runners.replay``.
             baseline: the configuration to start from, all knobs named; ``None`` takes the row
                 nearest to the libraries' defaults.
@@ -261,8 +259,8 @@ def _nominal_batch(entry: Entry, start: Entry) -> int | None:
 # What the runner that searches knobs of these names would tell a strategy about them.
 #
 # A table of measurements has no runner any more, but its knobs have the names of one, so what
-# that runner knows beforehand (what to try first, which knobs matter most, what fits) holds for
-# them too.
+# that runner knows without a trial (what to try first, which knobs matter most, what fits) holds
+# for them too.
 
 _ORDERS: Mapping[str, tuple[str, ...]] = {
     "ddp": effect_order(Use.DDP),
@@ -300,7 +298,7 @@ def known_hints(
     found = Hints(
         baseline=dict(baseline),
         effect_order=tuple(name for name in order if name in knobs),
-        starts=tuple(starts_of(knobs, baseline)) if runner == "ddp" else (),
+        starts=tuple(starts(knobs, baseline)) if runner == "ddp" else (),
         monotonic={MICRO_BATCH.name: 1} if MICRO_BATCH.name in ordered else {},
         stage_knob=STAGE.name if STAGE.name in knobs else None,
     )
@@ -351,7 +349,7 @@ def memory_of(
 
 
 class RecordedFacts:
-    """Facts of a job's tensors that an earlier search left, read at once."""
+    """Facts of a job's tensors that a prior search left, read at once."""
 
     error = ""
 
@@ -446,7 +444,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Read a table of measurements, or the ``trials.csv`` of an earlier search.
+    """Read a table of measurements, or the ``trials.csv`` of a prior search.
 
     Raises:
         ValueError: there is no such file, or its contents are not such a table.

@@ -54,7 +54,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class KnobEffect:
+class KnobImportance:
     """Levels of one knob in the order of its values."""
 
     knob: str
@@ -66,16 +66,16 @@ class KnobEffect:
         return max(v.speed_up for v in self.levels) / min(v.speed_up for v in self.levels)
 
 
-def knob_effects(
+def knob_importance(
     trials: Sequence[Trial],
     knobs: Sequence[str],
     generator: np.random.Generator,
     when: Mapping[str, Mapping[str, tuple[Value, ...]]] | None = None,
-) -> list[KnobEffect]:
+) -> list[KnobImportance]:
     """Main effects of the knobs, the largest spread first.
 
     An additive model of log speed over the knobs' levels, fitted by ridge regression; intervals
-    from resampling the trials. A search chooses where it looks, so this tells what went together,
+    from resampling the trials. A search chooses what it measures, so this tells what went together,
     and interactions are not in it.
 
     Args:
@@ -109,7 +109,7 @@ def knob_effects(
     estimate = _fit(design, speed)
     draws = generator.integers(len(good), size=(RESAMPLES, len(good)))
     resampled = np.array([_fit(design[rows], speed[rows]) for rows in draws])
-    effects, begin = [], 0
+    found, begin = [], 0
     for knob, labels, indicators in columns:
         part = slice(begin, begin + len(labels))
         begin += len(labels)
@@ -122,8 +122,8 @@ def knob_effects(
             Level(label, exp(middle[i]), exp(low[i]), exp(high[i]), int(counts[i]))
             for i, label in enumerate(labels)
         )
-        effects.append(KnobEffect(knob, levels))
-    return sorted(effects, key=lambda effect: effect.spread, reverse=True)
+        found.append(KnobImportance(knob, levels))
+    return sorted(found, key=lambda knob: knob.spread, reverse=True)
 
 
 def _matters(configuration: Configuration, when: Mapping[str, tuple[Value, ...]]) -> bool:

@@ -19,6 +19,7 @@ PARAM_LIMIT = 500
 """Characters of a param; servers of older versions refuse more."""
 
 TAG_LIMIT = 5000
+
 SERIES_LIMIT = 200
 """Points of a series; the UI slows down with more."""
 
@@ -26,91 +27,6 @@ _UNSHOWN = ("_rank", "_error_ms")
 """Evidence that is not shown: each key is a card in the UI, which slows down with many."""
 
 _KEY = re.compile(r"[^/\w.\- ]")
-
-
-def run_name(number: int) -> str:
-    """Name of a trial's run."""
-    return f"t{number:04d}"
-
-
-def clean_key(key: str) -> str:
-    """A key that MLflow accepts on every system: other characters become underscores."""
-    return _KEY.sub("_", key)[:250]
-
-
-def finite(metrics: Mapping[str, float | int | None]) -> dict[str, float]:
-    """Metrics that MLflow may have: NaN, which sorts first, and infinities are left out."""
-    return {
-        clean_key(name): float(value)
-        for name, value in metrics.items()
-        if value is not None and math.isfinite(value)
-    }
-
-
-def mlflow_status(status: Status) -> str:
-    """MLflow's status of a trial's run."""
-    if status in (Status.OK, Status.PRUNED):
-        return "FINISHED"
-    return "KILLED" if status is Status.INTERRUPTED else "FAILED"
-
-
-def null_value(knob: Knob) -> int | str:
-    """What stands for ``null`` in a knob's param: a number where its values are numbers.
-
-    The parallel-coordinates view drops a run that lacks a value, or that has a text among numbers.
-    """
-    if knob.kind in (Kind.INTEGER, Kind.REAL):
-        return -1
-    return null_of([v for v in (*knob.values, knob.default) if v is not None])
-
-
-def nulls(definition: Mapping[str, Any]) -> dict[str, int | str]:
-    """The same for every searched knob, by the definition of the search in its journal."""
-    baseline = definition.get("baseline", {})
-    found: dict[str, int | str] = {}
-    for name, kind, values, *_ in definition.get("knobs", ()):
-        is_number = kind in (Kind.INTEGER, Kind.REAL)
-        known = [v for v in (*values, baseline.get(name)) if v is not None]
-        found[name] = -1 if is_number else null_of(known)
-    return found
-
-
-def null_of(values: Sequence[Value]) -> int | str:
-    """The same from values that were seen."""
-    numbers = [isinstance(v, int | float) and not isinstance(v, bool) for v in values]
-    return -1 if numbers and all(numbers) else "none"
-
-
-def knob_params(
-    configuration: Configuration, names: Sequence[str], nulls: Mapping[str, int | str]
-) -> dict[str, str]:
-    """One param a knob, the same set in every trial."""
-    params = {}
-    for name in names:
-        value = configuration.get(name)
-        shown: Any = nulls.get(name, "none") if value is None else value
-        params[clean_key(f"knob/{name}")] = plain(shown)
-    return params
-
-
-def plain(value: Any) -> str:
-    """A value as YAML and the command line write it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list | tuple | dict):
-        return json.dumps(value, default=str)
-    return "null" if value is None else str(value)
-
-
-def flat(parameters: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested parameters as dotted keys and plain values."""
-    found: dict[str, str] = {}
-    for key, value in parameters.items():
-        if isinstance(value, Mapping) and value:
-            found.update(flat(value, f"{prefix}{key}."))
-        else:
-            found[clean_key(f"{prefix}{key}")] = plain(value)
-    return found
 
 
 def trial_metrics(trial: Trial) -> dict[str, float]:
@@ -126,7 +42,7 @@ def trial_metrics(trial: Trial) -> dict[str, float]:
     metrics.update({f"step_time/{k}": v for k, v in step_time_summary(found.step_seconds).items()})
     if found.step_seconds and found.step_time_s > 0:
         metrics.update(_throughput(found))
-        # the step that the phases are of, which in a close look have a window of their own
+        # the step that the phases are of, which in a profile have a window of their own
         known = found.bottleneck_evidence
         step_ms = known.get("phases_step_ms") or known.get("detailed_step_ms")
         step_ms = step_ms or found.step_time_s * 1e3
@@ -203,17 +119,106 @@ def trial_tags(trial: Trial) -> dict[str, str]:
     return tags
 
 
+def run_name(number: int) -> str:
+    """Name of a trial's run."""
+    return f"t{number:04d}"
+
+
+def mlflow_status(status: Status) -> str:
+    """MLflow's status of a trial's run."""
+    if status in (Status.OK, Status.PRUNED):
+        return "FINISHED"
+    return "KILLED" if status is Status.INTERRUPTED else "FAILED"
+
+
 def digest(trial: Trial) -> str:
     """A fingerprint of a trial's record, by which an upload is known to be complete."""
     record = json.dumps(trial.to_json(), sort_keys=True, default=str)
     return hashlib.sha256(record.encode()).hexdigest()[:16]
 
 
+def knob_params(
+    configuration: Configuration, names: Sequence[str], nulls: Mapping[str, int | str]
+) -> dict[str, str]:
+    """One param a knob, the same set in every trial."""
+    params = {}
+    for name in names:
+        value = configuration.get(name)
+        shown: Any = nulls.get(name, "none") if value is None else value
+        params[clean_key(f"knob/{name}")] = plain(shown)
+    return params
+
+
+def nulls(definition: Mapping[str, Any]) -> dict[str, int | str]:
+    """The same for every searched knob, by the definition of the search in its journal."""
+    baseline = definition.get("baseline", {})
+    found: dict[str, int | str] = {}
+    for name, kind, values, *_ in definition.get("knobs", ()):
+        is_number = kind in (Kind.INTEGER, Kind.REAL)
+        known = [v for v in (*values, baseline.get(name)) if v is not None]
+        found[name] = -1 if is_number else null_of(known)
+    return found
+
+
+def null_value(knob: Knob) -> int | str:
+    """What stands for ``null`` in a knob's param: a number where its values are numbers.
+
+    The parallel-coordinates view drops a run that lacks a value, or that has a text among numbers.
+    """
+    if knob.kind in (Kind.INTEGER, Kind.REAL):
+        return -1
+    return null_of([v for v in (*knob.values, knob.default) if v is not None])
+
+
+def null_of(values: Sequence[Value]) -> int | str:
+    """The same from values that were seen."""
+    numbers = [isinstance(v, int | float) and not isinstance(v, bool) for v in values]
+    return -1 if numbers and all(numbers) else "none"
+
+
+def flat(parameters: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested parameters as dotted keys and plain values."""
+    found: dict[str, str] = {}
+    for key, value in parameters.items():
+        if isinstance(value, Mapping) and value:
+            found.update(flat(value, f"{prefix}{key}."))
+        else:
+            found[clean_key(f"{prefix}{key}")] = plain(value)
+    return found
+
+
+def plain(value: Any) -> str:
+    """A value as YAML and the command line write it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple | dict):
+        return json.dumps(value, default=str)
+    return "null" if value is None else str(value)
+
+
+def clean_key(key: str) -> str:
+    """A key that MLflow accepts on every system: other characters become underscores."""
+    return _KEY.sub("_", key)[:250]
+
+
+def finite(metrics: Mapping[str, float | int | None]) -> dict[str, float]:
+    """Metrics that MLflow may have: NaN, which sorts first, and infinities are left out."""
+    return {
+        clean_key(name): float(value)
+        for name, value in metrics.items()
+        if value is not None and math.isfinite(value)
+    }
+
+
+# -----------------------------------------------------------------------------
+# Secrets.
+
 MASK = "***"
 
 _SECRET_NAME = re.compile(
     r"(SECRET|TOKEN|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH)", re.I
 )
+
 _SHORTEST = 6
 """Shorter values (``1``, ``true``) stand all over any text and are no secrets."""
 

@@ -1,4 +1,4 @@
-"""An MLflow store, and the view of a search in it, such that writing twice changes nothing."""
+"""The view of a search in an MLflow store, such that writing twice changes nothing."""
 
 from __future__ import annotations
 
@@ -29,404 +29,18 @@ from perfsearch.core.trial import Trial
 from perfsearch.tracking import names
 from perfsearch.tracking.names import Redactor
 
-
-class TrackingError(BadInputError):
-    """A store that cannot be used; the message says what can."""
-
-
-@dataclass(frozen=True)
-class StoreLocation:
-    """A tracking store.
-
-    Attributes:
-        uri: absolute, so that a change of directory does not lead elsewhere.
-        artifact_location: where new experiments keep artifacts; ``None`` leaves it to the server.
-
-    """
-
-    uri: str
-    artifact_location: str | None
-
-    @property
-    def is_server(self) -> bool:
-        """Whether it is reached over HTTP."""
-        return self.uri.startswith(("http://", "https://"))
-
-
-def locate(uri: str | None, directory: Path | None = None) -> StoreLocation:
-    """Resolve a tracking URI against the directory in which the command was run.
-
-    Args:
-        uri: ``None`` takes ``MLFLOW_TRACKING_URI``, and without it SQLite in ``directory``.
-        directory: base of relative paths; the current directory by default.
-
-    Raises:
-        TrackingError: a plain directory, which MLflow no longer takes as a store.
-
-    """
-    base = (directory or Path.cwd()).resolve()
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{base / 'mlflow.db'}"
-    scheme = re.match(r"^([A-Za-z][A-Za-z0-9+.-]*):", uri)
-    if uri.startswith("sqlite:"):
-        path = uri.removeprefix("sqlite:///")
-        if path == uri or path in ("", ":memory:"):
-            raise TrackingError(
-                f"tracking.uri={uri}: not a database file. Use sqlite:///mlflow.db or an absolute "
-                "sqlite:////path/mlflow.db."
-            )
-        file = base / path
-        _require_usable(uri, file)
-        return StoreLocation(f"sqlite:///{file}", (file.parent / "mlruns").as_uri())
-    is_path = scheme is None and uri not in ("databricks", "databricks-uc")
-    if is_path or uri.startswith("file:"):
-        if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("1", "true"):
-            raise TrackingError(
-                f"tracking.uri={uri}: MLflow no longer takes a plain directory as its store. Use "
-                f"a database, such as sqlite:///{base / 'mlflow.db'}, or a server, http://...; or "
-                "set MLFLOW_ALLOW_FILE_STORE=true."
-            )
-        return StoreLocation((base / uri).as_uri() if is_path else uri, None)
-    if uri.split("://", 1)[0].split("+")[0] in ("postgresql", "mysql", "mssql"):
-        return StoreLocation(uri, (base / "mlruns").as_uri())
-    if not _is_known(uri):
-        raise TrackingError(
-            f"tracking.uri={uri}: MLflow has no such kind of store. Use a database, such as "
-            f"sqlite:///{base / 'mlflow.db'}, or a server, http://..."
-        )
-    return StoreLocation(uri, None)
-
-
-def _is_known(uri: str) -> bool:
-    """Whether MLflow or a plugin of it takes the scheme."""
-    scheme = uri.partition(":")[0]
-    if scheme in ("http", "https", "databricks", "databricks-uc", "uc"):
-        return True
-    from importlib.metadata import entry_points
-
-    return scheme in {e.name for e in entry_points(group="mlflow.tracking_store")}
-
-
-def _require_usable(uri: str, file: Path) -> None:
-    """Find out now what MLflow would try again and again at the end.
-
-    Raises:
-        TrackingError: the database cannot be made or written.
-
-    """
-    place = file.parent
-    while not os.path.exists(place):  # also false where it may not be looked at
-        place = place.parent
-    reason = _why_not_writable(place)
-    if os.path.exists(file):
-        if file.is_dir():
-            reason = f"{file} is a directory"
-        elif not os.access(file, os.R_OK | os.W_OK):
-            reason = f"{file} cannot be read and written"
-    if reason:
-        raise TrackingError(
-            f"tracking.uri={uri}: {reason}. Set tracking.uri to a database that can be written, "
-            "such as sqlite:///mlflow.db, or tracking.enabled=false."
-        )
-
-
-def _why_not_writable(place: Path) -> str:
-    """Why a database, or a directory for it, cannot be made there; empty where it can."""
-    if not place.is_dir():
-        return f"{place} is no directory"
-    try:
-        with tempfile.TemporaryFile(dir=place):  # permissions alone do not tell, as in /proc
-            return ""
-    except OSError as error:
-        return f"{place} cannot be written ({error.strerror})"
-
-
-def without_credentials(uri: str) -> str:
-    """The URI as it may be shown: user name and password taken out."""
-    parts = urllib.parse.urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    return parts._replace(netloc="***@" + parts.netloc.rsplit("@", 1)[1]).geturl()
-
-
-def how_to_open(location: StoreLocation, experiment_id: str | None = None) -> str:
-    """The address of a server's experiment, or the command that opens the UI on the store."""
-    shown = without_credentials(location.uri)
-    if location.is_server:
-        return f"{shown.rstrip('/')}/#/experiments/{experiment_id or ''}"
-    program = ["mlflow"] if shutil.which("mlflow") else [sys.executable, "-m", "mlflow"]
-    return shlex.join([*program, "ui", "--backend-store-uri", shown])
-
-
-def is_reachable(uri: str, timeout_s: float = 3.0) -> bool:
-    """Whether the server's port takes connections; behind a proxy that cannot be told so."""
-    parts = urllib.parse.urlsplit(uri)
-    host = parts.hostname or ""
-    proxied = parts.scheme in urllib.request.getproxies()
-    if proxied and not urllib.request.proxy_bypass(host):
-        return True
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    with suppress(OSError), socket.create_connection((host, port), timeout=timeout_s):
-        return True
-    return False
-
-
-HOST = "perfsearch.host"
-PID = "perfsearch.controller_pid"
-START = "perfsearch.controller_start"
-
-_SLACK_S = 2.0
-"""Start times have the resolution of a tick and shift with the wall clock's corrections."""
-
-
-def liveness_tags() -> dict[str, str]:
-    """Tags that name this process: host, process id, and start time, as ids are used again."""
-    import psutil
-
-    start = psutil.Process().create_time()
-    return {HOST: platform.node(), PID: str(os.getpid()), START: f"{start:.2f}"}
-
-
-def is_dead(tags: Mapping[str, str]) -> bool:
-    """Whether the process named by a run's tags is known to have ended.
-
-    A process of another host, or one that is not named, is never called dead: no clock decides.
-    """
-    import psutil
-
-    if tags.get(HOST) != platform.node() or PID not in tags or START not in tags:
-        return False
-    try:
-        started: float = psutil.Process(int(tags[PID])).create_time()
-        return abs(started - float(tags[START])) > _SLACK_S
-    except psutil.NoSuchProcess:
-        return True
-    except (psutil.AccessDenied, ValueError):
-        return False
-
-
-_QUIET = ("mlflow", "alembic")
-
-
-def connect(location: StoreLocation) -> Client:
-    """Import MLflow and open the store; takes seconds the first time.
-
-    Raises:
-        ImportError: MLflow is not installed.
-        Exception: whatever the store raises when it cannot be opened.
-
-    """
-    from mlflow.tracking import MlflowClient
-
-    for name in _QUIET:
-        # Their news (tables created, migrations run) would tear the terminal's live view.
-        logger = logging.getLogger(name)
-        logger.setLevel(max(logging.WARNING, logger.level))
-    with _initialising(location) as file:
-        if file is not None and not file.exists():
-            _make(file)
-        client = MlflowClient(tracking_uri=location.uri)
-        client.search_experiments(max_results=1)
-    return Client(client)
-
-
-def _make(file: Path) -> None:
-    """Make a database file at one stroke: MLflow cannot go on with one that is half made.
-
-    Its tables take seconds, and a process that is killed meanwhile would leave a store that nobody
-    can open again.
-    """
-    from mlflow.tracking import MlflowClient
-
-    for left in file.parent.glob(f".{escape(file.name)}.*.new*"):
-        left.unlink()  # of one that was killed
-    # MLflow keeps a connection to each path that it ever opened, so no path is used twice.
-    new = file.with_name(f".{file.name}.{uuid4().hex}.new")
-    client = MlflowClient(tracking_uri=f"sqlite:///{new}")
-    client.search_experiments(max_results=1)
-    # closed before the file is moved; no public function of MLflow's does it
-    store = getattr(getattr(client, "_tracking_client", None), "store", None)
-    engine = getattr(store, "engine", None)
-    if engine is not None:
-        engine.dispose()
-    if file.exists():  # made by another program in between
-        new.unlink()
-    else:
-        new.rename(file)
-
-
-@contextmanager
-def _initialising(location: StoreLocation) -> Iterator[Path | None]:
-    """Let one process at a time create the tables of a database file: migrations race.
-
-    Yields the file, ``None`` for a store that is none.
-    """
-    path = location.uri.removeprefix("sqlite:///")
-    if path == location.uri:
-        yield None
-        return
-    directory = Path(path).parent
-    directory.mkdir(parents=True, exist_ok=True)
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield Path(path) if "?" not in path else None
-    finally:
-        os.close(handle)
-
-
-class Client:
-    """MLflow's client with explicit run ids: nothing depends on an active run or a thread."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def ping(self) -> None:
-        """Ask the store for something small."""
-        self._client.search_experiments(max_results=1)
-
-    def experiment(self, name: str, location: StoreLocation) -> str:
-        """Id of the experiment, which is made where there is none.
-
-        Raises:
-            RuntimeError: an experiment of that name was deleted.
-
-        """
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
-            try:
-                return str(
-                    self._client.create_experiment(
-                        name, artifact_location=_artifacts(location, name)
-                    )
-                )
-            except Exception:
-                # Another search may have made it in between.
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
-                    raise
-        if found.lifecycle_stage != "active":
-            raise RuntimeError(
-                f"the experiment {name!r} was deleted. Restore it (mlflow experiments restore -x "
-                f"{found.experiment_id}) or set tracking.experiment to another name."
-            )
-        return str(found.experiment_id)
-
-    def experiment_id(self, name: str) -> str | None:
-        """Id of an experiment that is there and not deleted; none is made."""
-        found = self._client.get_experiment_by_name(name)
-        if found is None or found.lifecycle_stage != "active":
-            return None
-        return str(found.experiment_id)
-
-    def run(self, run_id: str) -> Any | None:
-        """A run, or ``None`` where there is none of that id."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            return self._client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
-
-    def create(self, experiment_id: str, name: str, time_ms: int, tags: Mapping[str, str]) -> str:
-        """Begin a run and return its id."""
-        source = {"mlflow.source.name": "perfsearch", "mlflow.source.type": "LOCAL"}
-        run = self._client.create_run(
-            experiment_id, start_time=time_ms, tags={**source, **tags}, run_name=name
-        )
-        return str(run.info.run_id)
-
-    def log(
-        self,
-        run_id: str,
-        metrics: Mapping[str, Sequence[tuple[int, float]]],
-        params: Mapping[str, str],
-        tags: Mapping[str, str],
-        time_ms: int,
-    ) -> None:
-        """Write metrics (pairs of step and value), params and tags in one call."""
-        from mlflow.entities import Metric, Param, RunTag
-
-        points = [
-            Metric(key, value, time_ms, step)
-            for key, series in metrics.items()
-            for step, value in series
-        ]
-        if not (points or params or tags):
-            return
-        self._client.log_batch(
-            run_id,
-            metrics=points,
-            params=[Param(k, v) for k, v in params.items()],
-            tags=[RunTag(k, v) for k, v in tags.items()],
-        )
-
-    def upload(self, run_id: str, file: Path, folder: str | None) -> None:
-        """Upload a file into a folder of the run's artifacts."""
-        self._client.log_artifact(run_id, str(file), artifact_path=folder)
-
-    def finish(self, run_id: str, status: str, time_ms: int | None) -> None:
-        """End a run."""
-        self._set_status(run_id, status, time_ms or round(time.time() * 1e3))
-
-    def reopen(self, run_id: str) -> None:
-        """Let a run go on."""
-        self._set_status(run_id, "RUNNING", None)
-
-    def status(self, run_id: str) -> str:
-        """Status of a run."""
-        return str(self._client.get_run(run_id).info.status)
-
-    def search(self, experiment_id: str, rule: str) -> list[Any]:
-        """Every run of the experiment that meets the rule, oldest first."""
-        return self._pages([experiment_id], rule)
-
-    def running(self, experiment_id: str | None, location: StoreLocation) -> list[Any]:
-        """Runs that have not ended: of the experiment, in a local database of all of them."""
-        ids = [experiment_id] if experiment_id else []
-        if not location.is_server:
-            ids = [e.experiment_id for e in self._client.search_experiments()]
-        return self._pages(ids, "attributes.status = 'RUNNING'")
-
-    def _pages(self, experiment_ids: list[str], rule: str) -> list[Any]:
-        found: list[Any] = []
-        token = None
-        while True:
-            page = self._client.search_runs(
-                experiment_ids,
-                filter_string=rule,
-                order_by=["attributes.start_time ASC"],
-                max_results=500,
-                page_token=token,
-            )
-            found += page
-            token = page.token
-            if not token:
-                return found
-
-    def _set_status(self, run_id: str, status: str, end_time_ms: int | None) -> None:
-        from mlflow.entities import RunStatus
-
-        # The client's own set_terminated prints the run's address to the terminal, for every
-        # trial, and can be told not to only through the environment, which is not ours to change.
-        store = self._client._tracking_client.store
-        store.update_run_info(run_id, RunStatus.from_string(status), end_time_ms, None)
-
-
-def _artifacts(location: StoreLocation, experiment: str) -> str | None:
-    if location.artifact_location is None:
-        return None
-    folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in experiment).lstrip(".")
-    return f"{location.artifact_location}/{folder or 'experiment'}"
-
-
 SEARCH_ID = "perfsearch.search_id"
+
 ROLE = "perfsearch.role"
+
 TRIAL = "perfsearch.trial"
+
 DIGEST = "perfsearch.digest"
+
 BEST = "perfsearch.best"
+
 BEST_TRIAL = "perfsearch.best_trial"
+
 NOTE = "mlflow.note.content"
 
 SHOWN = ("opened", "finished", "simulated", "summarised", "ended")
@@ -435,16 +49,8 @@ SHOWN = ("opened", "finished", "simulated", "summarised", "ended")
 LARGEST_FILE = 64 * 1024**2
 """Bytes of a file that is still uploaded; a rank's log may grow without end."""
 
+
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class Child:
-    """A trial's run, as the store has it."""
-
-    run_id: str
-    status: str
-    digest: str
 
 
 @dataclass
@@ -678,6 +284,15 @@ class Store:
             self.client.upload(run_id, copy, None if folder in ("", ".") else folder)
 
 
+@dataclass
+class Child:
+    """A trial's run, as the store has it."""
+
+    run_id: str
+    status: str
+    digest: str
+
+
 def shown(events: Sequence[Event]) -> list[Event]:
     """What a view needs of a journal so far, in order.
 
@@ -701,3 +316,406 @@ def shown(events: Sequence[Event]) -> list[Event]:
             continue
         found.append(event)
     return found
+
+
+# -----------------------------------------------------------------------------
+# Where a store is, and whether anything answers there.
+
+
+class TrackingError(BadInputError):
+    """A store that cannot be used; the message says what can."""
+
+
+@dataclass(frozen=True)
+class StoreLocation:
+    """A tracking store.
+
+    Attributes:
+        uri: absolute, so that a change of directory does not lead elsewhere.
+        artifact_location: where new experiments keep artifacts; ``None`` leaves it to the server.
+
+    """
+
+    uri: str
+    artifact_location: str | None
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is reached over HTTP."""
+        return self.uri.startswith(("http://", "https://"))
+
+
+def locate(uri: str | None, directory: Path | None = None) -> StoreLocation:
+    """Resolve a tracking URI against the directory in which the command was run.
+
+    Args:
+        uri: ``None`` takes ``MLFLOW_TRACKING_URI``, and without it SQLite in ``directory``.
+        directory: base of relative paths; the current directory by default.
+
+    Raises:
+        TrackingError: a plain directory, which MLflow no longer takes as a store.
+
+    """
+    base = (directory or Path.cwd()).resolve()
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{base / 'mlflow.db'}"
+    scheme = re.match(r"^([A-Za-z][A-Za-z0-9+.-]*):", uri)
+    if uri.startswith("sqlite:"):
+        path = uri.removeprefix("sqlite:///")
+        if path == uri or path in ("", ":memory:"):
+            raise TrackingError(
+                f"tracking.uri={uri}: not a database file. Use sqlite:///mlflow.db or an absolute "
+                "sqlite:////path/mlflow.db."
+            )
+        file = base / path
+        _require_usable(uri, file)
+        return StoreLocation(f"sqlite:///{file}", (file.parent / "mlruns").as_uri())
+    is_path = scheme is None and uri not in ("databricks", "databricks-uc")
+    if is_path or uri.startswith("file:"):
+        if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("1", "true"):
+            raise TrackingError(
+                f"tracking.uri={uri}: MLflow no longer takes a plain directory as its store. Use "
+                f"a database, such as sqlite:///{base / 'mlflow.db'}, or a server, http://...; or "
+                "set MLFLOW_ALLOW_FILE_STORE=true."
+            )
+        return StoreLocation((base / uri).as_uri() if is_path else uri, None)
+    if uri.split("://", 1)[0].split("+")[0] in ("postgresql", "mysql", "mssql"):
+        return StoreLocation(uri, (base / "mlruns").as_uri())
+    if not _is_known(uri):
+        raise TrackingError(
+            f"tracking.uri={uri}: MLflow has no such kind of store. Use a database, such as "
+            f"sqlite:///{base / 'mlflow.db'}, or a server, http://..."
+        )
+    return StoreLocation(uri, None)
+
+
+def _is_known(uri: str) -> bool:
+    """Whether MLflow or a plugin of it takes the scheme."""
+    scheme = uri.partition(":")[0]
+    if scheme in ("http", "https", "databricks", "databricks-uc", "uc"):
+        return True
+    from importlib.metadata import entry_points
+
+    return scheme in {e.name for e in entry_points(group="mlflow.tracking_store")}
+
+
+def _require_usable(uri: str, file: Path) -> None:
+    """Find out now what MLflow would try again and again at the end.
+
+    Raises:
+        TrackingError: the database cannot be made or written.
+
+    """
+    place = file.parent
+    while not os.path.exists(place):  # also false where it may not be looked at
+        place = place.parent
+    reason = _why_not_writable(place)
+    if os.path.exists(file):
+        if file.is_dir():
+            reason = f"{file} is a directory"
+        elif not os.access(file, os.R_OK | os.W_OK):
+            reason = f"{file} cannot be read and written"
+    if reason:
+        raise TrackingError(
+            f"tracking.uri={uri}: {reason}. Set tracking.uri to a database that can be written, "
+            "such as sqlite:///mlflow.db, or tracking.enabled=false."
+        )
+
+
+def _why_not_writable(place: Path) -> str:
+    """Why a database, or a directory for it, cannot be made there; empty where it can."""
+    if not place.is_dir():
+        return f"{place} is no directory"
+    try:
+        with tempfile.TemporaryFile(dir=place):  # permissions alone do not tell, as in /proc
+            return ""
+    except OSError as error:
+        return f"{place} cannot be written ({error.strerror})"
+
+
+def without_credentials(uri: str) -> str:
+    """The URI as it may be shown: user name and password taken out."""
+    parts = urllib.parse.urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri
+    return parts._replace(netloc="***@" + parts.netloc.rsplit("@", 1)[1]).geturl()
+
+
+def how_to_open(location: StoreLocation, experiment_id: str | None = None) -> str:
+    """The address of a server's experiment, or the command that opens the UI on the store."""
+    shown = without_credentials(location.uri)
+    if location.is_server:
+        return f"{shown.rstrip('/')}/#/experiments/{experiment_id or ''}"
+    program = ["mlflow"] if shutil.which("mlflow") else [sys.executable, "-m", "mlflow"]
+    return shlex.join([*program, "ui", "--backend-store-uri", shown])
+
+
+def is_reachable(uri: str, timeout_s: float = 3.0) -> bool:
+    """Whether the server's port takes connections; behind a proxy that cannot be told so."""
+    parts = urllib.parse.urlsplit(uri)
+    host = parts.hostname or ""
+    proxied = parts.scheme in urllib.request.getproxies()
+    if proxied and not urllib.request.proxy_bypass(host):
+        return True
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    with suppress(OSError), socket.create_connection((host, port), timeout=timeout_s):
+        return True
+    return False
+
+
+# -----------------------------------------------------------------------------
+# MLflow's client of a store.
+
+_QUIET = ("mlflow", "alembic")
+
+
+def connect(location: StoreLocation) -> Client:
+    """Import MLflow and open the store; takes seconds the first time.
+
+    Raises:
+        ImportError: MLflow is not installed.
+        Exception: whatever the store raises when it cannot be opened.
+
+    """
+    from mlflow.tracking import MlflowClient
+
+    for name in _QUIET:
+        # Their news (tables created, migrations run) would tear the terminal's live view.
+        logger = logging.getLogger(name)
+        logger.setLevel(max(logging.WARNING, logger.level))
+    with _initialising(location) as file:
+        if file is not None and not file.exists():
+            _make(file)
+        client = MlflowClient(tracking_uri=location.uri)
+        client.search_experiments(max_results=1)
+    return Client(client)
+
+
+def _make(file: Path) -> None:
+    """Make a database file at one stroke: MLflow cannot go on with one that is half made.
+
+    Its tables take seconds, and a process that is killed meanwhile would leave a store that nobody
+    can open again.
+    """
+    from mlflow.tracking import MlflowClient
+
+    for left in file.parent.glob(f".{escape(file.name)}.*.new*"):
+        left.unlink()  # of one that was killed
+    # MLflow keeps a connection to each path that it ever opened, so no path is used twice.
+    new = file.with_name(f".{file.name}.{uuid4().hex}.new")
+    client = MlflowClient(tracking_uri=f"sqlite:///{new}")
+    client.search_experiments(max_results=1)
+    # closed before the file is moved; no public function of MLflow's does it
+    store = getattr(getattr(client, "_tracking_client", None), "store", None)
+    engine = getattr(store, "engine", None)
+    if engine is not None:
+        engine.dispose()
+    if file.exists():  # made by another program in between
+        new.unlink()
+    else:
+        new.rename(file)
+
+
+@contextmanager
+def _initialising(location: StoreLocation) -> Iterator[Path | None]:
+    """Let one process at a time create the tables of a database file: migrations race.
+
+    Yields the file, ``None`` for a store that is none.
+    """
+    path = location.uri.removeprefix("sqlite:///")
+    if path == location.uri:
+        yield None
+        return
+    directory = Path(path).parent
+    directory.mkdir(parents=True, exist_ok=True)
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield Path(path) if "?" not in path else None
+    finally:
+        os.close(handle)
+
+
+class Client:
+    """MLflow's client with explicit run ids: nothing depends on an active run or a thread."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def ping(self) -> None:
+        """Ask the store for something small."""
+        self._client.search_experiments(max_results=1)
+
+    def experiment(self, name: str, location: StoreLocation) -> str:
+        """Id of the experiment, which is made where there is none.
+
+        Raises:
+            RuntimeError: an experiment of that name was deleted.
+
+        """
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(
+                    self._client.create_experiment(
+                        name, artifact_location=_artifacts(location, name)
+                    )
+                )
+            except Exception:
+                # Another search may have made it in between.
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        if found.lifecycle_stage != "active":
+            raise RuntimeError(
+                f"the experiment {name!r} was deleted. Restore it (mlflow experiments restore -x "
+                f"{found.experiment_id}) or set tracking.experiment to another name."
+            )
+        return str(found.experiment_id)
+
+    def experiment_id(self, name: str) -> str | None:
+        """Id of an experiment that is there and not deleted; none is made."""
+        found = self._client.get_experiment_by_name(name)
+        if found is None or found.lifecycle_stage != "active":
+            return None
+        return str(found.experiment_id)
+
+    def run(self, run_id: str) -> Any | None:
+        """A run, or ``None`` where there is none of that id."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+
+    def create(self, experiment_id: str, name: str, time_ms: int, tags: Mapping[str, str]) -> str:
+        """Begin a run and return its id."""
+        source = {"mlflow.source.name": "perfsearch", "mlflow.source.type": "LOCAL"}
+        run = self._client.create_run(
+            experiment_id, start_time=time_ms, tags={**source, **tags}, run_name=name
+        )
+        return str(run.info.run_id)
+
+    def log(
+        self,
+        run_id: str,
+        metrics: Mapping[str, Sequence[tuple[int, float]]],
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        time_ms: int,
+    ) -> None:
+        """Write metrics (pairs of step and value), params and tags in one call."""
+        from mlflow.entities import Metric, Param, RunTag
+
+        points = [
+            Metric(key, value, time_ms, step)
+            for key, series in metrics.items()
+            for step, value in series
+        ]
+        if not (points or params or tags):
+            return
+        self._client.log_batch(
+            run_id,
+            metrics=points,
+            params=[Param(k, v) for k, v in params.items()],
+            tags=[RunTag(k, v) for k, v in tags.items()],
+        )
+
+    def upload(self, run_id: str, file: Path, folder: str | None) -> None:
+        """Upload a file into a folder of the run's artifacts."""
+        self._client.log_artifact(run_id, str(file), artifact_path=folder)
+
+    def finish(self, run_id: str, status: str, time_ms: int | None) -> None:
+        """End a run."""
+        self._set_status(run_id, status, time_ms or round(time.time() * 1e3))
+
+    def reopen(self, run_id: str) -> None:
+        """Let a run go on."""
+        self._set_status(run_id, "RUNNING", None)
+
+    def status(self, run_id: str) -> str:
+        """Status of a run."""
+        return str(self._client.get_run(run_id).info.status)
+
+    def search(self, experiment_id: str, rule: str) -> list[Any]:
+        """Every run of the experiment that meets the rule, oldest first."""
+        return self._pages([experiment_id], rule)
+
+    def running(self, experiment_id: str | None, location: StoreLocation) -> list[Any]:
+        """Runs that have not ended: of the experiment, in a local database of all of them."""
+        ids = [experiment_id] if experiment_id else []
+        if not location.is_server:
+            ids = [e.experiment_id for e in self._client.search_experiments()]
+        return self._pages(ids, "attributes.status = 'RUNNING'")
+
+    def _pages(self, experiment_ids: list[str], rule: str) -> list[Any]:
+        found: list[Any] = []
+        token = None
+        while True:
+            page = self._client.search_runs(
+                experiment_ids,
+                filter_string=rule,
+                order_by=["attributes.start_time ASC"],
+                max_results=500,
+                page_token=token,
+            )
+            found += page
+            token = page.token
+            if not token:
+                return found
+
+    def _set_status(self, run_id: str, status: str, end_time_ms: int | None) -> None:
+        from mlflow.entities import RunStatus
+
+        # The client's own set_terminated prints the run's address to the terminal, for every
+        # trial, and can be told not to only through the environment, which is not ours to change.
+        store = self._client._tracking_client.store
+        store.update_run_info(run_id, RunStatus.from_string(status), end_time_ms, None)
+
+
+def _artifacts(location: StoreLocation, experiment: str) -> str | None:
+    if location.artifact_location is None:
+        return None
+    folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in experiment).lstrip(".")
+    return f"{location.artifact_location}/{folder or 'experiment'}"
+
+
+# -----------------------------------------------------------------------------
+# Liveness: whether the process that writes a run is still there.
+
+HOST = "perfsearch.host"
+
+PID = "perfsearch.controller_pid"
+
+START = "perfsearch.controller_start"
+
+_SLACK_S = 2.0
+"""Start times have the resolution of a tick and shift with the wall clock's corrections."""
+
+
+def liveness_tags() -> dict[str, str]:
+    """Tags that name this process: host, process id, and start time, as ids are used again."""
+    import psutil
+
+    start = psutil.Process().create_time()
+    return {HOST: platform.node(), PID: str(os.getpid()), START: f"{start:.2f}"}
+
+
+def is_dead(tags: Mapping[str, str]) -> bool:
+    """Whether the process named by a run's tags is known to have ended.
+
+    A process of another host, or one that is not named, is never called dead: no clock decides.
+    """
+    import psutil
+
+    if tags.get(HOST) != platform.node() or PID not in tags or START not in tags:
+        return False
+    try:
+        started: float = psutil.Process(int(tags[PID])).create_time()
+        return abs(started - float(tags[START])) > _SLACK_S
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.AccessDenied, ValueError):
+        return False

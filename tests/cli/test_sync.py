@@ -144,7 +144,7 @@ def test_a_journal_without_the_parameters_of_the_view_is_enough(store):
     assert store.search().data.tags["perfsearch.search_id"] == "old"
 
 
-def test_a_second_log_of_an_earlier_version_is_read(store):
+def test_a_write_ahead_log_of_an_earlier_version_is_read(store):
     """A ``tracking.jsonl`` beside the journal, a torn line among it."""
     run_dir = store.directory / "s1"
     journal = journal_in(run_dir, "s1")

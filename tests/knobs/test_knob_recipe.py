@@ -80,7 +80,8 @@ def in_a_script(directory, *options):
 
 def test_a_built_in_job_searches_it(copied):
     run(
-        copied, "perfsearch.cli.search", "runner=ddp", "runner.device=cpu", "workload=mlp", "nproc=2",
+        copied, "perfsearch.cli.search", "runner=ddp", "runner.device=cpu", "workload=mlp",
+        "nproc=2",
         "~runner.knobs", "+runner.knobs={batched_grad_copy: search}", "strategy=grid",
         "budget.trials=1", "confirm.finalists=0", "objective.min_gain=0", "run_dir=run",
     )  # fmt: skip

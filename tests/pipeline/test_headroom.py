@@ -14,7 +14,7 @@ from perfsearch.runners.base import Plan
 
 
 class Watched(SyntheticRunner):
-    """Searches buckets and loader workers; its close look finds what a test says."""
+    """Searches buckets and loader workers; its profile finds what a test says."""
 
     def __init__(self, exposed_ms: float = 10.0, loading_ms: float = 1.0, **more) -> None:
         super().__init__(**more)
@@ -87,11 +87,11 @@ def test_it_is_started_where_a_smaller_gain_is_wanted_or_nothing_is_bounded(sear
     assert any(t.purpose is Purpose.SEARCH for t in result.trials)
 
 
-def test_the_baseline_and_the_first_block_of_finalists_are_looked_at_closely(search):
+def test_the_baseline_and_the_first_block_of_finalists_are_profiled(search):
     search(Watched(spread=0.001), metrics={"begin_step": 30, "end_step": 33, "trace": True})
     plans = search.runner.plans
-    closely = [p.purpose for p in plans if p.detail == "full"]
-    assert closely == [Purpose.BASELINE, *[Purpose.CONFIRM] * 3]
+    profiled = [p.purpose for p in plans if p.detail == "full"]
+    assert profiled == [Purpose.BASELINE, *[Purpose.CONFIRM] * 3]
     assert {(p.begin_step, p.end_step, p.trace) for p in plans if p.detail == "full"} == {
         (30, 33, True)
     }

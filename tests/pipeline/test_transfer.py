@@ -1,4 +1,4 @@
-"""Taking over an earlier search: from where, how it is kept, and that it stays out of records."""
+"""Transfer from a prior search: from where, how it is kept, and that it stays out of records."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_nothing_of_it_is_in_the_records(search: Search, tmp_path: Path) -> None
 
 
 def test_a_resumed_search_goes_on_as_an_undisturbed_one(search: Search, tmp_path: Path) -> None:
-    """Also when the earlier search is gone meanwhile: it is in the journal."""
+    """Also when the prior search is gone meanwhile: it is in the journal."""
 
     def fail(configuration: Any, plan: Any) -> Outcome | None:
         if plan.number == 3:
@@ -91,7 +91,7 @@ def test_costs_are_relative_to_that_baseline_and_repeats_are_pooled(search: Sear
     first = search()
     runner = SyntheticRunner()
     metric = make_settings().objective.metric
-    costs = transfer.in_directory(first.run_dir, metric, runner).earlier("x")
+    costs = transfer.in_directory(first.run_dir, metric, runner).prior_search("x")
     assert costs is not None
     logs = [log for _, log in costs.costs]
     assert logs == sorted(logs)
@@ -103,11 +103,11 @@ def test_costs_are_relative_to_that_baseline_and_repeats_are_pooled(search: Sear
 
 def test_failures_are_left_out_and_the_median_stands_for_a_missing_baseline() -> None:
     runner = SyntheticRunner()
-    costs = transfer.EarlierCosts(runner)
+    costs = transfer.PriorCosts(runner)
     for bucket, cost in ((1, 1.0), (2, 2.0), (4, 4.0)):
         costs.add({"bucket": bucket, "view": False}, cost, Purpose.SEARCH)
     costs.add({"bucket": 3, "view": False}, 9.0, Purpose.SEARCH)  # no value of this search
-    found = costs.earlier("x")
+    found = costs.prior_search("x")
     assert found is not None
     assert [c["bucket"] for c, _ in found.costs] == [1, 2, 4]
     assert [round(log, 3) for _, log in found.costs] == [-0.693, 0.0, 0.693]
@@ -116,10 +116,10 @@ def test_failures_are_left_out_and_the_median_stands_for_a_missing_baseline() ->
 def test_of_many_the_best_are_kept_and_some_of_the_rest() -> None:
     runner = SyntheticRunner()
     runner.space = Space([Knob("bucket", Kind.INTEGER, 1, low=1, high=1000)])
-    costs = transfer.EarlierCosts(runner)
+    costs = transfer.PriorCosts(runner)
     for bucket in range(1, 301):
         costs.add({"bucket": bucket}, float(bucket), Purpose.SEARCH)
-    found = costs.earlier("x")
+    found = costs.prior_search("x")
     assert found is not None
     kept = [int(c["bucket"] or 0) for c, _ in found.costs]
     assert len(set(kept)) == transfer.MOST
@@ -130,17 +130,17 @@ def test_of_many_the_best_are_kept_and_some_of_the_rest() -> None:
 def test_what_is_held_elsewhere_here_is_left_out() -> None:
     runner = SyntheticRunner()
     runner.pinned = {"workers": 2}
-    costs = transfer.EarlierCosts(runner)
+    costs = transfer.PriorCosts(runner)
     for bucket, workers in ((1, 2), (2, 2), (4, 2), (8, 0)):
         whole = {"bucket": bucket, "view": False, "workers": workers}
         costs.add(whole, float(bucket), Purpose.SEARCH)
     costs.searched = {"bucket", "view", "workers"}
-    found = costs.earlier("x")
+    found = costs.prior_search("x")
     assert found is not None
     assert [c["bucket"] for c, _ in found.costs] == [1, 2, 4]
     costs.searched.add("other")
     assert costs.unknown() == ["other"]
-    assert costs.earlier("x") is None
+    assert costs.prior_search("x") is None
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ class FakeStore:
             yield StoredTrial(Purpose.SEARCH, knobs, cost)
 
 
-def automatic(monkeypatch: pytest.MonkeyPatch, store: Any) -> transfer.TakenOver:
+def automatic(monkeypatch: pytest.MonkeyPatch, store: Any) -> transfer.Transfer:
     def opened(settings: Any) -> Any:
         if isinstance(store, Exception):
             raise store
@@ -214,7 +214,7 @@ def automatic(monkeypatch: pytest.MonkeyPatch, store: Any) -> transfer.TakenOver
     settings = make_settings(
         strategy={"name": "bayes", "warm_start": "auto"}, tracking={"enabled": True}
     )
-    return transfer.take_over(settings, SyntheticRunner(), {}, None)
+    return transfer.find(settings, SyntheticRunner(), {}, None)
 
 
 COSTS = [(1, 1.0), (2, 0.9), (4, 0.8)]
@@ -224,26 +224,26 @@ def test_auto_takes_the_most_similar_job_then_the_latest(monkeypatch: pytest.Mon
     alike = {"identity/model": "synthetic", "workload": "mlp"}
     other = {"identity/model": "another", "workload": "mlp"}
     found = automatic(monkeypatch, FakeStore((alike, COSTS), (alike, COSTS), (other, COSTS)))
-    assert found.earlier is not None
-    assert found.earlier.source == "search-1 (MLflow run run1)"
+    assert found.prior_search is not None
+    assert found.prior_search.source == "search-1 (MLflow run run1)"
     found = automatic(monkeypatch, FakeStore((other, COSTS), (alike, COSTS[:2])))
-    assert found.earlier is not None
-    assert found.earlier.source.startswith("search-0")
+    assert found.prior_search is not None
+    assert found.prior_search.source.startswith("search-0")
 
 
 def test_auto_without_anything_similar_says_so_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = automatic(monkeypatch, FakeStore())
-    assert found.earlier is None
-    assert "nothing is taken over" in found.line
+    assert found.prior_search is None
+    assert "nothing is transferred" in found.line
     assert found.definition() == {}
 
 
 def test_a_store_that_fails_costs_auto_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     found = automatic(monkeypatch, StoreError("nothing answers at http://there"))
-    assert found.earlier is None
-    assert "nothing answers at http://there; nothing is taken over" in found.warning
+    assert found.prior_search is None
+    assert "nothing answers at http://there; nothing is transferred" in found.warning
 
 
 def test_what_was_not_found_is_not_looked_for_again(search: Search, tmp_path: Path) -> None:
@@ -255,13 +255,13 @@ def test_what_was_not_found_is_not_looked_for_again(search: Search, tmp_path: Pa
     lines: list[dict[str, Any]] = [{"schema": 1, "search_id": "x"}]
     lines.append({"n": 1, "event": "opened", "definition": {"a": 1}})
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = transfer.take_over(settings, SyntheticRunner(), {"a": 1}, journal)
-    assert found.earlier is None
+    found = transfer.find(settings, SyntheticRunner(), {"a": 1}, journal)
+    assert found.prior_search is None
     assert "as when this search began" in found.line
     lines[1]["definition"] = {"a": 1, "earlier": {"source": "x", "costs": [[1, 2]]}}
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(JournalError, match=r"what it says of strategy\.warm_start"):
-        transfer.take_over(settings, SyntheticRunner(), {"a": 1}, journal)
+        transfer.find(settings, SyntheticRunner(), {"a": 1}, journal)
 
 
 def test_a_journal_of_another_version_is_named(search: Search, tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_statuses_other_than_ok_teach_nothing(search: Search, tmp_path: Path) ->
 
     first = search(SyntheticRunner(fail=fail))
     metric = make_settings().objective.metric
-    found = transfer.in_directory(first.run_dir, metric, SyntheticRunner()).earlier("x")
+    found = transfer.in_directory(first.run_dir, metric, SyntheticRunner()).prior_search("x")
     assert found is not None
     assert all(c["bucket"] != 32 for c, _ in found.costs)
 
@@ -310,7 +310,7 @@ def test_a_pinned_knob_counts_for_older_trials_too(tmp_path: Path) -> None:
         line["n"] = place
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(ln) + "\n" for ln in lines))
     metric = make_settings().objective.metric
-    found = transfer.in_directory(tmp_path, metric, runner).earlier("x")
+    found = transfer.in_directory(tmp_path, metric, runner).prior_search("x")
     assert found is not None
     assert [c["view"] for c, _ in found.costs] == [True] * 3
 
@@ -318,5 +318,5 @@ def test_a_pinned_knob_counts_for_older_trials_too(tmp_path: Path) -> None:
 def test_best_config_that_pins_everything_needs_no_source() -> None:
     runner = SimpleNamespace(space=Space([]), pinned={"bucket": 32}, baseline={})
     settings = make_settings(strategy={"name": "bayes", "warm_start": "gone"})
-    found = transfer.take_over(settings, runner, {}, None)  # type: ignore[arg-type]
-    assert found == transfer.TakenOver()
+    found = transfer.find(settings, runner, {}, None)  # type: ignore[arg-type]
+    assert found == transfer.Transfer()

@@ -1,4 +1,4 @@
-"""Reading earlier searches back from a real store."""
+"""Reading prior searches back from a real store."""
 
 from __future__ import annotations
 
@@ -53,45 +53,45 @@ def show(store: LocalStore, search_id: str, trials: list[Trial], **parameters: s
     return str(found[0].info.run_id)
 
 
-def taken_over(store: LocalStore, asked: str) -> transfer.TakenOver:
+def find(store: LocalStore, asked: str) -> transfer.Transfer:
     settings = make_settings(
         strategy={"name": "bayes", "warm_start": asked},
         tracking={"enabled": True, "uri": store.uri, "experiment": "exp"},
     )
-    return transfer.take_over(settings, RUNNER, {}, None)
+    return transfer.find(settings, RUNNER, {}, None)
 
 
-def test_a_search_is_found_by_runner_and_knobs_and_taken_over(store: LocalStore) -> None:
+def test_a_search_is_found_by_runner_and_knobs_and_transferred(store: LocalStore) -> None:
     trials = synthetic_trials()
     run_id = show(store, "one", trials, **{"identity/model": "synthetic", "workload": "mlp"})
     show(store, "two", trials[:6], **{"identity/model": "another", "workload": "mlp"})
     show(store, "other", [trial(0), trial(1), trial(2), trial(3)], workload="mlp")
-    found = taken_over(store, "auto")
-    assert found.earlier is not None
+    found = find(store, "auto")
+    assert found.prior_search is not None
     assert run_id in found.line
-    assert len(found.earlier.costs) == 12
-    assert found.earlier.costs[0][0] == trials[11].configuration
-    assert found.earlier.costs[0][1] == pytest.approx(math.log(1 / 12), abs=1e-4)
-    assert found.earlier.costs[-1] == (trials[0].configuration, 0.0)
-    assert taken_over(store, run_id) == found
+    assert len(found.prior_search.costs) == 12
+    assert found.prior_search.costs[0][0] == trials[11].configuration
+    assert found.prior_search.costs[0][1] == pytest.approx(math.log(1 / 12), abs=1e-4)
+    assert found.prior_search.costs[-1] == (trials[0].configuration, 0.0)
+    assert find(store, run_id) == found
 
 
 def test_what_is_no_search_is_refused(store: LocalStore) -> None:
     run_id = show(store, "one", synthetic_trials()[:4])
     child = store.trials()["t0001"].info.run_id
     with pytest.raises(ConfigError, match=f"no search of perfsearch; its search is {run_id}"):
-        taken_over(store, child)
+        find(store, child)
     with pytest.raises(ConfigError, match="there is no such run in sqlite"):
-        taken_over(store, "0" * 32)
+        find(store, "0" * 32)
     other = show(store, "other", [trial(0), trial(1), trial(2)])
     with pytest.raises(ConfigError, match="it searched algorithm, bucket_cap_mb"):
-        taken_over(store, other)
+        find(store, other)
 
 
 def test_auto_finds_nothing_in_an_empty_store(store: LocalStore) -> None:
-    found = taken_over(store, "auto")
-    assert found.earlier is None
-    assert "no earlier search of runner=replay" in found.line
+    found = find(store, "auto")
+    assert found.prior_search is None
+    assert "no prior search of runner=replay" in found.line
     assert store.client.get_experiment_by_name("exp") is None
 
 

@@ -5,7 +5,7 @@ import pytest
 from support.search_runs import trial
 
 from perfsearch.core.trial import Status
-from perfsearch.tracking.importance import knob_effects
+from perfsearch.tracking.importance import knob_importance
 
 
 def random_trials(count=60, seed=1):
@@ -24,13 +24,13 @@ def random_trials(count=60, seed=1):
     return trials
 
 
-def effects(trials):
-    found = knob_effects(trials, ["workers", "algorithm", "bucket"], np.random.default_rng(0))
+def importance(trials):
+    found = knob_importance(trials, ["workers", "algorithm", "bucket"], np.random.default_rng(0))
     return {e.knob: e for e in found}
 
 
 def test_the_knob_that_matters_comes_first_with_its_size():
-    found = effects(random_trials())
+    found = importance(random_trials())
     assert next(iter(found)) == "algorithm"
     assert found["algorithm"].spread == pytest.approx(1.5, rel=0.03)
     ring = next(level for level in found["algorithm"].levels if level.label == "Ring")
@@ -38,12 +38,12 @@ def test_the_knob_that_matters_comes_first_with_its_size():
 
 
 def test_knobs_that_do_nothing_cover_no_effect():
-    for level in effects(random_trials())["workers"].levels:
+    for level in importance(random_trials())["workers"].levels:
         assert level.low < 1.0 < level.high
 
 
 def test_many_numbers_are_shown_in_quarters():
-    levels = effects(random_trials())["bucket"].levels
+    levels = importance(random_trials())["bucket"].levels
     assert len(levels) == 4
     assert sum(level.trials for level in levels) == 60
     assert " to " in levels[0].label
@@ -53,14 +53,14 @@ def test_a_quarter_in_which_all_trials_had_one_value_is_named_by_it():
     trials = random_trials(24)
     for one in trials:
         one.configuration["bucket"] = [1, 2, 3, 4, 5, 6, *[512] * 6][one.number % 12]
-    assert effects(trials)["bucket"].levels[-1].label == "512"
+    assert importance(trials)["bucket"].levels[-1].label == "512"
 
 
 def test_a_value_that_was_tried_once_has_no_interval():
     trials = random_trials(20)
     for one in trials:
         one.configuration["workers"] = int(one.number == 0)
-    often, once = effects(trials)["workers"].levels
+    often, once = importance(trials)["workers"].levels
     assert (often.trials, often.has_interval) == (19, True)
     assert (once.trials, once.has_interval, once.is_sure) == (1, False, False)
 
@@ -76,7 +76,7 @@ def test_a_knob_that_matters_under_another_takes_nothing_of_its_effect():
         configuration = {"workers": workers, "prefetch": prefetch}
         trials.append(trial(number, configuration=configuration, cost=cost))
     when = {"prefetch": {"workers": (1, 2)}}
-    found = knob_effects(trials, ["workers", "prefetch"], np.random.default_rng(0), when)
+    found = knob_importance(trials, ["workers", "prefetch"], np.random.default_rng(0), when)
     workers, prefetch = found
     assert workers.spread == pytest.approx(2.0, rel=0.03)
     assert prefetch.spread == pytest.approx(1.0, abs=0.05)
@@ -87,7 +87,7 @@ def test_a_knob_that_matters_under_another_takes_nothing_of_its_effect():
 def test_a_knob_that_never_mattered_has_no_effect():
     trials = random_trials(20)
     when = {"bucket": {"algorithm": ("None",)}}
-    found = knob_effects(trials, ["algorithm", "bucket"], np.random.default_rng(0), when)
+    found = knob_importance(trials, ["algorithm", "bucket"], np.random.default_rng(0), when)
     assert [e.knob for e in found] == ["algorithm"]
 
 
@@ -95,16 +95,16 @@ def test_values_are_in_their_order_with_null_first():
     trials = random_trials(20)
     for one in trials:
         one.configuration["workers"] = [None, 10, 9][one.number % 3]
-    assert [level.label for level in effects(trials)["workers"].levels] == ["null", "9", "10"]
+    assert [level.label for level in importance(trials)["workers"].levels] == ["null", "9", "10"]
 
 
 def test_too_few_trials_and_failures_tell_nothing():
-    assert effects(random_trials(5)) == {}
+    assert importance(random_trials(5)) == {}
     failed = random_trials(20)
     for one in failed:
         one.status = Status.OOM
-    assert effects(failed) == {}
+    assert importance(failed) == {}
 
 
 def test_the_same_trials_give_the_same_intervals():
-    assert effects(random_trials()) == effects(random_trials())
+    assert importance(random_trials()) == importance(random_trials())

@@ -204,7 +204,7 @@ def test_what_there_was_to_gain_stands_beside_what_was_found(tmp_path):
     again = trial(11, purpose=Purpose.CONFIRM, configuration=trials[0].configuration, objective=1.0)
     again.measurement.phases_ms = {"forward": 90.0, "comm_exposed": 5.0, "backward": 5.0}
     again.measurement.bottleneck_evidence = dict(measured.bottleneck_evidence)
-    text = page(tmp_path, [*trials, again], bound=0.5)
+    text = page(tmp_path, [*trials, again], headroom=0.5)
     assert "<td>communication</td><td>+33.3%</td><td>25.00 ms of a 100.00 ms step wait" in text
     assert "<td>all that is searched</td><td>+50.0%</td>" in text
     assert "What there was to gain" not in page(tmp_path, searched())

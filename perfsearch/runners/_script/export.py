@@ -1,4 +1,4 @@
-"""A small program that starts a script with found settings, and needs torch alone."""
+"""A configuration of a script in forms that need no perfsearch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,136 @@ from pathlib import Path
 from perfsearch.core.hardware import Hardware
 from perfsearch.core.knob import Value
 from perfsearch.knobs import RECORDS, ddp, fsdp, loader, optimizer, process
-from perfsearch.knobs.fsdp import (
-    BACKWARD_PREFETCH,
-    CPU_OFFLOAD,
-    FORWARD_PREFETCH,
-    FSDP1_BACKWARD,
-    FSDP1_FORWARD,
-    STAGE,
-)
 from perfsearch.knobs.transport import Mapped, apply, plan
 
 NAME = "start.py"
+
+
+def export_files(
+    changed: Mapping[str, Value],
+    maps: Sequence[Mapped],
+    hardware: Hardware,
+    threads: int,
+    command: Sequence[str],
+    module: bool,
+    wrappers: list[str],
+    directory: Path,
+) -> list[Path]:
+    """Write ``run.sh``, ``start.py`` that it uses, and ``changes.py``; none needs perfsearch.
+
+    ``run.sh`` has environment and torchrun command, ``start.py`` gives constructors the arguments
+    that were found, and ``changes.py`` has the lines that would do so in the script itself.
+
+    Args:
+        changed: knobs that are not as the script has them.
+        maps: knobs that go into the script's arguments or files.
+        hardware: where it was found.
+        threads: CPU threads of a rank today.
+        command: the script and its arguments.
+        module: whether it is a module.
+        wrappers: kinds of data-parallel wrappers that it makes.
+        directory: made when it is missing; changed copies of files are put there too.
+
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    planned = plan(changed, maps)
+    script, *own = command
+    arguments, _ = apply(own, maps, planned.mapped, directory)
+    variables = {**process.THREADS.variables(threads), **planned.environment}
+    lines = ["#!/bin/sh", *(f"export {n}={shlex.quote(v)}" for n, v in variables.items())]
+    start = ["torchrun", "--standalone", f"--nproc-per-node={hardware.nproc}"]
+    files: dict[str, str] = {}
+    code = code_lines(planned.objects)
+    if code:
+        files["changes.py"] = "\n".join([*code, ""])
+        files[NAME] = program(planned.objects, wrappers, module)
+    elif module:
+        start += ["-m"]
+    words = [shlex.quote(word) for word in start]
+    words += [f'"$(dirname "$0")/{NAME}"'] if code else []
+    words += [shlex.quote(word) for word in [script, *arguments]]
+    lines += [" ".join(words), ""]
+    files["run.sh"] = "\n".join(lines)
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    (directory / "run.sh").chmod(0o755)
+    return sorted(path for path in directory.iterdir() if path.is_file())
+
+
+# -----------------------------------------------------------------------------
+# The lines that would make the same changes in the script itself.
+
+
+def promises(objects: Mapping[str, Value]) -> list[str]:
+    """What the script has to keep to in every step, of which a trial has seen the first ones only.
+
+    Args:
+        objects: knobs that are not as the script has them.
+
+    """
+    return [
+        f"{record.name}={str(record.of(objects)).lower()} promises that {record.promise[1]}, as "
+        "the steps that were measured did; a later one that does not ends training "
+        f"('~runner.knobs.{record.name}' searches without it)"
+        for record in RECORDS
+        if record.promise is not None and record.of(objects) is record.promise[0]
+    ]
+
+
+def code_lines(objects: Mapping[str, Value]) -> list[str]:
+    """What to change where the script builds its objects."""
+    lines = [f"# {line}" for line in promises(objects)] + _sharding_lines(objects)
+    lines += ddp.code_lines(objects) + loader.script_code_lines(objects)
+    implementation = optimizer.IMPLEMENTATION.of(objects)
+    if implementation not in (None, optimizer.DEFAULT):
+        lines += [f"# optimizer = ...(parameters, ..., {implementation}=True)"]
+    return lines + process.code_lines(objects)
+
+
+def _sharding_lines(objects: Mapping[str, Value]) -> list[str]:
+    """What to change where modules are sharded, by the script or by a framework."""
+    lines: list[str] = []
+    stage = fsdp.STAGE.of(objects)
+    if stage is not None:
+        strategy = "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP"
+        lines += [
+            f"# fully_shard(module, ..., reshard_after_forward={stage == 3})",
+            f"# or FullyShardedDataParallel(..., sharding_strategy=ShardingStrategy.{strategy})",
+        ]
+    prefetch = fsdp.FSDP1_BACKWARD.of(objects)
+    if prefetch is not None:
+        kind = (
+            f"BackwardPrefetch.BACKWARD_{str(prefetch).upper()}" if prefetch != "none" else "None"
+        )
+        lines += [f"# FullyShardedDataParallel(..., backward_prefetch={kind})"]
+    forward = fsdp.FSDP1_FORWARD.of(objects)
+    if forward is not None:
+        lines += [f"# FullyShardedDataParallel(..., forward_prefetch={forward})"]
+    keys: dict[str, Value] = {} if stage is None else {"reshard_after_forward": stage == 3}
+    offload = fsdp.CPU_OFFLOAD.of(objects)
+    if offload is not None:
+        keys["cpu_offload"] = offload
+        policy = "CPUOffloadPolicy" if offload else "OffloadPolicy"
+        lines += [f"# fully_shard(module, ..., offload_policy={policy}())"]
+    if offload:
+        lines += ['# init_process_group("cpu:gloo,cuda:nccl"), where gradients are clipped']
+    if keys:
+        given = ", ".join(f"{name}={value}" for name, value in keys.items())
+        lines += [
+            f"# Accelerate: FullyShardedDataParallelPlugin(fsdp_version=2, ..., {given})",
+            f"# HF Trainer: --fsdp_config with {json.dumps({'version': 2, **keys})}",
+        ]
+    for way, record in (("forward", fsdp.FORWARD_PREFETCH), ("backward", fsdp.BACKWARD_PREFETCH)):
+        ahead = record.of(objects)
+        if ahead is not None:
+            following = "next" if way == "forward" else "previous"
+            call = f"set_modules_to_{way}_prefetch([the {following} {ahead}])"
+            lines += [f"# each fully_shard unit: {call}"]
+    return lines
+
+
+# -----------------------------------------------------------------------------
+# ``start.py``: it starts the script with the settings, and needs torch alone.
 
 _HEAD = '''"""Starts a script with the settings that a search has found; it needs torch alone.
 
@@ -182,130 +301,7 @@ def _optimizer(objects: Mapping[str, Value]) -> list[str]:
 
 
 # -----------------------------------------------------------------------------
-# A configuration of a script in forms that need no perfsearch.
-
-
-def export_files(
-    changed: Mapping[str, Value],
-    maps: Sequence[Mapped],
-    hardware: Hardware,
-    threads: int,
-    command: Sequence[str],
-    module: bool,
-    wrappers: list[str],
-    directory: Path,
-) -> list[Path]:
-    """Write ``run.sh``, ``start.py`` that it uses, and ``changes.py``; none needs perfsearch.
-
-    ``run.sh`` has environment and torchrun command, ``start.py`` gives constructors the arguments
-    that were found, and ``changes.py`` has the lines that would do so in the script itself.
-
-    Args:
-        changed: knobs that are not as the script has them.
-        maps: knobs that go into the script's arguments or files.
-        hardware: where it was found.
-        threads: CPU threads of a rank today.
-        command: the script and its arguments.
-        module: whether it is a module.
-        wrappers: kinds of data-parallel wrappers that it makes.
-        directory: made when it is missing; changed copies of files are put there too.
-
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    planned = plan(changed, maps)
-    script, *own = command
-    arguments, _ = apply(own, maps, planned.mapped, directory)
-    variables = {**process.THREADS.variables(threads), **planned.environment}
-    lines = ["#!/bin/sh", *(f"export {n}={shlex.quote(v)}" for n, v in variables.items())]
-    start = ["torchrun", "--standalone", f"--nproc-per-node={hardware.nproc}"]
-    files: dict[str, str] = {}
-    code = code_lines(planned.objects)
-    if code:
-        files["changes.py"] = "\n".join([*code, ""])
-        files[NAME] = program(planned.objects, wrappers, module)
-    elif module:
-        start += ["-m"]
-    words = [shlex.quote(word) for word in start]
-    words += [f'"$(dirname "$0")/{NAME}"'] if code else []
-    words += [shlex.quote(word) for word in [script, *arguments]]
-    lines += [" ".join(words), ""]
-    files["run.sh"] = "\n".join(lines)
-    for name, text in files.items():
-        (directory / name).write_text(text)
-    (directory / "run.sh").chmod(0o755)
-    return sorted(path for path in directory.iterdir() if path.is_file())
-
-
-def promises(objects: Mapping[str, Value]) -> list[str]:
-    """What the script has to keep to in every step, of which a trial has seen the first ones only.
-
-    Args:
-        objects: knobs that are not as the script has them.
-
-    """
-    return [
-        f"{record.name}={str(record.of(objects)).lower()} promises that {record.promise[1]}, as "
-        "the steps that were measured did; a later one that does not ends training "
-        f"('~runner.knobs.{record.name}' searches without it)"
-        for record in RECORDS
-        if record.promise is not None and record.of(objects) is record.promise[0]
-    ]
-
-
-def code_lines(objects: Mapping[str, Value]) -> list[str]:
-    """What to change where the script builds its objects."""
-    lines = [f"# {line}" for line in promises(objects)] + _sharding_lines(objects)
-    lines += ddp.code_lines(objects) + loader.script_code_lines(objects)
-    implementation = optimizer.IMPLEMENTATION.of(objects)
-    if implementation not in (None, optimizer.DEFAULT):
-        lines += [f"# optimizer = ...(parameters, ..., {implementation}=True)"]
-    return lines + process.code_lines(objects)
-
-
-def _sharding_lines(objects: Mapping[str, Value]) -> list[str]:
-    """What to change where modules are sharded, by the script or by a framework."""
-    lines: list[str] = []
-    stage = fsdp.STAGE.of(objects)
-    if stage is not None:
-        strategy = "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP"
-        lines += [
-            f"# fully_shard(module, ..., reshard_after_forward={stage == 3})",
-            f"# or FullyShardedDataParallel(..., sharding_strategy=ShardingStrategy.{strategy})",
-        ]
-    prefetch = fsdp.FSDP1_BACKWARD.of(objects)
-    if prefetch is not None:
-        kind = (
-            f"BackwardPrefetch.BACKWARD_{str(prefetch).upper()}" if prefetch != "none" else "None"
-        )
-        lines += [f"# FullyShardedDataParallel(..., backward_prefetch={kind})"]
-    forward = fsdp.FSDP1_FORWARD.of(objects)
-    if forward is not None:
-        lines += [f"# FullyShardedDataParallel(..., forward_prefetch={forward})"]
-    keys: dict[str, Value] = {} if stage is None else {"reshard_after_forward": stage == 3}
-    offload = fsdp.CPU_OFFLOAD.of(objects)
-    if offload is not None:
-        keys["cpu_offload"] = offload
-        policy = "CPUOffloadPolicy" if offload else "OffloadPolicy"
-        lines += [f"# fully_shard(module, ..., offload_policy={policy}())"]
-    if offload:
-        lines += ['# init_process_group("cpu:gloo,cuda:nccl"), where gradients are clipped']
-    if keys:
-        given = ", ".join(f"{name}={value}" for name, value in keys.items())
-        lines += [
-            f"# Accelerate: FullyShardedDataParallelPlugin(fsdp_version=2, ..., {given})",
-            f"# HF Trainer: --fsdp_config with {json.dumps({'version': 2, **keys})}",
-        ]
-    for way, record in (("forward", fsdp.FORWARD_PREFETCH), ("backward", fsdp.BACKWARD_PREFETCH)):
-        ahead = record.of(objects)
-        if ahead is not None:
-            following = "next" if way == "forward" else "previous"
-            call = f"set_modules_to_{way}_prefetch([the {following} {ahead}])"
-            lines += [f"# each fully_shard unit: {call}"]
-    return lines
-
-
-# -----------------------------------------------------------------------------
-# The part of ``start.py`` that gives sharded models what was found.
+# Its part that gives sharded models what was found.
 
 _FULLY_SHARD = '''
 
@@ -336,6 +332,7 @@ _OFFLOAD = (
     '    arguments["offload_policy"] = '
     "fsdp.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())\n"
 )
+
 _KEEP_ON_DEVICE = '    arguments["offload_policy"] = fsdp.OffloadPolicy()\n'
 
 _BOTH_MEMORIES = '''
@@ -374,6 +371,7 @@ register_optimizer_step_pre_hook(gather_ahead)
 '''
 
 _FORWARD = "            unit.set_modules_to_forward_prefetch(inside[place + 1 :][:{units}])\n"
+
 _BACKWARD = "            unit.set_modules_to_backward_prefetch(inside[:place][::-1][:{units}])\n"
 
 _FSDP1 = """
@@ -397,8 +395,8 @@ def sharding_parts(objects: Mapping[str, Value], wrappers: list[str]) -> list[st
 
 
 def _fully_shard(objects: Mapping[str, Value]) -> list[str]:
-    stage, offload = STAGE.of(objects), CPU_OFFLOAD.of(objects)
-    ahead, behind = FORWARD_PREFETCH.of(objects), BACKWARD_PREFETCH.of(objects)
+    stage, offload = fsdp.STAGE.of(objects), fsdp.CPU_OFFLOAD.of(objects)
+    ahead, behind = fsdp.FORWARD_PREFETCH.of(objects), fsdp.BACKWARD_PREFETCH.of(objects)
     if all(value is None for value in (stage, offload, ahead, behind)):
         return []
     made = [_BOTH_MEMORIES] if offload else []
@@ -413,14 +411,14 @@ def _fully_shard(objects: Mapping[str, Value]) -> list[str]:
 
 def _fsdp1(objects: Mapping[str, Value]) -> list[str]:
     given = []
-    stage = STAGE.of(objects)
+    stage = fsdp.STAGE.of(objects)
     if stage is not None:
         strategy = "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP"
         given.append(f'"sharding_strategy": fsdp.ShardingStrategy.{strategy}')
-    prefetch = FSDP1_BACKWARD.of(objects)
+    prefetch = fsdp.FSDP1_BACKWARD.of(objects)
     if prefetch is not None:
         kind = f"fsdp.BackwardPrefetch.BACKWARD_{str(prefetch).upper()}"
         given.append(f'"backward_prefetch": {"None" if prefetch == "none" else kind}')
-    if FSDP1_FORWARD.of(objects) is not None:
-        given.append(f'"forward_prefetch": {bool(FSDP1_FORWARD.of(objects))}')
+    if fsdp.FSDP1_FORWARD.of(objects) is not None:
+        given.append(f'"forward_prefetch": {bool(fsdp.FSDP1_FORWARD.of(objects))}')
     return [_FSDP1.format(arguments=", ".join(given))] if given else []

@@ -24,7 +24,7 @@ from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.instrument.report import without_effect
-from perfsearch.knobs import effect_order, nccl
+from perfsearch.knobs import effect_order, nccl, transport
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 from perfsearch.knobs.ddp import BUCKET_CAP
@@ -34,10 +34,8 @@ from perfsearch.knobs.optimizer import IMPLEMENTATION
 from perfsearch.knobs.process import THREADS
 from perfsearch.knobs.script import ScriptJob, declare
 from perfsearch.knobs.transport import Mapped, current, gather
-from perfsearch.knobs.transport import plan as sort_knobs
 from perfsearch.knobs.zero import BLOCKS_PER_UNIT, MIXED_PRECISION, RESHARD_GROUP, SYNC_EACH
-from perfsearch.runners._script import export as _script_export
-from perfsearch.runners._script import window
+from perfsearch.runners._script import export, window
 from perfsearch.runners._script.start import Runs
 from perfsearch.runners._script.window import EndedError, validation_lines
 from perfsearch.runners.base import (
@@ -56,83 +54,6 @@ if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
 
 
-# -----------------------------------------------------------------------------
-# What a user asks of the timings of a script, and what of that there is not.
-
-_WINDOW = "its phases are timed in the scored steps of every trial, and looked at nowhere else"
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """The keys that a script may not be able to honour.
-
-    Attributes:
-        searches: whether anything but the script as it is will be measured.
-        by_bound: whether knobs are searched in the order of what they can give.
-        min_gain: ``objective.min_gain``.
-        metrics: the ``metrics.*`` keys.
-
-    """
-
-    searches: bool = True
-    by_bound: bool = False
-    min_gain: float = Objective.min_gain
-    metrics: MetricsSettings = field(default_factory=MetricsSettings)
-
-    @classmethod
-    def of(cls, settings: Settings) -> Wishes:
-        """Read them from the settings."""
-        return cls(
-            searches=settings.mode == "search",
-            by_bound=is_auto(settings.runner.options),
-            min_gain=settings.objective.min_gain,
-            metrics=settings.metrics,
-        )
-
-    def remarks(
-        self, on_gpu: bool, facts: Facts | None, unheeded: Mapping[str, str] | None = None
-    ) -> list[str]:
-        """What has no effect, a line a key.
-
-        Args:
-            on_gpu: whether the script uses GPUs.
-            facts: what it has built; ``None`` where it did not get so far.
-            unheeded: what was asked of knobs and has no effect, and why.
-
-        """
-        lost = self._of_metrics()
-        if self.searches and facts is not None:
-            lost.update(unheeded or {})
-        unbounded = _why_unbounded(on_gpu, facts)
-        if unbounded and self.searches:
-            if self.by_bound:
-                lost["runner.knobs=auto"] = f"{unbounded}, so all knobs are searched together"
-            if self.min_gain not in (0, Objective.min_gain):
-                lost[f"objective.min_gain={self.min_gain:g}"] = unbounded
-        return [f"warning: {key} has no effect on this script: {why}" for key, why in lost.items()]
-
-    def _of_metrics(self) -> dict[str, str]:
-        lost: dict[str, str] = {}
-        if self.metrics.detail == "full":
-            lost["metrics.detail=full"] = _WINDOW
-        for name in ("begin_step", "end_step"):
-            step = getattr(self.metrics, name)
-            if step is not None:
-                lost[f"metrics.{name}={step}"] = (
-                    "the scored steps begin when step times have settled (3 to 8 steps)"
-                )
-        return lost
-
-
-def _why_unbounded(on_gpu: bool, facts: Facts | None) -> str:
-    """Why a script's phases do not bound what knobs can give; empty where they do."""
-    why = "its host works ahead of the GPU" if on_gpu else facts.why_unbounded() if facts else ""
-    return f"its phases do not bound what knobs can give, as {why}" if why else ""
-
-
-_NO_WISHES = Wishes()
-
-
 class Script(Runner, HoldsDevices, Advises, ClosingLines):
     """Searches what can be changed in a script from outside, without a change to it.
 
@@ -146,7 +67,7 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
         options: the ``workload.*`` keys.
         environment: where and within which limits to run.
         batch: ``fixed`` or ``free``.
-        wishes: of its timings.
+        timings: what is asked of its timings; by default nothing.
 
     Attributes:
         left_out: knobs that are not searched although they were asked for by default, and why.
@@ -246,7 +167,7 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
                 options,
                 environment_of(settings),
                 settings.batch,
-                Wishes.of(settings),
+                TimingOptions.of(settings),
             )
         except ValueError as error:
             raise BadInputError(str(error)) from error
@@ -258,10 +179,10 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
         options: Options,
         environment: Environment,
         batch: Literal["fixed", "free"] = "fixed",
-        wishes: Wishes = _NO_WISHES,
+        timings: TimingOptions | None = None,
     ) -> None:
         super().__init__(options, environment)
-        self._wishes = wishes
+        self._timings = timings or TimingOptions()
         self.hardware = detect_hardware(device, environment)
         self.devices = self.hardware.world_size
         self._threads = threads_today(os.environ, self.hardware)
@@ -320,13 +241,13 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
             self._settle(Facts.left(plan.log_directory))  # a smaller batch may fit
         else:
             self.space, self.baseline = Space([]), {}  # nothing would get further than today's
-        unheeded = self._known.unheeded(self._where.wanted, self.options.names_mapped)
-        self.remarks = self._wishes.remarks(bool(self.hardware.gpus), self._facts, unheeded)
+        unsupported = self._known.unsupported(self._where.wanted, self.options.names_mapped)
+        self.remarks = self._timings.remarks(bool(self.hardware.gpus), self._facts, unsupported)
 
     @property
     def _keeps(self) -> bool:
         """Whether anything may be changed between two steps."""
-        return self._wishes.searches and any(knob.scope is Scope.STEP for knob in self.space.knobs)
+        return self._timings.searches and any(knob.scope is Scope.STEP for knob in self.space.knobs)
 
     def _changed(self, configuration: Configuration) -> dict[str, Value]:
         return self._known.changed(configuration)
@@ -355,7 +276,7 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
         group, start = runs.group, runs.start
         assert group is not None and start is not None
         gpus = self.hardware.gpus
-        surroundings = hardware.conditions(gpus, group.pids) if gpus else {}
+        conditions = hardware.conditions(gpus, group.pids) if gpus else {}
         try:
             measurement = runs.score(plan, deadline, self._in_force(knobs))
         except (GroupGone, EndedError) as error:
@@ -366,7 +287,7 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
         except BaseException:
             runs.end(kill=True)
             raise
-        measurement.environment.update(surroundings)
+        measurement.environment.update(conditions)
         measurement.rewrap_seconds = 0.0 if fresh else ready_s
         if self.options.samples_per_step is not None:
             measurement.samples_per_step = self.options.samples_per_step
@@ -382,7 +303,7 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
 
     def _in_force(self, knobs: Mapping[str, Value]) -> dict[str, Value]:
         """What no library can be asked for: arguments of the script, variables of NCCL."""
-        planned = sort_knobs(knobs, self._where.maps)
+        planned = transport.plan(knobs, self._where.maps)
         environ = {**os.environ, **planned.environment}
         of_nccl = {name: knobs[name] for name in knobs if name in nccl.VARIABLES}
         return {**planned.mapped, **nccl.read_back(environ, of_nccl)}
@@ -414,7 +335,7 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
 
     def export(self, configuration: Configuration, directory: Path) -> list[Path]:
         """Write the command, the environment and the few lines that make the script the same."""
-        return _script_export.export_files(
+        return export.export_files(
             self._changed(configuration),
             self._where.maps,
             self.hardware,
@@ -427,7 +348,7 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
 
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
         """What the baseline's window had besides training; what the best asks of the script."""
-        return validation_lines(trials) + _script_export.promises(self._changed(configuration))
+        return validation_lines(trials) + export.promises(self._changed(configuration))
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """Only what is not as the script has it: the rest stays the script's own."""
@@ -441,18 +362,90 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
 
 
 # -----------------------------------------------------------------------------
+# What a user asks of the timings of a script, and which of it a script does not support.
+
+_WINDOW = "its phases are timed in the scored steps of every trial, and profiled nowhere else"
+
+
+@dataclass(frozen=True)
+class TimingOptions:
+    """The keys that a script may not be able to honour.
+
+    Attributes:
+        searches: whether anything but the script as it is will be measured.
+        staged: whether knobs are searched in the order of what they can give.
+        min_gain: ``objective.min_gain``.
+        metrics: the ``metrics.*`` keys.
+
+    """
+
+    searches: bool = True
+    staged: bool = False
+    min_gain: float = Objective.min_gain
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
+
+    @classmethod
+    def of(cls, settings: Settings) -> TimingOptions:
+        """Read them from the settings."""
+        return cls(
+            searches=settings.mode == "search",
+            staged=is_auto(settings.runner.options),
+            min_gain=settings.objective.min_gain,
+            metrics=settings.metrics,
+        )
+
+    def remarks(
+        self, on_gpu: bool, facts: Facts | None, unsupported: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """What has no effect, a line a key.
+
+        Args:
+            on_gpu: whether the script uses GPUs.
+            facts: what it has built; ``None`` where it did not get so far.
+            unsupported: what was asked of knobs and has no effect, and why.
+
+        """
+        lost = self._of_metrics()
+        if self.searches and facts is not None:
+            lost.update(unsupported or {})
+        unbounded = _why_unbounded(on_gpu, facts)
+        if unbounded and self.searches:
+            if self.staged:
+                lost["runner.knobs=auto"] = f"{unbounded}, so all knobs are searched together"
+            if self.min_gain not in (0, Objective.min_gain):
+                lost[f"objective.min_gain={self.min_gain:g}"] = unbounded
+        return [f"warning: {key} has no effect on this script: {why}" for key, why in lost.items()]
+
+    def _of_metrics(self) -> dict[str, str]:
+        lost: dict[str, str] = {}
+        if self.metrics.detail == "full":
+            lost["metrics.detail=full"] = _WINDOW
+        for name in ("begin_step", "end_step"):
+            step = getattr(self.metrics, name)
+            if step is not None:
+                lost[f"metrics.{name}={step}"] = (
+                    "the scored steps begin when step times have settled (3 to 8 steps)"
+                )
+        return lost
+
+
+def _why_unbounded(on_gpu: bool, facts: Facts | None) -> str:
+    """Why a script's phases do not bound what knobs can give; empty where they do."""
+    why = "its host works ahead of the GPU" if on_gpu else facts.why_unbounded() if facts else ""
+    return f"its phases do not bound what knobs can give, as {why}" if why else ""
+
+
+# -----------------------------------------------------------------------------
 # Which of a script's knobs are searched, and which are fixed.
 
 _OF_FILES = frozenset({*effect_order(Use.DDP), *effect_order(Use.ZERO)})
 """Knobs that ``conf/runner`` names; what it does not name is searched without being named."""
-
 
 _OF_ZERO_FILE = {
     record.name: record.default
     for record in (BUCKET_CAP, FORWARD_PREFETCH, BACKWARD_PREFETCH, CPU_OFFLOAD)
 }
 """What ``conf/runner/zero.yaml`` pins for built-in workloads."""
-
 
 _OF_OTHER_WORKLOADS = {
     record.name: record.default
@@ -471,92 +464,6 @@ _OF_OTHER_WORKLOADS = {
 def without_file(knobs: Mapping[str, Any]) -> dict[str, Any]:
     """The ``runner.knobs`` of ``runner=zero`` without what its option file alone asks for."""
     return {n: v for n, v in knobs.items() if n not in _OF_ZERO_FILE or v != _OF_ZERO_FILE[n]}
-
-
-@dataclass(frozen=True)
-class ScriptSpace:
-    """The knobs of a script, as far as they are known.
-
-    Attributes:
-        space: of the searched ones.
-        baseline: the script's own values of the searched ones.
-        pinned: knobs that the user has fixed, and their values.
-        declared: every knob that exists, by name.
-        left_out: knobs that are not searched, and why.
-
-    """
-
-    space: Space
-    baseline: dict[str, Value]
-    pinned: dict[str, Value]
-    declared: dict[str, Knob]
-    left_out: dict[str, str]
-    _arguments: Sequence[str]
-    _maps: Sequence[Mapped]
-
-    def changed(self, configuration: Configuration) -> dict[str, Value]:
-        """The knobs that are not as the script has them, and what follows from them."""
-        whole = {**self.pinned, **configuration}
-        asked: dict[str, Value] = {
-            name: value
-            for name, value in whole.items()
-            if value is not None and not same_value(value, self._today(name))
-        }
-        return self._with_accumulation(asked)
-
-    def _today(self, name: str) -> Value:
-        if name in self.baseline:
-            return self.baseline[name]
-        return self.declared[name].default if name in self.declared else None
-
-    def _with_accumulation(self, asked: dict[str, Value]) -> dict[str, Value]:
-        """Add the accumulation that keeps the global batch, where it is mapped."""
-        maps = {mapped.name: mapped for mapped in self._maps}
-        micro = MICRO_BATCH.of(asked)
-        if micro is None or ACCUMULATION.name not in maps:
-            return asked
-        both = [maps[record.name] for record in (MICRO_BATCH, ACCUMULATION)]
-        today = [int(current(self._arguments, mapped) or 0) for mapped in both]
-        share = today[0] * today[1]
-        if share % int(micro):
-            raise BadInputError(
-                f"runner.knobs.micro_batch={micro}: it does not divide the {share} samples that a "
-                "rank trains a step today"
-            )
-        return {**asked, ACCUMULATION.name: share // int(micro)}
-
-    def unheeded(self, wanted: Mapping[str, Any], mapped: Sequence[str]) -> dict[str, str]:
-        """What the user named and what has no effect on this script, and why.
-
-        Args:
-            wanted: ``runner.knobs``; the option files' own values are nobody's wish.
-            mapped: names of the knobs that the user maps.
-
-        """
-        lost: dict[str, str] = {}
-        maps = {
-            m.name: f"--map{'-file' * bool(m.file)} {m.name}={m}"
-            for m in self._maps
-            if m.name in mapped
-        }
-        for name, why in self.left_out.items():
-            asked = wanted.get(name)
-            files = (SEARCH, None, _OF_ZERO_FILE.get(name), _OF_OTHER_WORKLOADS.get(name))
-            if name in maps:
-                lost[maps[name]] = why
-            elif not any(asked is file or asked == file for file in files):
-                lost[f"runner.knobs.{name}={asked}"] = why
-        for name in maps.keys() & self.declared.keys() - self.baseline.keys() - wanted.keys():
-            values = f"only {self.declared[name].default} is known of it. Name other values: "
-            lost[maps[name]] = f"{values}-o 'runner.knobs.{name}=[A,B]'"
-        if MICRO_BATCH.name in self.baseline.keys() | self.pinned.keys():
-            lost.pop(maps.get(ACCUMULATION.name, ""), None)  # it follows
-        return lost
-
-    def scope(self, names: set[str]) -> set[Scope]:
-        """What must restart to change these knobs."""
-        known = self.declared
-        return {known[n].scope if n in known else Scope.PROCESS for n in names}
 
 
 def sort_script_knobs(job: ScriptJob, allowed: Numerics) -> ScriptSpace:
@@ -613,3 +520,89 @@ def _applicable(
             if by_name[name].numerics.rank <= allowed.rank and by_name[name].count != 1:
                 settings[name] = SEARCH
     return settings, left_out
+
+
+@dataclass(frozen=True)
+class ScriptSpace:
+    """The knobs of a script, as far as they are known.
+
+    Attributes:
+        space: of the searched ones.
+        baseline: the script's own values of the searched ones.
+        pinned: knobs that the user has fixed, and their values.
+        declared: every knob that exists, by name.
+        left_out: knobs that are not searched, and why.
+
+    """
+
+    space: Space
+    baseline: dict[str, Value]
+    pinned: dict[str, Value]
+    declared: dict[str, Knob]
+    left_out: dict[str, str]
+    _arguments: Sequence[str]
+    _maps: Sequence[Mapped]
+
+    def changed(self, configuration: Configuration) -> dict[str, Value]:
+        """The knobs that are not as the script has them, and what follows from them."""
+        whole = {**self.pinned, **configuration}
+        asked: dict[str, Value] = {
+            name: value
+            for name, value in whole.items()
+            if value is not None and not same_value(value, self._today(name))
+        }
+        return self._with_accumulation(asked)
+
+    def _today(self, name: str) -> Value:
+        if name in self.baseline:
+            return self.baseline[name]
+        return self.declared[name].default if name in self.declared else None
+
+    def _with_accumulation(self, asked: dict[str, Value]) -> dict[str, Value]:
+        """Add the accumulation that keeps the global batch, where it is mapped."""
+        maps = {mapped.name: mapped for mapped in self._maps}
+        micro = MICRO_BATCH.of(asked)
+        if micro is None or ACCUMULATION.name not in maps:
+            return asked
+        both = [maps[record.name] for record in (MICRO_BATCH, ACCUMULATION)]
+        today = [int(current(self._arguments, mapped) or 0) for mapped in both]
+        share = today[0] * today[1]
+        if share % int(micro):
+            raise BadInputError(
+                f"runner.knobs.micro_batch={micro}: it does not divide the {share} samples that a "
+                "rank trains a step today"
+            )
+        return {**asked, ACCUMULATION.name: share // int(micro)}
+
+    def unsupported(self, wanted: Mapping[str, Any], mapped: Sequence[str]) -> dict[str, str]:
+        """What the user named and what has no effect on this script, and why.
+
+        Args:
+            wanted: ``runner.knobs``; the option files' own values are nobody's request.
+            mapped: names of the knobs that the user maps.
+
+        """
+        lost: dict[str, str] = {}
+        maps = {
+            m.name: f"--map{'-file' * bool(m.file)} {m.name}={m}"
+            for m in self._maps
+            if m.name in mapped
+        }
+        for name, why in self.left_out.items():
+            asked = wanted.get(name)
+            files = (SEARCH, None, _OF_ZERO_FILE.get(name), _OF_OTHER_WORKLOADS.get(name))
+            if name in maps:
+                lost[maps[name]] = why
+            elif not any(asked is file or asked == file for file in files):
+                lost[f"runner.knobs.{name}={asked}"] = why
+        for name in maps.keys() & self.declared.keys() - self.baseline.keys() - wanted.keys():
+            values = f"only {self.declared[name].default} is known of it. Name other values: "
+            lost[maps[name]] = f"{values}-o 'runner.knobs.{name}=[A,B]'"
+        if MICRO_BATCH.name in self.baseline.keys() | self.pinned.keys():
+            lost.pop(maps.get(ACCUMULATION.name, ""), None)  # it follows
+        return lost
+
+    def scope(self, names: set[str]) -> set[Scope]:
+        """What must restart to change these knobs."""
+        known = self.declared
+        return {known[n].scope if n in known else Scope.PROCESS for n in names}

@@ -13,8 +13,8 @@ from perfsearch.core.knob import Value, same_value
 from perfsearch.core.trial import Measurement, loss_resolution
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
+from perfsearch.knobs import transport
 from perfsearch.knobs.transport import Mapped, apply
-from perfsearch.knobs.transport import plan as sort_knobs
 from perfsearch.runners._script import window
 from perfsearch.runners._script.group import Launchers, ScriptGroup
 from perfsearch.runners._script.window import (
@@ -25,7 +25,6 @@ from perfsearch.runners._script.window import (
     receive_steps,
     settle,
 )
-from perfsearch.runners._script.window import score as score_window
 from perfsearch.runners.base import Outcome, Plan
 from perfsearch.training.clock import PROFILED_STEPS
 from perfsearch.workers.group import GroupGone
@@ -108,7 +107,7 @@ class Runs:
         return None
 
     def _started(self, knobs: dict[str, Value], plan: Plan) -> ScriptGroup:
-        planned = sort_knobs(knobs, self.maps)
+        planned = transport.plan(knobs, self.maps)
         files = plan.log_directory.absolute() / "files"
         arguments, told = apply(self.arguments, self.maps, planned.mapped, files)
         orders = LaunchConfig(
@@ -201,7 +200,7 @@ class Runs:
         given to it again, and only losses that it had can be compared.
         """
         settle(group, plan, start, deadline)
-        score_window(group, plan, start, deadline, lambda facts: {})
+        window.score(group, plan, start, deadline, lambda facts: {})
         start.seconds = []
 
     def _rewind(
@@ -227,7 +226,7 @@ class Runs:
                 break
         else:
             return False
-        group.send({"op": "change", "knobs": sort_knobs(knobs, self.maps).objects})
+        group.send({"op": "change", "knobs": transport.plan(knobs, self.maps).objects})
         group.receive("changed", left())
         self.knobs = dict(knobs)
         start.losses, start.seconds = [], []
@@ -251,7 +250,7 @@ class Runs:
         """
         assert self.group is not None and self.start is not None
         settle(self.group, plan, self.start, deadline)
-        measurement = score_window(
+        measurement = window.score(
             self.group, plan, self.start, deadline, lambda facts: {**asked, **facts.values}
         )
         self.start.seconds = []  # another configuration begins from the point that was kept

@@ -76,64 +76,6 @@ class Start:
         return self.first_pulls == self.pulls_per_step == 0
 
 
-def receive_steps(group: ScriptGroup, plan: Plan, limit_s: float) -> list[Message]:
-    """The word of each rank on one step.
-
-    Args:
-        group: the start.
-        plan: how it is measured, for what an end that comes too early is told of.
-        limit_s: seconds to wait.
-
-    Raises:
-        EndedError: the script ended, on some ranks or on all.
-        GroupGone: a rank failed, or the time is over.
-
-    """
-    (least, most), (low, high) = WARMUP_STEPS, plan.scored_steps
-    needed = (
-        f"the window begins after {least} to {most} steps and covers {low} to {high}, as many as "
-        f"fill {plan.scored_seconds:g} s: {most + high} steps are always enough"
-    )
-    return _all_the_same(group.receive("step", limit_s), needed)
-
-
-def _all_the_same(messages: list[Message], needed: str) -> list[Message]:
-    ended = [rank for rank, m in enumerate(messages) if m["event"] == "ended"]
-    if not ended:
-        return messages
-    steps = [m["step"] for m in messages]
-    if len(ended) == len(messages) and len(set(steps)) == 1:
-        made = f"made {steps[0]} steps" if steps[0] else "made no step of a torch optimizer"
-        raise EndedError(
-            f"the script {made} and ended, before it could be measured. Give it more to do "
-            f"(epochs, steps, samples): {needed}. Steps of the optimizer that stepped first are "
-            "counted, and none of one that the script puts in its place later"
-        )
-    raise EndedError(disagreement(steps, ended))
-
-
-def disagreement(steps: Sequence[int], ended: Sequence[int]) -> str:
-    """Ranks that part, in words."""
-    counts = ", ".join(f"rank {rank} made {n}" for rank, n in enumerate(steps))
-    who = " and ".join(f"rank {rank}" for rank in ended)
-    return (
-        f"the ranks disagree on the number of steps: {counts}, and {who} has ended. Give each "
-        "the same number of batches (DistributedSampler with drop_last=True, or so many steps)"
-    )
-
-
-def mean_loss(messages: Sequence[Mapping[str, Any]]) -> float | None:
-    """Mean over ranks; ``None`` where one saw none."""
-    losses = [m["loss"] for m in messages]
-    return None if any(v is None for v in losses) else sum(losses) / len(losses)
-
-
-def _window(plan: Plan, start: Start) -> StepWindow:
-    """Where the measurement of what is in force in a start stands."""
-    rule = WindowRule(plan.scored_steps, plan.scored_seconds, uneven=True)
-    return StepWindow(rule, start.seconds)
-
-
 def settle(group: ScriptGroup, plan: Plan, start: Start, deadline: float) -> None:
     """Let steps be made until the warm-up is over; the last one made is not yet answered."""
     window = _window(plan, start)
@@ -143,60 +85,6 @@ def settle(group: ScriptGroup, plan: Plan, start: Start, deadline: float) -> Non
         window.warm(max(m["seconds"] for m in messages))
         start.seconds = window.warmup_s
         add_loss(start, mean_loss(messages))
-
-
-def add_loss(start: Start, loss: float | None) -> None:
-    """Keep the loss of one more step, as long as it is one that is compared."""
-    if loss is None or start.losses is None:
-        start.losses = None
-    elif len(start.losses) < FIRST_LOSSES:
-        start.losses.append(loss)
-
-
-def _of_validation(window: StepWindow, messages: Sequence[Message]) -> dict[str, Any]:
-    """What is kept of the steps that had a round of validation; empty where there were none."""
-    count = len({step for m in messages for step in m["aside"]})
-    if not count:
-        return {}
-    times_ms = [1e3 * window.scored_s[place] for place in window.aside]
-    mean_ms = statistics.fmean(times_ms) if times_ms else None
-    return {"validation": {"steps": count, "of": len(window.scored_s), "step_ms": mean_ms}}
-
-
-def validation_lines(trials: Sequence[Trial]) -> list[str]:
-    """How many steps of the baseline had a round of validation; empty where none had."""
-    measurement = trials[0].measurement if trials else None
-    seen = None if measurement is None else measurement.environment.get("validation")
-    if measurement is None or seen is None:
-        return []
-    if seen["step_ms"] is None:
-        return ["a round of validation ran beside every step of the baseline, and is in its time"]
-    return [
-        f"beside {seen['steps']} of {seen['of']} steps of the baseline a round of validation ran: "
-        f"{seen['step_ms']:.3g} ms with it, {1e3 * measurement.step_time_s:.3g} ms without, which "
-        "is what is scored"
-    ]
-
-
-def _of_rank(
-    message: Message, detailed: Sequence[int], in_force: Mapping[str, Value]
-) -> dict[str, Any]:
-    """What a rank says of the steps whose phases were timed."""
-    phases_ms, timing = phases_of(
-        [message["step_seconds"][place] for place in detailed],
-        [message["phase_seconds"][place] for place in detailed],
-    )
-    timing["detailed_step_ms"] = timing["phases_step_ms"]
-    return {
-        "status": "ok",
-        "reason": "",
-        "agreed": {},
-        "phases_ms": phases_ms,
-        "peaks": message["peaks"],
-        "in_force": in_force,
-        "evidence": {**message["timing"], **timing},
-        "environment": {**message["place"], "loss_dtype": message["facts"].get("loss_dtype", "")},
-    }
 
 
 def score(
@@ -255,6 +143,118 @@ def score(
     return measurement
 
 
+def _window(plan: Plan, start: Start) -> StepWindow:
+    """Where the measurement of what is in force in a start stands."""
+    rule = WindowRule(plan.scored_steps, plan.scored_seconds, uneven=True)
+    return StepWindow(rule, start.seconds)
+
+
+def receive_steps(group: ScriptGroup, plan: Plan, limit_s: float) -> list[Message]:
+    """The word of each rank on one step.
+
+    Args:
+        group: the start.
+        plan: how it is measured, for what an end that comes too early is told of.
+        limit_s: seconds to wait.
+
+    Raises:
+        EndedError: the script ended, on some ranks or on all.
+        GroupGone: a rank failed, or the time is over.
+
+    """
+    (least, most), (low, high) = WARMUP_STEPS, plan.scored_steps
+    needed = (
+        f"the window begins after {least} to {most} steps and covers {low} to {high}, as many as "
+        f"fill {plan.scored_seconds:g} s: {most + high} steps are always enough"
+    )
+    return _all_the_same(group.receive("step", limit_s), needed)
+
+
+def _all_the_same(messages: list[Message], needed: str) -> list[Message]:
+    ended = [rank for rank, m in enumerate(messages) if m["event"] == "ended"]
+    if not ended:
+        return messages
+    steps = [m["step"] for m in messages]
+    if len(ended) == len(messages) and len(set(steps)) == 1:
+        made = f"made {steps[0]} steps" if steps[0] else "made no step of a torch optimizer"
+        raise EndedError(
+            f"the script {made} and ended, before it could be measured. Give it more to do "
+            f"(epochs, steps, samples): {needed}. Steps of the optimizer that stepped first are "
+            "counted, and none of one that the script puts in its place later"
+        )
+    raise EndedError(disagreement(steps, ended))
+
+
+def disagreement(steps: Sequence[int], ended: Sequence[int]) -> str:
+    """Ranks that part, in words."""
+    counts = ", ".join(f"rank {rank} made {n}" for rank, n in enumerate(steps))
+    who = " and ".join(f"rank {rank}" for rank in ended)
+    return (
+        f"the ranks disagree on the number of steps: {counts}, and {who} has ended. Give each "
+        "the same number of batches (DistributedSampler with drop_last=True, or so many steps)"
+    )
+
+
+def add_loss(start: Start, loss: float | None) -> None:
+    """Keep the loss of one more step, as long as it is one that is compared."""
+    if loss is None or start.losses is None:
+        start.losses = None
+    elif len(start.losses) < FIRST_LOSSES:
+        start.losses.append(loss)
+
+
+def mean_loss(messages: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean over ranks; ``None`` where one saw none."""
+    losses = [m["loss"] for m in messages]
+    return None if any(v is None for v in losses) else sum(losses) / len(losses)
+
+
+def _of_rank(
+    message: Message, detailed: Sequence[int], in_force: Mapping[str, Value]
+) -> dict[str, Any]:
+    """What a rank says of the steps whose phases were timed."""
+    phases_ms, timing = phases_of(
+        [message["step_seconds"][place] for place in detailed],
+        [message["phase_seconds"][place] for place in detailed],
+    )
+    timing["detailed_step_ms"] = timing["phases_step_ms"]
+    return {
+        "status": "ok",
+        "reason": "",
+        "agreed": {},
+        "phases_ms": phases_ms,
+        "peaks": message["peaks"],
+        "in_force": in_force,
+        "evidence": {**message["timing"], **timing},
+        "environment": {**message["place"], "loss_dtype": message["facts"].get("loss_dtype", "")},
+    }
+
+
+def _of_validation(window: StepWindow, messages: Sequence[Message]) -> dict[str, Any]:
+    """What is kept of the steps that had a round of validation; empty where there were none."""
+    count = len({step for m in messages for step in m["aside"]})
+    if not count:
+        return {}
+    times_ms = [1e3 * window.scored_s[place] for place in window.aside]
+    mean_ms = statistics.fmean(times_ms) if times_ms else None
+    return {"validation": {"steps": count, "of": len(window.scored_s), "step_ms": mean_ms}}
+
+
+def validation_lines(trials: Sequence[Trial]) -> list[str]:
+    """How many steps of the baseline had a round of validation; empty where none had."""
+    measurement = trials[0].measurement if trials else None
+    seen = None if measurement is None else measurement.environment.get("validation")
+    if measurement is None or seen is None:
+        return []
+    if seen["step_ms"] is None:
+        return ["a round of validation ran beside every step of the baseline, and is in its time"]
+    return [
+        f"beside {seen['steps']} of {seen['of']} steps of the baseline a round of validation ran: "
+        f"{seen['step_ms']:.3g} ms with it, {1e3 * measurement.step_time_s:.3g} ms without, which "
+        "is what is scored"
+    ]
+
+
 # -----------------------------------------------------------------------------
 # Why a script did not get as far as a measurement, in words that say what to do.
 
@@ -264,7 +264,7 @@ UNCOUNTED = (
 )
 
 _LAUNCHER_REFUSED = re.compile(r"launcher: UsageError: (.*)")
-"""How torchrun's own parser ends."""
+"""What torchrun's own parser says last."""
 
 
 def failed_outcome(
@@ -367,6 +367,3 @@ def require_ranks_together(first: Sequence[Mapping[str, Any]], world_size: int) 
             "the model is wrapped in no DistributedDataParallel or FSDP. Wrap it "
             "(init_process_group, DistributedDataParallel(model)), or search one rank: nproc=1"
         )
-
-
-__all__ = ["EndedError", "GroupGone", "Start", "receive_steps", "score", "settle"]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from perfsearch import knobs as knobs_of
+from perfsearch import knobs
 from perfsearch.config.options import build_options
 from perfsearch.core import hardware
 from perfsearch.core.errors import nearest
 from perfsearch.core.hardware import (
     Environment,
     GroupSpec,
-    Hardware,
     detect_hardware,
     threads_today,
 )
@@ -26,8 +25,8 @@ from perfsearch.core.space import Space
 from perfsearch.core.trial import Trial
 from perfsearch.knobs import nccl
 from perfsearch.knobs.base import Job, Use, declare
-from perfsearch.knobs.process import THREADS_VARIABLE
 from perfsearch.knobs.starts import starts
+from perfsearch.runners._ranks import group_spec, measure_in_group
 from perfsearch.runners.base import (
     HoldsDevices,
     Outcome,
@@ -37,7 +36,7 @@ from perfsearch.runners.base import (
     environment_of,
     workload_of,
 )
-from perfsearch.runners.ddp import export as _ddp_export
+from perfsearch.runners.ddp import export
 from perfsearch.workers import processes
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
@@ -80,7 +79,7 @@ class DDP(Runner, HoldsDevices, TakesScripts):
         device: str = "auto"
         knobs: Mapping[str, Any] = field(
             default_factory=lambda: {
-                r.name: SEARCH if r.searched else r.default for r in knobs_of.of(Use.DDP)
+                r.name: SEARCH if r.searched else r.default for r in knobs.of(Use.DDP)
             }
         )
 
@@ -111,7 +110,7 @@ class DDP(Runner, HoldsDevices, TakesScripts):
             self.workload.traits.convolutional,
             self.workload.traits.draws_in_loader,
         )
-        declared, absent = declare(knobs_of.of(Use.DDP), self._job)
+        declared, absent = declare(knobs.of(Use.DDP), self._job)
         settings, self.left_out = _applicable(options.knobs, declared, absent, environment)
         searched, self.pinned = narrow(declared, settings, environment.numerics)
         rules = nccl.constraints([knob.name for knob in searched], self.pinned)
@@ -163,7 +162,7 @@ class DDP(Runner, HoldsDevices, TakesScripts):
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """The order of expected effects; the memory of a device."""
-        order = tuple(n for n in knobs_of.effect_order(Use.DDP) if n in self.space.by_name)
+        order = tuple(n for n in knobs.effect_order(Use.DDP) if n in self.space.by_name)
         return Hints(
             baseline=dict(self.baseline),
             effect_order=order,
@@ -174,7 +173,7 @@ class DDP(Runner, HoldsDevices, TakesScripts):
     def export(self, configuration: Configuration, directory: Path) -> list[Path]:
         """Write ``env.sh`` and ``ddp.py``: the same without perfsearch."""
         whole = {**self.pinned, **configuration}
-        return _ddp_export.write(whole, self.hardware, self._job.threads, directory)
+        return export.write(whole, self.hardware, self._job.threads, directory)
 
     def close(self) -> None:
         """End the warm group, and what an interrupt kept from becoming one."""
@@ -213,85 +212,3 @@ def _applicable(
         else:
             settings[name] = setting
     return settings, left_out
-
-
-# -----------------------------------------------------------------------------
-# Between a runner's plan and the ranks: what every runner with worker processes shares.
-
-
-def group_spec(
-    environment: Environment,
-    hardware: Hardware,
-    workload: WorkloadSpec,
-    variables: Mapping[str, str],
-    capture_nccl: bool = False,
-) -> GroupSpec:
-    """The processes that a configuration needs.
-
-    Args:
-        environment: what the user asked for.
-        hardware: where they run.
-        workload: what they train, resolved.
-        variables: process-scope environment of the configuration.
-        capture_nccl: whether NCCL logs what it uses.
-
-    """
-    whole = dict(environment.variables)
-    user = {**os.environ, **whole}
-    whole[THREADS_VARIABLE] = str(threads_today(user, hardware))
-    if hardware.device == "cuda":
-        # a failed collective is broken off by the ranks themselves, not by ending the process
-        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-        whole[name] = user.get(name, "0")
-    if environment.interface:
-        whole["GLOO_SOCKET_IFNAME"] = whole["NCCL_SOCKET_IFNAME"] = environment.interface
-    whole.update(variables)
-    return GroupSpec(
-        workload=asdict(workload),
-        device=hardware.device,
-        nproc=hardware.nproc,
-        nnodes=hardware.nnodes,
-        rdzv_endpoint=environment.rdzv_endpoint,
-        interface=environment.interface,
-        seed=environment.seed,
-        env=whole,
-        capture_nccl=capture_nccl,
-    )
-
-
-def measure_in_group(
-    pool: Pool, spec: GroupSpec, request: TrialRequest, plan: Plan, samples_per_step: int | None
-) -> Outcome:
-    """Have a request measured as planned.
-
-    Args:
-        pool: of the runner.
-        spec: processes that it needs.
-        request: recipe and configuration; what the plan says is filled in here.
-        plan: how.
-        samples_per_step: what throughput counts for a step; ``None``: the global batch.
-
-    """
-    request = replace(
-        request,
-        scored_steps=plan.scored_steps,
-        scored_seconds=plan.scored_seconds,
-        stop_above_s=plan.stop_above_cost_s,
-        timeout_s=plan.time_limit_s,
-        log_directory=str(plan.log_directory),
-        detail=plan.detail,
-        begin_step=plan.begin_step,
-        end_step=plan.end_step,
-        trace=plan.trace,
-    )
-    result = pool.measure(spec, request, plan.time_limit_s, plan.fresh)
-    if result.measurement is not None and samples_per_step is not None:
-        result.measurement.samples_per_step = samples_per_step
-    return Outcome(
-        result.status,
-        result.measurement,
-        result.reason,
-        str(result.log),
-        result.fresh,
-        extra={"info": result.info},
-    )

@@ -14,7 +14,6 @@ from perfsearch.core.objective import Budget, Metric
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
 
-
 SECTION = "autotuning"
 
 _REFUSED = {

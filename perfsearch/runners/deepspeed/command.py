@@ -319,5 +319,3 @@ MODULES = {
     "deepspeed.launcher.runner": "deepspeed",
     "accelerate.commands.launch": "accelerate",
 }
-
-__all__ = ["Command", "value_of", "with_values"]

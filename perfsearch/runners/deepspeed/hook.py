@@ -1,4 +1,4 @@
-"""The steps of an engine: let their times settle, score a window of them, and say what was seen."""
+"""DeepSpeed's engine, wrapped: which calls are a step, and what is measured of them."""
 
 from __future__ import annotations
 
@@ -31,181 +31,6 @@ from perfsearch.workers.trial import RankResult
 
 if TYPE_CHECKING:
     from perfsearch.runners.deepspeed.rank import Rank
-
-_FIELDS = {
-    "reduce_bucket_size": "reduce_bucket_size",
-    "allgather_bucket_size": "allgather_bucket_size",
-    "overlap_comm": "overlap_comm",
-    "reduce_scatter": "reduce_scatter",
-    "contiguous_gradients": "contiguous_gradients",
-    "allgather_partitions": "allgather_partitions",
-    "round_robin_gradients": "round_robin_gradients",
-    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
-    "stage3_param_persistence_threshold": "param_persistence_threshold",
-    "stage3_max_live_parameters": "max_live_parameters",
-    "stage3_max_reuse_distance": "max_reuse_distance",
-    "sub_group_size": "sub_group_size",
-}
-"""Knobs by the name that DeepSpeed's own settings have for them."""
-
-_BYTES_A_PARAMETER = 16
-"""Of a checkpoint: weights, the optimizer's copy of them and its two states, at most."""
-
-
-def _rule(request: Request) -> WindowRule:
-    """How the trial is measured: DeepSpeed's own steps to profile, where the user has set them."""
-    rule = WindowRule(
-        request.scored_steps, request.scored_seconds, stop_above_s=request.stop_above_s
-    )
-    if request.profile_steps is None:
-        return rule
-    first, last = request.profile_steps
-    before, count = max(1, first - 1), last - first + 1
-    return replace(rule, warmup_steps=(before, before), scored_steps=(count, count))
-
-
-class Window:
-    """Counts global steps; collectives run before and after the scored ones, never between.
-
-    Args:
-        request: the trial.
-        engine: DeepSpeed's.
-
-    """
-
-    def __init__(self, request: Request, engine: Any) -> None:
-        self._request = request
-        self._engine = engine
-        self._device = torch.device(engine.device)
-        self._window = RankWindow(_rule(request), self._device)
-        self._losses = FirstLosses()
-        self._loss_dtype = ""
-        self._now: list[torch.Tensor] = []
-        self._divided = False
-        self._fed: int | None = None
-
-    def mark(self, phase: str) -> None:
-        """Note that a phase of the step ends here."""
-        if self._window.is_open:
-            self._window.clock.mark(phase)
-
-    def fed(self, samples: int | None) -> None:
-        """Note how many samples the model was given at once."""
-        if self._fed is None:
-            self._fed = samples
-
-    def loss(self, loss: Any, divided: bool) -> None:
-        """Note the loss of a micro-batch.
-
-        Args:
-            loss: as it was given to the backward pass.
-            divided: whether the script has divided it by the accumulation.
-
-        """
-        if isinstance(loss, torch.Tensor):
-            self._now.append(loss.detach().float().reshape(()))
-            self._loss_dtype = str(loss.dtype).removeprefix("torch.")
-            self._divided = divided
-
-    def stepped(self) -> bool:
-        """Note that a global step ended; return whether the trial is over."""
-        self._take_losses()
-        window = self._window
-        self.mark("optimizer")
-        warmed_up = window.state is State.WARM_UP
-        window.end_step()
-        if warmed_up and window.state is State.SCORED:
-            window.open()
-        return window.state is not State.WARM_UP and not window.is_open
-
-    def _take_losses(self) -> None:
-        if self._now:
-            total = torch.stack(self._now).sum()
-            self._losses.note(total if self._divided else total / len(self._now))
-        self._now = []
-
-    def write(self, rank: int) -> None:
-        """Agree with the other ranks on what was measured, and leave this one's part of it."""
-        stopped = self._window.state is State.STOPPED
-        result = self._pruned_result() if stopped else self._scored_result()
-        if self._request.survive and result.status == "ok":
-            self._save_checkpoint(rank)
-            result.peaks = read_peaks(self._device)
-        write_whole(result_file(self._request.log_directory, rank), asdict(result))
-        slowest([0.0], self._device)
-
-    def _agreed(self) -> dict[str, Any]:
-        return {**self._window.result(), "samples_per_step": int(self._engine.train_batch_size())}
-
-    def _pruned_result(self) -> RankResult:
-        window = self._window
-        agreed = {**self._agreed(), "step_seconds": window.warmup_s[1:]}
-        return RankResult("pruned", window.why_stopped, agreed, peaks=read_peaks(self._device))
-
-    def _scored_result(self) -> RankResult:
-        phases_ms, timing = self._window.read()
-        agreed = self._agreed()
-        agreed["first_losses"], diverged = self._losses.read(self._device)
-        return RankResult(
-            "diverged" if diverged else "ok",
-            diverged,
-            agreed=agreed,
-            phases_ms=phases_ms,
-            peaks=read_peaks(self._device),
-            in_force=self._in_force(),
-            evidence={**self._evidence(), **timing},
-            environment={"loss_dtype": self._loss_dtype},
-        )
-
-    def _in_force(self) -> dict[str, Any]:
-        """What DeepSpeed itself says is in force."""
-        engine = self._engine
-        settings = engine._config.zero_config
-        found: dict[str, Any] = {
-            STAGE.name: int(engine.zero_optimization_stage()),
-            MICRO_BATCH.name: int(engine.train_micro_batch_size_per_gpu()),
-            ACCUMULATION.name: int(engine.gradient_accumulation_steps()),
-        }
-        for name, field in _FIELDS.items():
-            value = getattr(settings, field, None)
-            if value is not None:
-                found[name] = bool(value) if isinstance(value, bool) else int(value)
-        for name in ("offload_optimizer", "offload_param"):
-            part = getattr(settings, name, None)
-            device = getattr(part, "device", None)
-            found[name] = str(getattr(device, "value", device) or "none")
-        return found
-
-    def _evidence(self) -> dict[str, float]:
-        counts = [
-            (int(getattr(p, "ds_numel", p.numel())), p.requires_grad)
-            for p in self._engine.module.parameters()
-        ]
-        evidence = {
-            "parameters": float(sum(n for n, _ in counts)),
-            "trainable_parameters": float(sum(n for n, trains in counts if trains)),
-        }
-        if self._fed is not None:
-            evidence["fed_samples"] = float(self._fed)
-        return evidence
-
-    def _save_checkpoint(self, rank: int) -> None:
-        """Save one as a real run does, and remove it; left out where the disk is too small."""
-        directory = Path(self._request.log_directory) / "checkpoint"
-        needed = _BYTES_A_PARAMETER * self._evidence()["parameters"]
-        free = shutil.disk_usage(self._request.log_directory).free
-        too_small = slowest([float(free < 2 * needed)], self._device)[0]
-        if too_small:
-            print(f"no checkpoint is saved: {free / 2**30:.1f} GiB are free", flush=True)
-            return
-        self._engine.save_checkpoint(str(directory))
-        slowest([0.0], self._device)
-        if rank == 0:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-# -----------------------------------------------------------------------------
-# DeepSpeed's engine, wrapped: which calls are a step, and what passes through them.
 
 _LEAVING_S = 10.0
 """After that long a rank whose script holds on to it is ended all the same."""
@@ -378,3 +203,178 @@ def _leaves(values: Any) -> Iterator[Any]:
             yield from _leaves(value)
         else:
             yield value
+
+
+# -----------------------------------------------------------------------------
+# The window of global steps that is scored.
+
+_FIELDS = {
+    "reduce_bucket_size": "reduce_bucket_size",
+    "allgather_bucket_size": "allgather_bucket_size",
+    "overlap_comm": "overlap_comm",
+    "reduce_scatter": "reduce_scatter",
+    "contiguous_gradients": "contiguous_gradients",
+    "allgather_partitions": "allgather_partitions",
+    "round_robin_gradients": "round_robin_gradients",
+    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+    "stage3_param_persistence_threshold": "param_persistence_threshold",
+    "stage3_max_live_parameters": "max_live_parameters",
+    "stage3_max_reuse_distance": "max_reuse_distance",
+    "sub_group_size": "sub_group_size",
+}
+"""Knobs by the name that DeepSpeed's own settings have for them."""
+
+_BYTES_A_PARAMETER = 16
+"""Of a checkpoint: weights, the optimizer's copy of them and its two states, at most."""
+
+
+class Window:
+    """Counts global steps; collectives run before and after the scored ones, never between.
+
+    Args:
+        request: the trial.
+        engine: DeepSpeed's.
+
+    """
+
+    def __init__(self, request: Request, engine: Any) -> None:
+        self._request = request
+        self._engine = engine
+        self._device = torch.device(engine.device)
+        self._window = RankWindow(_rule(request), self._device)
+        self._losses = FirstLosses()
+        self._loss_dtype = ""
+        self._now: list[torch.Tensor] = []
+        self._divided = False
+        self._fed: int | None = None
+
+    def mark(self, phase: str) -> None:
+        """Note that a phase of the step ends here."""
+        if self._window.is_open:
+            self._window.clock.mark(phase)
+
+    def fed(self, samples: int | None) -> None:
+        """Note how many samples the model was given at once."""
+        if self._fed is None:
+            self._fed = samples
+
+    def loss(self, loss: Any, divided: bool) -> None:
+        """Note the loss of a micro-batch.
+
+        Args:
+            loss: as it was given to the backward pass.
+            divided: whether the script has divided it by the accumulation.
+
+        """
+        if isinstance(loss, torch.Tensor):
+            self._now.append(loss.detach().float().reshape(()))
+            self._loss_dtype = str(loss.dtype).removeprefix("torch.")
+            self._divided = divided
+
+    def stepped(self) -> bool:
+        """Note that a global step ended; return whether the trial is over."""
+        self._take_losses()
+        window = self._window
+        self.mark("optimizer")
+        warmed_up = window.state is State.WARM_UP
+        window.end_step()
+        if warmed_up and window.state is State.SCORED:
+            window.open()
+        return window.state is not State.WARM_UP and not window.is_open
+
+    def _take_losses(self) -> None:
+        if self._now:
+            total = torch.stack(self._now).sum()
+            self._losses.note(total if self._divided else total / len(self._now))
+        self._now = []
+
+    def write(self, rank: int) -> None:
+        """Agree with the other ranks on what was measured, and leave this one's part of it."""
+        stopped = self._window.state is State.STOPPED
+        result = self._pruned_result() if stopped else self._scored_result()
+        if self._request.survive and result.status == "ok":
+            self._save_checkpoint(rank)
+            result.peaks = read_peaks(self._device)
+        write_whole(result_file(self._request.log_directory, rank), asdict(result))
+        slowest([0.0], self._device)
+
+    def _agreed(self) -> dict[str, Any]:
+        return {**self._window.result(), "samples_per_step": int(self._engine.train_batch_size())}
+
+    def _pruned_result(self) -> RankResult:
+        window = self._window
+        agreed = {**self._agreed(), "step_seconds": window.warmup_s[1:]}
+        return RankResult("pruned", window.why_stopped, agreed, peaks=read_peaks(self._device))
+
+    def _scored_result(self) -> RankResult:
+        phases_ms, timing = self._window.read()
+        agreed = self._agreed()
+        agreed["first_losses"], diverged = self._losses.read(self._device)
+        return RankResult(
+            "diverged" if diverged else "ok",
+            diverged,
+            agreed=agreed,
+            phases_ms=phases_ms,
+            peaks=read_peaks(self._device),
+            in_force=self._in_force(),
+            evidence={**self._evidence(), **timing},
+            environment={"loss_dtype": self._loss_dtype},
+        )
+
+    def _in_force(self) -> dict[str, Any]:
+        """What DeepSpeed itself says is in force."""
+        engine = self._engine
+        settings = engine._config.zero_config
+        found: dict[str, Any] = {
+            STAGE.name: int(engine.zero_optimization_stage()),
+            MICRO_BATCH.name: int(engine.train_micro_batch_size_per_gpu()),
+            ACCUMULATION.name: int(engine.gradient_accumulation_steps()),
+        }
+        for name, field in _FIELDS.items():
+            value = getattr(settings, field, None)
+            if value is not None:
+                found[name] = bool(value) if isinstance(value, bool) else int(value)
+        for name in ("offload_optimizer", "offload_param"):
+            part = getattr(settings, name, None)
+            device = getattr(part, "device", None)
+            found[name] = str(getattr(device, "value", device) or "none")
+        return found
+
+    def _evidence(self) -> dict[str, float]:
+        counts = [
+            (int(getattr(p, "ds_numel", p.numel())), p.requires_grad)
+            for p in self._engine.module.parameters()
+        ]
+        evidence = {
+            "parameters": float(sum(n for n, _ in counts)),
+            "trainable_parameters": float(sum(n for n, trains in counts if trains)),
+        }
+        if self._fed is not None:
+            evidence["fed_samples"] = float(self._fed)
+        return evidence
+
+    def _save_checkpoint(self, rank: int) -> None:
+        """Save one as a real run does, and remove it; left out where the disk is too small."""
+        directory = Path(self._request.log_directory) / "checkpoint"
+        needed = _BYTES_A_PARAMETER * self._evidence()["parameters"]
+        free = shutil.disk_usage(self._request.log_directory).free
+        too_small = slowest([float(free < 2 * needed)], self._device)[0]
+        if too_small:
+            print(f"no checkpoint is saved: {free / 2**30:.1f} GiB are free", flush=True)
+            return
+        self._engine.save_checkpoint(str(directory))
+        slowest([0.0], self._device)
+        if rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _rule(request: Request) -> WindowRule:
+    """How the trial is measured: DeepSpeed's own steps to profile, where the user has set them."""
+    rule = WindowRule(
+        request.scored_steps, request.scored_seconds, stop_above_s=request.stop_above_s
+    )
+    if request.profile_steps is None:
+        return rule
+    first, last = request.profile_steps
+    before, count = max(1, first - 1), last - first + 1
+    return replace(rule, warmup_steps=(before, before), scored_steps=(count, count))

@@ -33,24 +33,17 @@ from perfsearch.runners.base import (
     SettlesSettings,
     environment_of,
 )
-from perfsearch.runners.deepspeed import autotuning as _deepspeed_settings
-from perfsearch.runners.deepspeed import config, job
-from perfsearch.runners.deepspeed import config as _deepspeed_batch
-from perfsearch.runners.deepspeed import config as _deepspeed_json
-from perfsearch.runners.deepspeed import config as knobs_of
-from perfsearch.runners.deepspeed import trial as trial_of
-from perfsearch.runners.deepspeed.autotuning import SECTION, Autotuning
+from perfsearch.runners.deepspeed import config, job, trial
+from perfsearch.runners.deepspeed.autotuning import SECTION, Autotuning, filled_in
 from perfsearch.runners.deepspeed.command import Command
 from perfsearch.runners.deepspeed.memory import Memory
 from perfsearch.runners.deepspeed.request import Request
 from perfsearch.runners.zero import export
 from perfsearch.workers import processes
-from perfsearch.workers import processes as registry
 from perfsearch.workers.pool import not_in_force
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
-
 
 _SEARCHED = (STAGE.name, MICRO_BATCH.name, ACCUMULATION.name)
 
@@ -106,9 +99,7 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
     def settle(cls, settings: Settings) -> Settings:
         """Let the file's ``autotuning`` section fill in what the user's own keys leave open."""
         file = job.command_and_file(settings)[1]
-        return _deepspeed_settings.filled_in(
-            settings, Autotuning.parse(_deepspeed_json.read_json(file))
-        )
+        return filled_in(settings, Autotuning.parse(config.read_json(file)))
 
     @classmethod
     def build(cls, settings: Settings) -> Self:
@@ -136,7 +127,7 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
     ) -> None:
         super().__init__(options, environment)
         self.command = command
-        self.file = _deepspeed_json.read_json(file)
+        self.file = config.read_json(file)
         section = Autotuning.parse(self.file)
         arguments = {**section.arg_mappings, **(mappings or {})}
         self.autotuning = replace(section, arg_mappings=arguments)
@@ -149,11 +140,11 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
         self.hardware = job.hardware(command, environment)
         self.devices = self.hardware.world_size
         ranks = job.data_parallel(self.devices, self.autotuning)
-        now = _deepspeed_batch.batch_today(self.file, command, ranks, self.autotuning.arg_mappings)
+        now = config.batch_today(self.file, command, ranks, self.autotuning.arg_mappings)
         self.mappings = now.mappings
         self.batch = job.batch_within(now, ranks, batch, self.autotuning)
-        declared, absent = knobs_of.declare(self.file, self.batch, self.autotuning)
-        wanted = knobs_of.settings_of(options.knobs, self.file, self.autotuning)
+        declared, absent = config.declare(self.file, self.batch, self.autotuning)
+        wanted = config.settings_of(options.knobs, self.file, self.autotuning)
         settings, self.left_out = applicable(
             settle(self.batch, wanted), declared, absent, environment.numerics, batch == "free"
         )
@@ -177,17 +168,17 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
     def open(self, run_dir: Path) -> None:
         """End what a killed controller left behind."""
         super().open(run_dir)
-        registry.reap_groups(run_dir)
+        processes.reap_groups(run_dir)
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Start the command with this configuration, and end it after its scored steps."""
         whole = {**self.pinned, **configuration}
         key, is_baseline = key_of(configuration), key_of(configuration) == key_of(self.baseline)
         survive = plan.purpose is Purpose.CONFIRM and not is_baseline and key not in self._survived
-        outcome = trial_of.run(self._start(whole, plan, survive), plan.time_limit_s)
+        outcome = trial.run(self._start(whole, plan, survive), plan.time_limit_s)
         if outcome.status is not Status.OK or outcome.measurement is None:
             return outcome
-        applied = {n: v for n, v in whole.items() if knobs_of.applies(n, whole)}
+        applied = {n: v for n, v in whole.items() if config.applies(n, whole)}
         ignored = not_in_force(applied, outcome.measurement.in_force)
         ignored += self._not_fed(whole, outcome)
         if ignored:
@@ -204,28 +195,28 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
             self._survived.add(key)
         return outcome
 
-    def _start(self, whole: Mapping[str, Value], plan: Plan, survive: bool) -> trial_of.Start:
+    def _start(self, whole: Mapping[str, Value], plan: Plan, survive: bool) -> trial.Start:
         logs = plan.log_directory.absolute()
         logs.mkdir(parents=True, exist_ok=True)
-        made, options = knobs_of.write(self.file, whole, self.batch, self.mappings)
-        config = logs / "ds_config.json"
-        _deepspeed_json.write_json(config, made)
+        made, options = config.write(self.file, whole, self.batch, self.mappings)
+        file = logs / "ds_config.json"
+        config.write_json(file, made)
         if plan.purpose in (Purpose.BASELINE, Purpose.SEARCH):
-            name = knobs_of.experiment(whole, self.batch, plan.number)
-            _deepspeed_json.write_json(self.autotuning.exps_dir.absolute() / f"{name}.json", made)
+            name = config.experiment(whole, self.batch, plan.number)
+            config.write_json(self.autotuning.exps_dir.absolute() / f"{name}.json", made)
         pid = os.getpid()
         request = Request(
             log_directory=str(logs),
             controller=(pid, processes.started_at(pid)),
-            config="" if self.command.config_path else str(config),
+            config="" if self.command.config_path else str(file),
             scored_steps=plan.scored_steps,
             scored_seconds=plan.scored_seconds,
             profile_steps=self.autotuning.profile_steps(),
             stop_above_s=plan.stop_above_cost_s,
             survive=survive,
         )
-        return trial_of.Start(
-            words=[*self.command.for_trial(config, options, trial_of.free_port()), *self.silence],
+        return trial.Start(
+            words=[*self.command.for_trial(file, options, trial.free_port()), *self.silence],
             request=request,
             ranks=self.devices,
             run_dir=self.environment.run_dir,
@@ -239,12 +230,12 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
         first = next((t.measurement for t in self._trials if t.purpose is Purpose.BASELINE), None)
         assert outcome.measurement is not None
         micro, today = int(whole[MICRO_BATCH.name] or 1), self.batch.micro_batch
-        why = _deepspeed_batch.why_not_fed(first, outcome.measurement, micro, today)
+        why = config.why_not_fed(first, outcome.measurement, micro, today)
         return [why] if why else []
 
     def identity(self) -> dict[str, str]:
         """Command, configuration, ranks, devices and versions: what a result holds for."""
-        text = _deepspeed_json.dump_json({k: v for k, v in self.file.items() if k != SECTION})
+        text = config.dump_json({k: v for k, v in self.file.items() if k != SECTION})
         return {
             "command": shlex.join(self.command.words),
             "ds_config": hashlib.sha256(text.encode()).hexdigest()[:16],
@@ -262,7 +253,7 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
         names = self.space.by_name
         return Hints(
             baseline=dict(self.baseline),
-            effect_order=tuple(n for n in knobs_of.EFFECT_ORDER if n in names),
+            effect_order=tuple(n for n in config.EFFECT_ORDER if n in names),
             monotonic={MICRO_BATCH.name: 1} if MICRO_BATCH.name in names else {},
             stage_knob=STAGE.name if STAGE.name in names else None,
             memory_limit_gib=self.memory.limit_gib,
@@ -279,7 +270,7 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
 
     def export(self, configuration: Configuration, directory: Path) -> list[Path]:
         """Write the tuned file where DeepSpeed's tuner leaves its own, and beside the result."""
-        made, options = knobs_of.write(
+        made, options = config.write(
             self.file, {**self.pinned, **configuration}, self.batch, self.mappings
         )
         return export_files(
@@ -297,15 +288,15 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
         """Start the training with the tuned file, where ``--autotuning run`` was asked for."""
         if self.action != "run":
             return 0
-        _, options = knobs_of.write(
+        _, options = config.write(
             self.file, {**self.pinned, **configuration}, self.batch, self.mappings
         )
         tuned = self.autotuning.results_dir.absolute() / TUNED
-        return trial_of.train(tuned_command(self.command, tuned, options))
+        return trial.train(tuned_command(self.command, tuned, options))
 
     def close(self) -> None:
         """End what an interrupt may have left."""
-        registry.reap_groups(self.environment.run_dir, grace_s=0.0)
+        processes.reap_groups(self.environment.run_dir, grace_s=0.0)
 
 
 # -----------------------------------------------------------------------------
@@ -317,11 +308,6 @@ _NOTES = (
     "The script was run unchanged, so its longest batch is whatever its own loader gave in the "
     "measured steps; a finalist has also saved a checkpoint.\n"
 )
-
-
-def tuned_command(command: Command, tuned: Path, options: Mapping[str, str]) -> list[str]:
-    """The user's command with the tuned file in the place of the user's, and no tuning."""
-    return command.for_trial(tuned, options, port=None)
 
 
 def export_files(
@@ -364,6 +350,11 @@ def export_files(
         written += [place / name, place / COMMAND, place / SUMMARY]
     (directory / "notes.txt").write_text(_NOTES)
     return [*written, directory / "notes.txt"]
+
+
+def tuned_command(command: Command, tuned: Path, options: Mapping[str, str]) -> list[str]:
+    """The user's command with the tuned file in the place of the user's, and no tuning."""
+    return command.for_trial(tuned, options, port=None)
 
 
 def _set_aside(file: Path) -> None:

@@ -21,8 +21,7 @@ from perfsearch.core.hardware import Gpu
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Measurement, Status
 from perfsearch.runners.base import Outcome
-from perfsearch.runners.deepspeed import path as hook_path
-from perfsearch.runners.deepspeed import request as asked
+from perfsearch.runners.deepspeed import request
 from perfsearch.runners.deepspeed.request import Request
 from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify, refusal
 from perfsearch.workers.group import CannotStartError, Command, GroupGone, RankGroup
@@ -31,7 +30,7 @@ from perfsearch.workers.results import combine
 
 _POLL_S = 0.1
 _OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_HOOK = Path(hook_path.__file__).parent
+_HOOK = Path(__file__).parent / "path"
 _BUILDING = (
     "an operator was still being compiled. Start the job once by hand, so that it is kept, or set "
     "limits.startup_s to more"
@@ -44,7 +43,7 @@ class Start:
 
     Attributes:
         words: the command.
-        request: what its ranks are asked.
+        request: what its ranks are request.
         ranks: how many report.
         run_dir: where it is put on record.
         limits: time limits.
@@ -83,8 +82,8 @@ class DeepSpeedGroup(RankGroup):
         self._start = start
         self.log_to(Path(start.request.log_directory))
         for rank in range(start.ranks):
-            asked.result_file(self.logs, rank).unlink(missing_ok=True)
-            asked.ended_file(self.logs, rank).unlink(missing_ok=True)
+            request.result_file(self.logs, rank).unlink(missing_ok=True)
+            request.ended_file(self.logs, rank).unlink(missing_ok=True)
 
     def results(self, limit_s: float) -> list[dict[str, Any]]:
         """Start the command, and wait until every rank has left what it measured.
@@ -98,7 +97,7 @@ class DeepSpeedGroup(RankGroup):
         deadline = time.monotonic() + limit_s
         while True:
             runs = self.runs  # whatever one that has ended wanted to leave is there
-            files = [asked.result_file(self.logs, rank) for rank in range(self._world_size)]
+            files = [request.result_file(self.logs, rank) for rank in range(self._world_size)]
             if all(file.exists() for file in files):
                 return [json.loads(file.read_text()) for file in files]
             if not runs:
@@ -119,7 +118,7 @@ class DeepSpeedGroup(RankGroup):
     def _ended(self) -> list[ProcessEnd]:
         ended = []
         for rank in range(self._world_size):
-            record = asked.ended(self.logs, rank)
+            record = request.ended(self.logs, rank)
             # a process that a rank has started, as to compile an operator, ends at its own start
             if record is not None and record["phase"] == "train":
                 ended.append(ProcessEnd(rank, 0, time.time()))
@@ -178,7 +177,7 @@ def environment_of(start: Start) -> dict[str, str]:
         environment.pop(name, None)
     path = [str(_HOOK), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)
-    environment[asked.VARIABLE] = str(start.request.path.absolute())
+    environment[request.VARIABLE] = str(start.request.path.absolute())
     # torchrun's --log-dir; without it torch leaves a new directory behind at every start.
     environment.setdefault("PET_LOG_DIR", str(Path(start.request.log_directory) / TORCH_LOGS))
     own = str(Path(sys.executable).parent)
@@ -215,7 +214,7 @@ def _remove_torch_logs(logs: Path) -> None:
     A launcher around torch's own, such as Accelerate's, has it made among the temporary files.
     """
     shutil.rmtree(logs / TORCH_LOGS, ignore_errors=True)
-    told = asked.torch_logs_file(logs)
+    told = request.torch_logs_file(logs)
     if told.exists():
         made = Path(json.loads(told.read_text())["directory"])
         told.unlink()
@@ -291,7 +290,7 @@ def _guilty(tails: Mapping[int, str]) -> int:
 
 
 def _ended_early(logs: Path, ranks: int) -> Failure:
-    records = [(rank, asked.ended(logs, rank)) for rank in range(ranks)]
+    records = [(rank, request.ended(logs, rank)) for rank in range(ranks)]
     seen = [(rank, record) for rank, record in records if record is not None]
     for rank, record in seen:
         if record["phase"] == "train":

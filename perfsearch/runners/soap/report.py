@@ -22,7 +22,6 @@ from perfsearch.soap.simulator.timeline import busy_lines, chrome_trace
 if TYPE_CHECKING:
     from perfsearch.soap.simulator.simulator import Estimate, Found, Simulator
 
-
 _SMALL_GIB = 0.1
 
 

@@ -17,6 +17,7 @@ from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Status, Trial
+from perfsearch.runners._ranks import group_spec, measure_in_group
 from perfsearch.runners.base import (
     ClosingLines,
     HoldsDevices,
@@ -28,7 +29,6 @@ from perfsearch.runners.base import (
     workload_of,
 )
 from perfsearch.runners.base import Plan as MeasuringPlan
-from perfsearch.runners.ddp import runner
 from perfsearch.runners.soap import report, space
 from perfsearch.runners.soap.job import (
     InputTables,
@@ -464,9 +464,9 @@ class Ranks:
             samples_per_step=self._workload.global_batch,
             recipe_options=options,
         )
-        spec = runner.group_spec(self._environment, self._hardware, self._workload, {})
+        spec = group_spec(self._environment, self._hardware, self._workload, {})
         counted = self._workload.samples_per_step if recipe == "soap.recipe" else None
-        return runner.measure_in_group(self._pool, spec, request, plan, counted)
+        return measure_in_group(self._pool, spec, request, plan, counted)
 
     def close(self) -> None:
         """End them."""

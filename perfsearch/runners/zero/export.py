@@ -26,6 +26,130 @@ from perfsearch.knobs.zero import (
 )
 from perfsearch.metrics.memory import MemoryFacts
 
+
+def export_files(
+    configuration: Mapping[str, Value],
+    batch: Batch,
+    hardware: Hardware,
+    facts: MemoryFacts | None,
+    trials: Sequence[Trial],
+    directory: Path,
+) -> list[Path]:
+    """Write every form that fits, and a note on what the forms leave out.
+
+    Args:
+        configuration: every knob, pinned ones included.
+        batch: the arithmetic of batches.
+        hardware: where it was found.
+        facts: of the job's tensors, where they are known.
+        trials: of the search, for the summary.
+        directory: made when it is missing.
+
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    whole = {**configuration, ACCUMULATION.name: batch.accumulation_of(configuration)}
+    job = Job(
+        world_size=hardware.world_size,
+        nodes=hardware.nnodes,
+        on_gpu=hardware.device == "cuda",
+        half=facts is not None and facts.cast_bytes == 2,
+        block_class="" if facts is None else facts.block_class,
+    )
+    files: dict[str, str] = {
+        "zero.py": training_code(whole, job),
+        "ds_config.json": _as_json(deepspeed(whole, job)),
+    }
+    notes = list(deepspeed_notes(whole))
+    for name, (form, reason) in {
+        "hf_trainer_args.json": trainer(whole, job),
+        "accelerate_fsdp.yaml": accelerate(whole, job),
+    }.items():
+        if form is None:
+            notes.append(f"{name} is not written: {reason}")
+        elif name.endswith(".json"):
+            files[name] = _as_json(form)
+        else:
+            files[name] = as_yaml(form)
+            notes += fsdp_notes(whole, job)
+    files["summary.txt"] = tuning_summary(trials, batch, configuration)
+    if notes:
+        files["notes.txt"] = "\n".join([*notes, ""])
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    return [directory / name for name in files]
+
+
+def _as_json(form: Mapping[str, Any]) -> str:
+    return json.dumps(form, indent=2) + "\n"
+
+
+def as_yaml(form: Mapping[str, Any], indent: str = "") -> str:
+    """Nested mappings of plain scalars as YAML."""
+    lines = []
+    for name, value in form.items():
+        if isinstance(value, Mapping):
+            lines.append(f"{indent}{name}:\n{as_yaml(value, indent + '  ')}")
+        else:
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            lines.append(f"{indent}{name}: {text!r}\n" if text in ("no", "") else
+                         f"{indent}{name}: {text}\n")  # fmt: skip
+    return "".join(lines)
+
+
+def tuning_summary(trials: Sequence[Trial], batch: Batch, pinned: Mapping[str, Value]) -> str:
+    """A table in the manner of DeepSpeed's autotuner: a row for each tuning space.
+
+    Args:
+        trials: of the search.
+        batch: the arithmetic of batches.
+        pinned: values of the knobs that trials do not name, as they all share them.
+
+    """
+    tried = [t for t in trials if t.purpose in (Purpose.BASELINE, Purpose.SEARCH)]
+    spaces: dict[str, list[Trial]] = {}
+    for trial in tried:
+        spaces.setdefault(_space(trial, pinned), []).append(trial)
+    rows = [["tuning_space", "num_experiments", "best_metric_val", "best_exp_name"]]
+    for name, members in sorted(spaces.items()):
+        rows.append([name, str(len(members)), *_best(members, pinned)])
+    rows.append(["all", str(len(tried)), *_best(tried, pinned)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+             for row in rows]  # fmt: skip
+    seconds = sum(t.seconds for t in trials)
+    failed = sum(t.status.is_failure for t in tried)
+    lines += [
+        "",
+        f"Tuning took {seconds:.1f} s in {len(trials)} experiment{'s' * (len(trials) != 1)}, "
+        "confirmation included; "
+        f"{failed} of the {len(tried)} above failed ("
+        f"{sum(t.status is Status.OOM for t in tried)} out of memory).",
+        f"batch={batch.rule}, global batch of the baseline {batch.global_batch}; metric: the "
+        "objective of the search, single readings.",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _space(trial: Trial, pinned: Mapping[str, Value]) -> str:
+    whole = {**pinned, **trial.configuration}
+    every = CHECKPOINTING.of(whole)
+    name = f"z{STAGE.number(whole)}"
+    return f"{name}_ac{every}" if every else name
+
+
+def _best(trials: Sequence[Trial], pinned: Mapping[str, Value]) -> list[str]:
+    valid = [t for t in trials if t.status is Status.OK and t.cost is not None]
+    if not valid:
+        return ["none", "none"]
+    best = min(valid, key=lambda t: t.cost or 0.0)
+    micro = MICRO_BATCH.of({**pinned, **best.configuration})
+    name = _space(best, pinned) + ("" if micro is None else f"_tmbspg{micro}")
+    return [f"{best.objective:.2f}", f"{name} (trial {best.number})"]
+
+
+# -----------------------------------------------------------------------------
+# The forms of DeepSpeed, Trainer and Accelerate.
+
 _MIB = 2**20
 
 Form = tuple[dict[str, Any] | None, str]
@@ -190,130 +314,6 @@ def _inexpressible(whole: Mapping[str, Value], job: Job) -> str:
     if (BLOCKS_PER_UNIT.number(whole) or 1) > 1:
         return "it gathers each block by itself"
     return ""
-
-
-def as_yaml(form: Mapping[str, Any], indent: str = "") -> str:
-    """Nested mappings of plain scalars as YAML."""
-    lines = []
-    for name, value in form.items():
-        if isinstance(value, Mapping):
-            lines.append(f"{indent}{name}:\n{as_yaml(value, indent + '  ')}")
-        else:
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            lines.append(f"{indent}{name}: {text!r}\n" if text in ("no", "") else
-                         f"{indent}{name}: {text}\n")  # fmt: skip
-    return "".join(lines)
-
-
-# -----------------------------------------------------------------------------
-# A configuration in the forms that a job can use without perfsearch.
-
-
-def export_files(
-    configuration: Mapping[str, Value],
-    batch: Batch,
-    hardware: Hardware,
-    facts: MemoryFacts | None,
-    trials: Sequence[Trial],
-    directory: Path,
-) -> list[Path]:
-    """Write every form that fits, and a note on what the forms leave out.
-
-    Args:
-        configuration: every knob, pinned ones included.
-        batch: the arithmetic of batches.
-        hardware: where it was found.
-        facts: of the job's tensors, where they are known.
-        trials: of the search, for the summary.
-        directory: made when it is missing.
-
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    whole = {**configuration, ACCUMULATION.name: batch.accumulation_of(configuration)}
-    job = Job(
-        world_size=hardware.world_size,
-        nodes=hardware.nnodes,
-        on_gpu=hardware.device == "cuda",
-        half=facts is not None and facts.cast_bytes == 2,
-        block_class="" if facts is None else facts.block_class,
-    )
-    files: dict[str, str] = {
-        "zero.py": training_code(whole, job),
-        "ds_config.json": _as_json(deepspeed(whole, job)),
-    }
-    notes = list(deepspeed_notes(whole))
-    for name, (form, reason) in {
-        "hf_trainer_args.json": trainer(whole, job),
-        "accelerate_fsdp.yaml": accelerate(whole, job),
-    }.items():
-        if form is None:
-            notes.append(f"{name} is not written: {reason}")
-        elif name.endswith(".json"):
-            files[name] = _as_json(form)
-        else:
-            files[name] = as_yaml(form)
-            notes += fsdp_notes(whole, job)
-    files["summary.txt"] = tuning_summary(trials, batch, configuration)
-    if notes:
-        files["notes.txt"] = "\n".join([*notes, ""])
-    for name, text in files.items():
-        (directory / name).write_text(text)
-    return [directory / name for name in files]
-
-
-def _as_json(form: Mapping[str, Any]) -> str:
-    return json.dumps(form, indent=2) + "\n"
-
-
-def tuning_summary(trials: Sequence[Trial], batch: Batch, pinned: Mapping[str, Value]) -> str:
-    """A table in the manner of DeepSpeed's autotuner: a row for each tuning space.
-
-    Args:
-        trials: of the search.
-        batch: the arithmetic of batches.
-        pinned: values of the knobs that trials do not name, as they all share them.
-
-    """
-    tried = [t for t in trials if t.purpose in (Purpose.BASELINE, Purpose.SEARCH)]
-    spaces: dict[str, list[Trial]] = {}
-    for trial in tried:
-        spaces.setdefault(_space(trial, pinned), []).append(trial)
-    rows = [["tuning_space", "num_experiments", "best_metric_val", "best_exp_name"]]
-    for name, members in sorted(spaces.items()):
-        rows.append([name, str(len(members)), *_best(members, pinned)])
-    rows.append(["all", str(len(tried)), *_best(tried, pinned)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-             for row in rows]  # fmt: skip
-    seconds = sum(t.seconds for t in trials)
-    failed = sum(t.status.is_failure for t in tried)
-    lines += [
-        "",
-        f"Tuning took {seconds:.1f} s in {len(trials)} experiment{'s' * (len(trials) != 1)}, "
-        "confirmation included; "
-        f"{failed} of the {len(tried)} above failed ("
-        f"{sum(t.status is Status.OOM for t in tried)} out of memory).",
-        f"batch={batch.rule}, global batch of the baseline {batch.global_batch}; metric: the "
-        "objective of the search, single readings.",
-    ]
-    return "\n".join([*lines, ""])
-
-
-def _space(trial: Trial, pinned: Mapping[str, Value]) -> str:
-    whole = {**pinned, **trial.configuration}
-    every = CHECKPOINTING.of(whole)
-    name = f"z{STAGE.number(whole)}"
-    return f"{name}_ac{every}" if every else name
-
-
-def _best(trials: Sequence[Trial], pinned: Mapping[str, Value]) -> list[str]:
-    valid = [t for t in trials if t.status is Status.OK and t.cost is not None]
-    if not valid:
-        return ["none", "none"]
-    best = min(valid, key=lambda t: t.cost or 0.0)
-    micro = MICRO_BATCH.of({**pinned, **best.configuration})
-    name = _space(best, pinned) + ("" if micro is None else f"_tmbspg{micro}")
-    return [f"{best.objective:.2f}", f"{name} (trial {best.number})"]
 
 
 # -----------------------------------------------------------------------------

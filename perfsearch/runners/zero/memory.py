@@ -245,7 +245,7 @@ class Memory:
 # -----------------------------------------------------------------------------
 # Facts of the job's tensors, from a process that runs beside the search's start.
 
-FILE = "model_facts.json"
+FACTS_FILE = "model_facts.json"
 _DESCRIPTION = 4
 """Raised when the same job is described differently, so that older answers are not used."""
 
@@ -272,7 +272,7 @@ class FactsSource:
         question = [self._request, torch_version(), _DESCRIPTION]
         words = json.dumps(question, sort_keys=True, default=str)
         self._key = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
-        self._file = directory / FILE
+        self._file = directory / FACTS_FILE
         # a user's own code may have changed since, which the request does not tell
         self._reusable = workload.factory is None
         self._process: subprocess.Popen[bytes] | None = None

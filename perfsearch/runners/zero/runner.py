@@ -16,13 +16,14 @@ from perfsearch.core.narrow import SEARCH, expanded, narrow
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Purpose, Status, Trial
-from perfsearch.knobs import zero as zero_knobs
+from perfsearch.knobs import zero
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, checked, settle
 from perfsearch.knobs.ddp import BUCKET_CAP, BUCKET_VIEW
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.optimizer import IMPLEMENTATION
 from perfsearch.knobs.zero import CHECKPOINTING
 from perfsearch.metrics.gpu import MEMORY_GIB
+from perfsearch.runners._ranks import group_spec, measure_in_group
 from perfsearch.runners.base import (
     Advises,
     HoldsDevices,
@@ -35,9 +36,7 @@ from perfsearch.runners.base import (
     environment_of,
     workload_of,
 )
-from perfsearch.runners.ddp import runner
-from perfsearch.runners.zero import export as _zero_export
-from perfsearch.runners.zero import memory
+from perfsearch.runners.zero import export, memory
 from perfsearch.runners.zero.memory import HEADROOM, FactsSource, Memory
 from perfsearch.workers import processes
 from perfsearch.workers.messages import TrialRequest
@@ -160,8 +159,8 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
             options.min_train_batch_size,
             options.max_train_batch_size,
         )
-        declared, absent = zero_knobs.declare(self.batch, device == "cuda")
-        settings, self.left_out = zero_knobs.applicable(
+        declared, absent = zero.declare(self.batch, device == "cuda")
+        settings, self.left_out = zero.applicable(
             settle(self.batch, options.knobs),
             declared,
             absent,
@@ -209,11 +208,11 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
             recipe_options={"survive": survive},
         )
         plan = self._bounded(plan)
-        spec = runner.group_spec(self.environment, self.hardware, self.workload, {})
+        spec = group_spec(self.environment, self.hardware, self.workload, {})
         counted = self.workload.samples_per_step
         if counted is not None:
             counted = counted * samples // self.batch.global_batch
-        outcome = runner.measure_in_group(self._pool, spec, request, plan, counted)
+        outcome = measure_in_group(self._pool, spec, request, plan, counted)
         if outcome.status is not Status.OK or is_baseline:
             return outcome
         if outcome.measurement is not None:
@@ -256,7 +255,7 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
         names = self.space.by_name
         return Hints(
             baseline=dict(self.baseline),
-            effect_order=tuple(n for n in zero_knobs.EFFECT_ORDER if n in names),
+            effect_order=tuple(n for n in zero.EFFECT_ORDER if n in names),
             monotonic={MICRO_BATCH.name: 1} if MICRO_BATCH.name in names else {},
             stage_knob=STAGE.name if STAGE.name in names else None,
             memory_limit_gib=self.memory.limit_gib,
@@ -290,9 +289,7 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
         """Write the torch form, DeepSpeed's, Trainer's and Accelerate's, and a summary table."""
         whole = {**self.pinned, **configuration}
         facts = self.memory.facts.get()
-        return _zero_export.export_files(
-            whole, self.batch, self.hardware, facts, self._trials, directory
-        )
+        return export.export_files(whole, self.batch, self.hardware, facts, self._trials, directory)
 
     def close(self) -> None:
         """End the warm group and the process that describes the job."""

@@ -8,7 +8,7 @@ from perfsearch.cli.run import runner_for, search, split
 from perfsearch.config.schema import MetricsSettings
 from perfsearch.core.errors import BadInputError
 from perfsearch.instrument.facts import Facts
-from perfsearch.runners._script.runner import Script, Wishes
+from perfsearch.runners._script.runner import Script, TimingOptions
 
 FACTS = {"values": {"dataloader_workers": 0}}
 
@@ -58,15 +58,15 @@ def test_a_profile_is_a_search_in_its_mode(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "on_gpu", "facts", "says"),
+    ("timings", "on_gpu", "facts", "says"),
     [
-        ({"min_gain": 0.9, "by_bound": True}, False, Facts(**FACTS), []),
+        ({"min_gain": 0.9, "staged": True}, False, Facts(**FACTS), []),
         ({"min_gain": 0.03}, True, Facts(**FACTS), []),
         ({"min_gain": 0.9, "searches": False}, True, Facts(**FACTS), []),
         ({"min_gain": 0.9}, True, Facts(**FACTS), ["objective.min_gain=0.9 .*ahead of the GPU"]),
-        ({"by_bound": True}, False, Facts(["ddp"], **FACTS), ["runner.knobs=auto .*amid the back"]),
+        ({"staged": True}, False, Facts(["ddp"], **FACTS), ["runner.knobs=auto .*amid the back"]),
         (
-            {"by_bound": True, "min_gain": 0.1},
+            {"staged": True, "min_gain": 0.1},
             False,
             Facts(values={"dataloader_workers": 2}),
             ["runner.knobs=auto .*processes of its", "objective.min_gain=0.1 .*processes of its"],
@@ -79,8 +79,8 @@ def test_a_profile_is_a_search_in_its_mode(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_keys_without_effect_are_named_once(wishes, on_gpu, facts, says):
-    told = Wishes(**wishes).remarks(on_gpu, facts)
+def test_keys_without_effect_are_named_once(timings, on_gpu, facts, says):
+    told = TimingOptions(**timings).remarks(on_gpu, facts)
     assert len(told) == len(says)
     for line, pattern in zip(told, says, strict=True):
         assert re.match(f"warning: .*{pattern}", line), line

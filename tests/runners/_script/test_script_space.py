@@ -134,7 +134,9 @@ def test_gradients_that_are_accumulated_leave_no_static_graph():
 def test_what_was_asked_for_and_has_no_effect_is_told(maps, wanted, says):
     arguments = ["--bs", "4", "--accumulate", "2", "--foo", "3"]
     known = settled(DDP, arguments, maps, wanted)
-    told = [f"{key}: {why}" for key, why in known.unheeded(wanted, [m.name for m in maps]).items()]
+    told = [
+        f"{key}: {why}" for key, why in known.unsupported(wanted, [m.name for m in maps]).items()
+    ]
     assert len(told) == len(says)
     for line, pattern in zip(told, says, strict=True):
         assert re.search(pattern, line), line

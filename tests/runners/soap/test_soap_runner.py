@@ -59,7 +59,7 @@ def test_predictions_are_told_by_the_baseline_whatever_the_strategy(tmp_path, op
     assert json.loads((tmp_path / "run" / "soap" / "machine.json").read_text())["calibrated"]
 
 
-def test_the_baseline_is_not_counted_as_foretold(opened):
+def test_the_baseline_is_not_counted_as_predicted(opened):
     runner = opened()
     trials = [told(runner, runner.baseline, 0, Purpose.BASELINE)]
     assert not [ln for ln in runner.closing_lines(runner.baseline, trials) if "beside" in ln]

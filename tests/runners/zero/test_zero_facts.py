@@ -5,7 +5,7 @@ import json
 import pytest
 
 from perfsearch.runners.zero import memory
-from perfsearch.runners.zero.memory import FILE, FactsSource
+from perfsearch.runners.zero.memory import FACTS_FILE, FactsSource
 from perfsearch.workloads.spec import WorkloadSpec
 
 FACTORY = """
@@ -43,6 +43,6 @@ def test_the_same_question_on_a_built_in_job_is_asked_once(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(memory.subprocess, "Popen", lambda *a, **k: pytest.fail("asked again"))
         assert elements(workload, tmp_path) == known
-    kept = json.loads((tmp_path / FILE).read_text())
-    (tmp_path / FILE).write_text(json.dumps({**kept, "key": "another"}))
+    kept = json.loads((tmp_path / FACTS_FILE).read_text())
+    (tmp_path / FACTS_FILE).write_text(json.dumps({**kept, "key": "another"}))
     assert elements(workload, tmp_path) == known
