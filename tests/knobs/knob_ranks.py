@@ -73,7 +73,7 @@ def built_in(trainer, use, more):
     asked.update(more)
     groups = {n: v for n, v in asked.items() if knobs.by_name[n].knob.scope == "group"}
     request = TrialRequest(
-        serial=0, recipe=str(use), configuration=asked, group_values=groups,
+        serial=0, recipe=f"training.{use}", configuration=asked, group_values=groups,
         samples_per_step=SAMPLES, scored_seconds=0.001, scored_steps=(1, 1),
     )  # fmt: skip
     found = run_trial(trainer, request).in_force
