@@ -21,12 +21,11 @@ from perfsearch.core.trial import Status
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp.runner import DDP
 from perfsearch.workers import processes
-from perfsearch.workers import processes as registry
 from perfsearch.workloads.spec import WorkloadSpec
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[1] / "support"
 LIMITS = Limits(startup_s=60, trial_s=60, grace_s=5)
 
 
@@ -77,13 +76,13 @@ def is_gone(pid):
 
 
 def line_after(text):
-    return (HERE / "faults.py").read_text().partition(text)[0].count("\n") + 2
+    return (SUPPORT / "faults.py").read_text().partition(text)[0].count("\n") + 2
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     before = os.getcwd()
-    os.chdir(HERE)
+    os.chdir(SUPPORT)
     made = Bench(tmp_path_factory.mktemp("faults"))
     assert made.measure().status is Status.OK
     yield made
@@ -198,7 +197,7 @@ def test_a_hang_is_cut_with_its_grandchildren(warm):
 
 
 def test_a_start_that_hangs_says_where_each_rank_stands(tmp_path, monkeypatch):
-    monkeypatch.chdir(HERE)
+    monkeypatch.chdir(SUPPORT)
     other = Bench(tmp_path, factory="faults:stuck", limits=Limits(startup_s=20, grace_s=5))
     outcome = other.measure()
     other.runner.close()
@@ -251,7 +250,7 @@ def test_death_of_the_launcher_ends_the_ranks(warm):
 
 
 def test_a_job_that_cannot_be_built_says_why(tmp_path, monkeypatch):
-    monkeypatch.chdir(HERE)
+    monkeypatch.chdir(SUPPORT)
     other = Bench(tmp_path, factory="faults:broken")
     outcome = other.measure()
     assert outcome.status is Status.OOM
@@ -278,7 +277,7 @@ def test_death_of_the_controller_leaves_nothing(tmp_path):
         f"""
         import sys
         from pathlib import Path
-        sys.path.insert(0, {str(HERE)!r})
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
         import test_faults_real
         bench = test_faults_real.Bench(Path({str(tmp_path)!r}))
         bench.measure()
@@ -287,7 +286,7 @@ def test_death_of_the_controller_leaves_nothing(tmp_path):
         """
     )
     controller = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=HERE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script], cwd=SUPPORT, stdout=subprocess.PIPE, text=True
     )
     token, directory = controller.stdout.readline().split()
     assert len(processes.members(token)) >= 3
@@ -299,5 +298,5 @@ def test_death_of_the_controller_leaves_nothing(tmp_path):
         time.sleep(0.1)
     assert processes.members(token) == []
     assert not Path(directory).exists()
-    assert registry.reap_groups(tmp_path) == 0
+    assert processes.reap_groups(tmp_path) == 0
     assert not list((tmp_path / "groups").glob("*.json"))
