@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from _fault_common import OOM_TEXTS
 
 from perfsearch.core.journal import Journal
-from perfsearch.runners.base import Outcome as Measured
+from perfsearch.core.trial import Outcome as Measured
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay
 from perfsearch.workers.failures import Evidence, ProcessEnd, classify, is_out_of_memory

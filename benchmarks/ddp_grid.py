@@ -24,8 +24,8 @@ import yaml
 from perfsearch.config.schema import validate
 from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of
-from perfsearch.core.trial import Purpose
-from perfsearch.runners.base import Outcome, Plan
+from perfsearch.core.trial import Outcome, Purpose
+from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp.runner import DDP
 
 

@@ -119,6 +119,28 @@ class Measurement:
 
 
 @dataclass
+class Outcome:
+    """What came of measuring a configuration: a measurement, or a typed failure.
+
+    Attributes:
+        status: how it ended.
+        measurement: of a trial that ran to its end.
+        reason: why the status is not ``ok``, in one line.
+        log_path: the log of the first failing rank, or of rank 0.
+        fresh_process: whether processes were started for it.
+        extra: further plain values for the trial; ``info`` is what ranks said of the job.
+
+    """
+
+    status: Status
+    measurement: Measurement | None = None
+    reason: str = ""
+    log_path: str = ""
+    fresh_process: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class Trial:
     """One configuration that was tried.
 

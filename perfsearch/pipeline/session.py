@@ -17,10 +17,10 @@ from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.objective import Interval, Objective, leader, log_cost_error
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import key_of
-from perfsearch.core.trial import Measurement, Purpose, Status, Trial, loss_resolution
+from perfsearch.core.trial import Measurement, Outcome, Purpose, Status, Trial, loss_resolution
 from perfsearch.metrics.diagnosis import Thresholds, diagnose
 from perfsearch.pipeline.transfer import Transfer
-from perfsearch.runners.base import Outcome, Plan, Runner
+from perfsearch.runners.base import Plan, Runner
 from perfsearch.strategies.base import Strategy
 
 if TYPE_CHECKING:

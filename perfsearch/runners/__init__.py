@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from perfsearch.core import registry
-from perfsearch.runners.base import NoKnobs, Outcome, Plan, Runner
+from perfsearch.core.trial import Outcome
+from perfsearch.runners.base import NoKnobs, Plan, Runner
 
 __all__ = ["Outcome", "Plan", "Runner", "load", "names"]
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from perfsearch.core.hardware import Environment, GroupSpec, Hardware, threads_today
+from perfsearch.core.trial import Outcome
 from perfsearch.knobs.process import THREADS_VARIABLE
-from perfsearch.runners.base import Outcome, Plan
+from perfsearch.runners.base import Plan
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
 from perfsearch.workloads.spec import WorkloadSpec
@@ -79,14 +80,7 @@ def measure_in_group(
         end_step=plan.end_step,
         trace=plan.trace,
     )
-    result = pool.measure(spec, request, plan.time_limit_s, plan.fresh)
-    if result.measurement is not None and samples_per_step is not None:
-        result.measurement.samples_per_step = samples_per_step
-    return Outcome(
-        result.status,
-        result.measurement,
-        result.reason,
-        str(result.log),
-        result.fresh,
-        extra={"info": result.info},
-    )
+    outcome = pool.measure(spec, request, plan.time_limit_s, plan.fresh)
+    if outcome.measurement is not None and samples_per_step is not None:
+        outcome.measurement.samples_per_step = samples_per_step
+    return outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -15,7 +15,7 @@ from perfsearch.core.hardware import Environment, Hardware
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space
-from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.trial import Outcome, Purpose, Trial
 from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
@@ -57,18 +57,6 @@ class Plan:
     end_step: int | None = None
     trace: bool = False
     stop_above_cost_s: float | None = None
-
-
-@dataclass
-class Outcome:
-    """What came of measuring a configuration: a measurement, or a typed failure."""
-
-    status: Status
-    measurement: Measurement | None = None
-    reason: str = ""
-    log_path: str = ""
-    fresh_process: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Runner(ABC):

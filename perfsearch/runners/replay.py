@@ -21,7 +21,7 @@ from perfsearch.core.knob import Configuration, Kind, Knob, Value
 from perfsearch.core.objective import Metric
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
-from perfsearch.core.trial import Measurement, Status, Trial
+from perfsearch.core.trial import Measurement, Outcome, Status, Trial
 from perfsearch.knobs import effect_order
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
@@ -30,7 +30,7 @@ from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.loader import PREFETCH
 from perfsearch.knobs.starts import starts
 from perfsearch.metrics.memory import MemoryFacts
-from perfsearch.runners.base import NoKnobs, Outcome, Plan, Runner
+from perfsearch.runners.base import NoKnobs, Plan, Runner
 from perfsearch.runners.deepspeed import config
 from perfsearch.runners.zero.memory import FACTS_FILE, HEADROOM, Memory
 

@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from perfsearch.core import hardware
 from perfsearch.core.hardware import Environment, Gpu, GroupSpec
 from perfsearch.core.knob import Value
-from perfsearch.core.trial import Measurement, Status
+from perfsearch.core.trial import Measurement, Outcome, Status
 from perfsearch.metrics.throughput import peak_flops
 from perfsearch.workers.failures import Failure
 from perfsearch.workers.group import WorkerGroup
 from perfsearch.workers.messages import TrialRequest, rank_log
 from perfsearch.workers.preload import Preloaded, early_variables
-
-
-@dataclass
-class Result:
-    """What came of one request.
-
-    Attributes:
-        status: how it ended.
-        measurement: of a trial that ran to its end.
-        reason: why it is not ``ok``, in one line.
-        log: the log of the first failing rank, or of rank 0.
-        fresh: whether processes were started for it.
-        info: what the ranks said of the job when they started.
-
-    """
-
-    status: Status
-    measurement: Measurement | None
-    reason: str
-    log: Path
-    fresh: bool
-    info: dict[str, Any] = field(default_factory=dict)
 
 
 class Pool:
@@ -59,8 +37,8 @@ class Pool:
 
     def measure(
         self, spec: GroupSpec, request: TrialRequest, time_limit_s: float, fresh: bool = False
-    ) -> Result:
-        """Measure one configuration in a group of ``spec``; failures are results.
+    ) -> Outcome:
+        """Measure one configuration in a group of ``spec``; a failure is an outcome, too.
 
         Args:
             spec: processes that the configuration needs.
@@ -87,7 +65,7 @@ class Pool:
             if result.measurement is not None:
                 missing = {"close look": reply.failure.reason}
                 result.measurement.environment["unsupported"] = missing
-            return replace(result, fresh=fresh)
+            return replace(result, fresh_process=fresh)
         if reply.failure is not None:
             return _failed(reply.failure, logs, fresh)
         context["devices"] = [asdict(gpu) for gpu in self._gpus]
@@ -151,11 +129,11 @@ def _without_profile(request: TrialRequest) -> TrialRequest:
     return replace(request, detail="light", recipe_options=options)
 
 
-def _failed(failure: Failure, logs: Path, fresh: bool) -> Result:
+def _failed(failure: Failure, logs: Path, fresh: bool) -> Outcome:
     log = rank_log(logs, failure.rank or 0)
     if failure.rank is None and not log.exists():
         log = logs / "launcher.log"
-    return Result(failure.status, None, failure.reason, log, fresh)
+    return Outcome(failure.status, None, failure.reason, str(log), fresh)
 
 
 def _succeeded(
@@ -164,7 +142,7 @@ def _succeeded(
     request: TrialRequest,
     fresh: bool,
     context: dict[str, Any],
-) -> Result:
+) -> Outcome:
     measurement = Measurement(**message["measurement"])
     batch = request.samples_per_step
     if info.get("tokens_per_sample"):
@@ -183,7 +161,7 @@ def _succeeded(
         if ignored:
             status, reason = Status.NOT_APPLIED, "; ".join(ignored)
     log = rank_log(request.log_directory, 0)
-    return Result(status, measurement, reason, log, fresh, dict(info))
+    return Outcome(status, measurement, reason, str(log), fresh, {"info": dict(info)})
 
 
 def not_in_force(requested: Mapping[str, Value], in_force: Mapping[str, Value]) -> list[str]:

@@ -15,10 +15,9 @@ from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Kind, Knob, Numerics, same_value
 from perfsearch.core.narrow import narrow
 from perfsearch.core.space import Space
-from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.trial import Measurement, Outcome, Purpose, Status, Trial
 from perfsearch.pipeline import confirm
 from perfsearch.pipeline.session import Session
-from perfsearch.runners.base import Outcome
 from perfsearch.strategies import load, names
 
 

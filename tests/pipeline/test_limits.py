@@ -7,9 +7,8 @@ from support.small_search import Search
 from support.synthetic import SyntheticRunner
 
 from perfsearch.core.objective import Budget
-from perfsearch.core.trial import Purpose, Status
+from perfsearch.core.trial import Outcome, Purpose, Status
 from perfsearch.pipeline.session import CUT_OFF
-from perfsearch.runners.base import Outcome
 
 
 def hang(seconds: float, purpose: Purpose):

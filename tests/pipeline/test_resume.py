@@ -12,9 +12,8 @@ from support.synthetic import SyntheticRunner, interrupt_at
 
 from perfsearch.core.hints import ChainResult
 from perfsearch.core.journal import Journal, read
-from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.trial import Measurement, Outcome, Purpose, Status, Trial
 from perfsearch.pipeline.resume import RefusedError
-from perfsearch.runners.base import Outcome
 from perfsearch.strategies.random import Random
 
 DRIVER = Path(__file__).parents[1] / "support" / "kill_driver.py"

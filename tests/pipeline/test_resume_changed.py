@@ -8,8 +8,7 @@ from support.synthetic import SyntheticRunner, interrupt_at
 
 from perfsearch.core.journal import read
 from perfsearch.core.space import Space
-from perfsearch.core.trial import Purpose, Status
-from perfsearch.runners.base import Outcome
+from perfsearch.core.trial import Outcome, Purpose, Status
 
 
 def narrower(values=(1, 2, 4), **options) -> SyntheticRunner:

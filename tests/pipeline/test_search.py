@@ -9,9 +9,8 @@ from support.synthetic import SyntheticRunner
 
 from perfsearch.cli.view import result_cells
 from perfsearch.core.journal import read
-from perfsearch.core.trial import Measurement, Purpose, Status
+from perfsearch.core.trial import Measurement, Outcome, Purpose, Status
 from perfsearch.pipeline.session import loss_disagreement
-from perfsearch.runners.base import Outcome
 
 
 def oom_where(condition):

@@ -18,10 +18,9 @@ from perfsearch.config.options import ConfigError
 from perfsearch.core.journal import JournalError, read
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.space import Space
-from perfsearch.core.trial import Purpose, Status
+from perfsearch.core.trial import Outcome, Purpose, Status
 from perfsearch.pipeline import transfer
 from perfsearch.pipeline.session import Result
-from perfsearch.runners.base import Outcome
 from perfsearch.tracking.history import StoredSearch, StoredTrial, StoreError
 
 BEST = {"bucket": 32, "view": True}

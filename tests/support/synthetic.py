@@ -11,8 +11,8 @@ import numpy as np
 from perfsearch.core.journal import Event, Journal
 from perfsearch.core.knob import Configuration, Kind, Knob
 from perfsearch.core.space import Space
-from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.runners.base import Outcome, Plan, Runner, Screens
+from perfsearch.core.trial import Measurement, Outcome, Purpose, Status, Trial
+from perfsearch.runners.base import Plan, Runner, Screens
 
 
 class SyntheticRunner(Runner, Screens):

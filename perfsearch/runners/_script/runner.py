@@ -20,7 +20,7 @@ from perfsearch.core.narrow import SEARCH, KnobError, is_auto, narrow
 from perfsearch.core.objective import Objective
 from perfsearch.core.option import option
 from perfsearch.core.space import Space
-from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.core.trial import Outcome, Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.instrument.report import without_effect
@@ -42,7 +42,6 @@ from perfsearch.runners.base import (
     Advises,
     ClosingLines,
     HoldsDevices,
-    Outcome,
     Plan,
     Runner,
     environment_of,

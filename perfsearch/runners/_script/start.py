@@ -10,7 +10,7 @@ from functools import partial
 
 from perfsearch.core.hardware import Environment, Hardware
 from perfsearch.core.knob import Value, same_value
-from perfsearch.core.trial import Measurement, loss_resolution
+from perfsearch.core.trial import Measurement, Outcome, loss_resolution
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.knobs import transport
@@ -25,7 +25,7 @@ from perfsearch.runners._script.window import (
     receive_steps,
     settle,
 )
-from perfsearch.runners.base import Outcome, Plan
+from perfsearch.runners.base import Plan
 from perfsearch.training.clock import PROFILED_STEPS
 from perfsearch.workers.group import GroupGone
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perfsearch.core.knob import Value
-from perfsearch.core.trial import Measurement, Status, Trial
+from perfsearch.core.trial import Measurement, Outcome, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script.group import ScriptGroup
-from perfsearch.runners.base import Outcome, Plan
+from perfsearch.runners.base import Plan
 from perfsearch.training.clock import (
     FIRST_LOSSES,
     WARMUP_STEPS,

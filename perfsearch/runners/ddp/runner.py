@@ -22,14 +22,13 @@ from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Configuration, Knob, Scope, Value
 from perfsearch.core.narrow import SEARCH, KnobError, expanded, narrow
 from perfsearch.core.space import Space
-from perfsearch.core.trial import Trial
+from perfsearch.core.trial import Outcome, Trial
 from perfsearch.knobs import nccl
 from perfsearch.knobs.base import Job, Use, declare
 from perfsearch.knobs.starts import starts
 from perfsearch.runners._ranks import group_spec, measure_in_group
 from perfsearch.runners.base import (
     HoldsDevices,
-    Outcome,
     Plan,
     Runner,
     TakesScripts,

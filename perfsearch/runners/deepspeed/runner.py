@@ -19,14 +19,13 @@ from perfsearch.core.knob import Configuration, Numerics, Value
 from perfsearch.core.narrow import SEARCH, narrow
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
-from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.core.trial import Outcome, Purpose, Status, Trial
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch, settle
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.zero import applicable
 from perfsearch.runners.base import (
     FollowsUp,
     HoldsDevices,
-    Outcome,
     Plan,
     Runner,
     Screens,

@@ -19,8 +19,7 @@ from typing import Any
 
 from perfsearch.core.hardware import Gpu
 from perfsearch.core.objective import Limits
-from perfsearch.core.trial import Measurement, Status
-from perfsearch.runners.base import Outcome
+from perfsearch.core.trial import Measurement, Outcome, Status
 from perfsearch.runners.deepspeed import request
 from perfsearch.runners.deepspeed.request import Request
 from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify, refusal

@@ -16,12 +16,11 @@ from perfsearch.core.hints import PROPAGATION, ChainRequest, ChainResult, Hints,
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
-from perfsearch.core.trial import Status, Trial
+from perfsearch.core.trial import Outcome, Status, Trial
 from perfsearch.runners._ranks import group_spec, measure_in_group
 from perfsearch.runners.base import (
     ClosingLines,
     HoldsDevices,
-    Outcome,
     OwnModes,
     Runner,
     Screens,

@@ -15,7 +15,7 @@ from perfsearch.core.knob import Configuration, Numerics, Scope, Value
 from perfsearch.core.narrow import SEARCH, expanded, narrow
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
-from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.core.trial import Outcome, Purpose, Status, Trial
 from perfsearch.knobs import zero
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, checked, settle
 from perfsearch.knobs.ddp import BUCKET_CAP, BUCKET_VIEW
@@ -27,7 +27,6 @@ from perfsearch.runners._ranks import group_spec, measure_in_group
 from perfsearch.runners.base import (
     Advises,
     HoldsDevices,
-    Outcome,
     OwnModes,
     Plan,
     Runner,

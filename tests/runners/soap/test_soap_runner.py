@@ -11,9 +11,8 @@ from support.soap_cases import DEVICES, begun, settings, told
 from perfsearch.cli.view import View
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hints import ChainRequest
-from perfsearch.core.trial import Purpose, Status
+from perfsearch.core.trial import Outcome, Purpose, Status
 from perfsearch.pipeline.search import build_runner
-from perfsearch.runners.base import Outcome
 from perfsearch.runners.soap import space
 from perfsearch.runners.soap.runner import run_chain
 from perfsearch.soap.plan import data_parallel
