@@ -208,7 +208,7 @@ def report(file: Path) -> None:
         "before",
         "after",
         "losses apart, at most",
-        "device-minutes",
+        "GPU minutes",
         "break-even, steps",
         "without perfsearch: before, after",
         "found",
