@@ -54,7 +54,7 @@ def copied(tmp_path_factory):
         if isinstance(node, ast.AnnAssign) and node.target.id == "RECORDS"
     )  # fmt: skip
     lines = source.splitlines(keepends=True)
-    lines.insert(records.end_lineno - 1, record)
+    lines.insert(records.end_lineno - 1, f"{record.rstrip()},\n")
     module.write_text("".join(lines))
     option = directory / "perfsearch" / "conf" / "runner" / "ddp.yaml"
     option.write_text(f"{option.read_text()}{line}")
