@@ -37,3 +37,11 @@ def test_importing_a_module_leaves_heavy_packages_alone(module):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert CASES[module] & set(result.stdout.split()) == set()
+
+
+def test_a_command_that_only_prints_its_help_loads_no_knobs():
+    code = "import sys, perfsearch.cli.search, perfsearch.config.schema; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "perfsearch.knobs" not in result.stdout.split()

@@ -17,7 +17,6 @@ from typing import Any
 from perfsearch.core.option import option
 from perfsearch.core.trial import Measurement
 from perfsearch.core.units import GIB, MEGA
-from perfsearch.knobs.loader import WORKERS
 from perfsearch.metrics.throughput import mfu_of
 
 
@@ -248,7 +247,7 @@ def _input(facts: Facts) -> Finding | None:
     share, limits = facts.share("dataloader_next"), facts.limits
     if share < limits.input_moderate:
         return None
-    workers = WORKERS.of(facts.measurement.in_force)
+    workers = _loader_workers(facts.measurement)
     if facts.above("cpu_iowait_percentage", limits.iowait_percent):
         cause = f"disks keep it waiting (iowait {facts.system('cpu_iowait_percentage'):.0f} %)"
         advice = _FASTER_DISK
@@ -465,7 +464,7 @@ def _straggler_advice(facts: Facts, phases: Sequence[str]) -> str:
     if phases != ["dataloader_next"]:
         return "Look at that device's clocks, temperature and neighbours, and at that rank's data."
     data = "Look at that rank's data, and at what else reads and computes on its node"
-    if not WORKERS.of(facts.measurement.in_force):
+    if not _loader_workers(facts.measurement):
         return f"{data}."
     # They load ahead while their rank waits in a collective, so that only the last one shows.
     return (
@@ -653,3 +652,11 @@ _RULES: tuple[Callable[[Facts], Finding | None], ...] = (
     launching,
     _optimizer,
 )
+
+
+def _loader_workers(measurement: Measurement) -> Any:
+    """Worker processes of a rank's loader; ``None`` where it is not known."""
+    # The settings take their thresholds from this file, and ``--help`` needs no knob.
+    from perfsearch.knobs.loader import WORKERS
+
+    return WORKERS.of(measurement.in_force)
