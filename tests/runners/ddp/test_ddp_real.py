@@ -185,7 +185,7 @@ def test_ranks_over_two_nodes(tmp_path):
         nnodes=2,
         rdzv_endpoint=endpoint,
         interface="lo",
-        limits=Limits(60, 60, 5),
+        limits=Limits(180, 180, 5),
     )
     runner = DDP(DDP.Options("cpu", {"static_graph": "search"}), WorkloadSpec("mlp"), environment)
     try:
