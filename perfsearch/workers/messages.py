@@ -185,7 +185,11 @@ class ChannelClosed(ConnectionError):
 
 
 class Channel:
-    """One end of the control connection."""
+    """One end of the control connection.
+
+    ``multiprocessing.connection`` was weighed: its ``recv_bytes`` knows no time limit once a message
+    has begun, and its listener's ``accept`` none at all, while nothing here may wait for ever.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection

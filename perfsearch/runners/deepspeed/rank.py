@@ -7,16 +7,13 @@ torch or DeepSpeed read when they are imported.
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from perfsearch.instrument.patching import after_import
 from perfsearch.runners.deepspeed.request import Request, ended_file, torch_logs_file, write_whole
 
 if TYPE_CHECKING:
@@ -89,41 +86,4 @@ def enter_trial(path: str, rank: int) -> None:
     watch_controller(*me.request.controller, os.environ[TOKEN_VARIABLE], Path(directory))
     sys.excepthook = me.failed
     atexit.register(me.ended)
-    sys.meta_path.insert(0, AfterImport("deepspeed", me.imported))
-
-
-class AfterImport(MetaPathFinder):
-    """Calls back once a module has been imported, and is then gone.
-
-    Args:
-        name: of the module.
-        call: with the module.
-
-    """
-
-    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._call = call
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        """Let the others find the module, and add the call to its loading."""
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        loader: Any = spec.loader
-        original = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            original(module)
-            self._call(module)
-
-        loader.exec_module = exec_module
-        return spec
+    after_import("deepspeed", me.imported)
