@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from perfsearch.core.option import option
+from perfsearch.core.steps import Statistic
 from perfsearch.core.trial import Measurement
 
 
@@ -26,12 +27,15 @@ class Objective:
 
     Attributes:
         metric: samples per second, milliseconds a step, or floating-point operations per second.
+        statistic: what of a window's steps is scored: their rate, slow steps included, or the
+            median step.
         min_gain: relative gain below which no search is started: the baseline's timings bound what
             its knobs can give; 0 searches always.
 
     """
 
     metric: Metric = Metric.THROUGHPUT
+    statistic: Statistic = Statistic.RATE
     min_gain: float = option(0.03, low=0)
 
     @property
@@ -74,11 +78,13 @@ class Objective:
 
 
 def log_cost_error(measurement: Measurement) -> float | None:
-    """Standard error of the log of the median step time, from the spread of the scored steps.
+    """Standard error of the log of the step time, from the spread of the scored steps.
 
-    Uses the asymptotic 1.2533 ratio between the errors of a median and of a mean.
+    That of a median uses the asymptotic 1.2533 ratio between the errors of a median and of a mean.
     """
     steps = measurement.step_seconds
+    if measurement.statistic != Statistic.MEDIAN:
+        return measurement.reading.log_error if len(steps) >= 3 else None
     if len(steps) < 3:
         return None
     logs = [math.log(s) for s in steps if s > 0]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
 from perfsearch.core.knob import Value
+from perfsearch.core.steps import Reading, Statistic, read_window, step_time_s
 
 
 class Purpose(StrEnum):
@@ -57,8 +57,9 @@ class Measurement:
     """What the ranks saw of one configuration. Units stand in the names.
 
     Attributes:
-        step_seconds: one entry a scored step, the slowest rank's.
+        step_seconds: one entry a step of the window, in order, the slowest rank's.
         samples_per_step: the global batch.
+        statistic: what of these steps is the step time, and so all that follows from it.
         tokens_per_step: tokens in the global batch, where there are tokens.
         flops_per_step: model floating-point operations of a step over all ranks, where counted.
         world_size: number of ranks.
@@ -73,7 +74,7 @@ class Measurement:
         first_losses: mean over ranks of the losses of the first steps after the common start.
         in_force: what was really in effect, as read back from the libraries.
         environment: clocks, throttle reasons and foreign processes seen before scoring; devices,
-            their peak, each rank's place; what the diagnosis found.
+            their peak, each rank's place; what slow steps are; what the diagnosis found.
         system: system metrics over the window, by MLflow key without the ``system/`` prefix.
         bottleneck_evidence: numbers for the diagnosis (shares of the step, by phase).
 
@@ -81,6 +82,7 @@ class Measurement:
 
     step_seconds: list[float]
     samples_per_step: int
+    statistic: str = Statistic.RATE
     tokens_per_step: int | None = None
     flops_per_step: float | None = None
     world_size: int = 1
@@ -103,18 +105,23 @@ class Measurement:
         return [name for name, value in asdict(self).items() if not _finite(value)]
 
     @property
+    def reading(self) -> Reading:
+        """The rate of the window, its error, and the slow steps in it."""
+        return read_window(self.step_seconds)
+
+    @property
     def step_time_s(self) -> float:
-        """Median seconds of a step."""
-        return statistics.median(self.step_seconds)
+        """Seconds of a step, by the statistic."""
+        return step_time_s(self.step_seconds, self.statistic)
 
     @property
     def samples_per_s(self) -> float:
-        """Global batch over the median step time."""
+        """Global batch over the step time."""
         return self.samples_per_step / self.step_time_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of the global batch over the median step time."""
+        """Tokens of the global batch over the step time."""
         return None if self.tokens_per_step is None else self.tokens_per_step / self.step_time_s
 
 
@@ -203,7 +210,8 @@ class Trial:
             raw = {k: v for k, v in values["measurement"].items() if k in names}
             if not all(s > 0 and math.isfinite(s) for s in raw["step_seconds"]):
                 raise ValueError(f"step_seconds={raw['step_seconds']}: allowed: positive numbers")
-            values["measurement"] = Measurement(**raw)
+            # written before there was a choice, when it was the median
+            values["measurement"] = Measurement(**{"statistic": Statistic.MEDIAN, **raw})
         return cls(**values)
 
 

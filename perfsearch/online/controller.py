@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of
+from perfsearch.core.steps import read_window
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.online.log import FINAL, Entry, Log
 from perfsearch.online.options import PREFIX, AutotuneOptions
@@ -461,12 +462,13 @@ class Sampler:
         window = StepWindow(self._rule(warmup), warmup_s)
         if window.state is State.STOPPED:
             return arm, (yield from self._roll_back(arm, purpose, window))
-        window.score((yield from self.score(window.count)))
-        steps = window.step_seconds
-        arm.costs.append(statistics.median(steps))
+        while window.state is State.SCORED:
+            window.score((yield from self.score(window.count)))
+        steps = window.scored_s
+        arm.costs.append(read_window(steps).step_s)
         if purpose is Purpose.BASELINE:
             self._today_s = arm.cost
-        arm.errors.append(_error(steps) or 0.0)
+        arm.errors.append(read_window(steps).log_error or 0.0)
         self._arms[key_of(configuration)] = arm
         return arm, self._record(arm, purpose, Status.OK, steps)
 
@@ -511,7 +513,7 @@ class Sampler:
         return trial
 
     def _rule(self, warmup: int) -> WindowRule:
-        """A sample: of the training loop, which goes on, so many steps and no more."""
+        """A sample: of the training loop, which goes on."""
         count = self._steps_of_a_sample()
         return WindowRule(
             scored_steps=(count, count),
@@ -539,9 +541,10 @@ class Sampler:
         reason: str = "",
     ) -> Trial:
         steps = steps or []
-        cost = statistics.median(steps) if steps else None
+        found = read_window(steps) if steps else None
+        cost = None if found is None else found.step_s
         trial = Trial(arm.trial, dict(arm.configuration), purpose, status, cost=cost, reason=reason)
-        trial.cost_error = _error(steps)
+        trial.cost_error = None if found is None else found.log_error
         self._recorder.write(
             Entry(
                 arm.trial, purpose, status, self.train_iter, arm.configuration, steps, cost, reason
@@ -556,11 +559,3 @@ def _status_of(failure: str) -> Status:
     if "out of memory" in failure:
         return Status.OOM
     return Status.TIMEOUT if failure.startswith(NOT_IN_TIME) else Status.INVALID
-
-
-def _error(steps: list[float]) -> float | None:
-    """Standard error of the logarithm of the median, 1.25 times that of a mean."""
-    if len(steps) < 2:
-        return None
-    logs = [math.log(max(s, 1e-9)) for s in steps]
-    return 1.25 * statistics.stdev(logs) / math.sqrt(len(steps))

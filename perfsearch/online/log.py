@@ -38,7 +38,8 @@ class Entry:
         train_iter: optimizer steps when the row was written.
         configuration: every knob's value.
         step_s: seconds of each scored step on the slowest rank.
-        cost_s: their median, or for ``final`` the mean over all samples of the configuration.
+        cost_s: seconds of a step as they have it, or for ``final`` the mean over all samples of the
+            configuration.
         reason: why it failed or why tuning ended.
 
     """

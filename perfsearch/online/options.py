@@ -28,7 +28,8 @@ class AutotuneOptions:
         level: 1 tunes; 0 leaves the wrapper as it is.
         warmup_samples: samples at the start of training that are thrown away.
         warmup_time: seconds of training before the first sample.
-        steps_per_sample: steps that one score is the median of.
+        steps_per_sample: steps that one score is of; slow ones among them, which may come again,
+            make them more.
         sampling_confidence_time: seconds that a sample covers at least; more steps are taken
             until it does.
         discard_steps: steps thrown away after each change; buckets are laid out anew in the second.

@@ -10,7 +10,8 @@ import numpy as np
 from perfsearch.core.knob import Value
 from perfsearch.core.objective import decided, interim_analyses, leader, paired_interval
 from perfsearch.core.space import key_of
-from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.core.steps import ALIKE, TIMES_SEEN, Statistic, step_time_s
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.pipeline.session import BASELINE, Session, Verdict
 
 
@@ -217,12 +218,52 @@ def _decide(session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]
         return
     first = leader(verdict.intervals)
     interval = verdict.intervals[first]
-    if interval.is_gain:
+    disputed = _disputed(session, verdict, first) if interval.is_gain else ""
+    if disputed:
+        verdict.reason = f"no gain is claimed: trial {first} is {interval} as fast, {disputed}"
+    elif interval.is_gain:
         verdict.winner = first
         verdict.reason = f"trial {first} is {interval} as fast as the baseline"
     else:
         said = "no gain beyond the noise" if interval.is_told else "no gain is claimed"
         verdict.reason = f"{said}: the best finalist is {interval}{_cut_short(session, verdict)}"
+
+
+def _disputed(session: Session, verdict: Verdict, finalist: int) -> str:
+    """Why a gain is none: the other statistic says that steps became longer; empty where not.
+
+    Where slow steps recurred in every window of both, they are a part of the job that the median
+    does not see, and nothing is disputed.
+    """
+    scored = session.objective.statistic
+    other = Statistic.RATE if scored is Statistic.MEDIAN else Statistic.MEDIAN
+    windows = {
+        arm: [
+            t.measurement
+            for t in verdict.trials
+            if t.measurement is not None and key_of(t.configuration) == key_of(configuration)
+        ]
+        for arm, configuration in (
+            (BASELINE, session.runner.baseline),
+            (finalist, session.numbered(finalist).configuration),
+        )
+    }
+    if scored is Statistic.RATE and all(_recurs(m) for found in windows.values() for m in found):
+        return ""
+    before_s, after_s = (
+        statistics.median(
+            step_time_s(m.step_seconds, other) / m.samples_per_step for m in windows[arm]
+        )
+        for arm in (BASELINE, finalist)
+    )
+    if after_s <= before_s * (1 + ALIKE):
+        return ""
+    return f"but by the {other} of its steps {after_s / before_s:.3g} times as slow"
+
+
+def _recurs(measurement: Measurement) -> bool:
+    """Whether a window has no slow steps but those that it has whole periods of."""
+    return all(kind.times >= TIMES_SEEN for kind in measurement.reading.slow)
 
 
 def _cut_short(session: Session, verdict: Verdict) -> str:

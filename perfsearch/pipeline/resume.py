@@ -23,6 +23,7 @@ from perfsearch.core.narrow import is_auto
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.explore import screened_trial
+from perfsearch.pipeline.session import score_trial
 from perfsearch.runners.base import Runner
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ def search_definition(
         "pinned": dict(runner.pinned),
         "baseline": dict(runner.baseline),
         "objective": str(settings.objective.metric),
+        "statistic": str(settings.objective.statistic),
     }
 
 
@@ -313,6 +315,8 @@ def _restore_fitting(session: Session, events: Sequence[Event], opened: Sequence
         if trial.purpose is Purpose.BASELINE and key_of(fitted) != key_of(runner.baseline):
             continue
         trial.configuration = fitted
+        if trial.status in (Status.OK, Status.PRUNED):
+            score_trial(trial, session.objective)  # what is scored may have changed
         session.add(trial)
         session.strategy.tell(trial)
         kept += trial.purpose is Purpose.SEARCH

@@ -22,6 +22,7 @@ from perfsearch.metrics.diagnosis import Thresholds, diagnose
 from perfsearch.pipeline.transfer import Transfer
 from perfsearch.runners.base import Plan, Runner
 from perfsearch.strategies.base import Strategy
+from perfsearch.training.clock import WARMUP_STEPS
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import MetricsSettings, Settings
@@ -33,6 +34,15 @@ CUT_OFF = "the time for it was over"
 
 BASELINE = -1
 """The baseline's place among the arms of a block of the confirmation."""
+
+_LOOK_STEPS = 400
+"""Steps of the baseline in which it is looked for slow ones that recur seldom."""
+
+_LOOK_SECONDS = 4
+"""How many times as long as a window usually takes that may take."""
+
+CONFIRMED_STEPS = 20
+"""Steps of a confirmation, at least."""
 
 MAX_RETRIES = 2
 """How often a trial is started again after a failure that is not the configuration's."""
@@ -171,6 +181,7 @@ class Session:
                 if seconds_left is not None:
                     left = max(0.0, seconds_left - (time.monotonic() - begin))
                 plan = self._plan(number, purpose, attempt, fresh or self.recycle or attempt > 0)
+                plan = with_look(plan, self.baseline)
                 plan = self._bounded(with_profile(plan, self.settings.metrics, profiled), left)
                 outcome = measure_guarded(self.runner, configuration, plan)
                 if outcome.status is Status.TIMEOUT and plan.time_limit_s < self._trial_limit_s:
@@ -262,12 +273,7 @@ class Session:
             if reason:
                 trial.status, trial.reason = Status.DIVERGED, reason
                 return trial
-        try:
-            trial.cost = self.objective.cost(measurement)
-            trial.objective = self.objective.value(measurement)
-            trial.cost_error = log_cost_error(measurement)
-        except ValueError as error:
-            trial.status, trial.reason = Status.CRASH, str(error)
+        score_trial(trial, self.objective)
         return trial
 
     def _loss_check(self, measurement: Measurement) -> str:
@@ -416,17 +422,50 @@ class View(Protocol):
 # A trial: its profile, and its runner, of which nothing that it raises ends a search.
 
 
+def with_look(plan: Plan, baseline: Trial | None) -> Plan:
+    """The plan with as many steps as it takes to meet what recurs.
+
+    The baseline looks for it. What it has found is met twice by each later window.
+    """
+    if plan.purpose is Purpose.BASELINE:
+        longest_s = _LOOK_SECONDS * plan.scored_seconds
+        return replace(plan, look_steps=_LOOK_STEPS, look_seconds=longest_s)
+    known = None if baseline is None else baseline.measurement
+    kinds = () if known is None or not known.step_seconds else known.reading.slow
+    periods = [kind.period_steps for kind in kinds if kind.period_steps is not None]
+    least = CONFIRMED_STEPS if plan.purpose is Purpose.CONFIRM else 0
+    return replace(plan, look_steps=max([least, *(math.ceil(2 * p) + 1 for p in periods)]))
+
+
 def with_profile(plan: Plan, metrics: MetricsSettings, profiled: bool) -> Plan:
     """The plan with a profile, where one is due or asked for on every trial."""
     if not profiled and metrics.detail == "light":
         return plan
+    look_steps = plan.look_steps
+    if metrics.begin_step is not None:  # the profile comes after what is scored
+        look_steps = min(look_steps, max(0, metrics.begin_step - 1 - WARMUP_STEPS[1]))
     return replace(
         plan,
+        look_steps=look_steps,
         detail="full",
         begin_step=metrics.begin_step,
         end_step=metrics.end_step,
         trace=metrics.trace and profiled,
     )
+
+
+def score_trial(trial: Trial, objective: Objective) -> None:
+    """Give a measured trial its cost; one that lacks what the objective needs has crashed."""
+    measurement = trial.measurement
+    if measurement is None:
+        return
+    measurement.statistic = objective.statistic
+    try:
+        trial.cost = objective.cost(measurement)
+        trial.objective = objective.value(measurement)
+        trial.cost_error = log_cost_error(measurement)
+    except ValueError as error:
+        trial.status, trial.reason = Status.CRASH, str(error)
 
 
 def was_profiled(outcome: Outcome) -> bool:

@@ -72,6 +72,8 @@ def measure_in_group(
         request,
         scored_steps=plan.scored_steps,
         scored_seconds=plan.scored_seconds,
+        look_steps=plan.look_steps,
+        look_seconds=plan.look_seconds,
         stop_above_s=plan.stop_above_cost_s,
         timeout_s=plan.time_limit_s,
         log_directory=str(plan.log_directory),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,9 @@ class Plan:
         time_limit_s: seconds after which it is ended, start-up apart.
         scored_steps: smallest and largest number of scored steps.
         scored_seconds: wall time that the scored steps should cover.
+        look_steps: as many steps are made at least where the job has them, in search of slow ones
+            that recur seldom.
+        look_seconds: unless they take longer than this.
         log_directory: where each rank's log goes.
         detail: ``light`` timings, or ``full``: a profile of further steps after the scored ones.
         begin_step: first step that the profile covers, counted from 1 at the trial's start;
@@ -51,6 +55,8 @@ class Plan:
     time_limit_s: float = 300.0
     scored_steps: tuple[int, int] = (8, 60)
     scored_seconds: float = 1.0
+    look_steps: int = 0
+    look_seconds: float = math.inf
     log_directory: Path = Path("logs")
     detail: str = "light"
     begin_step: int | None = None

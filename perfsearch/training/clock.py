@@ -11,11 +11,13 @@ import math
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from perfsearch.core.steps import TIMES_SEEN, are_even, read_window
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,13 @@ PROFILED_STEPS = 3
 
 _DETAILED_EACH_S = 0.1
 """Timing the phases of a step takes up to a quarter of a millisecond: of so long, little."""
+
+USABLE = 0.7
+"""Part of a trial's time that its steps may take; the rest is for what was not foreseen."""
+
+_ONCE_GROWTH, _AGAIN_GROWTH = 3, 10
+"""To so many times its first stretch a window grows at most where slow steps were met once, and
+where they were met again."""
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -213,6 +222,11 @@ class WindowRule:
         stop_above_s: a step that takes longer than this ends the measurement before it is scored.
         uneven: whether the training loop is the user's, so that a step may hold other work, such as
             a round of validation, and the last one tells little of those to come.
+        look_steps: as many steps are made at least where the job has them, in search of what recurs
+            seldom.
+        look_seconds: unless they take longer than this.
+        limit_s: seconds that all its steps may take, those of the warm-up included.
+        grows: whether slow steps may make the window longer.
 
     """
 
@@ -221,6 +235,10 @@ class WindowRule:
     warmup_steps: tuple[int, int] = WARMUP_STEPS
     stop_above_s: float | None = None
     uneven: bool = False
+    look_steps: int = 0
+    look_seconds: float = math.inf
+    limit_s: float = math.inf
+    grows: bool = True
 
 
 class State(StrEnum):
@@ -237,8 +255,9 @@ class StepWindow:
 
     It is told seconds, those of the slowest rank, and makes no step itself. After the warm-up it is
     in ``SCORED``, or in ``STOPPED`` where steps take longer than is worth scoring. Whoever drives
-    it has one step at a time made in the warm-up, and then ``count`` in a row, with the device
-    waited for before the first and after the last only.
+    it has one step at a time made in the warm-up, and then, for as long as it is ``SCORED``,
+    ``count`` in a row, with the device waited for before the first and after the last only. After
+    the first such stretch it asks for more where slow steps were met that may recur.
 
     Args:
         rule: how it is measured.
@@ -248,8 +267,7 @@ class StepWindow:
     Attributes:
         state: where the measurement stands.
         warmup_s: seconds of each step of the warm-up.
-        scored_s: seconds of each step of the window, once it is over.
-        aside: places in it of the steps that are not scored.
+        scored_s: seconds of each step of the window so far.
 
     """
 
@@ -257,7 +275,7 @@ class StepWindow:
         self.rule = rule
         self.warmup_s = list(warmup_s)
         self.scored_s: list[float] = []
-        self.aside: list[int] = []
+        self._first_steps, self._first_s = 0, 0.0
         self.state = self._after_warmup()
 
     def warm(self, seconds: float) -> None:
@@ -307,7 +325,9 @@ class StepWindow:
 
     @property
     def count(self) -> int:
-        """Steps of the window."""
+        """Steps of the next stretch."""
+        if self.scored_s:
+            return self._more()
         low, high = self.rule.scored_steps
         if low == high:
             return low
@@ -315,41 +335,69 @@ class StepWindow:
 
     @property
     def detailed_each(self) -> int:
-        """Of how many steps of the window one has its phases timed, where that costs time."""
+        """Of how many steps of the stretch one has its phases timed, where that costs time."""
         return detailed_each(self.expected_s, self.count)
 
-    def score(self, seconds: Sequence[float], aside: Collection[int] = ()) -> None:
-        """Note the steps of the window, which is over.
+    def score(self, seconds: Sequence[float]) -> None:
+        """Note the steps of a stretch; the window is over unless it asks for more."""
+        if not self.scored_s:
+            self._first_steps, self._first_s = len(seconds), sum(seconds)
+        self.scored_s += seconds
+        self.state = State.SCORED if self._more() else State.OVER
 
-        Args:
-            seconds: of each.
-            aside: places of those that held other work: they are not scored, unless all did.
-
-        """
-        self.scored_s = list(seconds)
-        places = range(len(seconds))
-        self.aside = [] if set(places) <= set(aside) else sorted(set(places) & set(aside))
-        self.state = State.OVER
+    def _more(self) -> int:
+        """Steps that are missing: no more at a time than there are, as the job may soon end."""
+        step_s = self.spent_s / self.made
+        room = (self.rule.limit_s - sum(self.warmup_s) - self.spent_s) / step_s
+        wanted = max(self._to_look(step_s), self._to_recur(step_s))
+        return int(max(0.0, min(wanted, self.made, room)))
 
     @property
-    def step_seconds(self) -> list[float]:
-        """Seconds of each scored step."""
-        return [s for place, s in enumerate(self.scored_s) if place not in self.aside]
+    def made(self) -> int:
+        """Steps of the window so far."""
+        return len(self.scored_s)
+
+    @property
+    def spent_s(self) -> float:
+        """Their seconds."""
+        return sum(self.scored_s)
+
+    def _to_look(self, step_s: float) -> float:
+        """Steps still to be made whatever was met."""
+        missing = self.rule.look_steps - self.made
+        return min(missing, (self.rule.look_seconds - self.spent_s) / step_s)
+
+    def _to_recur(self, step_s: float) -> float:
+        """Steps after which slow ones should have been met often enough."""
+        if not self.rule.grows or are_even(self.scored_s):
+            return 0.0
+        wanted = 0.0
+        for kind in read_window(self.scored_s).slow:
+            if kind.times >= TIMES_SEEN:
+                break
+            growth, missing = _ONCE_GROWTH, float(self._first_steps)
+            if kind.period_steps is not None:
+                next_place = kind.places[-1] + kind.period_steps + 1
+                growth, missing = _AGAIN_GROWTH, max(1.0, math.ceil(next_place) + 1 - self.made)
+            longest_s = growth * max(self._first_s, self.rule.scored_seconds)
+            room = (longest_s - self.spent_s) / step_s
+            wanted = max(wanted, min(missing, growth * self._first_steps - self.made, room))
+        return wanted
 
     @property
     def discarded_steps(self) -> int:
-        """Steps that are not scored."""
-        return len(self.warmup_s) + len(self.aside)
+        """Steps before the window."""
+        return len(self.warmup_s)
 
     @property
     def discarded_seconds(self) -> float:
         """What they took."""
-        return sum(self.warmup_s) + sum(self.scored_s[place] for place in self.aside)
+        return sum(self.warmup_s)
 
     def result(self) -> dict[str, Any]:
         """What a measurement holds of it, by the measurement's fields."""
         return {
-            "step_seconds": self.step_seconds,
+            "step_seconds": list(self.scored_s),
             "discarded_steps": self.discarded_steps,
             "discarded_seconds": self.discarded_seconds,
         }
@@ -421,8 +469,9 @@ class StepTimer:
 class RankWindow(StepWindow):
     """A window that each rank of a group drives by itself, all of them alike.
 
-    They agree on what the slowest took after each step of the warm-up; between the first and the
-    last step of the scored window there is no collective and nothing waits.
+    They agree on what the slowest took after each step of the warm-up and after each stretch of
+    the window, and so on whether it goes on; between the first and the last step of a stretch there
+    is no collective and nothing waits.
 
     Args:
         rule: how it is measured.
@@ -436,6 +485,8 @@ class RankWindow(StepWindow):
     def __init__(self, rule: WindowRule, device: torch.device) -> None:
         super().__init__(rule)
         self.timer = StepTimer(device)
+        self._own_s: list[float] = []
+        self._by_step: list[dict[str, float]] = []
 
     @property
     def clock(self) -> Clock:
@@ -444,11 +495,11 @@ class RankWindow(StepWindow):
 
     @property
     def is_open(self) -> bool:
-        """Whether steps of the scored window are still to be made."""
+        """Whether steps of the present stretch are still to be made."""
         return self.timer.left > 0
 
     def open(self) -> None:
-        """Begin the scored window on all ranks together."""
+        """Begin a stretch of the scored window on all ranks together."""
         slowest([0.0], self.timer.device)
         synchronize(self.timer.device)
         self.timer.open(self.count)
@@ -461,17 +512,18 @@ class RankWindow(StepWindow):
             self.timer.begin()
         elif self.timer.step():
             synchronize(device)
+            seconds, by_step = self.clock.read_steps()
+            self._own_s += seconds
+            self._by_step += by_step
+            self.score(slowest(seconds, device))
 
     def read(self) -> tuple[dict[str, float], dict[str, float]]:
-        """End the window, and tell this rank's phases: see ``phases_of``.
+        """Phases of this rank: see ``phases_of``.
 
         Every rank must call it.
         """
-        device = self.timer.device
-        seconds, by_step = self.clock.read_steps()
-        phases_ms, evidence = phases_of(seconds, by_step)
-        evidence.update(least_wait(by_step, device))
-        self.score(slowest(seconds, device))
+        phases_ms, evidence = phases_of(self._own_s, self._by_step)
+        evidence.update(least_wait(self._by_step, self.timer.device))
         return phases_ms, evidence
 
 

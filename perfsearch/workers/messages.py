@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import selectors
 import socket
 import tempfile
@@ -79,6 +80,9 @@ class TrialRequest:
         group_env: environment that communicators of that process group are created under.
         scored_steps: smallest and largest number of scored steps.
         scored_seconds: wall time that the scored steps should cover.
+        look_steps: as many steps are made at least where the job has them, in search of slow ones
+            that recur seldom.
+        look_seconds: unless they take longer than this.
         stop_above_s: a step that is surely slower than this ends the trial early.
         samples_per_step: the global batch.
         timeout_s: how long a collective may take.
@@ -99,6 +103,8 @@ class TrialRequest:
     group_env: dict[str, str] = field(default_factory=dict)
     scored_steps: tuple[int, int] = (8, 60)
     scored_seconds: float = 1.0
+    look_steps: int = 0
+    look_seconds: float = math.inf
     stop_above_s: float | None = None
     samples_per_step: int = 1
     timeout_s: float = 300.0

@@ -18,6 +18,7 @@ from perfsearch.knobs.loader import values_of
 from perfsearch.training import clock
 from perfsearch.training.base import BuildContext, TrainStep, load
 from perfsearch.training.clock import (
+    USABLE,
     Clock,
     FirstLosses,
     RankWindow,
@@ -40,8 +41,6 @@ from perfsearch.workloads.base import Job, copy_job, empty_on
 from perfsearch.workloads.spec import WorkloadSpec
 
 _COMPILING = 3.0  # a discarded step that takes so many times the usual was compiling
-
-_USABLE = 0.7  # of a trial's time limit; the rest is for what was not foreseen
 
 _EXAMINING = 10  # usual steps that an examination may take the time of
 
@@ -140,7 +139,12 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     device = feed.device
     losses = FirstLosses()
     rule = WindowRule(
-        request.scored_steps, request.scored_seconds, stop_above_s=request.stop_above_s
+        request.scored_steps,
+        request.scored_seconds,
+        stop_above_s=request.stop_above_s,
+        look_steps=request.look_steps,
+        look_seconds=request.look_seconds,
+        limit_s=USABLE * request.timeout_s - rewrap_s,
     )
     window = RankWindow(rule, device)
 
@@ -161,11 +165,12 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     if window.state is State.STOPPED:
         agreed.update(window.result(), step_seconds=window.warmup_s[2:])
         return RankResult("pruned", window.why_stopped, agreed, peaks=clock.read_peaks(device))
-    window.open()
-    while window.is_open:
-        loss = make_step()
+    while window.state is State.SCORED:
+        window.open()
+        while window.is_open:
+            loss = make_step()
     peaks = clock.read_peaks(device)
-    log.note(f"{window.count} steps are scored")
+    log.note(f"{window.made} steps are scored")
     phases_ms, evidence = window.read()
     if device.type != "cpu":
         evidence["host_ms"] = window.timer.host_s * 1e3
@@ -224,7 +229,7 @@ def _has_time(result: RankResult, request: TrialRequest, what: str, steps: int) 
     parts = ("rewrap_seconds", "discarded_seconds", "detail_seconds")
     spent = sum(agreed["step_seconds"]) + sum(agreed.get(part, 0.0) for part in parts)
     needed = statistics.median(agreed["step_seconds"]) * steps
-    if spent + needed <= _USABLE * request.timeout_s:
+    if spent + needed <= USABLE * request.timeout_s:
         return True
     why = f"it takes about {needed:.0f} s, and little of limits.trial_s is left"
     result.environment.setdefault("unsupported", {})[what] = why

@@ -21,11 +21,22 @@ def test_unknown_fields_of_newer_versions_are_left_out() -> None:
     assert Trial.from_json({**record, "later": 1}).status is Status.OOM
 
 
-def test_throughput_is_the_global_batch_over_the_median_step() -> None:
+def test_throughput_is_the_global_batch_over_the_step_time() -> None:
     """ludwig-ai/ludwig#2843: samples/s = global batch x steps / seconds."""
     assert Measurement([30.0] * 30, samples_per_step=30).samples_per_s == pytest.approx(1.0)
-    assert measured().samples_per_s == pytest.approx(200)
-    assert measured().tokens_per_s == pytest.approx(2000)
+    median = measured(statistic="median")
+    assert median.samples_per_s == pytest.approx(200)
+    assert median.tokens_per_s == pytest.approx(2000)
+    uneven = [0.01, 0.01, 0.07] * 8
+    assert Measurement(uneven, samples_per_step=3).samples_per_s == pytest.approx(100)
+    assert Measurement(uneven, samples_per_step=3, statistic="median").samples_per_s == 300
+
+
+def test_what_was_measured_before_there_was_a_statistic_was_the_median() -> None:
+    record = Trial(3, {}, Purpose.SEARCH, Status.OK, measured()).to_json()
+    assert Trial.from_json(record).measurement.statistic == "rate"
+    del record["measurement"]["statistic"]
+    assert Trial.from_json(record).measurement.statistic == "median"
 
 
 def test_units_agree_with_a_known_step_time() -> None:

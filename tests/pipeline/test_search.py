@@ -311,7 +311,7 @@ def test_readings_that_agree_by_chance_are_no_proof(search: Search) -> None:
 
 
 def test_a_gain_that_too_few_pairs_leave_open_says_what_to_raise(search: Search) -> None:
-    found = search(SyntheticRunner(spread=0.3, gain=0.5, seed=3), confirm={"max_repeats": 2})
+    found = search(SyntheticRunner(spread=0.3, gain=0.5, seed=1), confirm={"max_repeats": 2})
     interval = found.verdict.interval
     assert interval is not None
     assert interval.low < 1.0 < interval.ratio

@@ -154,19 +154,59 @@ def test_slow_steps_are_not_scored():
     assert once.state is State.SCORED and not once.why_stopped
 
 
+def stretches(rule, step_of, warm=(1.0, 0.1, 0.1)):
+    """How many steps a window asks for, one stretch after another, of a job of such steps."""
+    window = warmed(rule, warm)
+    counts = []
+    while window.state is State.SCORED:
+        counts.append(window.count)
+        begin = window.made
+        window.score([step_of(place) for place in range(begin, begin + window.count)])
+    return counts, window
+
+
+def every(period, long, quick=0.1, begin=0):
+    return lambda place: long if place % period == begin else quick
+
+
 @pytest.mark.parametrize(
-    ("aside", "kept", "apart"),
-    [((), [1, 2, 3], 3), ({1}, [1, 3], 4), ({0, 1, 2}, [1, 2, 3], 3)],
+    ("step_of", "counts"),
+    [
+        (lambda place: 0.1, [10]),
+        (every(4, 0.4), [10]),  # met at 0, 4 and 8
+        (every(8, 2.0), [10, 8]),  # met twice, and once more where it is due
+        (every(25, 2.0, begin=9), [10, 10, 10]),  # met once in three times the first stretch
+        (every(11, 2.0, begin=9), [10, 10, 10, 3]),
+        (lambda place: 0.1 + 0.001 * (place % 2), [10]),
+    ],
 )
-def test_steps_that_held_other_work_are_not_scored_unless_all_did(aside, kept, apart):
-    window = warmed(WindowRule(), [1.0, 0.1, 0.1])
-    window.score([1, 2, 3], aside)
-    assert window.state is State.OVER
-    assert window.result() == {
-        "step_seconds": kept,
-        "discarded_steps": apart,
-        "discarded_seconds": pytest.approx(1.2 + 6 - sum(kept)),
+def test_a_window_grows_until_what_recurs_was_met_three_times(step_of, counts):
+    asked, window = stretches(WindowRule((10, 10)), step_of)
+    assert asked == counts
+    assert window.state is State.OVER and window.result() == {
+        "step_seconds": [step_of(place) for place in range(sum(counts))],
+        "discarded_steps": 3,
+        "discarded_seconds": pytest.approx(1.2),
     }
+
+
+def test_a_window_grows_neither_without_end_nor_beyond_its_time():
+    rare = every(70, 2.0, begin=9)
+    assert sum(stretches(WindowRule((20, 20)), rare)[0]) <= 60
+    assert stretches(WindowRule((10, 10), limit_s=5.0), every(8, 2.0))[0] == [10]
+    assert stretches(WindowRule((10, 10), grows=False), every(8, 2.0))[0] == [10]
+
+
+def test_a_window_looks_on_for_what_recurs_seldom():
+    asked, window = stretches(WindowRule((60, 60), look_steps=400), lambda place: 0.1)
+    assert asked == [60, 60, 120, 160]  # never more at once than there were: a script may end
+    asked, window = stretches(
+        WindowRule((60, 60), look_steps=400, look_seconds=10.0), lambda place: 0.1
+    )
+    assert sum(asked) == 100
+    quick_then_rollout = every(65, 3.0, quick=0.01, begin=64)
+    asked, window = stretches(WindowRule((60, 60), look_steps=400), quick_then_rollout)
+    assert sum(asked) == 400 and len(window.scored_s) == 400
 
 
 def test_a_window_marks_as_many_steps_as_it_was_opened_for():
@@ -183,17 +223,20 @@ def test_a_window_marks_as_many_steps_as_it_was_opened_for():
 
 def test_ranks_that_drive_their_window_themselves_score_it(monkeypatch):
     monkeypatch.setattr(clock, "slowest", lambda values, device: list(values))
-    window = RankWindow(WindowRule((2, 2), warmup_steps=(3, 3)), torch.device("cpu"))
+    window = RankWindow(
+        WindowRule((2, 2), warmup_steps=(3, 3), look_steps=4, grows=False), torch.device("cpu")
+    )
     while window.state is State.WARM_UP:
         window.end_step()
     assert window.state is State.SCORED and not window.is_open
-    window.open()
-    while window.is_open:
-        window.clock.mark("forward")
-        window.end_step()
+    while window.state is State.SCORED:
+        window.open()
+        while window.is_open:
+            window.clock.mark("forward")
+            window.end_step()
     phases_ms, evidence = window.read()
     assert set(phases_ms) == {"forward"} and {"forward_error_ms", "phases_step_ms"} == set(evidence)
-    assert window.state is State.OVER and len(window.step_seconds) == 2
+    assert window.state is State.OVER and len(window.scored_s) == 4
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ _SAME_LOSS = 1e-5
 """Relative difference up to which steps that were trained twice are the same steps, where their
 losses can be told so finely."""
 
+_ENDED_BEFORE_TRACE = f"the script ended before {PROFILED_STEPS} more steps were traced"
+
 _MOST_TO_PLACE = 4
 """Steps within which one is found that takes as many batches as the second one did."""
 
@@ -156,7 +158,7 @@ class Runs:
             self.group is not None
             and start is not None
             and self.sound is not False
-            and not (start.kept or start.why_not_again)
+            and not (start.kept or start.why_not_again or start.over)
             and start.pulls_per_step is not None
         )
 
@@ -254,7 +256,11 @@ class Runs:
             self.group, plan, self.start, deadline, lambda facts: {**asked, **facts.values}
         )
         self.start.seconds = []  # another configuration begins from the point that was kept
-        if plan.trace:
+        if self.start.over:
+            if plan.trace:
+                measurement.environment["unsupported"] = {"close look": _ENDED_BEFORE_TRACE}
+            self.end(kill=self.start.gone)
+        elif plan.trace:
             traced_from = time.monotonic()
             reason = self._trace(self.group, plan, deadline)
             if reason:
@@ -275,7 +281,7 @@ class Runs:
             late = "the time for them was over" if gone.limit_s is not None else "it failed"
             return f"{PROFILED_STEPS} more steps were to be traced, and {late}"
         if any(m["event"] == "ended" for m in messages):
-            return f"the script ended before {PROFILED_STEPS} more steps were traced"
+            return _ENDED_BEFORE_TRACE
         return next((m["reason"] for m in messages if m["reason"]), "")
 
     def end(self, kill: bool = False) -> None:

@@ -7,11 +7,12 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from perfsearch.core.knob import Value
+from perfsearch.core.steps import read_window
 from perfsearch.core.trial import Measurement, Outcome, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.knobs.transport import Mapped
@@ -19,6 +20,7 @@ from perfsearch.runners._script.group import ScriptGroup
 from perfsearch.runners.base import Plan
 from perfsearch.training.clock import (
     FIRST_LOSSES,
+    USABLE,
     WARMUP_STEPS,
     State,
     StepWindow,
@@ -57,6 +59,8 @@ class Start:
         losses: mean over ranks of the losses since the first step; ``None``: none were seen.
         kept: why the point after the first step could not be kept; empty where it was.
         why_not_again: why step-scope knobs cannot be changed in this process.
+        over: whether the script has come to its end, after what was measured.
+        gone: whether it has failed then, so that nobody can be asked to end it.
         seconds: of the slowest rank, a number for each step since the configuration was put into
             force; empty once it has been scored.
 
@@ -68,6 +72,8 @@ class Start:
     losses: list[float] | None = field(default_factory=list)
     kept: str = "it was not asked for"
     why_not_again: str = ""
+    over: bool = False
+    gone: bool = False
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -96,32 +102,101 @@ def score(
 ) -> Measurement:
     """Have the scored window run, and put together what the ranks say of it.
 
+    Once the first stretch is over the script has been measured: however it ends when more steps are
+    asked for, what there is counts.
+
     Raises:
-        EndedError: the script ended inside the window.
-        GroupGone: a rank failed, or the time is over.
+        EndedError: the script ended inside the first stretch.
+        GroupGone: a rank failed in it, or the time is over.
 
     """
-    window = _window(plan, start)
-    count, each = window.count, window.detailed_each
-    group.send({"op": "score", "count": count, "each": each})
-    found = group.receive("window", max(0.0, deadline - time.monotonic()))
+    window = _window(plan, start, deadline)
+    messages: list[Message] = []
+    timed: list[int] = []
+    while window.state is State.SCORED:
+        count, each = window.count, window.detailed_each
+        try:
+            group.send({"op": "score", "count": count, "each": each})
+            found = group.receive("window", max(0.0, deadline - time.monotonic()))
+        except GroupGone:
+            if not messages:
+                raise
+            start.over, start.gone = True, True
+            break
+        if messages and any(m["event"] == "ended" for m in found):
+            start.over = True
+            break
+        stretch = _all_the_same(found, _needed(window, plan, count))
+        timed += [window.made + place for place in range(count) if is_detailed(place, each)]
+        window.score(
+            [max(times) for times in zip(*(m["step_seconds"] for m in stretch), strict=True)]
+        )
+        messages = _joined(messages, stretch)
+    return _measurement(window, start, messages, timed, in_force)
+
+
+def _needed(window: StepWindow, plan: Plan, count: int) -> str:
+    """How many steps the first stretch would have needed."""
     settled, step_s = window.discarded_steps, window.expected_s
-    needed = (
+    return (
         f"{settled} steps until step times have settled and {count} of {1e3 * step_s:.3g} ms to "
         f"measure were {settled + count} steps and "
         f"{window.discarded_seconds + count * step_s:.2g} s here; "
         f"{WARMUP_STEPS[1] + plan.scored_steps[1]} steps are always enough"
     )
-    messages = _all_the_same(found, needed)
+
+
+_IN_ORDER = ("step_seconds", "phase_seconds", "waits_ms", "losses")
+"""What a rank says of each step of a stretch."""
+
+
+def _joined(earlier: Sequence[Message], later: Sequence[Message]) -> list[Message]:
+    """What each rank says of two stretches of a window, as of one."""
+    if not earlier:
+        return list(later)
+    joined = []
+    for before, after in zip(earlier, later, strict=True):
+        made, more = len(before["step_seconds"]), len(after["step_seconds"])
+        both = {**after, **{name: before[name] + after[name] for name in _IN_ORDER}}
+        both["aside"] = before["aside"] + [made + place for place in after["aside"]]
+        both["bounds"] = before["bounds"] and after["bounds"]
+        for name in ("samples", "tokens"):
+            both[name] = before[name] + after[name]
+        for name in ("timing", "sync_points"):
+            both[name] = {
+                key: (made * before[name].get(key, 0.0) + more * after[name].get(key, 0.0))
+                / (made + more)
+                for key in before[name].keys() | after[name].keys()
+            }
+        joined.append(both)
+    return joined
+
+
+def _measurement(
+    window: StepWindow,
+    start: Start,
+    messages: Sequence[Message],
+    timed: Sequence[int],
+    in_force: Callable[[Facts], dict[str, Value]],
+) -> Measurement:
+    """What the ranks say of a window, put together.
+
+    Args:
+        window: which is over.
+        start: of the script.
+        messages: of each rank.
+        timed: places of the steps whose phases were timed.
+        in_force: every knob's value, from what a rank has built.
+
+    """
+    count = window.made
     for place in range(count):
         losses = [m["losses"][place] for m in messages]
         add_loss(start, None if any(v is None for v in losses) else statistics.fmean(losses))
     facts = Facts(**messages[0]["facts"])
     start.facts, start.why_not_again = facts, messages[0]["why_not_again"]
-    seconds = [max(times) for times in zip(*(m["step_seconds"] for m in messages), strict=True)]
-    window.score(seconds, aside={place for m in messages for place in m["aside"]})
-    timed = [place for place in range(count) if is_detailed(place, each)]
-    detailed = [place for place in timed if place not in window.aside] or timed
+    aside = {place for m in messages for place in m["aside"]}
+    detailed = [place for place in timed if place not in aside] or timed
     results = [_of_rank(m, detailed, in_force(Facts(**m["facts"]))) for m in messages]
     least = least_wait_ms([[m["waits_ms"][place] for place in detailed] for m in messages])
     for result in results:
@@ -133,7 +208,7 @@ def score(
     )
     for name, value in combine(results)["measurement"].items():
         setattr(measurement, name, value)
-    measurement.environment.update(_of_validation(window, messages))
+    measurement.environment.update(_of_validation(measurement.step_seconds, aside))
     if all(m["bounds"] for m in messages):
         evidence = measurement.bottleneck_evidence
         evidence["with_everything_ms"] = evidence["phases_step_ms"]
@@ -143,9 +218,23 @@ def score(
     return measurement
 
 
-def _window(plan: Plan, start: Start) -> StepWindow:
-    """Where the measurement of what is in force in a start stands."""
-    rule = WindowRule(plan.scored_steps, plan.scored_seconds, uneven=True)
+def _window(plan: Plan, start: Start, deadline: float = math.inf) -> StepWindow:
+    """Where the measurement of what is in force in a start stands.
+
+    Args:
+        plan: how it is measured.
+        start: of the script.
+        deadline: monotonic time at which it is given up.
+
+    """
+    rule = WindowRule(
+        plan.scored_steps,
+        plan.scored_seconds,
+        uneven=True,
+        look_steps=plan.look_steps,
+        look_seconds=plan.look_seconds,
+        limit_s=sum(start.seconds) + USABLE * max(0.0, deadline - time.monotonic()),
+    )
     return StepWindow(rule, start.seconds)
 
 
@@ -230,14 +319,27 @@ def _of_rank(
     }
 
 
-def _of_validation(window: StepWindow, messages: Sequence[Message]) -> dict[str, Any]:
-    """What is kept of the steps that had a round of validation; empty where there were none."""
-    count = len({step for m in messages for step in m["aside"]})
-    if not count:
+def _of_validation(seconds: Sequence[float], aside: Collection[int]) -> dict[str, Any]:
+    """What is kept of the steps that had a round of validation; empty where there were none.
+
+    Args:
+        seconds: of each step of the window.
+        aside: places of those steps.
+
+    """
+    if not aside:
         return {}
-    times_ms = [1e3 * window.scored_s[place] for place in window.aside]
-    mean_ms = statistics.fmean(times_ms) if times_ms else None
-    return {"validation": {"steps": count, "of": len(window.scored_s), "step_ms": mean_ms}}
+    others = [s for place, s in enumerate(seconds) if place not in aside]
+    once = {p for kind in read_window(seconds).slow if not kind.scored for p in kind.places}
+    return {
+        "validation": {
+            "steps": len(aside),
+            "of": len(seconds),
+            "step_ms": 1e3 * statistics.fmean(seconds[place] for place in aside),
+            "usual_ms": 1e3 * statistics.median(others) if others else None,
+            "scored": not once.issuperset(aside),
+        }
+    }
 
 
 def validation_lines(trials: Sequence[Trial]) -> list[str]:
@@ -246,12 +348,13 @@ def validation_lines(trials: Sequence[Trial]) -> list[str]:
     seen = None if measurement is None else measurement.environment.get("validation")
     if measurement is None or seen is None:
         return []
-    if seen["step_ms"] is None:
-        return ["a round of validation ran beside every step of the baseline, and is in its time"]
+    if seen["usual_ms"] is None:
+        return ["a round of validation ran beside every step of the baseline, and is in the score"]
+    often = "as often as it came" if seen["scored"] else "not, as it came too seldom"
     return [
         f"beside {seen['steps']} of {seen['of']} steps of the baseline a round of validation ran: "
-        f"{seen['step_ms']:.3g} ms with it, {1e3 * measurement.step_time_s:.3g} ms without, which "
-        "is what is scored"
+        f"{seen['step_ms']:.3g} ms with it, {seen['usual_ms']:.3g} ms without; "
+        f"in the score it is {often}"
     ]
 
 

@@ -18,7 +18,7 @@ import torch
 
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 from perfsearch.knobs.fsdp import STAGE
-from perfsearch.runners.deepspeed.request import Request, result_file, write_whole
+from perfsearch.runners.deepspeed.request import Request, result_file, so_far_file, write_whole
 from perfsearch.training.clock import (
     FirstLosses,
     RankWindow,
@@ -158,7 +158,7 @@ class Hook:
     def _stepped(self) -> None:
         assert self._window is not None
         self._rank.steps += 1
-        if self._window.stepped():
+        if self._window.stepped(self._rank.rank):
             self._window.write(self._rank.rank)
             self._rank.finished = True
             self._leave()
@@ -271,16 +271,21 @@ class Window:
             self._loss_dtype = str(loss.dtype).removeprefix("torch.")
             self._divided = divided
 
-    def stepped(self) -> bool:
-        """Note that a global step ended; return whether the trial is over."""
+    def stepped(self, rank: int) -> bool:
+        """Note that a global step ended; return whether the trial is over.
+
+        What was measured so far is left in case that the script ends before there is more.
+        """
         self._take_losses()
         window = self._window
         self.mark("optimizer")
-        warmed_up = window.state is State.WARM_UP
         window.end_step()
-        if warmed_up and window.state is State.SCORED:
+        if window.state is State.SCORED and not window.is_open:
+            if window.made:
+                so_far = so_far_file(self._request.log_directory, rank)
+                write_whole(so_far, asdict(self._scored_result()))
             window.open()
-        return window.state is not State.WARM_UP and not window.is_open
+        return window.state in (State.STOPPED, State.OVER)
 
     def _take_losses(self) -> None:
         if self._now:
@@ -371,10 +376,21 @@ class Window:
 def _rule(request: Request) -> WindowRule:
     """How the trial is measured: DeepSpeed's own steps to profile, where the user has set them."""
     rule = WindowRule(
-        request.scored_steps, request.scored_seconds, stop_above_s=request.stop_above_s
+        request.scored_steps,
+        request.scored_seconds,
+        stop_above_s=request.stop_above_s,
+        look_steps=request.look_steps,
+        look_seconds=request.look_seconds,
+        limit_s=request.limit_s,
     )
     if request.profile_steps is None:
         return rule
     first, last = request.profile_steps
     before, count = max(1, first - 1), last - first + 1
-    return replace(rule, warmup_steps=(before, before), scored_steps=(count, count))
+    return replace(
+        rule,
+        warmup_steps=(before, before),
+        scored_steps=(count, count),
+        look_steps=0,
+        grows=False,
+    )

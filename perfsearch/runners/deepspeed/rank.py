@@ -14,7 +14,14 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 from perfsearch.instrument.patching import after_import
-from perfsearch.runners.deepspeed.request import Request, ended_file, torch_logs_file, write_whole
+from perfsearch.runners.deepspeed.request import (
+    Request,
+    ended_file,
+    result_file,
+    so_far_file,
+    torch_logs_file,
+    write_whole,
+)
 
 if TYPE_CHECKING:
     from perfsearch.runners.deepspeed.hook import Hook
@@ -57,8 +64,13 @@ class Rank:
         report_error(self.request.log_directory, self.rank, error, self.phase)
 
     def ended(self) -> None:
-        """Say how far a script came that ended before the trial did."""
-        if not self.finished:
+        """Say how far a script came that ended before the trial did; what was measured counts."""
+        so_far = so_far_file(self.request.log_directory, self.rank)
+        if self.finished:
+            return
+        if so_far.exists():
+            so_far.rename(result_file(self.request.log_directory, self.rank))
+        else:
             write_whole(
                 ended_file(self.request.log_directory, self.rank),
                 {"steps": self.steps, "phase": self.phase},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ class Request:
             names itself; empty where the command names it.
         scored_steps: smallest and largest number of scored steps.
         scored_seconds: wall time that they should cover.
+        look_steps: as many steps are made at least where the job has them, in search of slow ones
+            that recur seldom.
+        look_seconds: unless they take longer than this.
+        limit_s: seconds that the trial's steps may take.
         profile_steps: first and last scored step, where the user sets them.
         stop_above_s: end early once a step takes longer.
         survive: whether a checkpoint is saved, too.
@@ -38,6 +43,9 @@ class Request:
     config: str = ""
     scored_steps: tuple[int, int] = (8, 60)
     scored_seconds: float = 1.0
+    look_steps: int = 0
+    look_seconds: float = math.inf
+    limit_s: float = math.inf
     profile_steps: tuple[int, int] | None = None
     stop_above_s: float | None = None
     survive: bool = False
@@ -67,6 +75,11 @@ class Request:
 def result_file(directory: str | Path, rank: int) -> Path:
     """Where a rank leaves what it measured."""
     return Path(directory) / f"rank{rank}.result.json"
+
+
+def so_far_file(directory: str | Path, rank: int) -> Path:
+    """Where a rank keeps what it has measured, while it goes on to measure more."""
+    return Path(directory) / f"rank{rank}.so_far.json"
 
 
 def ended_file(directory: str | Path, rank: int) -> Path:

@@ -38,6 +38,7 @@ from perfsearch.runners.deepspeed.command import Command
 from perfsearch.runners.deepspeed.memory import Memory
 from perfsearch.runners.deepspeed.request import Request
 from perfsearch.runners.zero import export
+from perfsearch.training.clock import USABLE
 from perfsearch.workers import processes
 from perfsearch.workers.pool import not_in_force
 
@@ -210,6 +211,9 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
             config="" if self.command.config_path else str(file),
             scored_steps=plan.scored_steps,
             scored_seconds=plan.scored_seconds,
+            look_steps=plan.look_steps,
+            look_seconds=plan.look_seconds,
+            limit_s=USABLE * plan.time_limit_s,
             profile_steps=self.autotuning.profile_steps(),
             stop_above_s=plan.stop_above_cost_s,
             survive=survive,

@@ -52,8 +52,9 @@ def of_a_window(step_seconds, aside):
     return {
         "event": "window", "step": 9, "step_seconds": step_seconds, "aside": aside,
         "phase_seconds": [{"forward": s / 2, "other": s / 2} for s in step_seconds],
-        "timing": {}, "sync_points": {}, "bounds": False, "waits_ms": [float("nan")] * 4,
-        "losses": [1.0] * 4, "samples": 64, "tokens": 0, "peaks": {}, "why_not_again": "",
+        "timing": {}, "sync_points": {}, "bounds": False,
+        "waits_ms": [float("nan")] * len(step_seconds), "losses": [1.0] * len(step_seconds),
+        "samples": 64, "tokens": 0, "peaks": {}, "why_not_again": "",
         "place": {"host": "a", "device": "cpu"}, "facts": Facts().to_json(),
     }  # fmt: skip
 
@@ -66,32 +67,67 @@ def test_a_script_without_batches_is_known_before_trial_0(first, later, none):
 
 
 @pytest.mark.parametrize(
-    ("aside", "seconds", "discarded"),
-    [(([1], []), [0.1, 0.1, 0.2], (4, 1.3)), (([0, 1], [1, 2, 3]), [0.1, 0.9, 0.1, 0.2], (3, 0.4))],
+    ("aside", "said"),
+    [
+        (([1], []), "beside 1 of 4 steps.*900 ms with it, 100 ms without; in the score it is not"),
+        (([1], [3]), "beside 2 of 4 steps.*550 ms with it, 100 ms without; in the score it is not"),
+        (([0, 1], [1, 2, 3]), "beside every step of the baseline, and is in the score"),
+    ],
 )
-def test_steps_with_a_round_of_validation_on_any_rank_are_not_scored(aside, seconds, discarded):
+def test_a_round_of_validation_on_any_rank_is_told(aside, said):
     ranks = [[0.1, 0.9, 0.1, 0.1], [0.1, 0.1, 0.1, 0.2]]
     group = Group(messages=[of_a_window(*rank) for rank in zip(ranks, aside, strict=True)])
-    start = Start(Facts(), seconds=[0.1, 0.1, 0.2])
+    start = Start(Facts(), seconds=[0.1, 0.1, 0.1])
     plan = Plan(1, scored_seconds=0.8, scored_steps=(4, 4))
     found = score(group, plan, start, time.monotonic() + 1.0, lambda facts: {})
-    assert found.step_seconds == seconds
+    assert found.step_seconds == [0.1, 0.9, 0.1, 0.2]
     assert found.samples_per_step == 32
-    assert (found.discarded_steps, found.discarded_seconds) == (
-        discarded[0],
-        pytest.approx(discarded[1]),
-    )
-    slowest = sum(sum(rank) / 4 for rank in ranks) / 2 if len(seconds) == 4 else (0.1 + 0.4 / 3) / 2
-    assert sum(found.phases_ms.values()) == pytest.approx(1e3 * slowest)
+    assert (found.discarded_steps, found.discarded_seconds) == (3, pytest.approx(0.3))
+    without = [place for place in range(4) if all(place not in of_rank for of_rank in aside)]
+    parts = [[rank[place] for place in without or range(4)] for rank in ranks]
+    mean_s = sum(sum(part) / len(part) for part in parts) / 2
+    assert sum(found.phases_ms.values()) == pytest.approx(1e3 * mean_s)
     trial = Trial(0, {}, Purpose.BASELINE, Status.OK, found)
     (line,) = validation_lines([trial])
-    if len(seconds) == 4:
-        assert line.startswith("a round of validation ran beside every step")
-    else:
-        assert "beside 1 of 4 steps of the baseline" in line
-        assert "900 ms with it, 100 ms without" in line
+    assert re.search(said, line)
     found.environment.pop("validation")
     assert validation_lines([trial]) == validation_lines([]) == []
+
+
+class Stretches(Group):
+    """A start of which each stretch is answered in its turn, as by the next of ``answers``."""
+
+    def __init__(self, answers):
+        super().__init__(messages=[])
+        self.answers, self.asked = iter(answers), []
+
+    def send(self, order):
+        self.asked.append(order["count"])
+
+    def receive(self, event, limit_s):
+        answer = next(self.answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize("end", [[{"event": "ended", "step": 20}], GroupGone(), None])
+def test_a_script_that_ends_while_more_is_asked_for_has_been_measured(end):
+    stall, even = of_a_window([0.1, 0.9, 0.1, 0.1], []), of_a_window([0.1, 0.9, 0.1, 0.1], [1])
+    more = [even] if end is None else end
+    group = Stretches([[stall], more, [of_a_window([0.1, 0.9, 0.1], [])]])
+    start = Start(Facts(), seconds=[0.1, 0.1, 0.1])
+    plan = Plan(1, scored_seconds=0.4, scored_steps=(4, 4))
+    found = score(group, plan, start, time.monotonic() + 100.0, lambda facts: {})
+    if end is None:
+        assert group.asked == [4, 4, 3] and not start.over
+        assert found.step_seconds == [0.1, 0.9, 0.1, 0.1] * 2 + [0.1, 0.9, 0.1]
+        assert found.environment["validation"]["steps"] == 1
+        assert found.samples_per_step == round(3 * 64 / 11)
+    else:
+        assert group.asked == [4, 4] and start.over
+        assert found.step_seconds == [0.1, 0.9, 0.1, 0.1]
+        assert start.gone is isinstance(end, GroupGone)
 
 
 def test_a_round_of_validation_in_the_last_step_does_not_shorten_the_window():
