@@ -27,6 +27,9 @@ _SLOW = 1.5
 _ONE_STALL = 0.2
 """Share of a window up to which slow steps in a row are one stall; longer, steps have changed."""
 
+_FEWEST_CAPPED = 4
+"""Steps of which the largest may count as the second: of fewer that would be too much of them."""
+
 _UNLIKE = 1.5
 """Ratio of the longest to the shortest distance up to which slow steps come at even distances."""
 
@@ -93,7 +96,8 @@ def read_window(seconds: Sequence[float]) -> Reading:
     kinds = _kinds(seconds)
     once = {place for kind in kinds if not kind.scored for place in kind.places}
     kept = [place for place in range(len(seconds)) if place not in once]
-    cap = sorted(seconds[place] for place in kept)[-2:][0]
+    ordered = sorted(seconds[place] for place in kept)
+    cap = ordered[-2 if len(kept) >= _FEWEST_CAPPED else -1]
     recurring = next((kind for kind in kinds if kind.scored), None)
     strata: list[list[int]] = [kept]
     if recurring is not None:
@@ -111,6 +115,18 @@ def read_window(seconds: Sequence[float]) -> Reading:
     step_s = statistics.fmean(scored.values())
     deviations = [seconds - means[place] for place, seconds in scored.items()]
     return Reading(step_s, _log_error(deviations, step_s), tuple(kinds))
+
+
+def whole_periods(seconds: Sequence[float]) -> list[float]:
+    """The steps of whole periods, where slow ones come at even distances; else all.
+
+    They can be gone through again and again without a period that is too short or too long.
+    """
+    recurring = next((kind for kind in _kinds(seconds) if kind.scored), None)
+    runs = [] if recurring is None else _runs(recurring.places)
+    if not _is_periodic(runs, len(seconds)):
+        return list(seconds)
+    return list(seconds[runs[0][-1] + 1 : runs[-1][-1] + 1])
 
 
 def step_time_s(seconds: Sequence[float], statistic: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import json
 import math
 import statistics
@@ -21,6 +22,7 @@ from perfsearch.core.knob import Configuration, Kind, Knob, Value
 from perfsearch.core.objective import Metric
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
+from perfsearch.core.steps import Statistic, read_window, step_time_s, whole_periods
 from perfsearch.core.trial import Measurement, Outcome, Status, Trial
 from perfsearch.knobs import effect_order
 from perfsearch.knobs.base import Use
@@ -33,6 +35,7 @@ from perfsearch.metrics.memory import MemoryFacts
 from perfsearch.runners.base import NoKnobs, Plan, Runner
 from perfsearch.runners.deepspeed import config
 from perfsearch.runners.zero.memory import FACTS_FILE, HEADROOM, Memory
+from perfsearch.training.clock import USABLE, State, StepWindow, WindowRule
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
@@ -46,7 +49,8 @@ class Replay(Runner, NoKnobs):
     attempt and its configuration, and on nothing else.
 
     Step times are drawn with replacement from those recorded for the configuration; where it was
-    visited several times, from those of one visit, drawn for the trial.
+    visited several times, from those of one visit, drawn for the trial. Recorded steps of which
+    some are slow are served in their order, round and round from a place that is drawn.
 
     Where more than half of the table's knobs, and at least two, are those of ``runner=ddp``,
     ``zero`` or ``deepspeed``, a strategy is told of them what that runner would tell, and nothing
@@ -73,7 +77,7 @@ class Replay(Runner, NoKnobs):
             baseline: the configuration to start from, all knobs named; ``None`` takes the row
                 nearest to the libraries' defaults.
             batch: ``free`` serves every row; ``fixed`` those with the baseline's global batch.
-            noise: factor on the spread of the recorded step times; 0 serves medians.
+            noise: factor on the spread of the recorded step times; 0 serves their mean.
             process_noise: relative standard deviation of a factor that all steps of a trial share,
                 as between two starts of the same job.
             model_facts: the ``model_facts.json`` that a search of ``runner=zero`` left, so that
@@ -172,9 +176,9 @@ class Replay(Runner, NoKnobs):
         if entry.status not in (Status.OK, Status.PRUNED):
             reason = entry.reason or f"recorded as {entry.status} in {self.options.table}"
             return Outcome(entry.status, reason=reason, extra=extra)
-        steps, cut = self._draw(entry, plan)
+        window, cut = self._window(entry, plan)
         measurement = Measurement(
-            step_seconds=steps,
+            **window.result(),
             samples_per_step=entry.samples_per_step or 1,
             world_size=entry.world_size,
             rewrap_seconds=entry.rewrap_seconds,
@@ -196,35 +200,68 @@ class Replay(Runner, NoKnobs):
         """Recorded step time without noise, for benchmarks; ``None`` for a failure."""
         return self._entries[key_of(self.space.canonical(configuration))].true_step_seconds
 
-    def _draw(self, entry: Entry, plan: Plan) -> tuple[list[float], bool]:
+    def _window(self, entry: Entry, plan: Plan) -> tuple[StepWindow, bool]:
+        """The window of a trial, and whether it was cut short as steps are too slow."""
+        rule = WindowRule(
+            plan.scored_steps,
+            plan.scored_seconds,
+            warmup_steps=(0, 0),
+            look_steps=plan.look_steps,
+            look_seconds=plan.look_seconds,
+            limit_s=USABLE * plan.time_limit_s,
+        )
+        window = StepWindow(rule)
+        drawn = self._steps(entry, plan)
+        fewest, most = plan.scored_steps
+        steps: list[float] = []
+        cut = False
+        while len(steps) < fewest or (len(steps) < most and sum(steps) < plan.scored_seconds):
+            steps.append(next(drawn))
+            cut = _surely_above(steps, plan.stop_above_cost_s)
+            if cut:
+                break
+        window.score(steps)
+        while window.state is State.SCORED and not cut:
+            window.score([next(drawn) for _ in range(window.count)])
+        return window, cut
+
+    def _steps(self, entry: Entry, plan: Plan) -> Iterator[float]:
+        """Step times of a trial, without end."""
         words = (
             f"{self.environment.seed}|{plan.number}|{plan.attempt}|{key_of(entry.configuration)}"
         )
         digest = hashlib.blake2b(words.encode(), digest_size=16).digest()
         generator = np.random.default_rng(int.from_bytes(digest, "big"))
-        median = entry.true_step_seconds
-        assert median is not None
+        middle = entry.true_step_seconds
+        assert middle is not None
         recorded = entry.visits[0]
         if len(entry.visits) > 1:
             recorded = entry.visits[int(generator.integers(len(entry.visits)))]
         factor = math.exp(self.options.process_noise * float(generator.standard_normal()))
-        fewest, most = plan.scored_steps
-        steps: list[float] = []
-        while len(steps) < fewest or (len(steps) < most and sum(steps) < plan.scored_seconds):
-            drawn = recorded[int(generator.integers(len(recorded)))]
-            spread = median + self.options.noise * (drawn - median)
-            steps.append(factor * max(spread, _LEAST_STEP_SHARE * median))
-            if _surely_above(steps, plan.stop_above_cost_s):
-                return steps, True
-        return steps, False
+        for seconds in _served(recorded, generator):
+            spread = middle + self.options.noise * (seconds - middle)
+            yield factor * max(spread, min(seconds, _LEAST_STEP_SHARE * middle))
+
+
+def _served(recorded: Sequence[float], generator: np.random.Generator) -> Iterator[float]:
+    """Recorded steps without end: any of them where they are alike, else in their order."""
+    if _is_uneven(recorded):
+        begin = int(generator.integers(len(recorded)))
+        yield from itertools.cycle([*recorded[begin:], *recorded[:begin]])
+    while True:
+        yield recorded[int(generator.integers(len(recorded)))]
+
+
+def _is_uneven(recorded: Sequence[float]) -> bool:
+    return bool(read_window(recorded).slow)
 
 
 def _surely_above(steps: Sequence[float], limit_s: float | None) -> bool:
-    """Whether the median step lies above the limit by three standard errors, after four steps."""
+    """Whether a step takes longer than the limit by three standard errors, after four steps."""
     if limit_s is None or len(steps) < 4:
         return False
-    error = 1.2533 * statistics.stdev(steps) / math.sqrt(len(steps))
-    return statistics.median(steps) - 3 * error > limit_s
+    found = read_window(steps)
+    return found.step_s * (1 - 3 * (found.log_error or 0.0)) > limit_s
 
 
 def _of_same_batch(entries: Sequence[Entry], start: Entry) -> list[Entry]:
@@ -401,7 +438,8 @@ class Entry:
     Attributes:
         configuration: the knobs' values.
         status: how most of its visits ended; ``ok`` on a tie.
-        visits: raw step times, a list for each visit that ended like that.
+        visits: raw step times, a list for each visit that ended like that; of uneven steps whole
+            periods.
         samples_per_step: the global batch, ``None`` where the table does not tell.
         world_size: number of ranks.
         peak_allocated_gib: largest over the visits.
@@ -429,9 +467,9 @@ class Entry:
 
     @property
     def true_step_seconds(self) -> float | None:
-        """Median over the visits of their median steps; ``None`` where nothing was timed."""
-        medians = [statistics.median(steps) for steps in self.visits]
-        return statistics.median(medians) if medians else None
+        """Median over the visits of the mean step; ``None`` where nothing was timed."""
+        times = [statistics.fmean(steps) for steps in self.visits]
+        return statistics.median(times) if times else None
 
 
 @dataclass(frozen=True)
@@ -592,7 +630,7 @@ def _pool(point: dict[str, Value], rows: Sequence[Row]) -> Entry:
     if status not in (Status.OK, Status.PRUNED):
         return entry
     times_ms = [row.positive("step_ms") for row in kept]
-    entry.visits = [[ms / 1e3 for ms in times] for times in times_ms if times]
+    entry.visits = [whole_periods([ms / 1e3 for ms in times]) for times in times_ms if times]
     rates = [rate for row in kept for rate in row.positive("samples_per_s")]
     if not entry.visits and not rates:
         raise kept[0].refusal("step_ms", f"A row with status {status} needs it, or samples_per_s.")
@@ -600,7 +638,10 @@ def _pool(point: dict[str, Value], rows: Sequence[Row]) -> Entry:
         entry.visits, entry.samples_per_step = [[1.0 / rate] for rate in rates], 1
     elif rates:
         first_s = [ms / 1e3 for ms in times_ms[0]] or entry.visits[0]
-        entry.samples_per_step = max(1, round(rates[0] * statistics.median(first_s)))
+        # the table tells no batch, nor whether its rate is that of the median step
+        sizes = [rates[0] * step_time_s(first_s, statistic) for statistic in Statistic]
+        size = min(sizes, key=lambda size: abs(size - round(size)))
+        entry.samples_per_step = max(1, round(size))
     return entry
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import fields
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_steps_are_drawn_from_the_row_and_cover_the_plan() -> None:
     assert outcome.measurement.rewrap_seconds == pytest.approx(5.51232)
 
 
-def test_noise_zero_serves_the_median_and_process_noise_moves_whole_trials() -> None:
+def test_noise_zero_serves_the_mean_and_process_noise_moves_whole_trials() -> None:
     runner = replay(TCP, noise=0)
     outcome = runner.measure(runner.baseline, Plan(number=1))
     truth = runner.true_step_seconds(runner.baseline)
@@ -281,3 +282,35 @@ def test_yaml_lists_the_options_with_their_defaults() -> None:
         for f in fields(Replay.Options)
         if f.name != "table"
     }
+
+
+def test_uneven_steps_are_served_in_their_order(tmp_path: Path) -> None:
+    """Seven of 80 ms and one of 420: their mean is 22% above the other's 100, their median below.
+
+    The largest step of a window counts as the second, so that it must come more than once.
+    """
+    rows = ["1,100 101 99 100 100 100 100 100,10", "2,80 80 80 420 80 80 80 80,12.5"]
+    runner = replay(write(tmp_path, "\n".join(["workers,step_ms,samples_per_s", *rows, ""])))
+    assert runner.true_step_seconds({"workers": 2}) == pytest.approx(0.1225)
+    begins = set()
+    for number in range(12):
+        measured = runner.measure({"workers": 2}, Plan(number=number)).measurement
+        assert measured is not None and measured.samples_per_step == 1
+        steps = measured.step_seconds
+        slow = [place for place, s in enumerate(steps) if s > 0.4]
+        assert len(slow) >= 3
+        assert {b - a for a, b in itertools.pairwise(slow)} == {8}
+        assert measured.step_time_s == pytest.approx(0.1225)
+        begins.add(slow[0])
+    assert len(begins) > 3
+
+
+def test_a_period_is_not_torn_where_a_record_begins_again(tmp_path: Path) -> None:
+    recorded = [300 if place % 8 == 3 else 20 for place in range(30)]  # 3, 11, 19, 27
+    rows = ["1,100 100 100,10", f"2,{' '.join(map(str, recorded))},18"]
+    runner = replay(write(tmp_path, "\n".join(["workers,step_ms,samples_per_s", *rows, ""])))
+    assert runner.true_step_seconds({"workers": 2}) == pytest.approx((7 * 0.02 + 0.3) / 8)
+    measured = runner.measure({"workers": 2}, Plan(number=1, look_steps=100)).measurement
+    assert measured is not None
+    slow = [place for place, s in enumerate(measured.step_seconds) if s > 0.2]
+    assert {b - a for a, b in itertools.pairwise(slow)} == {8}
