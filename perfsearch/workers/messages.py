@@ -193,7 +193,7 @@ class ChannelClosed(ConnectionError):
 class Channel:
     """One end of the control connection.
 
-    ``multiprocessing.connection`` was weighed: its ``recv_bytes`` knows no time limit once a message
+    ``multiprocessing.connection`` was weighed: its ``recv_bytes`` has no time limit once a message
     has begun, and its listener's ``accept`` none at all, while nothing here may wait for ever.
     """
 
