@@ -179,7 +179,7 @@ class Bench:
 
 def table(rates: dict[str, list[float]], summary: dict[str, Any]) -> list[str]:
     """Ratios of the arms beside what the search has confirmed."""
-    from perfsearch.core.objective import paired_interval
+    from perfsearch.core.verdict import paired_interval
 
     lines = ["| throughput of | ratio | 95% interval | starts each |", "| --- | --- | --- | --- |"]
     for arm, over in PAIRS:

@@ -1,10 +1,9 @@
-"""What a search optimises, what it may spend, and what repeated measurements say about a gain."""
+"""What a search optimises, and what it may spend."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -151,123 +150,3 @@ class Limits:
     grace_s: float = option(10.0, low=0)
     consecutive_failures: int = option(8, low=1)
     loss_tolerance: float = option(1e-3, above=0)
-
-
-# -----------------------------------------------------------------------------
-# What repeated measurements in fresh processes say about a gain.
-#
-# The unit is a pair of processes, a finalist's and the baseline's, of the same block. The data are
-# analysed at fixed times (a group sequential design), and the error probability is split evenly
-# over these and the finalists (Bonferroni), so that an interval may be read at whichever analysis
-# the confirmation ends, for whichever finalist comes out ahead.
-
-CONFIDENCE = 0.95
-
-_LEAST_SPREAD = 2e-3
-"""Relative standard deviation below which repeated timings are not believed to agree."""
-
-_SAYS_NOTHING = math.log(10.0)
-"""Half-width of an interval that reaches tenfold to both sides: what a few wild pairs give."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A speed-up over the baseline: a ratio of throughputs, 1 being no change.
-
-    Attributes:
-        ratio: geometric mean over pairs of processes.
-        low: lower end of the 95% confidence interval.
-        high: upper end.
-        pairs: number of pairs of processes.
-
-    """
-
-    ratio: float
-    low: float
-    high: float
-    pairs: int
-
-    @property
-    def is_gain(self) -> bool:
-        """Whether the whole interval lies above 1."""
-        return self.low > 1.0
-
-    @property
-    def half_width(self) -> float:
-        """Half the interval's width on a log scale, about its relative error."""
-        return math.log(self.high / self.low) / 2
-
-    @property
-    def is_told(self) -> bool:
-        """Whether the interval is narrow enough to say anything."""
-        return self.half_width <= _SAYS_NOTHING
-
-    @property
-    def short(self) -> str:
-        """The ratio and the interval's ends, for a place that says what they are."""
-        if not self.is_told:
-            return f"{self.ratio:.3f}x ({self.pairs} pairs are too few)"
-        digits = 3  # or more, where an end would read as exactly 1
-        while digits < 6 and 1.0 in (round(self.low, digits), round(self.high, digits)):
-            digits += 1
-        return f"{self.ratio:.3f}x ({self.low:.{digits}f} to {self.high:.{digits}f})"
-
-    def __str__(self) -> str:
-        return self.short.replace("(", "(95% interval ", 1) if self.is_told else self.short
-
-
-def interim_analyses(max_repeats: int) -> tuple[int, ...]:
-    """Numbers of blocks after which the data are analysed: at most three, the last always."""
-    schedule = sorted({min(3, max_repeats), min(5, max_repeats), max_repeats})
-    return tuple(n for n in schedule if n >= 2) or (max_repeats,)
-
-
-def paired_interval(
-    baseline_costs: Sequence[float], finalist_costs: Sequence[float], analyses: int, finalists: int
-) -> Interval:
-    """Student's interval of the mean log ratio of paired costs, corrected for the number of interim
-    analyses and of finalists.
-
-    Args:
-        baseline_costs: one entry a block, seconds (any unit that cancels).
-        finalist_costs: the same blocks of one finalist.
-        analyses: planned number of interim analyses.
-        finalists: number of finalists compared with the baseline.
-
-    Raises:
-        ValueError: fewer than two pairs, or unequal lengths.
-
-    """
-    # What ``scipy.stats.t.ppf`` calls, without the half second that importing all of it takes.
-    from scipy.special import stdtrit
-
-    if len(baseline_costs) != len(finalist_costs) or len(baseline_costs) < 2:
-        raise ValueError("an interval needs at least two pairs")
-    logs = [math.log(b / f) for b, f in zip(baseline_costs, finalist_costs, strict=True)]
-    mean, count = statistics.fmean(logs), len(logs)
-    alpha = (1 - CONFIDENCE) / (analyses * finalists)
-    deviation = max(statistics.stdev(logs), _LEAST_SPREAD)
-    quantile = float(stdtrit(count - 1, 1 - alpha / 2))
-    spread = quantile * deviation / math.sqrt(count)
-    return Interval(math.exp(mean), math.exp(mean - spread), math.exp(mean + spread), count)
-
-
-def leader(intervals: Mapping[int, Interval]) -> int:
-    """The finalist with the largest mean speed-up among those with a gain beyond the noise, and
-    among all where there is none.
-
-    The intervals hold together (see ``paired_interval``), so that one may be chosen by them.
-    """
-    gains = [finalist for finalist, interval in intervals.items() if interval.is_gain]
-    return max(gains or intervals, key=lambda finalist: intervals[finalist].ratio)
-
-
-def decided(intervals: Mapping[int, Interval], precision: float) -> bool:
-    """Whether more repeats would not change what is reported.
-
-    True once the leader's interval is narrower than ``precision`` each side, or no finalist can
-    still be better than the baseline.
-    """
-    return intervals[leader(intervals)].half_width <= precision or all(
-        i.high < 1.0 for i in intervals.values()
-    )

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from perfsearch.core.knob import Value
-from perfsearch.core.objective import decided, interim_analyses, leader, paired_interval
 from perfsearch.core.space import key_of
 from perfsearch.core.steps import ALIKE, TIMES_SEEN, Statistic, step_time_s
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.verdict import decided, interim_analyses, leader, paired_interval
 from perfsearch.pipeline.session import BASELINE, Session, Verdict
 
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from perfsearch.core.journal import Journal, JournalError
 from perfsearch.core.knob import Configuration, Value
-from perfsearch.core.objective import Interval, Objective, leader, log_cost_error
+from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Measurement, Outcome, Purpose, Status, Trial, loss_resolution
+from perfsearch.core.verdict import Interval, leader
 from perfsearch.metrics.diagnosis import Thresholds, diagnose
 from perfsearch.pipeline.transfer import Transfer
 from perfsearch.runners.base import Plan, Runner

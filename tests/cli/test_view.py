@@ -16,8 +16,9 @@ from perfsearch.cli.view import (
     result_cells,
     show_seconds,
 )
-from perfsearch.core.objective import Interval, Metric, Objective
+from perfsearch.core.objective import Metric, Objective
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.verdict import Interval
 
 BASE = {"bucket_cap_mb": 25, "static_graph": False, "nccl_algo": None}
 

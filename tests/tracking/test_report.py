@@ -8,8 +8,9 @@ import pytest
 from support.search_runs import measurement, trial
 
 from perfsearch.core.knob import Kind, Knob
-from perfsearch.core.objective import Interval, Metric, Objective
+from perfsearch.core.objective import Metric, Objective
 from perfsearch.core.trial import Purpose, Status
+from perfsearch.core.verdict import Interval
 from perfsearch.tracking.report import Axis, number, phase_parts, write_report
 
 

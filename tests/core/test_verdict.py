@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from perfsearch.core.objective import (
+from perfsearch.core.verdict import (
     Interval,
     decided,
     interim_analyses,
