@@ -1,10 +1,14 @@
-"""How often the verdict is right: seeded searches on replayed tables whose truth is known.
+"""How often the verdict is right, where the truth is known.
 
-    python benchmarks/verdict.py [--searches 200]
+    python benchmarks/verdict.py [starts] [steps] [searches]
 
-Table A: every configuration is as fast as the baseline. Wanted: "no gain" in at least 95%.
-Table B: one configuration is truly 3% faster. Wanted: its interval covers 1.03 in at least 93%.
-Steps vary by 2%, and each process by a factor of its own with a standard deviation of 1%.
+`starts`: simulated comparisons between starts, by noise and by rule; `steps`: the same of what a
+running job can switch between its steps. `searches`: whole searches on replayed tables. All of them
+where none is named.
+
+Of searches, table A: every configuration is as fast as the baseline. Wanted: "no gain" in at least
+95%. Table B: one configuration is truly 3% faster. Wanted: its interval covers 1.03 in at least
+93%. Steps vary by 2%, and each process by a factor of its own with a standard deviation of 1%.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import _verdict_tables as tables
 import numpy as np
 
 from perfsearch.cli.view import View
@@ -79,12 +85,8 @@ def fast_one(result: Result) -> int | None:
     return None
 
 
-def main() -> int:
+def searches(count: int) -> None:
     """Run both tables and print what came of them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--searches", type=int, default=200)
-    options = parser.parse_args()
-    begin = time.monotonic()
     no_gain = covered = confirmed = gains = 0
     widths: list[float] = []
     with tempfile.TemporaryDirectory() as name:
@@ -92,7 +94,7 @@ def main() -> int:
         same, faster = directory / "same.csv", directory / "faster.csv"
         write_table(same, 1.0)
         write_table(faster, GAIN)
-        for seed in range(options.searches):
+        for seed in range(count):
             no_gain += run_one(same, seed, directory).verdict.winner is None
             result = run_one(faster, seed, directory)
             interval = result.verdict.intervals.get(fast_one(result) or -1)
@@ -101,14 +103,41 @@ def main() -> int:
                 confirmed += 1
                 covered += interval.low <= GAIN <= interval.high
                 widths.append(interval.half_width)
-    share = no_gain / options.searches
-    print(f"identical: 'no gain' in {no_gain} of {options.searches} ({share:.1%})")
+    print(f"identical: 'no gain' in {no_gain} of {count} ({no_gain / count:.1%})")
     print(
         f"3% faster: the interval covers it in {covered} of {confirmed} confirmations of that "
         f"configuration ({covered / confirmed:.1%}); half-width {statistics.median(widths):.3f} "
-        f"(median); a gain was claimed in {gains} of {options.searches} searches"
+        f"(median); a gain was claimed in {gains} of {count} searches"
     )
-    print(f"{time.monotonic() - begin:.0f} s")
+
+
+def show(table: Callable[[int], Iterator[str]], count: int) -> None:
+    """Print a table of ``count`` comparisons under its heading."""
+    print(f"\n### {(table.__doc__ or '').splitlines()[0]}\n\n{count} comparisons each.\n")
+    for line in table(count):
+        print(line, flush=True)
+
+
+def main() -> int:
+    """Print what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="*", metavar="starts|steps|searches")
+    parser.add_argument("--searches", type=int, default=200)
+    parser.add_argument("--comparisons", type=int, default=4000, help="simulated ones of a row")
+    options = parser.parse_args()
+    what = options.what or ["starts", "steps", "searches"]
+    begin = time.monotonic()
+    if "starts" in what:
+        for table in (tables.starts, tables.time_ends, tables.overstated, tables.kinds):
+            show(table, options.comparisons)
+    if "steps" in what:
+        for table in (tables.steps, tables.lengths, tables.comes_and_goes):
+            show(table, max(1, options.comparisons // 4))
+    if "searches" in what:
+        searches(options.searches)
+    print(f"\n{time.monotonic() - begin:.0f} s")
     return 0
 
 

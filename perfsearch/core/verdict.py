@@ -1,10 +1,8 @@
 """What repeated measurements in pairs say about a difference of speed, and when to stop repeating.
 
-Arms are measured in blocks, each arm once a block, in an order drawn anew for each block
-(``block_order``): load that comes and goes with a period then falls on each arm alike, and the
-differences between two arms of a block are independent of those of other blocks even where the load
-is not. The data are such differences: logs of the baseline's cost over the other's, positive where
-the other is faster.
+Arms are measured in blocks, each arm once a block, in orders drawn for each block such that load
+that comes and goes falls on all arms alike (``block_orders``). The data are differences between two
+arms of a block: logs of the baseline's cost over the other's, positive where the other is faster.
 
 The differences are read several times, and the error probability is spent over these looks, most
 of it late. A bound on Student's t belongs to each look. Without a true difference the values of t
@@ -31,6 +29,10 @@ from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 
+_ERROR = 0.045
+"""Error that bounds are found for: a tenth less than is stated, since load that comes and goes adds
+about as much (see ``block_orders``)."""
+
 _LEAST_SPREAD = 2e-3
 """Relative standard deviation below which repeated timings are not believed to agree."""
 
@@ -49,6 +51,20 @@ between starts that vary by 1% after fewest starts at nearly the power of 3."""
 
 _DRAWS = 200_000
 """Sequences of t from which bounds are found: a bound's own error is a few percent of its level."""
+
+_ORDERS = 32
+"""Sequences of orders of which the best is taken: few enough that it is still a draw."""
+
+_CHOSEN_TOGETHER = 8
+"""How many blocks such a sequence has: as many as a comparison of starts may take."""
+
+_PERIODS = np.geomspace(1, 12, 32)
+"""Periods of load against which orders are chosen, in blocks."""
+
+_PHASES = 2 * np.pi * np.arange(16) / 16
+
+_LOADS = (4.0, 12.0)
+"""Sizes of that load, as multiples of a reading's own noise."""
 
 Floats = NDArray[np.float64]
 
@@ -101,15 +117,6 @@ class Interval:
 
 # -----------------------------------------------------------------------------
 # The plan of a comparison, and its bounds.
-
-
-def block_order(seed: int, block: int, arms: int) -> list[int]:
-    """In which order the arms of a block are measured: drawn anew for each block.
-
-    An order that is reversed in every other block would cancel linear drift more exactly, but makes
-    load with a period of two blocks look like a difference.
-    """
-    return [int(i) for i in np.random.default_rng([seed, 7, block]).permutation(arms)]
 
 
 class Unit(StrEnum):
@@ -173,7 +180,7 @@ class Plan:
         shares = tuple((n / self.most) ** _SPENT_LATE for n in (*before, pairs))
         if last:
             shares = (*shares[:-1], 1.0)
-        return _bounds((*before, pairs), shares, (1 - CONFIDENCE) / self.comparisons)[-1]
+        return _bounds((*before, pairs), shares, _ERROR / self.comparisons)[-1]
 
 
 def plan_of_starts(most: int, **more: Any) -> Plan:
@@ -197,6 +204,48 @@ def plan_of_steps(most: int = 100, **more: Any) -> Plan:
         looks.append(round(at))
         at *= math.sqrt(2)
     return Plan((*looks, most), Unit.STEPS, **more)
+
+
+def block_orders(seed: int, blocks: int, arms: int = 2) -> list[list[int]]:
+    """In which order the arms of each block are measured, the baseline being arm 0.
+
+    Drawn, and for every eight blocks, of 32 draws the one that periodic load can least make a
+    difference of. Of orders that are only drawn, one arm may come first just when the load is low,
+    three or four times in a row: load with a period of two blocks then passes for a difference in a
+    seventh of all comparisons. Reversing every other order, against drift, makes such load the
+    worst case.
+    """
+    generator = np.random.default_rng([seed, 7])
+    orders: list[list[int]] = []
+    while len(orders) < blocks:
+        places = np.argsort(generator.random((_ORDERS, _CHOSEN_TOGETHER, arms)), axis=2)
+        best = places[int(np.argmin(_share_of_phases(places)))]
+        orders += [[int(arm) for arm in np.argsort(block)] for block in best]
+    return orders[:blocks]
+
+
+def _share_of_phases(places: NDArray[np.int64]) -> Floats:
+    """Share of the phases, at the worst period, at which load alone would exceed a bound.
+
+    Args:
+        places: of each arm in each block: (draw, block, arm).
+
+    """
+    _, blocks, arms = places.shape
+    plan = plan_of_starts(blocks)
+    places = places + arms * np.arange(blocks)[:, None]
+    load = np.sin(2 * np.pi * places[..., None, None] / (arms * _PERIODS[:, None]) + _PHASES)
+    pairs = load[:, :, :1] - load[:, :, 1:]  # (draw, block, arm, period, phase)
+    worst = np.zeros(len(places))
+    for size in _LOADS:
+        exceeded = np.zeros_like(pairs[:, 0])
+        for look in plan.looks:
+            mean = np.abs(pairs[:, :look].mean(axis=1))
+            error = np.sqrt((pairs[:, :look].var(axis=1, ddof=1) + 2 / size**2) / look)
+            exceeded = np.maximum(exceeded, mean / error / plan.bound(look))
+        share = 1 / (1 + np.exp(6 * (1 - exceeded)))  # readings have noise: a soft threshold
+        worst = np.maximum(worst, share.mean(axis=-1).max(axis=(1, 2)))
+    return worst
 
 
 @functools.lru_cache(maxsize=256)
@@ -348,15 +397,16 @@ def read(logs: Floats | Sequence[float], plan: Plan, last: bool = False) -> Read
 def _inflation(logs: Floats) -> Floats:
     """By how much the variance of the mean is larger than that of independent pairs.
 
-    That of a first-order autoregressive sequence, where neighbours are seen to go together. Orders
-    that are drawn make neighbours independent where the noise is the arms' own; a difference that
-    itself comes and goes is what is left.
+    That of a first-order autoregressive sequence, where neighbours seem to go together. Orders that
+    are drawn make neighbours independent where the noise is the arms' own; what is left is a
+    difference that itself comes and goes.
     """
     pairs = logs.shape[-1]
     off = logs - logs.mean(axis=-1, keepdims=True)
     squares = np.maximum((off**2).sum(axis=-1), 1e-300)
-    together = (off[..., 1:] * off[..., :-1]).sum(axis=-1) / squares
-    together = np.where(together > 1.64 / math.sqrt(pairs), np.minimum(together, 0.9), 0.0)
+    seen = (off[..., 1:] * off[..., :-1]).sum(axis=-1) / squares
+    unbiased = np.clip((seen * pairs + 1) / max(pairs - 4, 1), 0.0, 0.95)
+    together = np.where(seen > 0.5 / math.sqrt(pairs), unbiased, 0.0)
     return np.asarray((1 + together) / (1 - together))
 
 
