@@ -222,7 +222,7 @@ def scores(baseline: Floats, other: Floats) -> Floats:
 
 
 def lengths(count: int) -> Iterator[str]:
-    """A difference of 1% by the length of a block, at the same number of steps and otherwise."""
+    """How often a difference of 1% is shown, by the length of a block and the number of pairs."""
     names = [
         "steps vary by 5%",
         "neighbours go together (0.8, 5%)",
@@ -248,9 +248,9 @@ def _power(noise: StepNoise, steps_in_block: int, pairs: int, count: int) -> str
 
 
 def comes_and_goes(count: int) -> Iterator[str]:
-    """Claims of equal arms between which the difference comes and goes, neighbouring pairs alike."""
+    """Claims of equal arms between which a difference comes and goes."""
     aware = plan_of_steps(100)
-    yield "| neighbouring pairs go together by | pairs taken alone | as perfsearch does |\n|---|---|---|"
+    yield "| neighbouring pairs go together by | pairs taken alone | as they are |\n|---|---|---|"
     for together in (0.0, 0.3, 0.5, 0.8):
         logs = np.random.default_rng(6).standard_normal((count, 100))
         for pair in range(1, 100):

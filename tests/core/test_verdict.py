@@ -1,3 +1,4 @@
+import functools
 import math
 
 import numpy as np
@@ -244,12 +245,16 @@ def test_orders_are_drawn_anew_and_go_on_where_more_blocks_are_wanted() -> None:
     assert len({str(block_orders(seed, 8)) for seed in range(40)}) > 8
 
 
+@functools.cache
+def places_in_blocks() -> np.ndarray:
+    return np.array([np.argsort(block_orders(seed, 8), axis=1) for seed in range(40)])
+
+
 @pytest.mark.parametrize("period", [2.0, 2.5, 3.3, 4.0, 6.0, 10.0])
 def test_load_that_comes_and_goes_passes_for_no_difference(period: float) -> None:
     """Load of 5% with a period of four processes passes for one in 14% of orders drawn freely."""
     generator, plan = np.random.default_rng(24), plan_of_starts(8)
-    places = np.array([np.argsort(block_orders(seed, 8), axis=1) for seed in range(40)])
-    places = places[generator.integers(0, 40, 4000)] + 2 * np.arange(8)[:, None]
+    places = places_in_blocks()[generator.integers(0, 40, 4000)] + 2 * np.arange(8)[:, None]
     phase = 2 * np.pi * generator.random((4000, 1, 1))
     costs = 0.05 * np.sin(2 * np.pi * places / period + phase)
     costs += 0.01 * generator.standard_normal(costs.shape)
