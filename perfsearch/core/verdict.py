@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 
-_ERROR = 0.045
+_ERROR = 0.9 * (1 - CONFIDENCE)
 """Error that bounds are found for: a tenth less than is stated, since load that comes and goes adds
 about as much (see ``block_orders``)."""
 
@@ -174,7 +174,7 @@ class Plan:
                 were read already may be read again so: the one reading is inside the other.
 
         """
-        if not last and pairs not in self.looks:
+        if pairs > self.most or (not last and pairs not in self.looks):
             raise ValueError(f"pairs={pairs} is not one of the planned looks {self.looks}")
         before = tuple(n for n in self.looks if n < pairs)
         shares = tuple((n / self.most) ** _SPENT_LATE for n in (*before, pairs))

@@ -114,6 +114,8 @@ def test_bounds_fall_and_the_last_spends_what_is_left() -> None:
 def test_a_look_that_was_not_planned_is_refused_unless_it_is_the_last() -> None:
     with pytest.raises(ValueError, match=r"pairs=7 is not one of the planned looks \(4, 8\)"):
         Plan((4, 8)).bound(7)
+    with pytest.raises(ValueError, match="pairs=9 is not one"):
+        read(np.linspace(0, 1, 9), Plan((4, 8)))
     assert Plan((4, 8)).bound(7, last=True) > Plan((7,)).bound(7)
 
 
