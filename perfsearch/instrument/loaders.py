@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from perfsearch.core.knob import Value
 from perfsearch.instrument.patching import wrap
@@ -56,11 +57,14 @@ class Loaders:
         self.ignored: dict[str, str] = {}
         self.made = 0
         self._last: dict[str, Value] = {}
+        self._named = NamedSamples()
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._undo = (
             wrap(DataLoader, "__init__", self._construct),
             wrap(DataLoader, "__iter__", self._begin),
             wrap(_BaseDataLoaderIter, "__init__", self._start),
+            wrap(_BaseDataLoaderIter, "_reset", self._begin_again),
+            wrap(_BaseDataLoaderIter, "_next_index", self._name),
             wrap(_BaseDataLoaderIter, "__next__", self._next),
         )
 
@@ -93,6 +97,20 @@ class Loaders:
         self.shared_out |= isinstance(loader.dataset, IterableDataset)
         self._last = values_of(loader, Use.SCRIPT)  # of the loader itself often nothing is left
 
+    def _begin_again(
+        self, original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._named.forget(args[0])  # worker processes are given their first indices in it
+        original(*args, **kwargs)
+
+    def _name(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        named = original(*args, **kwargs)
+        if self.counting:
+            self._named.note(args[0], named)
+        return named
+
     def _next(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -115,10 +133,11 @@ class Loaders:
             raise
         if before is not None:
             self.draws = not RandomState.now().is_same(before)
+        samples = self._named.samples_of(iterator, batch)
         if self.tape is not None:
             batch = self.tape.pass_on(batch, iterator._dataset)
         self.pulls += 1
-        self.accounting.take(iteration, *count_samples(batch))
+        self.accounting.take(iteration, samples, count_tokens(batch))
         if self.mark is not None:
             self.mark("dataloader_next")
         return batch
@@ -177,7 +196,7 @@ class BatchAccounting:
         self._sources: WeakKeyDictionary[Any, _Source] = WeakKeyDictionary()
         self._of: WeakKeyDictionary[Any, Iteration] = WeakKeyDictionary()
         self._last: _Source | None = None
-        self._taken: dict[tuple[int, _Source], list[int]] = {}
+        self._taken: dict[tuple[int, _Source], BatchCounts] = {}
 
     def start(self, iterator: Any, loader: Any) -> None:
         """Note that a loader is iterated over."""
@@ -199,14 +218,12 @@ class BatchAccounting:
                 iteration.source.may_be = True
         return iteration
 
-    def take(self, iteration: Iteration, samples: int, tokens: int) -> None:
-        """Note that a batch was given."""
+    def take(self, iteration: Iteration, samples: int | None, tokens: int) -> None:
+        """Note that a batch was given, of so many samples; ``None``: nobody knows."""
         source = iteration.source
         iteration.given_in = self._step
         self._last = source if torch.is_grad_enabled() else None
-        counts = self._taken.setdefault((self._step, source), [0, 0])
-        counts[0] += samples
-        counts[1] += tokens
+        self._taken.setdefault((self._step, source), BatchCounts()).add(samples, tokens)
 
     def _of_iterator(self, iterator: Any) -> Iteration:
         found = self._of.get(iterator)
@@ -234,10 +251,9 @@ class BatchAccounting:
         trained = {source for source in sources if source.trained}
         trained = trained or {source for source in sources if source.may_be} or sources
         used = BatchCounts()
-        for (step, source), (samples, tokens) in self._taken.items():
+        for (step, source), counts in self._taken.items():
             if source in trained:
-                used.samples += samples
-                used.tokens += tokens
+                used.add(counts.samples, counts.tokens)
             elif step - self._begin not in used.aside:
                 used.aside.append(step - self._begin)
         return used
@@ -248,15 +264,21 @@ class BatchCounts:
     """What was taken in a window.
 
     Attributes:
-        samples: that are trained on.
+        samples: that are trained on; ``None``: what is one in some batch, nobody knows.
         tokens: in them.
         aside: steps in which others were taken as well, the window's first one being 0.
 
     """
 
-    samples: int = 0
+    samples: int | None = 0
     tokens: int = 0
     aside: list[int] = field(default_factory=list)
+
+    def add(self, samples: int | None, tokens: int) -> None:
+        """Count others as well."""
+        known = samples is not None and self.samples is not None
+        self.samples = (self.samples or 0) + (samples or 0) if known else None
+        self.tokens += tokens
 
 
 @dataclass(eq=False)
@@ -282,24 +304,75 @@ class _Source:
 
 
 # -----------------------------------------------------------------------------
+# How many samples a batch is of: as many as the loader was told to fetch for it.
+
+
+class NamedSamples:
+    """Samples of each batch that is on its way, by what the sampler named for it.
+
+    A batch itself does not tell: it may be an object of the script's own, such as a graph, and its
+    first tensor may have anything as its first dimension.
+    """
+
+    def __init__(self) -> None:
+        self._on_the_way: WeakKeyDictionary[Any, deque[int | None]] = WeakKeyDictionary()
+        self._first_is_samples: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+    def forget(self, iterator: Any) -> None:
+        """Expect nothing of what was named so far: the iterator begins anew."""
+        self._on_the_way.pop(iterator, None)
+
+    def note(self, iterator: Any, named: Any) -> None:
+        """Note what a sampler named for one more batch; batches come in this order."""
+        self._on_the_way.setdefault(iterator, deque()).append(_count(iterator, named))
+
+    def samples_of(self, iterator: Any, batch: Any) -> int | None:
+        """How many samples the batch is of that has come; ``None``: nobody knows."""
+        on_the_way = self._on_the_way.get(iterator)
+        named = on_the_way.popleft() if on_the_way else None
+        if not _is_stream(iterator):
+            return named
+        if not iterator._auto_collation:
+            return None  # an item of a stream is whatever the script makes it
+        most = int(iterator._index_sampler.batch_size)  # asked for; a worker's last has fewer
+        size = _first_dimension(batch)
+        known = self._first_is_samples.setdefault(iterator, size == most)
+        return size if known and size is not None and size <= most else most
+
+
+def _is_stream(iterator: Any) -> bool:
+    return bool(iterator._dataset_kind == _DatasetKind.Iterable)
+
+
+def _count(iterator: Any, named: Any) -> int | None:
+    """How many samples a sampler's word names; ``None`` where that is one item of any content."""
+    if iterator._auto_collation:
+        return len(named) if isinstance(named, Sized) else None
+    # without a batch size only a list is one of several: other things may be a single key
+    return len(named) if isinstance(named, list) else None
+
+
+def _first_dimension(batch: Any) -> int | None:
+    first = _first_tensor(batch)
+    return first.shape[0] if first is not None and first.dim() else None
+
+
+# -----------------------------------------------------------------------------
 # What is in a batch.
 
 _LENGTH_MASKS = ("attention_mask", "mask", "padding_mask")
 _TOKENS = ("input_ids", "tokens", "input")
 
 
-def count_samples(batch: Any) -> tuple[int, int]:
-    """Samples and tokens of a batch; 0 tokens where it holds no sequences of whole numbers.
+def count_tokens(batch: Any) -> int:
+    """Tokens of a batch; 0 where it holds no sequences of whole numbers.
 
-    Tokens are those that an attention mask counts, where there is one; else all of them.
+    They are those that an attention mask counts, where there is one; else all of them.
     """
-    first = _first_tensor(batch)
-    if first is None:
-        return 0, 0
-    samples = first.shape[0] if first.dim() else 1
     if not isinstance(batch, torch.Tensor) and isinstance(batch, Mapping):
-        return samples, _tokens(batch)
-    return samples, first.numel() if _is_text(first) else 0
+        return _tokens(batch)
+    first = _first_tensor(batch)
+    return first.numel() if first is not None and _is_text(first) else 0
 
 
 def _tokens(batch: Mapping[Any, Any]) -> int:

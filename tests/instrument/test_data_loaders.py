@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from perfsearch.instrument.loaders import Loaders, count_samples
+from perfsearch.instrument.loaders import Loaders, count_tokens
 from perfsearch.instrument.tape import BatchTape, copy_structure, give_tensor
 from perfsearch.knobs.loader import arguments_given
 
@@ -131,16 +131,96 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 @pytest.mark.parametrize(
     ("batch", "counted"),
     [
-        ({"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": MASK}, (2, 4)),
-        ({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, (2, 6)),
-        ([torch.ones(4, 3), torch.ones(4)], (4, 0)),
-        (torch.ones(2, 5, dtype=torch.int64), (2, 10)),
-        (("text", {"x": torch.ones(3, 2)}), (3, 0)),
-        ({}, (0, 0)),
+        ({"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": MASK}, 4),
+        ({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, 6),
+        ([torch.ones(4, 3), torch.ones(4)], 0),
+        (torch.ones(2, 5, dtype=torch.int64), 10),
+        (("text", {"x": torch.ones(3, 2)}), 0),
+        ({}, 0),
     ],
 )
 def test_padding_is_no_token(batch, counted):
-    assert count_samples(batch) == counted
+    assert count_tokens(batch) == counted
+
+
+class Graphs:
+    """A batch of the script's own class, without a tensor that has a row a sample."""
+
+    def __init__(self, items):
+        self.nodes = torch.cat([item[0].repeat(3, 1) for item in items])
+
+
+def rows_of_three(items):
+    """A batch whose first dimension is another than the samples."""
+    return torch.stack([item[0] for item in items]).reshape(-1, 1).repeat(3, 1)
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        mine = torch.utils.data.get_worker_info()
+        return iter(torch.arange(10.0).reshape(10, 1)[mine.id if mine else 0 :: 2])
+
+
+class Ready(Dataset):
+    """Gives whole batches by a list of places."""
+
+    def __getitem__(self, places):
+        return torch.zeros(7, len(places))
+
+
+def in_uneven_batches():
+    return [[0, 1, 2], [3], [4, 5, 6, 7, 8], [9, 10, 11]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("loader", "samples", "batches"),
+    [
+        ({"dataset": DATA, "batch_size": 5}, 12, 3),
+        ({"dataset": DATA, "batch_size": 5, "collate_fn": Graphs}, 12, 3),
+        ({"dataset": DATA, "batch_size": 5, "collate_fn": rows_of_three}, 12, 3),
+        ({"dataset": DATA, "batch_sampler": in_uneven_batches(), "collate_fn": Graphs}, 12, 4),
+        ({"dataset": DATA, "batch_size": None}, None, 12),
+        ({"dataset": Ready(), "sampler": in_uneven_batches(), "batch_size": None}, 12, 4),
+    ],
+)
+def test_samples_are_counted_by_what_the_sampler_names(make, loader, samples, batches, workers):
+    loaders = make()
+    for epochs in (1, 2):
+        made = DataLoader(**loader, num_workers=workers)
+        loaders.accounting.begin()
+        assert sum(1 for _ in range(epochs) for _ in made) == batches * epochs
+        counted = loaders.accounting.read().samples
+        assert counted == (None if samples is None else samples * epochs)
+
+
+@pytest.mark.parametrize(
+    ("loader", "workers", "samples"),
+    [
+        ({"batch_size": 2}, 0, 5),  # of which the last is alone
+        ({"batch_size": 2}, 2, 10),
+        ({"batch_size": 2, "collate_fn": Graphs}, 0, 6),
+        ({"batch_size": 2, "collate_fn": rows_of_three}, 0, 6),
+        ({"batch_size": None}, 0, None),
+        ({"batch_size": None}, 2, None),
+    ],
+)
+def test_streams_are_counted_in_batches_of_the_size_asked_for(make, loader, workers, samples):
+    loaders = make()
+    for _ in DataLoader(Numbers(), num_workers=workers, **loader):
+        pass
+    assert loaders.accounting.read().samples == samples
+
+
+def test_what_was_on_its_way_at_an_epochs_end_is_no_batch_of_the_next(make):
+    loaders = make()
+    loader = DataLoader(
+        DATA, batch_sampler=in_uneven_batches(), num_workers=1, persistent_workers=True
+    )
+    next(iter(loader))
+    loaders.accounting.begin()
+    assert len(list(loader)) == 4
+    assert loaders.accounting.read().samples == 12
 
 
 def test_a_tape_gives_the_same_batches_again_while_the_loader_goes_on():
