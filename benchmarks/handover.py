@@ -126,16 +126,16 @@ class Bench:
         """Write the knobs of a file as a search writes what it has found."""
         import yaml
 
-        from perfsearch.core.hardware import Environment, detect_hardware
         from perfsearch.runners._script import export
+        from perfsearch.runners._script.ways import Way
 
         best = self.run_dir / "best"
         best.mkdir(parents=True, exist_ok=True)
         knobs = yaml.safe_load(file.read_text())
         (best / "config.yaml").write_text(yaml.safe_dump(knobs))
-        hardware = detect_hardware(self.options.device, Environment(best, nproc=self.options.nproc))
+        way = Way(self.options.nproc, by_torchrun=True)
         command = [*self.script, "--epochs", ENDLESS]
-        export.export_files(knobs, [], hardware, 1, command, False, ["ddp"], best / "apply")
+        export.export_files(knobs, [], way, 1, command, False, ["ddp"], best / "apply")
         return {"verdict": f"as {file} says, unsearched", "knobs": knobs, "speed_up": None}
 
     def _perfsearch_run(self, *words: str) -> list[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.core.hardware import Environment, Hardware
+from perfsearch.core.hardware import Environment
 from perfsearch.runners._script import export
+from perfsearch.runners._script.ways import Way
 from perfsearch.runners.ddp.runner import DDP
 from perfsearch.runners.zero.runner import Zero
 from perfsearch.workloads.spec import WorkloadSpec
@@ -249,7 +250,7 @@ def test_what_a_search_over_a_script_hands_over_is_in_force_without_perfsearch(t
     }  # fmt: skip
     apply = tmp_path / "apply"
     export.export_files(
-        changed, [], Hardware("cpu", 2, 1, (), 2), 1, [str(script)], False, ["ddp"], apply
+        changed, [], Way(2, by_torchrun=True), 1, [str(script)], False, ["ddp"], apply
     )
     (tmp_path / "knobs.yaml").write_text(json.dumps(changed))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

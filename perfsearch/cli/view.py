@@ -147,7 +147,7 @@ class View:
             knobs = "the baseline"
         if trial.status is Status.OK and trial.measurement is not None:
             step_ms = trial.measurement.step_time_s * 1e3
-            value = show_objective(trial.objective, self.objective.unit)
+            value = show_objective(trial.objective, self.objective.unit(trial.measurement))
             outcome = f"{value:>15}  {step_ms:>6.4g} ms/step  {self.against_baseline(trial):>6}"
         else:
             reason = f": {trial.reason}" if trial.reason else ""
@@ -306,10 +306,11 @@ class LiveView(View):
         base, best = self.baseline, self.best
         if base is None or base.status is not Status.OK:
             return text.append("no baseline yet")
-        shown = show_objective(base.objective, self.objective.unit)
+        unit = self.objective.unit(base.measurement)
+        shown = show_objective(base.objective, unit)
         if best is None or not self.beats_baseline(best):
             return text.append(f"the baseline, {shown}")
-        value = show_objective(best.objective, self.objective.unit)
+        value = show_objective(best.objective, unit)
         return (
             text.append(f"{value}  ")
             .append(self.against_baseline(best), "green")
@@ -388,6 +389,8 @@ def _step_ms(trial: Trial, objective: float | None, unit: str) -> float | None:
         return None
     if unit == "ms/step":
         return objective
+    if unit == "steps/s":
+        return 1e3 / objective
     work = measured.flops_per_step if unit == "FLOP/s" else measured.samples_per_step
     return None if work is None else work / objective * 1e3
 

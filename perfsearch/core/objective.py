@@ -25,7 +25,8 @@ class Objective:
     """What is optimised, in its own direction for people and as a cost for strategies.
 
     Attributes:
-        metric: samples per second, milliseconds a step, or floating-point operations per second.
+        metric: samples per second (steps, where samples cannot be counted), milliseconds a step, or
+            floating-point operations per second.
         statistic: what of a window's steps is scored: their rate, slow steps included, or the
             median step.
         min_gain: relative gain below which no search is started: the baseline's timings bound what
@@ -37,10 +38,17 @@ class Objective:
     statistic: Statistic = Statistic.RATE
     min_gain: float = option(0.03, low=0)
 
-    @property
-    def unit(self) -> str:
-        """Unit of ``value``."""
-        return {"throughput": "samples/s", "latency": "ms/step", "flops": "FLOP/s"}[self.metric]
+    def unit(self, measured: Measurement | None) -> str:
+        """Unit of ``value``.
+
+        Args:
+            measured: a trial of the search, all of which count alike; ``None``: there is none yet.
+
+        """
+        if self.metric is not Metric.THROUGHPUT:
+            return {Metric.LATENCY: "ms/step", Metric.FLOPS: "FLOP/s"}[self.metric]
+        counted = measured is None or measured.samples_per_step is not None
+        return "samples/s" if counted else "steps/s"
 
     @property
     def maximise(self) -> bool:
@@ -48,7 +56,7 @@ class Objective:
         return self.metric is not Metric.LATENCY
 
     def value(self, measurement: Measurement) -> float:
-        """The objective of ``measurement`` in ``unit``.
+        """The objective of ``measurement`` in its ``unit``.
 
         Raises:
             ValueError: the measurement lacks what the metric needs, or is not a finite number.
@@ -60,8 +68,10 @@ class Objective:
             if measurement.flops_per_step is None:
                 raise ValueError("objective.metric=flops: this workload does not count operations")
             value = measurement.flops_per_step / measurement.step_time_s
-        else:
+        elif measurement.samples_per_s is not None:
             value = measurement.samples_per_s
+        else:
+            value = measurement.steps_per_s
         if not math.isfinite(value) or value <= 0:
             raise ValueError(f"the objective is {value}, not a positive number")
         return value

@@ -58,7 +58,7 @@ class Measurement:
 
     Attributes:
         step_seconds: one entry a step of the window, in order, the slowest rank's.
-        samples_per_step: the global batch.
+        samples_per_step: the global batch; ``None``: samples cannot be counted, and steps are.
         statistic: what of these steps is the step time, and so all that follows from it.
         tokens_per_step: tokens in the global batch, where there are tokens.
         flops_per_step: model floating-point operations of a step over all ranks, where counted.
@@ -81,7 +81,7 @@ class Measurement:
     """
 
     step_seconds: list[float]
-    samples_per_step: int
+    samples_per_step: int | None
     statistic: str = Statistic.RATE
     tokens_per_step: int | None = None
     flops_per_step: float | None = None
@@ -115,9 +115,14 @@ class Measurement:
         return step_time_s(self.step_seconds, self.statistic)
 
     @property
-    def samples_per_s(self) -> float:
+    def samples_per_s(self) -> float | None:
         """Global batch over the step time."""
-        return self.samples_per_step / self.step_time_s
+        return None if self.samples_per_step is None else self.samples_per_step / self.step_time_s
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps over the step time."""
+        return 1 / self.step_time_s
 
     @property
     def tokens_per_s(self) -> float | None:

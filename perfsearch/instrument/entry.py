@@ -160,7 +160,7 @@ def say(text: str) -> None:
 
 def run_in_search(config: LaunchConfig) -> int:
     """Run the script until the controller has seen enough of it; return the exit code."""
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ.get("RANK", "0"))  # without one it is a process by itself
     switch_log(config.log_directory, rank)
     answer_stack_requests(config.directory, rank)
     controller = config.controller_pid, config.controller_started

@@ -2,7 +2,8 @@
 
 ``python -m perfsearch.instrument.launch CONTROLLER_PID STARTED`` imports torch's launcher once, and
 forks for each start of the script that it is asked for on standard input. The ranks are new
-processes. Importing this module imports no torch.
+processes, and so is a script that is started as ``python`` starts it. Importing this module imports
+no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import argparse
 import importlib
 import json
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -82,6 +85,16 @@ def socket_path(directory: str | Path, rank: int) -> Path:
     return Path(directory) / f"rank{rank}.sock"
 
 
+SET_BY_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+)
+"""Variables by which a script sees that it is one of several ranks."""
+
+
 class Finished(SystemExit):
     """The window is full: the script has done what it was started for."""
 
@@ -99,6 +112,31 @@ def torchrun_arguments(directory: Path, nproc: int) -> list[str]:
         "--local-addr=localhost",
         f"--log-dir={directory / TORCH_LOGS}",  # by default a new one, never removed
     ]
+
+
+def python_arguments() -> list[str]:
+    """What one process is given that is started as ``python`` starts it."""
+    return ["-u"]
+
+
+def run_start(directory: Path, arguments: list[str]) -> int:
+    """Carry out one start of the script; 0 when its processes ended on purpose.
+
+    Args:
+        directory: of the start.
+        arguments: options of torchrun, or of Python, then ``-m``, our entry, and what that is
+            given.
+
+    """
+    from perfsearch.workers.forkserver import leave_report, run_ranks
+
+    begin = python_arguments()
+    if arguments[: len(begin)] != begin:
+        return run_ranks(directory, lambda: options_of(arguments))
+    code = subprocess.call([sys.executable, *arguments])
+    if code:
+        leave_report(directory, [{"rank": 0, "exit_code": code, "time": time.time()}])
+    return code
 
 
 class UsageError(Exception):
@@ -137,7 +175,7 @@ def _refuse(message: str) -> NoReturn:
 
 def main(controller_pid: int, controller_started: float) -> int:
     """Fork launchers until the controller is gone, or has no more to start."""
-    from perfsearch.workers.forkserver import run_ranks, serve_forks
+    from perfsearch.workers.forkserver import serve_forks
 
     for name in ("torch.distributed.launcher.api", "torch.distributed.run"):
         importlib.import_module(name)
@@ -145,9 +183,7 @@ def main(controller_pid: int, controller_started: float) -> int:
     return serve_forks(
         controller_pid,
         controller_started,
-        lambda request: run_ranks(
-            Path(request["directory"]), lambda: options_of(request["arguments"])
-        ),
+        lambda request: run_start(Path(request["directory"]), request["arguments"]),
     )
 
 

@@ -132,6 +132,7 @@ class RankProtocol:
             message["facts"] = self._script.facts().to_json()
             message["joined"] = torch.distributed.get_world_size() if initialised else 1
             message["device"] = str(self._device)
+            message["samples"] = self._script.loaders.accounting.read().samples
             message["why_not_again"] = self._script.why_not_again()
         self._channel.send(message)
 

@@ -131,7 +131,7 @@ def _rescued(session: Session, trial: Trial, cost: float | None) -> str:
     """What was found in the place of a baseline that does not run."""
     failed = session.baseline
     how = f" ({failed.status})" if failed is not None else ""
-    rate = f"{session.objective.from_cost(cost):.4g} {session.objective.unit}" if cost else "?"
+    rate = f"{session.objective.from_cost(cost):.4g} {session.unit}" if cost else "?"
     return (
         f"the baseline does not run{how}; trial {trial.number} does, at {rate}, and is handed "
         "over (no speed-up can be stated)"
@@ -252,7 +252,7 @@ def _disputed(session: Session, verdict: Verdict, finalist: int) -> str:
         return ""
     before_s, after_s = (
         statistics.median(
-            step_time_s(m.step_seconds, other) / m.samples_per_step for m in windows[arm]
+            step_time_s(m.step_seconds, other) / (m.samples_per_step or 1) for m in windows[arm]
         )
         for arm in (BASELINE, finalist)
     )

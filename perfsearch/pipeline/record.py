@@ -130,7 +130,7 @@ def _best_files(session: Session, result: Result) -> list[str]:
             ]
             for arm, cs in result.verdict.costs.items()
         },
-        "unit": session.objective.unit,
+        "unit": session.unit,
     }
     origin = {**export.provenance(), "identity": session.runner.identity()}
     export.write_summary(directory / "summary.json", summary, origin)
@@ -214,7 +214,7 @@ def _row(
         "label": label,
         "trial": trial,
         "objective": None if cost is None else session.objective.from_cost(cost),
-        "unit": session.objective.unit,
+        "unit": session.unit,
         "interval": interval,
         "confirmed": bool(costs),
     }
@@ -294,7 +294,7 @@ def break_even_line(session: Session, verdict: Verdict) -> str:
     steps = {arm: statistics.median(m.step_time_s for m in each) for arm, each in measured.items()}
     samples = {arm: each[0].samples_per_step for arm, each in measured.items()}
     # with batch=free a step of the one may train more than a step of the other
-    share = samples[BASELINE] / samples[verdict.winner]
+    share = (samples[BASELINE] or 1) / (samples[verdict.winner] or 1)
     saved_s = steps[BASELINE] - share * steps[verdict.winner]
     spent_s = sum(t.seconds for t in session.trials)
     if saved_s <= 0:

@@ -79,6 +79,12 @@ class Session:
         return self.settings.objective
 
     @property
+    def unit(self) -> str:
+        """Unit of the objective of this search's trials."""
+        measured = next((t.measurement for t in self.trials if t.measurement), None)
+        return self.objective.unit(measured)
+
+    @property
     def baseline(self) -> Trial | None:
         """Trial 0, once it has ended."""
         return next((t for t in self.trials if t.purpose is Purpose.BASELINE), None)

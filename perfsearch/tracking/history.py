@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,13 @@ from perfsearch.tracking.store import (
 )
 
 _KNOB, _PINNED = "knob/", "pinned/"
-_COST_METRICS: Mapping[Metric, tuple[str, bool]] = {
-    Metric.THROUGHPUT: ("throughput/samples_per_s", True),
-    Metric.LATENCY: ("step_time/p50_ms", False),
-    Metric.FLOPS: ("throughput/device/tflops", True),
+_COST_METRICS: Mapping[Metric, tuple[Sequence[str], bool]] = {
+    Metric.THROUGHPUT: (("throughput/samples_per_s", "throughput/steps_per_s"), True),
+    Metric.LATENCY: (("step_time/p50_ms",), False),
+    Metric.FLOPS: (("throughput/device/tflops",), True),
 }
-"""What a trial's run says of each objective, and whether more of it is better."""
+"""What a trial's run says of each objective (all of a search the same one), and whether more of it
+is better."""
 
 
 class PriorSearchError(LookupError):
@@ -125,11 +126,12 @@ class PriorSearches:
     def trials(self, search: StoredSearch, metric: Metric) -> Iterator[StoredTrial]:
         """The trials of a search that were measured, in order; failures and bounds are left out."""
         rule = f"tags.`{store.SEARCH_ID}` = '{search.search_id}' and tags.`{store.ROLE}` = 'trial'"
-        name, more_is_better = _COST_METRICS[metric]
+        names_of_cost, more_is_better = _COST_METRICS[metric]
         with self._asking():
             found = self._client.search(search.experiment_id, rule)
         for run in sorted(found, key=lambda run: int(run.data.tags[store.TRIAL])):
-            tags, value = run.data.tags, run.data.metrics.get(name)
+            tags, metrics = run.data.tags, run.data.metrics
+            value = next((metrics[name] for name in names_of_cost if name in metrics), None)
             ended_well = tags.get("perfsearch.status") == Status.OK.value
             if not ended_well or value is None or value <= 0:
                 continue

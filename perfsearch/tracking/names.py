@@ -66,10 +66,12 @@ def trial_metrics(trial: Trial) -> dict[str, float]:
 
 def _throughput(found: Measurement) -> dict[str, float | None]:
     world, step_s = found.world_size, found.step_time_s
-    metrics: dict[str, float | None] = {
-        "throughput/samples_per_s": found.samples_per_s,
-        "throughput/device/samples_per_s": found.samples_per_s / world,
-    }
+    metrics: dict[str, float | None] = {}
+    if found.samples_per_s is None:
+        metrics["throughput/steps_per_s"] = found.steps_per_s
+    else:
+        metrics["throughput/samples_per_s"] = found.samples_per_s
+        metrics["throughput/device/samples_per_s"] = found.samples_per_s / world
     if found.tokens_per_s is not None:
         metrics["throughput/tokens_per_s"] = found.tokens_per_s
         metrics["throughput/device/tokens_per_s"] = found.tokens_per_s / world

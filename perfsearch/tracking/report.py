@@ -191,7 +191,8 @@ def _memory(trials: Sequence[Trial], limit_gib: float | None) -> Canvas | None:
 def _table(trials: Sequence[Trial], objective: Objective) -> tuple[list[str], list[list[str]]]:
     """Names of the columns, and a row for each of the first trials."""
     knobs = list(dict.fromkeys(name for t in trials for name in t.configuration))
-    columns = ["trial", "purpose", "status", objective.unit, "ms/step", "GiB", *knobs, "reason"]
+    unit = _unit(trials, objective)
+    columns = ["trial", "purpose", "status", unit, "ms/step", "GiB", *knobs, "reason"]
     rows = []
     for trial in trials[:_ROWS]:
         found = trial.measurement
@@ -202,6 +203,10 @@ def _table(trials: Sequence[Trial], objective: Objective) -> tuple[list[str], li
         cells += [plain(trial.configuration[k]) if k in trial.configuration else "" for k in knobs]
         rows.append([*cells, trial.reason])
     return columns, rows
+
+
+def _unit(trials: Sequence[Trial], objective: Objective) -> str:
+    return objective.unit(next((t.measurement for t in trials if t.measurement), None))
 
 
 def _cell(value: float | None) -> str:
@@ -234,7 +239,7 @@ def progress(trials: Sequence[Trial], objective: Objective, winner: int | None) 
     canvas = Canvas(WIDTH, 320, "objective of every trial, and the best so far")
     x = _trial_axis(shown)
     y = Axis.around([v for _, v in good], 320 - 58, 22)
-    canvas.frame(x, y, "trial", objective.unit)
+    canvas.frame(x, y, "trial", _unit(trials, objective))
     base = next((v for t, v in good if t.purpose is Purpose.BASELINE), None)
     if base is not None:
         canvas.line((_LEFT, y(base)), (WIDTH - _RIGHT, y(base)), "baseline-line")
@@ -308,7 +313,8 @@ def phases(rows: Mapping[str, Measurement]) -> Canvas:
             canvas.box((x(begin), y), size, _colour(names, name), words)
             begin += ms
         samples = rows[label].samples_per_step
-        words = f"{number(begin)} ms for {number(samples)} samples"
+        counted = "a step" if samples is None else f"{number(samples)} samples"
+        words = f"{number(begin)} ms for {counted}"
         canvas.text((x(begin) + 6, y + 19), words, "note")
     bottom = Axis(x.low, x.high, x.start, x.end)
     canvas.frame(bottom, None, "ms a step")

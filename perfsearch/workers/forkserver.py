@@ -233,24 +233,41 @@ def run_ranks(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    report: dict[str, Any] = {"failures": [], "error": None}
+    failures: list[dict[str, Any]] = []
+    failed: Exception | None = None
     try:
         config, command, given = run.config_from_args(options())
         entrypoint, arguments = entry or (command, given)
         elastic_launch(config=config, entrypoint=entrypoint)(*arguments)
     except ChildFailedError as error:
-        report["failures"] = [
+        failures = [
             {"rank": rank, "exit_code": failure.exitcode, "time": failure.timestamp}
             for rank, failure in error.failures.items()
         ]
     except Exception as error:
-        report["error"] = {"type": type(error).__name__, "message": str(error)}
+        failed = error
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     else:
         return 0
-    if directory.exists():
-        (directory / LAUNCHER_REPORT).write_text(json.dumps(report))
+    leave_report(directory, failures, failed)
     return 1
+
+
+def leave_report(
+    directory: Path, failures: Sequence[Mapping[str, Any]], error: Exception | None = None
+) -> None:
+    """Tell the controller what failed, unless the group's directory is gone.
+
+    Args:
+        directory: of the group.
+        failures: ``rank``, ``exit_code`` and ``time`` of each rank that ended otherwise than meant.
+        error: of the launcher itself.
+
+    """
+    told = error and {"type": type(error).__name__, "message": str(error)}
+    if directory.exists():
+        report = {"failures": list(failures), "error": told}
+        (directory / LAUNCHER_REPORT).write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

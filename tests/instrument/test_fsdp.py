@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.started_scripts import losses, run
 
-from perfsearch.core.hardware import Hardware
 from perfsearch.instrument.fsdp import resharding
 from perfsearch.runners._script import export
+from perfsearch.runners._script.ways import Way
 
 DATA = Path(__file__).parents[1] / "data" / "scripts"
 ON_CPU, PLUGIN = str(DATA / "fsdp_on_cpu.py"), str(DATA / "accelerate_plugin.py")
@@ -89,8 +89,8 @@ def test_knobs_reach_the_plugins_modules_with_and_without_perfsearch(
     assert "without effect" not in told
     for name, value in knobs.items():
         assert f"{name}={str(value).lower()} (fully_shard)" in told
-    hardware = Hardware("cpu", 2, 1, (), 2)
-    export.export_files(knobs, [], hardware, 1, command, False, ["fully_shard"], tmp_path)
+    way = Way(2, by_torchrun=True)
+    export.export_files(knobs, [], way, 1, command, False, ["fully_shard"], tmp_path)
     start = ["-m", "torch.distributed.run", "--nproc-per-node=2", str(tmp_path / "start.py")]
     alone, _ = run(tmp_path, *start, *command)
     for printed in (tuned, alone):

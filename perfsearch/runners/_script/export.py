@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from perfsearch.core.hardware import Hardware
 from perfsearch.core.knob import Value
 from perfsearch.knobs import RECORDS, ddp, fsdp, loader, optimizer, process
 from perfsearch.knobs.transport import Mapped, apply, plan
+from perfsearch.runners._script.ways import Way
 
 NAME = "start.py"
 
@@ -19,7 +19,7 @@ NAME = "start.py"
 def export_files(
     changed: Mapping[str, Value],
     maps: Sequence[Mapped],
-    hardware: Hardware,
+    way: Way,
     threads: int,
     command: Sequence[str],
     module: bool,
@@ -28,13 +28,13 @@ def export_files(
 ) -> list[Path]:
     """Write ``run.sh``, ``start.py`` that it uses, and ``changes.py``; none needs perfsearch.
 
-    ``run.sh`` has environment and torchrun command, ``start.py`` gives constructors the arguments
+    ``run.sh`` has environment and command, ``start.py`` gives constructors the arguments
     that were found, and ``changes.py`` has the lines that would do so in the script itself.
 
     Args:
         changed: knobs that are not as the script has them.
         maps: knobs that go into the script's arguments or files.
-        hardware: where it was found.
+        way: how the script is started.
         threads: CPU threads of a rank today.
         command: the script and its arguments.
         module: whether it is a module.
@@ -48,15 +48,12 @@ def export_files(
     arguments, _ = apply(own, maps, planned.mapped, directory)
     variables = {**process.THREADS.variables(threads), **planned.environment}
     lines = ["#!/bin/sh", *(f"export {n}={shlex.quote(v)}" for n, v in variables.items())]
-    start = ["torchrun", "--standalone", f"--nproc-per-node={hardware.nproc}"]
     files: dict[str, str] = {}
     code = code_lines(planned.objects)
     if code:
         files["changes.py"] = "\n".join([*code, ""])
         files[NAME] = program(planned.objects, wrappers, module)
-    elif module:
-        start += ["-m"]
-    words = [shlex.quote(word) for word in start]
+    words = [shlex.quote(word) for word in way.words(module and not code)]
     words += [f'"$(dirname "$0")/{NAME}"'] if code else []
     words += [shlex.quote(word) for word in [script, *arguments]]
     lines += [" ".join(words), ""]
@@ -144,6 +141,7 @@ def _sharding_lines(objects: Mapping[str, Value]) -> list[str]:
 
 _HEAD = '''"""Starts a script with the settings that a search has found; it needs torch alone.
 
+    python start.py SCRIPT ARGUMENTS...
     torchrun TORCHRUN_OPTIONS start.py SCRIPT ARGUMENTS...
 
 Each constructor gets the arguments below in place of the script's own. `changes.py` says how to

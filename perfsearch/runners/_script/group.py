@@ -9,7 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from perfsearch.core.hardware import Environment, Gpu
-from perfsearch.instrument.launch import ENTRY, LaunchConfig, socket_path, torchrun_arguments
+from perfsearch.instrument.launch import (
+    ENTRY,
+    SET_BY_TORCHRUN,
+    LaunchConfig,
+    python_arguments,
+    socket_path,
+    torchrun_arguments,
+)
+from perfsearch.runners._script.ways import Way
 from perfsearch.workers import processes
 from perfsearch.workers.group import POLL_S, Fork, GroupGone, Message, RankGroup
 from perfsearch.workers.messages import ChannelClosed, rank_log
@@ -23,7 +31,7 @@ class ScriptGroup(RankGroup):
         orders: what each rank is told; the places of this start are filled in here.
         arguments: the script's own.
         variables: environment of its processes, beside that of this one.
-        nproc: ranks.
+        way: how it is started.
         environment: where it is on record, and time limits.
         gpus: GPUs that it uses.
         logs: where ranks log.
@@ -41,7 +49,7 @@ class ScriptGroup(RankGroup):
         orders: LaunchConfig,
         arguments: Sequence[str],
         variables: Mapping[str, str],
-        nproc: int,
+        way: Way,
         environment: Environment,
         gpus: tuple[Gpu, ...],
         logs: Path,
@@ -50,16 +58,18 @@ class ScriptGroup(RankGroup):
         log = logs.absolute() / "launcher.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log_begins = log.stat().st_size if log.exists() else 0
-        super().__init__(Fork(launchers(log), self._words), nproc, environment.limits, gpus)
-        self.nproc = nproc
-        self.steps = [0] * nproc
+        super().__init__(Fork(launchers(log), self._words), way.ranks, environment.limits, gpus)
+        self.nproc = way.ranks
+        self.steps = [0] * way.ranks
         self.ended: list[int] = []
+        self._way = way
         self._orders, self._arguments, self._variables = orders, arguments, variables
         self.log_to(logs)
 
     def _words(self, directory: Path) -> list[str]:
-        """What torch's launcher is given."""
-        options = torchrun_arguments(directory, self.nproc)
+        """What torch's launcher is given, or Python itself."""
+        ranks = self._way.by_torchrun
+        options = torchrun_arguments(directory, self.nproc) if ranks else python_arguments()
         return [*options, "-m", ENTRY, self._orders.script, *self._arguments]
 
     def _environ(self, directory: Path) -> dict[str, str]:
@@ -72,7 +82,9 @@ class ScriptGroup(RankGroup):
             controller_started=processes.started_at(os.getpid()),
         )
         environ = {**os.environ, **self._variables, **whole.to_environment()}
-        return {**environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        if self._way.by_torchrun:
+            return {**environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return {name: value for name, value in environ.items() if name not in SET_BY_TORCHRUN}
 
     def join(self) -> None:
         """Start the script, and wait until every rank is there, about to run it.

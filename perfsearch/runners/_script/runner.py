@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import MetricsSettings
-from perfsearch.core import hardware
+from perfsearch.core import command, hardware
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.hardware import Environment, detect_hardware, threads_today
 from perfsearch.core.hints import Hints
+from perfsearch.core.journal import JOURNAL, read
 from perfsearch.core.knob import Configuration, Knob, Numerics, Scope, Value, same_value
 from perfsearch.core.narrow import SEARCH, KnobError, is_auto, narrow
 from perfsearch.core.objective import Objective
@@ -37,7 +39,8 @@ from perfsearch.knobs.transport import Mapped, current, gather
 from perfsearch.knobs.zero import BLOCKS_PER_UNIT, MIXED_PRECISION, RESHARD_GROUP, SYNC_EACH
 from perfsearch.runners._script import export, window
 from perfsearch.runners._script.start import Runs
-from perfsearch.runners._script.window import EndedError, validation_lines
+from perfsearch.runners._script.ways import Finder, Way
+from perfsearch.runners._script.window import EndedError, Start, validation_lines
 from perfsearch.runners.base import (
     Advises,
     ClosingLines,
@@ -182,11 +185,13 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
     ) -> None:
         super().__init__(options, environment)
         self._timings = timings or TimingOptions()
-        self.hardware = detect_hardware(device, environment)
-        self.devices = self.hardware.world_size
-        self._threads = threads_today(os.environ, self.hardware)
-        script, *arguments = options.words
+        whole = detect_hardware(device, environment)
+        self._ways = Finder(environment.nproc, whole)
+        self._hardware_of(self._ways.way)
+        arguments = options.words[1:]
         maps, silence = options.maps()
+        self._silence = silence
+        self._counts_samples = True
         self._where = ScriptJob(
             self.hardware,
             {**os.environ, **environment.variables},
@@ -199,15 +204,35 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
             free=batch == "free",
             wanted=dict(knobs),
         )
-        self._runs = Runs(
-            LaunchConfig(script, options.module),
-            [*arguments, *silence],
-            maps,
+        self._runs = self._make_runs()
+        self._failure: Outcome | None = None
+        self._settle(None)
+
+    def _hardware_of(self, way: Way) -> None:
+        """Take note of what the script runs on, started this way."""
+        whole = self._ways.hardware
+        self.hardware = replace(whole, nproc=way.ranks, gpus=whole.gpus[: way.ranks])
+        self.devices = self.hardware.world_size
+        self._threads = threads_today(os.environ, self.hardware)
+
+    def _make_runs(self) -> Runs:
+        script, *arguments = self.options.words
+        return Runs(
+            LaunchConfig(script, self.options.module),
+            [*arguments, *self._silence],
+            self._where.maps,
             THREADS.variables(self._threads),
             self.hardware,
-            environment,
+            self.environment,
+            self._ways.way,
         )
-        self._failure: Outcome | None = None
+
+    def _start_this_way(self) -> None:
+        """Have starts be as the finder of ways has it now."""
+        self._runs.close()
+        self._hardware_of(self._ways.way)
+        self._where = replace(self._where, machine=self.hardware, threads=self._threads)
+        self._runs = self._make_runs()
         self._settle(None)
 
     def _settle(self, facts: Facts | None) -> None:
@@ -228,20 +253,64 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
             time_limit_s=self.environment.limits.trial_s,
             log_directory=run_dir / "logs" / "0000",
         )
-        knobs = self._changed(self.baseline)
-        self._failure = self._runs.begin(knobs, plan, self._keeps)
-        start, given = self._runs.start, self.options.samples_per_step
-        if start is not None and start.took_no_batch and given is None:
-            self._failure = self._runs.failure(EndedError(window.UNCOUNTED), knobs)
+        if (run_dir / JOURNAL).exists():  # its other trials were started so
+            self._ways.known = Way.from_identity(read(run_dir / JOURNAL)[0]["identity"])
+            self._start_this_way()
+        remarks = self._begin(plan)
         if self._failure is None:
             assert self._runs.start is not None
             self._settle(self._runs.start.facts)
+            remarks += self._count_samples(self._runs.start)
         elif self._failure.status is Status.OOM:
             self._settle(Facts.left(plan.log_directory))  # a smaller batch may fit
         else:
             self.space, self.baseline = Space([]), {}  # nothing would get further than today's
         unsupported = self._known.unsupported(self._where.wanted, self.options.names_mapped)
-        self.remarks = self._timings.remarks(bool(self.hardware.gpus), self._facts, unsupported)
+        remarks += self._timings.remarks(bool(self.hardware.gpus), self._facts, unsupported)
+        self.remarks = remarks
+
+    def _begin(self, plan: Plan) -> list[str]:
+        """Start the script the way that it is meant to be; what to say of how that was found."""
+        remarks: list[str] = []
+        while True:
+            knobs = self._changed(self.baseline)
+            self._failure = self._runs.begin(knobs, plan, self._keeps)
+            if self._failure is None:
+                return remarks
+            why = self._ways.other(self._failure, self._runs.apart, self._runs.made)
+            if not why:
+                return remarks
+            remarks.append(why)
+            self._start_this_way()
+
+    def _count_samples(self, start: Start) -> list[str]:
+        """Settle whether samples are counted, and so what the rate is one of; what to say of it."""
+        self._counts_samples = self.options.samples_per_step is not None or start.counts_samples
+        if self._counts_samples:
+            return []
+        why = window.NO_BATCH if start.took_no_batch else window.NO_SAMPLES
+        give = command.given().key("workload.samples_per_step=N")
+        if self._where.free and MICRO_BATCH.name in self.space.by_name:
+            reason = (
+                f"{why}, so that samples cannot be counted, and with batch=free steps of different "
+                f"batches are compared. Give {give}, the samples of a step over all ranks today"
+            )
+            self._failure = self._runs.failure(EndedError(reason), {})
+            return []
+        return [
+            f"warning: {why}, so that samples cannot be counted: what is scored is steps/s. "
+            f"{give}, the samples of a step over all ranks, has samples/s told"
+        ]
+
+    def _samples(self, counted: int | None, knobs: Mapping[str, Value]) -> int | None:
+        """Samples of a step over all ranks, with these knobs."""
+        given: int | None = self.options.samples_per_step
+        if given is None:
+            return counted if self._counts_samples else None
+        micro = MICRO_BATCH.of(knobs)
+        if micro is None or ACCUMULATION.name in knobs:
+            return given
+        return round(given * int(micro) / int(self._known.declared[MICRO_BATCH.name].default or 1))
 
     @property
     def _keeps(self) -> bool:
@@ -288,8 +357,7 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
             raise
         measurement.environment.update(conditions)
         measurement.rewrap_seconds = 0.0 if fresh else ready_s
-        if self.options.samples_per_step is not None:
-            measurement.samples_per_step = self.options.samples_per_step
+        measurement.samples_per_step = self._samples(measurement.samples_per_step, knobs)
         lost = without_effect(knobs, start.facts)
         status, reason = window.judge_measurement(measurement, start.losses, lost)
         return Outcome(
@@ -312,6 +380,7 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
         return {
             "workload": "script " + " ".join(self.options.words),
             **self.hardware.identity(),
+            **self._ways.way.to_identity(),
         }
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
@@ -326,18 +395,15 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
 
     def advice(self, trials: Sequence[Trial]) -> str:
         """What to try where the script does not run as it is."""
-        command = ["-m"] if self.options.module else []
-        command += self.options.words
-        return "See whether it runs alone: torchrun --standalone " + " ".join(
-            [f"--nproc-per-node={self.hardware.nproc}", *command]
-        )
+        words = self._ways.way.words(self.options.module) + self.options.words
+        return f"See whether it runs alone: {shlex.join(words)}"
 
     def export(self, configuration: Configuration, directory: Path) -> list[Path]:
         """Write the command, the environment and the few lines that make the script the same."""
         return export.export_files(
             self._changed(configuration),
             self._where.maps,
-            self.hardware,
+            self._ways.way,
             self._threads,
             self.options.words,
             self.options.module,

@@ -17,9 +17,11 @@ from perfsearch.knobs import transport
 from perfsearch.knobs.transport import Mapped, apply
 from perfsearch.runners._script import window
 from perfsearch.runners._script.group import Launchers, ScriptGroup
+from perfsearch.runners._script.ways import Way
 from perfsearch.runners._script.window import (
     EndedError,
     Start,
+    TrainApartError,
     add_loss,
     mean_loss,
     receive_steps,
@@ -50,8 +52,11 @@ class Runs:
         variables: environment of its processes as it is today.
         hardware: where it runs.
         environment: where it is on record, and time limits.
+        way: how it is started.
         sound: whether training the same steps again gave the same losses; ``None``: not tried.
         knobs: what is not as the script has it, in the present start.
+        apart: whether the last start was given up as its ranks train apart from each other.
+        made: steps that the last one had made when it failed.
 
     """
 
@@ -61,10 +66,13 @@ class Runs:
     variables: Mapping[str, str]
     hardware: Hardware
     environment: Environment
+    way: Way
     sound: bool | None = None
     knobs: dict[str, Value] = field(default_factory=dict)
     group: ScriptGroup | None = None
     start: Start | None = None
+    apart: bool = False
+    made: int = 0
 
     def __post_init__(self) -> None:
         self._launchers = Launchers(self.variables)
@@ -79,13 +87,14 @@ class Runs:
 
         """
         self.end()
+        self.apart = False
         group = self.group = self._started(knobs, plan)
         limit_s = self.environment.limits.startup_s + plan.time_limit_s
         deadline = time.monotonic() + limit_s
         try:
             group.join()
             first = receive_steps(group, plan, deadline - time.monotonic())
-            window.require_ranks_together(first, self.hardware.world_size)
+            window.require_ranks_together(first, self.way.ranks)
             start = Start(
                 Facts(**first[0]["facts"]),
                 first[0]["pulls"],
@@ -96,12 +105,15 @@ class Runs:
             group.send({"op": "go"})
             second = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
         except (GroupGone, EndedError) as error:
+            self.apart, self.made = isinstance(error, TrainApartError), max(group.steps)
             return self.failure(error, knobs)
         except BaseException:
             self.end(kill=True)
             raise
         start.facts = Facts(**second[0]["facts"])
         pulls = {(a["pulls"], b["pulls"] - a["pulls"]) for a, b in zip(first, second, strict=True)}
+        counted = [m["samples"] for m in second]
+        start.counts_samples = None not in counted and sum(counted) > 0
         start.pulls_per_step = next(iter(pulls))[1] if len(pulls) == 1 else None
         start.seconds = [max(m["seconds"] for m in messages) for messages in (first, second)]
         add_loss(start, mean_loss(second))
@@ -119,7 +131,7 @@ class Runs:
             orders,
             arguments,
             {**self.variables, **planned.environment},
-            self.hardware.nproc,
+            self.way,
             self.environment,
             self.hardware.gpus,
             plan.log_directory,

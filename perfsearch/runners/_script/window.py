@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from perfsearch.core import command
 from perfsearch.core.knob import Value
 from perfsearch.core.steps import read_window
 from perfsearch.core.trial import Measurement, Outcome, Status, Trial
@@ -48,6 +49,10 @@ class EndedError(Exception):
         self.status = status
 
 
+class TrainApartError(EndedError):
+    """Each of its ranks trains alone."""
+
+
 @dataclass
 class Start:
     """What is known of one start of a script after its second step.
@@ -61,6 +66,7 @@ class Start:
         why_not_again: why step-scope knobs cannot be changed in this process.
         over: whether the script has come to its end, after what was measured.
         gone: whether it has failed then, so that nobody can be asked to end it.
+        counts_samples: whether the samples of each batch that is trained on are known.
         seconds: of the slowest rank, a number for each step since the configuration was put into
             force; empty once it has been scored.
 
@@ -74,6 +80,7 @@ class Start:
     why_not_again: str = ""
     over: bool = False
     gone: bool = False
+    counts_samples: bool = True
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -160,8 +167,9 @@ def _joined(earlier: Sequence[Message], later: Sequence[Message]) -> list[Messag
         both = {**after, **{name: before[name] + after[name] for name in _IN_ORDER}}
         both["aside"] = before["aside"] + [made + place for place in after["aside"]]
         both["bounds"] = before["bounds"] and after["bounds"]
-        for name in ("samples", "tokens"):
-            both[name] = before[name] + after[name]
+        both["tokens"] = before["tokens"] + after["tokens"]
+        samples = [before["samples"], after["samples"]]
+        both["samples"] = None if None in samples else sum(samples)
         for name in ("timing", "sync_points"):
             both[name] = {
                 key: (made * before[name].get(key, 0.0) + more * after[name].get(key, 0.0))
@@ -203,7 +211,7 @@ def _measurement(
         result["evidence"].update(least)
     measurement = Measurement(
         **window.result(),
-        samples_per_step=round(sum(m["samples"] for m in messages) / count),
+        samples_per_step=_samples(messages, count),
         tokens_per_step=round(sum(m["tokens"] for m in messages) / count) or None,
     )
     for name, value in combine(results)["measurement"].items():
@@ -216,6 +224,12 @@ def _measurement(
         measurement.environment["sync_points"] = messages[0]["sync_points"]
     measurement.first_losses = [v for v in start.losses or [] if math.isfinite(v)]
     return measurement
+
+
+def _samples(messages: Sequence[Message], steps: int) -> int | None:
+    """Samples of a step over all ranks; ``None`` where there is no counting them."""
+    counted = [m["samples"] for m in messages]
+    return None if None in counted else round(sum(counted) / steps) or None
 
 
 def _window(plan: Plan, start: Start, deadline: float = math.inf) -> StepWindow:
@@ -361,10 +375,8 @@ def validation_lines(trials: Sequence[Trial]) -> list[str]:
 # -----------------------------------------------------------------------------
 # Why a script did not get as far as a measurement, in words that say what to do.
 
-UNCOUNTED = (
-    "no batch of a DataLoader was seen, so that samples cannot be counted. Give "
-    "workload.samples_per_step=N, the samples of a step over all ranks"
-)
+NO_BATCH = "no batch of a DataLoader was seen"
+NO_SAMPLES = "what its DataLoader gives at a time is no known number of samples (batch_size=None)"
 
 _LAUNCHER_REFUSED = re.compile(r"launcher: UsageError: (.*)")
 """What torchrun's own parser says last."""
@@ -446,8 +458,6 @@ def judge_measurement(
         lost: knobs that are not in force, and why.
 
     """
-    if not measurement.samples_per_step:
-        return Status.INVALID, UNCOUNTED
     bad = next((loss for loss in losses or () if not math.isfinite(loss)), None)
     if bad is not None:
         return Status.DIVERGED, f"the loss is {bad} in one of the first steps"
@@ -460,13 +470,14 @@ def require_ranks_together(first: Sequence[Mapping[str, Any]], world_size: int) 
     """Refuse a script whose ranks each train alone.
 
     Raises:
-        EndedError: they do.
+        TrainApartError: they do.
 
     """
     joined = first[0]["joined"]
     if world_size > 1 and joined == 1 and not first[0]["facts"]["wrappers"]:
-        raise EndedError(
+        raise TrainApartError(
             f"its {world_size} ranks train apart from each other: no process group was made, and "
             "the model is wrapped in no DistributedDataParallel or FSDP. Wrap it "
-            "(init_process_group, DistributedDataParallel(model)), or search one rank: nproc=1"
+            "(init_process_group, DistributedDataParallel(model)), or have it started as one "
+            f"process: {command.given().without_ranks}"
         )

@@ -184,7 +184,7 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
         if ignored:
             return replace(outcome, status=Status.NOT_APPLIED, reason="; ".join(ignored))
         if self.counted is not None:
-            samples = outcome.measurement.samples_per_step
+            samples = outcome.measurement.samples_per_step or 0
             outcome.measurement.samples_per_step = self.counted * samples // self.batch.global_batch
         if is_baseline:
             return outcome

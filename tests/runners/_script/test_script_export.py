@@ -1,12 +1,13 @@
 """What a search over a script hands over."""
 
+import pytest
 import yaml
 
 from perfsearch.cli.run import split, workload
-from perfsearch.core.hardware import Hardware
 from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script import export
 from perfsearch.runners._script.runner import Script
+from perfsearch.runners._script.ways import Way
 
 MAPS = [Mapped("micro_batch", "--bs"), Mapped("gradient_accumulation", "--acc", default=1)]
 
@@ -18,7 +19,7 @@ def test_the_hand_over_is_a_command_and_the_lines_to_change(tmp_path):
         "fsdp_backward_prefetch": "post",
     }  # fmt: skip
     files = export.export_files(
-        changed, MAPS, Hardware("cuda", 4, 1, (), 8), 1, ["train.py", "--bs", "8", "it's"], False,
+        changed, MAPS, Way(4, by_torchrun=True), 1, ["train.py", "--bs", "8", "it's"], False,
         ["ddp"],
         tmp_path,
     )  # fmt: skip
@@ -40,21 +41,35 @@ def test_what_only_the_first_steps_have_shown_is_said(tmp_path):
     graph, unused = export.promises(changed)
     assert graph.startswith("static_graph=true promises that every step uses the same parameters")
     assert unused.startswith("find_unused_parameters=false promises") and "'~runner" in unused
-    hardware = Hardware("cpu", 2, 1, (), 8)
-    export.export_files(changed, [], hardware, 1, ["train.py"], False, ["ddp"], tmp_path)
+    way = Way(2, by_torchrun=True)
+    export.export_files(changed, [], way, 1, ["train.py"], False, ["ddp"], tmp_path)
     assert f"# {graph}\n# {unused}\n" in (tmp_path / "changes.py").read_text()
     assert not export.promises({"static_graph": False, "find_unused_parameters": True})
 
 
 def test_without_anything_to_build_differently_the_command_is_the_hand_over(tmp_path):
-    hardware = Hardware("cpu", 2, 1, (), 8)
+    way = Way(2, by_torchrun=True)
     changed = {"micro_batch": 2}
-    files = export.export_files(changed, MAPS, hardware, 3, ["pkg.t"], True, [], tmp_path)
+    files = export.export_files(changed, MAPS, way, 3, ["pkg.t"], True, [], tmp_path)
     assert [f.name for f in files] == ["run.sh"]
     assert (tmp_path / "run.sh").read_text() == (
         "#!/bin/sh\nexport OMP_NUM_THREADS=3\n"
         "torchrun --standalone --nproc-per-node=2 -m pkg.t --bs 2\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "module", "last"),
+    [
+        ({"micro_batch": 2}, False, "python train.py --bs 2"),
+        ({"micro_batch": 2}, True, "python -m train.py --bs 2"),
+        ({"pin_memory": True}, True, 'python "$(dirname "$0")/start.py" train.py'),
+    ],
+)
+def test_a_script_of_one_process_is_handed_over_as_one(changed, module, last, tmp_path):
+    way = Way(1, by_torchrun=False)
+    export.export_files(changed, MAPS, way, 1, ["train.py"], module, [], tmp_path)
+    assert (tmp_path / "run.sh").read_text().splitlines()[-1] == last
 
 
 def test_arguments_come_back_from_the_written_configuration(tmp_path):
@@ -71,7 +86,7 @@ def test_arguments_come_back_from_the_written_configuration(tmp_path):
 def test_offloading_is_handed_over_with_a_group_for_both_memories(tmp_path):
     changed = {"cpu_offload": True, "forward_prefetch": 1, "zero_stage": 3}
     export.export_files(
-        changed, [], Hardware("cuda", 4, 1, (), 8), 1, ["train.py"], False, ["fully_shard"],
+        changed, [], Way(4, by_torchrun=True), 1, ["train.py"], False, ["fully_shard"],
         tmp_path,
     )  # fmt: skip
     lines = (tmp_path / "changes.py").read_text()

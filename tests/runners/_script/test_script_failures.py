@@ -12,6 +12,7 @@ from perfsearch.core.trial import Status
 from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script.group import ScriptGroup
+from perfsearch.runners._script.ways import Way
 from perfsearch.runners._script.window import EndedError, failed_outcome, require_ranks_together
 from perfsearch.workers.failures import Failure
 from perfsearch.workers.group import GroupGone
@@ -53,7 +54,7 @@ def test_a_launcher_that_ends_without_a_report_leaves_its_last_words(tmp_path):
     (logs / "launcher.log").write_text("of an earlier start\n")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     group = ScriptGroup(
-        LaunchConfig("train.py"), [], {}, 1,
+        LaunchConfig("train.py"), [], {}, Way(1, by_torchrun=True),
         Environment(tmp_path, limits=Limits(60, 60, 5)), (), logs,
         lambda log: Preloaded(environ, tmp_path, log, "perfsearch.instrument.launch"),
     )  # fmt: skip

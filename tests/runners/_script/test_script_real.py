@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.core.hardware import Environment, Hardware
+from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script import export
 from perfsearch.runners._script.runner import Script
+from perfsearch.runners._script.ways import Way
 from perfsearch.runners.base import Plan
 from perfsearch.workers import processes
 
@@ -269,8 +270,8 @@ def test_the_hand_over_runs_where_there_is_no_perfsearch(tmp_path):
     }  # fmt: skip
     maps = [Mapped("micro_batch", "--bs"), Mapped("gradient_accumulation", "--accumulate")]
     command = [SCRIPT, "--show", "--steps", "5", "--text", "a 'b'"]
-    hardware = Hardware("cpu", 2, 1, (), 4)
-    export.export_files(changed, maps, hardware, 1, command, False, ["ddp"], apply)
+    way = Way(2, by_torchrun=True)
+    export.export_files(changed, maps, way, 1, command, False, ["ddp"], apply)
     (tmp_path / "perfsearch.py").write_text("raise ImportError('perfsearch is not here')")
     torchrun = tmp_path / "torchrun"
     torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
