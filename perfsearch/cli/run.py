@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from perfsearch.cli.terminal import open_standard_streams, require_current_directory
+from perfsearch.core.command import Command, carried_out
 from perfsearch.core.docstrings import attribute_help
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.knob import Value
@@ -327,9 +328,23 @@ def search(asked: RunArguments) -> int:
     nproc = _nproc(asked)
     if nproc is not None and "nproc" not in keys:
         overrides.append(f"nproc={nproc}")
-    return command(
-        ["workload=script", "workload.command=[SCRIPT]", *overrides], {"workload": workload(asked)}
-    )
+    with carried_out(command_line(asked)):
+        return command(
+            ["workload=script", "workload.command=[SCRIPT]", *overrides],
+            {"workload": workload(asked)},
+        )
+
+
+def command_line(asked: RunArguments) -> Command:
+    """The command line as hints are made of it."""
+    rest: list[str] = []
+    words = iter(asked.torchrun)
+    for word in words:
+        if not _names(word, "nproc_per_node"):
+            rest.append(word)
+        elif "=" not in word:
+            next(words)
+    return Command("perfsearch-run", [*asked.own, *rest], [asked.script, *asked.arguments])
 
 
 def workload(asked: RunArguments) -> dict[str, Any]:
@@ -445,6 +460,7 @@ class RunArguments:
     Attributes:
         script: path of the script, or a module's name.
         arguments: the script's own, exactly as given.
+        own: our options, exactly as given.
         torchrun: torchrun's options, exactly as given.
         parsed: the same, parsed by torchrun's own parser.
         knobs: file whose knobs are put into force.
@@ -463,6 +479,7 @@ class RunArguments:
     arguments: list[str]
     torchrun: list[str]
     parsed: argparse.Namespace
+    own: list[str] = field(default_factory=list)
     knobs: str | None = None
     search: bool = False
     profile: bool = False
@@ -518,6 +535,7 @@ def split(argv: Sequence[str]) -> RunArguments:
         arguments=arguments,
         torchrun=torchrun,
         parsed=parsed,
+        own=own,
         autotune=tuning if tuning or options.autotune else None,
         **ours_given,
     )

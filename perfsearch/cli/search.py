@@ -28,6 +28,7 @@ from perfsearch.config.compose import CONFIG_MODULE, VERSION_BASE, merged, open_
 from perfsearch.config.messages import explain
 from perfsearch.config.options import leaves, show
 from perfsearch.config.schema import Settings, validate
+from perfsearch.core.command import Command, carried_out
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.signals import ExitCode, Interrupted, interruptible
 from perfsearch.core.version import version
@@ -45,13 +46,18 @@ def main(argv: Sequence[str] | None = None, given: Mapping[str, Any] | None = No
     Args:
         argv: arguments without the program's name; ``None`` takes the command line's.
         given: keys whose values are taken as they are, not as Hydra would read them; they go
-            before what ``argv`` says.
+            before what ``argv`` says. Another command that has some is the one that hints are of.
 
     """
     open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _main(arguments, given or {})
+        if given is not None:
+            code = _main(arguments, given)
+        else:
+            words = [word for word in arguments if not word.startswith("nproc=")]
+            with carried_out(Command("perfsearch", words)):
+                code = _main(arguments, {})
         flush_output()
         return code
     except BrokenPipeError:
