@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,6 +183,29 @@ def read(path: Path) -> tuple[dict[str, Any], list[Event]]:
     """
     header, events, _, _ = _read(path)
     return header, events
+
+
+def measured_as(header: Mapping[str, Any], events: Sequence[Event]) -> dict[str, str]:
+    """What the trials of a search hold for: job, ranks, devices, versions; empty: there is none.
+
+    The header has it as the search began; where nothing could be measured then, and something of it
+    was changed since, it is as it was when the first trial was.
+    """
+    identity: dict[str, str] = dict(header.get("identity", {}))
+    for event in events:
+        if event.name == "opened":
+            known = {
+                name.removeprefix(_IDENTITY): str(value)
+                for name, value in event.data.get("parameters", {}).items()
+                if name.startswith(_IDENTITY)
+            }
+            identity = known or identity
+        elif event.name == "finished" and event.data.get("trial", {}).get("status") == "ok":
+            return identity
+    return {}
+
+
+_IDENTITY = "identity/"
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Event], int, str]:

@@ -73,6 +73,11 @@ class Optimizers:
         return [optimizer for ref in self._made if (optimizer := ref()) is not None]
 
     @property
+    def made(self) -> int:
+        """How many there were so far."""
+        return len(self._made)
+
+    @property
     def leader(self) -> Any:
         """The optimizer whose steps are counted, once there was one."""
         return self._leader() if self._leader is not None else None

@@ -11,6 +11,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import Finished
 from perfsearch.instrument.optimizers import OPTIMIZER
-from perfsearch.instrument.patching import wrap
+from perfsearch.instrument.patching import after_import, wrap
 from perfsearch.instrument.phases import OTHER, Phases, Transfers
 from perfsearch.instrument.script import Script
 from perfsearch.instrument.tape import BatchTape, RandomState
@@ -76,6 +77,7 @@ class RankProtocol:
         script.optimizers.after_step = self.after_step
         self._channel = channel
         self._pulled = 0
+        self._unmeasurable = Unmeasurable(script, self._give_up)
 
     @property
     def _device(self) -> torch.device:
@@ -84,15 +86,20 @@ class RankProtocol:
 
     def before_step(self) -> None:
         """Called when the script's leading optimizer begins a step."""
+        if self._unmeasurable.is_child(self.steps):
+            return
         if self.steps == 0:
             self._script.put_into_force()
         self.timing.before_step()
 
     def after_step(self) -> None:
         """Called when it has made one; inside the scored window nothing is said."""
+        if self._unmeasurable.is_child(self.steps):
+            return
         if self._is_over:
             self._end()
         self.steps += 1
+        self._script.on_backward = None
         self._script.loaders.accounting.end_step()
         if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
             self._script.loaders.tape.keeps_random = False
@@ -234,7 +241,12 @@ class RankProtocol:
     def tell_end(self) -> None:
         """Say that the script has come to its own end."""
         if not self._is_over:
-            self._channel.send({"event": "ended", "step": self.steps})
+            reason = self._unmeasurable.why_no_step() if not self.steps else ""
+            self._channel.send({"event": "ended", "step": self.steps, "reason": reason})
+
+    def _give_up(self, reason: str) -> None:
+        """Say that the script cannot be measured, and why."""
+        self._channel.send({"event": "ended", "step": self.steps, "reason": reason})
 
     def facts(self) -> Facts:
         """What the script has built so far."""
@@ -250,6 +262,95 @@ class RankProtocol:
 def _name_of(device: torch.device) -> str:
     on_gpu = device.type == "cuda"
     return str(torch.cuda.get_device_properties(device).uuid) if on_gpu else str(device)
+
+
+# -----------------------------------------------------------------------------
+# Scripts whose steps cannot be measured, noticed as soon as they show.
+
+_MANY_PASSES = 200
+"""Backward passes without any optimizer after which none is to come."""
+
+CANNOT = "its steps cannot be measured"
+
+_BY_HAND = (
+    f"it updates its weights without a torch optimizer, whose steps are what is counted: {CANNOT}. "
+    "Have the update made in step() of a subclass of torch.optim.Optimizer"
+)
+_IN_CHILDREN = (
+    f"it trains in processes that it starts itself, of which nothing is seen: {CANNOT}. Give the "
+    "command what one of them runs, as a script"
+)
+_UNEVEN = (
+    "its ranks have uneven inputs (Join, as in model.join()), and one has no more batches while "
+    f"others make steps: {CANNOT} together. Give each rank the same number of batches "
+    "(DistributedSampler, drop_last=True), or so many that no epoch ends among the first 68 steps"
+)
+
+
+class Unmeasurable:
+    """Notices scripts whose steps will never be seen, or not on all ranks alike.
+
+    Args:
+        script: the instruments.
+        tell: tells the controller why.
+
+    """
+
+    def __init__(self, script: Script, tell: Callable[[str], None]) -> None:
+        self._script = script
+        self._tell = tell
+        self._owner = os.getpid()
+        self._told = False
+        self._children = 0
+        script.on_backward = self._look_for_optimizer
+        wrap(BaseProcess, "start", self._count_child)
+        after_import("torch.distributed.algorithms.join", self._meet_join)
+
+    def _meet_join(self, module: Any) -> None:
+        wrap(module.Join, "_get_num_nonjoined_procs", self._shadow)
+
+    def is_child(self, steps: int) -> bool:
+        """Whether this is a fork of the process that is measured, and tells of nothing.
+
+        Args:
+            steps: that the measured process had made when this was forked; a script that makes some
+                itself is measured by those.
+
+        """
+        if os.getpid() == self._owner:
+            return False
+        if not self._told and not steps:
+            self._tell(_IN_CHILDREN)
+        self._told = True
+        return True
+
+    def why_no_step(self) -> str:
+        """Why a script that has ended made no step; empty where it is not known."""
+        if self._script.backward_passes and not self._script.optimizers.made:
+            return _BY_HAND
+        return _IN_CHILDREN if self._children and not self._script.backward_passes else ""
+
+    def _look_for_optimizer(self) -> None:
+        enough = self._script.backward_passes >= _MANY_PASSES
+        if enough and not (self._told or self._script.optimizers.made):
+            self._told = True
+            self._tell(_BY_HAND)
+
+    def _count_child(
+        self, original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        target = getattr(args[0], "_target", None)
+        self._children += not getattr(target, "__module__", "").startswith("torch.utils.data.")
+        original(*args, **kwargs)
+
+    def _shadow(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        others = original(*args, **kwargs)
+        if others and not self._told:
+            self._told = True
+            self._tell(_UNEVEN)
+        return others
 
 
 # -----------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
@@ -33,6 +33,10 @@ class Script:
     Args:
         knobs: values to put into force; ``None`` and absent ones leave the script's own.
 
+    Attributes:
+        backward_passes: that have begun, where losses are kept.
+        on_backward: told of each.
+
     """
 
     def __init__(self, knobs: Mapping[str, Value]) -> None:
@@ -45,8 +49,13 @@ class Script:
         self.switches = Switches(knobs)
         self.losses = Losses(lambda: bool(self.wrappers.live), self._note_backward)
         self.calls = Calls()
+        self.backward_passes = 0
+        self.on_backward: Callable[[], None] | None = None
 
     def _note_backward(self) -> None:
+        self.backward_passes += 1
+        if self.on_backward is not None:
+            self.on_backward()
         self.loaders.accounting.backward()
         self.wrappers.note_backward()
 

@@ -18,7 +18,13 @@ from perfsearch.metrics.diagnosis import Severity, diagnose
 from perfsearch.pipeline import profile
 from perfsearch.pipeline.session import Session
 
-_OF_THE_JOB = ("workload.factory=", "ended, before it could be measured")
+_OF_THE_JOB = (
+    "workload.factory=",
+    "ended, before it could be measured",
+    "steps cannot be measured",
+    "samples cannot be counted",
+    "train apart from each other",
+)
 """What a failure's reason says where the job could not be made, or has too little to do."""
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.core.errors import BadInputError, nearest
-from perfsearch.core.journal import JOURNAL, Event, Journal, legible, read
+from perfsearch.core.journal import JOURNAL, Event, Journal, legible, measured_as, read
 from perfsearch.core.knob import Value, same_value
 from perfsearch.core.narrow import is_auto
 from perfsearch.core.space import Space, key_of
@@ -131,8 +131,8 @@ def open_journal(run_dir: Path, settings: Settings, runner: Runner, resuming: bo
         if reason:
             journal.close()
             raise RefusedError(f"resume=failed: {run_dir}: {reason}")
-    before: dict[str, str] = journal.header.get("identity", {})
-    for name in sorted(before.keys() | identity.keys()):
+    before = measured_as(journal.header, journal.events)
+    for name in sorted(before.keys() | identity.keys()) if before else ():
         if before.get(name) != identity.get(name) and name not in settings.resume_force:
             journal.close()
             raise RefusedError(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from perfsearch.core.hardware import Environment, Gpu
+from perfsearch.core.trial import Status
 from perfsearch.instrument.launch import (
     ENTRY,
     SET_BY_TORCHRUN,
@@ -22,6 +23,20 @@ from perfsearch.workers import processes
 from perfsearch.workers.group import POLL_S, Fork, GroupGone, Message, RankGroup
 from perfsearch.workers.messages import ChannelClosed, rank_log
 from perfsearch.workers.preload import Preloaded
+
+
+class EndedError(Exception):
+    """The script came to its own end before it was measured, its ranks part, or it cannot be
+    measured at all.
+
+    Attributes:
+        status: what it counts as.
+
+    """
+
+    def __init__(self, message: str, status: Status = Status.INVALID) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ScriptGroup(RankGroup):
@@ -110,6 +125,7 @@ class ScriptGroup(RankGroup):
 
         Raises:
             GroupGone: one is gone, or some did not answer within ``limit_s`` while none ended.
+            EndedError: one says that the script cannot be measured, and why.
 
         """
         deadline = time.monotonic() + limit_s
@@ -128,6 +144,8 @@ class ScriptGroup(RankGroup):
                     raise ValueError(f"a rank said {message['event']!r} where {event!r} was due")
                 self.steps[rank] = message.get("step", self.steps[rank])
                 found[rank] = message
+                if message.get("reason") and message["event"] == "ended":
+                    raise EndedError(message["reason"])
                 if message["event"] == "ended":
                     self.ended.append(rank)
             if len(found) == self.nproc:

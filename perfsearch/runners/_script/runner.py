@@ -16,7 +16,7 @@ from perfsearch.core import command, hardware
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.hardware import Environment, detect_hardware, threads_today
 from perfsearch.core.hints import Hints
-from perfsearch.core.journal import JOURNAL, read
+from perfsearch.core.journal import JOURNAL, measured_as, read
 from perfsearch.core.knob import Configuration, Knob, Numerics, Scope, Value, same_value
 from perfsearch.core.narrow import SEARCH, KnobError, is_auto, narrow
 from perfsearch.core.objective import Objective
@@ -38,9 +38,10 @@ from perfsearch.knobs.script import ScriptJob, declare
 from perfsearch.knobs.transport import Mapped, current, gather
 from perfsearch.knobs.zero import BLOCKS_PER_UNIT, MIXED_PRECISION, RESHARD_GROUP, SYNC_EACH
 from perfsearch.runners._script import export, window
+from perfsearch.runners._script.group import EndedError
 from perfsearch.runners._script.start import Runs
 from perfsearch.runners._script.ways import Finder, Way
-from perfsearch.runners._script.window import EndedError, Start, validation_lines
+from perfsearch.runners._script.window import Start, validation_lines
 from perfsearch.runners.base import (
     Advises,
     ClosingLines,
@@ -253,8 +254,9 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
             time_limit_s=self.environment.limits.trial_s,
             log_directory=run_dir / "logs" / "0000",
         )
-        if (run_dir / JOURNAL).exists():  # its other trials were started so
-            self._ways.known = Way.from_identity(read(run_dir / JOURNAL)[0]["identity"])
+        before = measured_as(*read(run_dir / JOURNAL)) if (run_dir / JOURNAL).exists() else {}
+        if before and self._ways.asked is None:  # its other trials were started so
+            self._ways.known = Way.from_identity(before)
             self._start_this_way()
         remarks = self._begin(plan)
         if self._failure is None:

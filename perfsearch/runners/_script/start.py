@@ -16,10 +16,9 @@ from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.knobs import transport
 from perfsearch.knobs.transport import Mapped, apply
 from perfsearch.runners._script import window
-from perfsearch.runners._script.group import Launchers, ScriptGroup
+from perfsearch.runners._script.group import EndedError, Launchers, ScriptGroup
 from perfsearch.runners._script.ways import Way
 from perfsearch.runners._script.window import (
-    EndedError,
     Start,
     TrainApartError,
     add_loss,

@@ -17,7 +17,7 @@ from perfsearch.core.steps import read_window
 from perfsearch.core.trial import Measurement, Outcome, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.knobs.transport import Mapped
-from perfsearch.runners._script.group import ScriptGroup
+from perfsearch.runners._script.group import EndedError, ScriptGroup
 from perfsearch.runners.base import Plan
 from perfsearch.training.clock import (
     FIRST_LOSSES,
@@ -34,19 +34,6 @@ from perfsearch.workers.failures import Failure, refusal
 from perfsearch.workers.group import GroupGone, Message
 from perfsearch.workers.messages import rank_log
 from perfsearch.workers.results import combine
-
-
-class EndedError(Exception):
-    """The script came to its own end before it was measured, or its ranks part.
-
-    Attributes:
-        status: what it counts as.
-
-    """
-
-    def __init__(self, message: str, status: Status = Status.INVALID) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class TrainApartError(EndedError):

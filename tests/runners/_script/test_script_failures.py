@@ -11,9 +11,9 @@ from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
 from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.knobs.transport import Mapped
-from perfsearch.runners._script.group import ScriptGroup
+from perfsearch.runners._script.group import EndedError, ScriptGroup
 from perfsearch.runners._script.ways import Way
-from perfsearch.runners._script.window import EndedError, failed_outcome, require_ranks_together
+from perfsearch.runners._script.window import failed_outcome, require_ranks_together
 from perfsearch.workers.failures import Failure
 from perfsearch.workers.group import GroupGone
 from perfsearch.workers.preload import Preloaded

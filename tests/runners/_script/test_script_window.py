@@ -10,9 +10,9 @@ from support.script_starts import Group
 
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts
+from perfsearch.runners._script.group import EndedError
 from perfsearch.runners._script.start import Runs
 from perfsearch.runners._script.window import (
-    EndedError,
     Start,
     receive_steps,
     score,
