@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from perfsearch.core import command
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.knob import Part
 from perfsearch.core.trial import Purpose, Status, Trial
@@ -132,7 +133,8 @@ def reason_to_stop(session: Session) -> str:
         return ""
     return (
         f"these knobs can gain {gain_text(total)} at most, less than objective.min_gain={least:g} "
-        f"(0 searches all the same). {_instead(session, found)}"
+        f"({command.given().key('objective.min_gain=0')} searches all the same). "
+        f"{_instead(session, found)}"
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perfsearch.core import command
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.journal import JOURNAL, Event, Journal, legible, measured_as, read
 from perfsearch.core.knob import Value, same_value
@@ -137,8 +138,8 @@ def open_journal(run_dir: Path, settings: Settings, runner: Runner, resuming: bo
             journal.close()
             raise RefusedError(
                 f"{run_dir}: its trials were measured with {name}={before.get(name)}, and this is "
-                f"{identity.get(name)}. Use resume=never for a new search, or "
-                f"resume_force=[{name}] to mix them."
+                f"{identity.get(name)}. {command.given().key('resume=never')} makes a new search, "
+                f"{command.given().key(f'resume_force=[{name}]')} mixes them."
             )
     return journal
 

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from perfsearch.core import command as front
 from perfsearch.core.knob import Value
 from perfsearch.knobs import RECORDS, ddp, fsdp, loader, optimizer, process
 from perfsearch.knobs.transport import Mapped, apply, plan
@@ -78,7 +79,7 @@ def promises(objects: Mapping[str, Value]) -> list[str]:
     return [
         f"{record.name}={str(record.of(objects)).lower()} promises that {record.promise[1]}, as "
         "the steps that were measured did; a later one that does not ends training "
-        f"('~runner.knobs.{record.name}' searches without it)"
+        f"({front.given().key(f'~runner.knobs.{record.name}')} searches without it)"
         for record in RECORDS
         if record.promise is not None and record.of(objects) is record.promise[0]
     ]

@@ -31,6 +31,7 @@ from perfsearch.knobs.base import Use
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 from perfsearch.knobs.ddp import BUCKET_CAP
 from perfsearch.knobs.fsdp import BACKWARD_PREFETCH, CPU_OFFLOAD, FORWARD_PREFETCH
+from perfsearch.knobs.loader import WORKERS
 from perfsearch.knobs.model import COMPILE
 from perfsearch.knobs.optimizer import IMPLEMENTATION
 from perfsearch.knobs.process import THREADS
@@ -269,6 +270,8 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
             self.space, self.baseline = Space([]), {}  # nothing would get further than today's
         unsupported = self._known.unsupported(self._where.wanted, self.options.names_mapped)
         remarks += self._timings.remarks(bool(self.hardware.gpus), self._facts, unsupported)
+        if self._timings.searches and self._facts is not None:
+            remarks += self._known.left_out_lines()
         self.remarks = remarks
 
     def _begin(self, plan: Plan) -> list[str]:
@@ -542,7 +545,7 @@ def sort_script_knobs(job: ScriptJob, allowed: Numerics) -> ScriptSpace:
     """
     declared, absent = declare(job)
     mapped = frozenset(m.name for m in job.maps)
-    settings, left_out = _applicable(job.wanted, mapped, declared, absent, allowed)
+    settings, left_out = _applicable(job, mapped, declared, absent, allowed)
     searched, pinned = narrow(declared, settings, allowed)
     left_out = {**{name: absent[name] for name in mapped & absent.keys()}, **left_out}
     return ScriptSpace(
@@ -551,13 +554,14 @@ def sort_script_knobs(job: ScriptJob, allowed: Numerics) -> ScriptSpace:
         pinned=pinned,
         declared={knob.name: knob for knob in declared},
         left_out=left_out,
+        absent=absent,
         _arguments=job.arguments,
         _maps=job.maps,
     )
 
 
 def _applicable(
-    wanted: Mapping[str, Any],
+    job: ScriptJob,
     mapped: frozenset[str],
     declared: Sequence[Knob],
     absent: Mapping[str, str],
@@ -570,15 +574,16 @@ def _applicable(
     by_name = {knob.name: knob for knob in declared}
     settings: dict[str, Any] = {}
     left_out: dict[str, str] = {}
+    wanted = job.wanted
     for name, setting in wanted.items():
         if name in by_name:
             too_much = by_name[name].numerics.rank > allowed.rank
             if too_much and setting == SEARCH:
-                left_out[name] = f"it is {by_name[name].numerics} and numerics={allowed}"
+                left_out[name] = _why_too_much(by_name[name], job, allowed)
             else:
                 settings[name] = setting
         elif name in absent or name in _OF_FILES:
-            left_out[name] = absent.get(name, "it cannot be given to a script from outside")
+            left_out[name] = absent.get(name, _NOT_FROM_OUTSIDE)
         else:
             everything = {*by_name, *absent}
             raise KnobError(f"runner.knobs.{name}: no such knob. {nearest(name, everything)}")
@@ -587,6 +592,21 @@ def _applicable(
             if by_name[name].numerics.rank <= allowed.rank and by_name[name].count != 1:
                 settings[name] = SEARCH
     return settings, left_out
+
+
+_NOT_FROM_OUTSIDE = "it cannot be given to a script from outside"
+
+
+def _why_too_much(knob: Knob, job: ScriptJob, allowed: Numerics) -> str:
+    """Why a knob changes more of the computation than is allowed, and what to do about it."""
+    search = command.given().key(f"numerics={knob.numerics}")
+    why, more = f"it is {knob.numerics} and numerics={allowed}", ""
+    if knob.name == WORKERS.name and job.seen is not None:
+        by = "share out a stream" if job.seen.shared_out else "draw random numbers"
+        why = f"its processes {by}, so that another number of them trains something else ({why})"
+        key = command.given().key("workload.draws_in_loader=false")
+        more = f"; {key} says that it does not matter"
+    return f"{why}. {search} searches it{more}"
 
 
 @dataclass(frozen=True)
@@ -599,6 +619,7 @@ class ScriptSpace:
         pinned: knobs that the user has fixed, and their values.
         declared: every knob that exists, by name.
         left_out: knobs that are not searched, and why.
+        absent: knobs that do not exist for it, and why.
 
     """
 
@@ -607,6 +628,7 @@ class ScriptSpace:
     pinned: dict[str, Value]
     declared: dict[str, Knob]
     left_out: dict[str, str]
+    absent: Mapping[str, str]
     _arguments: Sequence[str]
     _maps: Sequence[Mapped]
 
@@ -641,6 +663,27 @@ class ScriptSpace:
             )
         return {**asked, ACCUMULATION.name: share // int(micro)}
 
+    def left_out_lines(self) -> list[str]:
+        """Which knobs are not searched, and why: those that cannot apply here in one line."""
+        mapped = {one.name: one for one in self._maps}
+        apart: dict[str, list[str]] = {}
+        lines: dict[str, list[str]] = {}
+        reasons = {**self.absent, **self.left_out}
+        if MICRO_BATCH.name in self.baseline.keys() | self.pinned.keys():
+            reasons.pop(ACCUMULATION.name, None)  # it follows
+        fixed = self.baseline.keys() | self.pinned.keys()
+        for name in (mapped.keys() & self.declared.keys()) - fixed:
+            mapped.keys() & self.declared.keys() - self.baseline.keys() - self.pinned.keys()
+        ):
+            key = command.given().key("runner.knobs.NAME=[A,B]")
+            reasons.setdefault(name, f"only today's value is known. {key} names others")
+        for name, why in reasons.items():
+            is_apart = why == _NOT_FROM_OUTSIDE or (name in self.absent and name not in mapped)
+            (apart if is_apart else lines).setdefault(why, []).append(name)
+        told = [f"not searched: {', '.join(names)}: {why}" for why, names in lines.items()]
+        cannot = "; ".join(f"{why} ({', '.join(names)})" for why, names in apart.items())
+        return [*told, f"cannot apply here: {cannot}"] if cannot else told
+
     def unsupported(self, wanted: Mapping[str, Any], mapped: Sequence[str]) -> dict[str, str]:
         """What the user named and what has no effect on this script, and why.
 
@@ -664,7 +707,7 @@ class ScriptSpace:
                 lost[f"runner.knobs.{name}={asked}"] = why
         for name in maps.keys() & self.declared.keys() - self.baseline.keys() - wanted.keys():
             values = f"only {self.declared[name].default} is known of it. Name other values: "
-            lost[maps[name]] = f"{values}-o 'runner.knobs.{name}=[A,B]'"
+            lost[maps[name]] = f"{values}{command.given().key(f'runner.knobs.{name}=[A,B]')}"
         if MICRO_BATCH.name in self.baseline.keys() | self.pinned.keys():
             lost.pop(maps.get(ACCUMULATION.name, ""), None)  # it follows
         return lost

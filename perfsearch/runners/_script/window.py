@@ -427,7 +427,7 @@ def _status_and_reason(
             reason += f"; {failure.stack_dump}"
         if not any(steps):
             reason += ". A step is counted when a torch optimizer has stepped; if the script only "
-            reason += "begins slowly, raise limits.trial_s"
+            reason += f"begins slowly: {command.given().key('limits.trial_s=900')}"
         return failure.status, None, reason
     if not any(steps) and failure.status in (Status.CRASH, Status.INVALID):
         reason += " (before the first step)"
