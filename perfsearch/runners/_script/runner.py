@@ -271,7 +271,7 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
         unsupported = self._known.unsupported(self._where.wanted, self.options.names_mapped)
         remarks += self._timings.remarks(bool(self.hardware.gpus), self._facts, unsupported)
         if self._timings.searches and self._facts is not None:
-            remarks += self._known.left_out_lines()
+            remarks += self._known.left_out_lines(self._where.wanted)
         self.remarks = remarks
 
     def _begin(self, plan: Plan) -> list[str]:
@@ -663,17 +663,21 @@ class ScriptSpace:
             )
         return {**asked, ACCUMULATION.name: share // int(micro)}
 
-    def left_out_lines(self) -> list[str]:
-        """Which knobs are not searched, and why: those that cannot apply here in one line."""
+    def left_out_lines(self, wanted: Mapping[str, Any]) -> list[str]:
+        """Which knobs are not searched, and why: those that cannot apply here in one line.
+
+        Args:
+            wanted: ``runner.knobs``; what is fixed there is not left out.
+
+        """
         mapped = {one.name: one for one in self._maps}
         apart: dict[str, list[str]] = {}
         lines: dict[str, list[str]] = {}
         reasons = {**self.absent, **self.left_out}
         if MICRO_BATCH.name in self.baseline.keys() | self.pinned.keys():
             reasons.pop(ACCUMULATION.name, None)  # it follows
-        fixed = self.baseline.keys() | self.pinned.keys()
-        for name in (mapped.keys() & self.declared.keys()) - fixed:
-            mapped.keys() & self.declared.keys() - self.baseline.keys() - self.pinned.keys()
+        for name in sorted(
+            (mapped.keys() & self.declared.keys()) - self.baseline.keys() - {*wanted}
         ):
             key = command.given().key("runner.knobs.NAME=[A,B]")
             reasons.setdefault(name, f"only today's value is known. {key} names others")

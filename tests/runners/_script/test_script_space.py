@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import pytest
@@ -209,3 +210,26 @@ def test_an_unknown_knob_is_refused_and_those_of_other_workloads_are_not():
     assert "compile_mode" in settled(wanted={**SEARCHED, "compile_mode": "none"}).left_out
     with pytest.raises(BadInputError, match="bucket_cap_m: no such knob"):
         settled(wanted={"bucket_cap_m": 1})
+
+
+def test_whatever_is_not_searched_is_told_with_the_way_to_search_it():
+    drawing = dataclasses.replace(DDP, draws_in_loader=True)
+    maps = [*BATCH, Mapped("precision", "--precision")]
+    wanted = {**SEARCHED, "zero_stage": 2}
+    known = settled(drawing, ("--precision", "fp32"), maps, wanted)
+    *told, cannot = known.left_out_lines(wanted)
+    draws, micro, value = sorted(line for line in told if "gradient_acc" not in line)
+    assert draws.startswith("not searched: dataloader_workers: its processes draw random numbers")
+    assert "numerics=altering searches it" in draws and "workload.draws_in_loader=false" in draws
+    assert micro.startswith("not searched: micro_batch: its value today is not among")
+    assert value.startswith("not searched: precision: only today's value is known")
+    assert cannot.startswith("cannot apply here: ")
+    assert "the script makes no FSDP module (zero_stage)" in cannot
+    assert "NCCL is not used on a CPU, only with runner.device=cuda (nccl_" in cannot
+    named = {name for line in told for name in line.split(": ")[1].split(", ")}
+    assert not named & known.space.by_name.keys()
+
+
+def test_shared_out_streams_are_told_as_such():
+    known = settled(dataclasses.replace(DDP, shared_out=True))
+    assert "share out a stream" in known.left_out_lines(SEARCHED)[0]
