@@ -144,7 +144,7 @@ class Settings:
         strategy: what is tried next.
         workload: what is trained.
         nproc: processes on this node, one a device; ``auto`` takes every visible GPU, or two
-            CPU processes.
+            CPU processes; a script gets one process where it is not meant for several.
         nnodes: number of nodes.
         seed: of every random draw.
         numerics: the most that a searched knob may do to the computation.

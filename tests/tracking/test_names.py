@@ -43,6 +43,14 @@ def test_numbers_of_a_known_measurement_come_out_in_their_units():
     assert "memory/peak_reserved_gib" not in metrics
 
 
+def test_steps_are_told_where_samples_cannot_be_counted():
+    found = trial(0)
+    found.measurement.samples_per_step = None
+    metrics = names.trial_metrics(found)
+    assert metrics["throughput/steps_per_s"] == pytest.approx(10)
+    assert not [name for name in metrics if "samples" in name]
+
+
 def test_utilisation_of_the_peak_needs_device_and_precision():
     found = measurement(
         flops_per_step=2 * 0.1 * 989e12 / 2,

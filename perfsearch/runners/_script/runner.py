@@ -93,8 +93,8 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
             preset: arguments of a framework: ``hf-trainer``, ``lightning``, ``accelerate``,
                 ``deepspeed``.
             silence: further arguments in trials, so that they write no checkpoints and no logs.
-            samples_per_step: samples of a step over all ranks; ``null``: counted in the loader's
-                batches.
+            samples_per_step: samples of a step over all ranks; ``null``: counted by what the loader
+                fetches for its batches, or, where that is not known, steps/s are scored.
             draws_in_loader: whether loading a sample draws random numbers, so that the number of
                 loader processes changes what is trained; ``null``: found out where it can be.
 
