@@ -112,7 +112,7 @@ def score(
         try:
             group.send({"op": "score", "count": count, "each": each})
             found = group.receive("window", max(0.0, deadline - time.monotonic()))
-        except GroupGone:
+        except (GroupGone, EndedError):
             if not messages:
                 raise
             start.over, start.gone = True, True

@@ -34,8 +34,9 @@ def begin(tmp_path):
     assert processes.reap_groups(tmp_path) == 0
 
 
-def measured(runner, directory):
-    plan = Plan(0, Purpose.BASELINE, scored_seconds=0.02, log_directory=directory / "logs" / "0000")
+def measured(runner, directory, seconds=0.02):
+    logs = directory / "logs" / "0000"
+    plan = Plan(0, Purpose.BASELINE, scored_seconds=seconds, log_directory=logs)
     return runner.measure(runner.baseline, plan)
 
 
@@ -95,6 +96,6 @@ def test_a_script_that_reads_its_rank_gets_one(begin, tmp_path):
     ],
 )
 def test_what_cannot_be_measured_is_answered_in_the_first_start(begin, tmp_path, name, nproc, says):
-    outcome = measured(begin(name, nproc), tmp_path)
+    outcome = measured(begin(name, nproc), tmp_path, seconds=5.0)
     assert outcome.status is Status.INVALID
     assert says in outcome.reason and "\n" not in outcome.reason
