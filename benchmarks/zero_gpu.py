@@ -38,7 +38,7 @@ from perfsearch.core.journal import Journal
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.pipeline import baseline, explore
-from perfsearch.pipeline.session import Session
+from perfsearch.pipeline.session import BreakerError, Session
 
 PER_GPU = 16
 """Samples a rank of the baseline's global batch."""
@@ -135,15 +135,16 @@ def run_search(bench: Bench, part: str, name: str, settings: Settings) -> None:
             Path(directory), objective, trials,
         )  # fmt: skip
         described_s = time.monotonic() - begin
-        baseline.run(session)
-        baseline_s = time.monotonic() - begin
-        allowed = settings.budget.seconds
-        if allowed is not None:  # here the start of processes counts, too
-            left = replace(settings.budget, seconds=max(1.0, allowed - baseline_s))
-            session.settings = replace(settings, budget=left)
+        baseline_s = 0.0
         try:
+            baseline.run(session)
+            baseline_s = time.monotonic() - begin
+            allowed = settings.budget.seconds
+            if allowed is not None:  # here the start of processes counts, too
+                left = replace(settings.budget, seconds=max(1.0, allowed - baseline_s))
+                session.settings = replace(settings, budget=left)
             reason = explore.run(session)
-        except explore.BreakerError as error:
+        except BreakerError as error:
             reason = str(error)
         seconds = time.monotonic() - begin
         journal.close()

@@ -153,7 +153,8 @@ class Settings:
         budget: limits of the search stage.
         confirm: limits of the confirm stage.
         limits: time and failure limits.
-        on_failure: whether a failed trial ends the search.
+        on_failure: whether a failed trial ends the search; a failed baseline does in any case,
+            unless it ran out of memory.
         launcher: where ranks start.
         run_dir: where the run's files go; ``None`` is ``outputs/RUNNER-STRATEGY-HASH``.
         resume: continue an unfinished search, never do, or run its failed trials again.

@@ -17,7 +17,7 @@ from perfsearch.metrics.bounds import (
 )
 from perfsearch.metrics.diagnosis import Severity, diagnose
 from perfsearch.pipeline import profile
-from perfsearch.pipeline.session import Session
+from perfsearch.pipeline.session import BreakerError, Session
 
 _OF_THE_JOB = (
     "workload.factory=",
@@ -32,36 +32,42 @@ _OF_THE_JOB = (
 def run(session: Session) -> Trial:
     """Run trial 0 unless an earlier run of the same search has it, and tell the strategy.
 
-    A failure is reported with its cause before anything else is tried; the search goes on, since a
-    baseline that runs out of memory is a reason to search, and the limit on consecutive failures
-    counts it like any other.
+    Where it runs out of memory the search goes on, since another configuration may fit. Any other
+    failure ends it: there is nothing to compare with, and whatever is tried would fail alike.
 
     Raises:
+        BreakerError: the baseline does not run.
         BadInputError: the user's factory makes no job, or the user's script ends too early. Once
             it is mended, the same command begins with the baseline.
 
     """
     session.view.stage("baseline", "the configuration as it is today")
-    known = session.baseline
-    if known is not None and not _again(session, known):
-        _explain(session, known)
-        return known
-    baseline = dict(session.runner.baseline)
-    trial = session.run(baseline, Purpose.BASELINE, number=0, profiled=True)
-    session.strategy.tell(trial)
-    session.told(trial=trial.number)
-    if trial.status is not Status.OK:
-        log = f" Full log: {trial.log_path}" if trial.log_path else ""
-        if _is_users_fault(trial):
-            raise BadInputError(f"{trial.reason}.{log}")
-        session.view.warning(f"the baseline failed: {trial.status}, {trial.reason}.{log}")
+    trial = session.baseline
+    if trial is None or _again(session, trial):
+        baseline = dict(session.runner.baseline)
+        trial = session.run(baseline, Purpose.BASELINE, number=0, profiled=True)
+        session.strategy.tell(trial)
+        session.told(trial=trial.number)
+        if trial.status is not Status.OK:
+            _report_failure(session, trial)
+    if trial.status.has_failed and trial.status is not Status.OOM:
+        raise BreakerError(f"the baseline failed: {trial.status}, {trial.reason}")
     _explain(session, trial)
     return trial
 
 
+def _report_failure(session: Session, trial: Trial) -> None:
+    log = f" Full log: {trial.log_path}" if trial.log_path else ""
+    if _is_users_fault(trial):
+        raise BadInputError(f"{trial.reason}.{log}")
+    if trial.status is Status.OOM:  # of others the end of the search tells
+        session.view.warning(f"the baseline failed: {trial.status}, {trial.reason}.{log}")
+
+
 def _again(session: Session, known: Trial) -> bool:
     asked = session.only_rerun and known.status.has_failed
-    return asked or known.status is Status.INTERRUPTED or _is_users_fault(known)
+    unfit = known.status is Status.INTERRUPTED or known.status.is_from_outside
+    return asked or unfit or _is_users_fault(known)
 
 
 def _is_users_fault(trial: Trial) -> bool:

@@ -19,8 +19,9 @@ def run(session: Session) -> Verdict:
     """Re-measure until the interval is narrow or the repeats are spent, and decide.
 
     Search readings of the finalists are not used: they were chosen for being small. An arm that
-    fails once is out. Without a working baseline the best finalist that runs is handed over, with
-    no speed-up stated.
+    fails once is out. A baseline that ran in the search and fails here leaves nothing to compare
+    with: it is handed over, and nothing is claimed. Where it did not run in the search either, the
+    best finalist that runs is handed over, with no speed-up stated.
     """
     settings = session.settings.confirm
     for key in ("finalists", "max_repeats"):
@@ -48,6 +49,8 @@ def _compare(session: Session, finalists: Sequence[Trial]) -> Verdict:
     planned = interim_analyses(settings.max_repeats)
     for block in range(settings.max_repeats):
         whole = _run_block(session, verdict, arms, block)
+        if BASELINE in verdict.costs and BASELINE not in arms:
+            return _without_reference(verdict)
         alive = _alive(session, verdict, arms)
         if not alive:
             verdict.reason = "every finalist failed in fresh processes: no gain is claimed"
@@ -75,6 +78,17 @@ def _compare(session: Session, finalists: Sequence[Trial]) -> Verdict:
         if out_of_time or decided(verdict.intervals, settings.precision):
             break
     _decide(session, verdict, arms)
+    return verdict
+
+
+def _without_reference(verdict: Verdict) -> Verdict:
+    """Nothing is claimed, as the baseline's repeat, which is the last trial, has failed."""
+    failed = verdict.trials[-1]
+    verdict.intervals = {}
+    verdict.reason = (
+        f"the baseline failed in a fresh start ({failed.status}: {failed.reason}), though it ran "
+        "in the search: no speed-up can be stated, and the configuration of today is handed over"
+    )
     return verdict
 
 
@@ -165,6 +179,8 @@ def _run_block(
         )
         del arms[arm]
         verdict.intervals.pop(arm, None)
+        if arm == BASELINE:
+            break  # whatever the others read, there is nothing to compare it with
     return True
 
 
@@ -197,13 +213,10 @@ def _measured(
 def _decide(session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]]) -> None:
     alive = [arm for arm in arms if arm != BASELINE]
     if BASELINE not in arms and not any(verdict.costs[arm] for arm in alive):
-        if session.baseline_cost is None and alive:
-            untried = session.numbered(alive[0])
-            verdict.winner = untried.number
-            why = _rescued(session, untried, untried.cost)
-            verdict.reason = f"{why}; not confirmed in confirm.seconds"
-            return
-        verdict.reason = "no finalist could be confirmed in confirm.seconds: no gain is claimed"
+        untried = session.numbered(alive[0])
+        verdict.winner = untried.number
+        why = _rescued(session, untried, untried.cost)
+        verdict.reason = f"{why}; not confirmed in confirm.seconds"
         return
     if BASELINE not in arms:
         alive = [arm for arm in alive if verdict.costs[arm]]

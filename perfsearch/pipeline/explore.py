@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import statistics
 import time
 from collections.abc import Sequence
 
 from perfsearch.core.hints import ChainResult
 from perfsearch.core.journal import Journal
-from perfsearch.core.knob import Value, same_value
+from perfsearch.core.knob import Value
 from perfsearch.core.trial import Purpose, Status, Trial
-from perfsearch.pipeline.session import Session
+from perfsearch.pipeline.session import BreakerError, Session
 from perfsearch.runners.base import Screens
 
 MAX_SERVED = 200
 """Proposals answered from the record, or screened, in a row before the search ends."""
 
-ALIKE = 4
-"""So many search trials at least must fail as the baseline did before the knobs are held to have no
-part in it.
-"""
-
 CHAIN_LINES = 20
 """Lines on the terminal for a chain over simulated configurations."""
-
-
-class BreakerError(Exception):
-    """A circuit breaker ended the search; the message says which and why."""
 
 
 def run(session: Session) -> str:
     """Search until something says stop, and return what did.
 
     Raises:
-        BreakerError: too many failures in a row, trials that fail as the baseline did, or any
-            failure with ``on_failure=stop``.
+        BreakerError: too many failures in a row, or any failure with ``on_failure=stop``.
 
     """
     session.view.stage("search", session.strategy.describe())
@@ -203,40 +192,12 @@ def _check_breakers(session: Session, trial: Trial | None = None) -> None:
         session.consecutive_failures = session.consecutive_failures + 1 if failed else 0
     if trial.status.has_failed and session.settings.on_failure == "stop":
         raise BreakerError(f"on_failure=stop: trial {trial.number} ended {trial.status}")
-    if _all_fail_alike(session):
-        raise BreakerError(
-            f"every trial fails as the baseline does, whatever is changed: {trial.status}, "
-            f"{_cause(trial)}"
-        )
     limit = session.settings.limits.consecutive_failures
     if session.consecutive_failures >= limit:
         raise BreakerError(
             f"{limit} trials failed in a row (limits.consecutive_failures={limit}); "
             f"the last: {trial.status}, {trial.reason}"
         )
-
-
-def _all_fail_alike(session: Session) -> bool:
-    """Whether all trials failed as the baseline did, though each knob was changed in one of them.
-
-    Not for want of memory or time: that is what a search may well mend, and
-    ``limits.consecutive_failures`` bounds it.
-    """
-    baseline, tried = session.baseline, session.search_trials
-    if session.only_rerun or baseline is None or len(tried) < ALIKE:
-        return False
-    if not baseline.status.is_failure or baseline.status in (Status.OOM, Status.TIMEOUT):
-        return False
-    start = baseline.configuration
-    changed = {n for t in tried for n, v in t.configuration.items() if not same_value(v, start[n])}
-    return changed >= {k.name for k in session.runner.space.knobs if k.count != 1} and all(
-        t.status is baseline.status and _cause(t) == _cause(baseline) for t in tried
-    )
-
-
-def _cause(trial: Trial) -> str:
-    """Its reason, whichever rank was the first to meet it."""
-    return re.sub(r"^rank \d+: ", "", trial.reason)
 
 
 def _sentinel(session: Session) -> None:

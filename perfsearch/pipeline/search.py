@@ -30,7 +30,7 @@ from perfsearch.core.space import Space
 from perfsearch.core.trial import Status, Trial
 from perfsearch.pipeline import baseline, confirm, explore, record, resume, transfer
 from perfsearch.pipeline.resume import device_lock, run_directory_lock
-from perfsearch.pipeline.session import Result, Session, Verdict, View
+from perfsearch.pipeline.session import BreakerError, Result, Session, Verdict, View
 from perfsearch.runners.base import (
     Advises,
     FollowsUp,
@@ -376,7 +376,7 @@ def _stages(session: Session) -> Result:
         baseline.run(session)  # stage 2
         reason = PROFILED if profiled else baseline.reason_to_stop(session)
         reason = reason or explore.run(session)  # stage 3
-    except explore.BreakerError as error:
+    except BreakerError as error:
         exit_code, reason = ExitCode.CIRCUIT_BREAKER, str(error)
         session.view.warning(f"search ended: {reason}")
     else:
@@ -410,8 +410,7 @@ def _resume(session: Session) -> None:
 
 
 def _nothing_succeeded(session: Session) -> str:
-    runner, trials = session.runner, session.trials
-    advice = runner.advice(trials) if isinstance(runner, Advises) else ""
+    trials, advice = session.trials, _next_step(session)
     reason = "no trial succeeded: none was started"
     if trials:
         counts = Counter(str(t.status) for t in trials)
@@ -420,3 +419,16 @@ def _nothing_succeeded(session: Session) -> str:
         log = f"; full log of trial {first.number}: {first.log_path}" if first.log_path else ""
         reason = f"no trial succeeded: {causes}; the first: {first.reason}{log}"
     return f"{reason}. {advice}" if advice else reason
+
+
+def _next_step(session: Session) -> str:
+    """What to do where no trial succeeded."""
+    runner, baseline_trial = session.runner, session.baseline
+    advice = runner.advice(session.trials) if isinstance(runner, Advises) else ""
+    if baseline_trial is None or baseline_trial.status is Status.OOM:
+        return advice
+    if baseline_trial.status is Status.TIMEOUT:
+        limit_s = session.settings.limits.trial_s
+        more = f"If it is only slow, raise limits.trial_s={limit_s:g}"
+        return f"{advice}. {more}" if advice else more
+    return advice or "See that the job runs as it is today, then give the same command again"

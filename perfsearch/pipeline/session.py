@@ -49,6 +49,10 @@ MAX_RETRIES = 2
 """How often a trial is started again after a failure that is not the configuration's."""
 
 
+class BreakerError(Exception):
+    """A circuit breaker ended the search; the message says which and why."""
+
+
 @dataclass
 class Session:
     """One search under way: its parts, and the trials so far in order of their numbers."""

@@ -269,7 +269,7 @@ def _of_end(end: ProcessEnd, evidence: Evidence) -> Failure:
         if is_oom(tail):
             line = one_line(_line_of(tail, _OOM))
             return Failure(Status.OOM, f"rank {end.rank}: {line}", end.rank)
-        reason = f"rank {end.rank} ended with exit code {end.exit_code}"
+        reason = f"rank {end.rank} ended with exit code {end.exit_code}{last_words(tail)}"
         return Failure(Status.CRASH, reason, end.rank)
     name = signal_name(-end.exit_code)
     if evidence.oom_kills and end.exit_code == -signal.SIGKILL:
@@ -313,6 +313,17 @@ def signal_name(number: int) -> str:
 def refusal(tail: str) -> str:
     """The line of a log with which a script refused its arguments, as argparse does; or empty."""
     return one_line((_ARGUMENTS_REFUSED.findall(tail) or [""])[-1])
+
+
+_NO_WORDS = re.compile(r"^\[(?:rank\d+\]:)?\[?[WIE]\d|ScriptExitError: |^\[\d+\.\d+ s\] ")
+"""Lines of a log that a job has not written itself: torch's warnings, and our own."""
+
+
+def last_words(tail: str) -> str:
+    """The last line that a job has written into its log, to go after a cause; or empty."""
+    lines = (line.strip() for line in reversed(tail.splitlines()))
+    line = next((line for line in lines if line and not _NO_WORDS.search(line)), "")
+    return f'; its last line: "{one_line(line)}"' if line else ""
 
 
 def one_line(text: str, limit: int = 300) -> str:

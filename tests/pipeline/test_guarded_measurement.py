@@ -5,7 +5,7 @@ from support.small_search import Search
 from support.synthetic import SyntheticRunner
 
 from perfsearch.core.journal import read
-from perfsearch.core.trial import Status
+from perfsearch.core.trial import Outcome, Status
 
 
 def raising(error: Exception, at: int):
@@ -40,14 +40,18 @@ def test_a_system_call_that_fails_is_not_the_configurations_fault(search: Search
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_trial_zero_follows_the_same_policy_as_any_other(search: Search, number: int) -> None:
-    """automl/SMAC3#410: a crash of the very first run is no reason to give up, nor is a later."""
-    result = search(SyntheticRunner(fail=raising(RuntimeError("boom"), number)))
-    assert result.exit_code == 0
-    stopped = search(
-        SyntheticRunner(fail=raising(RuntimeError("boom"), number)),
-        on_failure="stop",
-        resume="never",
-    )
+def test_whether_one_failure_ends_the_search_is_asked_of_every_trial(
+    search: Search, number: int
+) -> None:
+    """automl/SMAC3#410: running out of memory, the first run too is a failure like any other.
+
+    Any other failure of trial 0 leaves nothing to compare with: see ``test_limits.py``.
+    """
+
+    def fail(configuration, plan):
+        return Outcome(Status.OOM, reason="out of memory") if plan.number == number else None
+
+    assert search(SyntheticRunner(fail=fail)).exit_code == 0
+    stopped = search(SyntheticRunner(fail=fail), on_failure="stop", resume="never")
     assert stopped.exit_code == (1 if number == 0 else 3)
     assert len(stopped.trials) >= number + 1

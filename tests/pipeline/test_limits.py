@@ -117,52 +117,49 @@ def test_failures_in_a_row_are_counted_over_a_resume(search: Search) -> None:
     assert {t.purpose for t in result.trials if t.number > 5} == {Purpose.CONFIRM}
 
 
-def closure(reason="rank {}: step() needs a closure", status=Status.CRASH, interrupted_at=-1):
+def baseline_fails(status=Status.CRASH, reason="rank 0: FileNotFoundError: no such data"):
     def fail(configuration, plan):
-        if plan.number == interrupted_at:
-            raise KeyboardInterrupt
-        return Outcome(status, reason=reason.format(plan.number))
+        first = plan.purpose is Purpose.BASELINE
+        return Outcome(status, reason=reason, log_path="logs/0000/rank0.log") if first else None
 
     return fail
 
 
-def test_trials_that_fail_as_the_baseline_did_end_the_search(search: Search) -> None:
-    result = search(SyntheticRunner(fail=closure()))
+@pytest.mark.parametrize("status", [Status.CRASH, Status.INVALID, Status.TIMEOUT, Status.DIVERGED])
+def test_a_baseline_that_fails_ends_the_search(search: Search, status: Status) -> None:
+    """There is nothing to compare with, and what is tried would fail alike."""
+    result = search(SyntheticRunner(fail=baseline_fails(status)))
     assert result.exit_code == 1
-    assert [t.number for t in result.trials] == [0, 1, 2, 3, 4]
-    assert "as the baseline does, whatever is changed: crash, step() needs" in result.reason
-    assert f"warning: search ended: {result.reason}" in search.view.text
+    assert [t.number for t in result.trials] == [0]
+    said = f"the baseline failed: {status}, rank 0: FileNotFoundError: no such data"
+    assert result.reason == said
+    assert f"warning: search ended: {said}" in search.view.text
+    assert "no such data; full log of trial 0: logs/0000/rank0.log. " in result.verdict.reason
+    asks = "raise limits.trial_s=" if status is Status.TIMEOUT else "the same command again"
+    assert asks in result.verdict.reason
+    assert not (result.run_dir / "best").exists()
 
 
-def test_while_a_knob_was_not_changed_it_may_be_to_blame(search: Search) -> None:
-    def fail(configuration, plan):
-        same = "step() needs a closure"
-        return None if configuration["view"] else Outcome(Status.CRASH, reason=same)
+def test_one_that_failed_before_a_kill_ends_it_too(search: Search) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("perfsearch.pipeline.baseline.BreakerError", KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            search(SyntheticRunner(fail=baseline_fails()))
+    result = search()
+    assert search.runner.plans == []
+    assert (result.exit_code, len(result.trials)) == (1, 1)
 
-    result = search(SyntheticRunner(fail=fail), strategy={"name": "grid"})
-    assert any(t.status is Status.OK for t in result.trials)
-    assert "as the baseline does" not in result.reason
 
-
-def test_they_end_it_after_a_resume_too_and_can_be_run_again(search: Search) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        search(SyntheticRunner(fail=closure(interrupted_at=4)))
-    result = search(SyntheticRunner(fail=closure()))
-    assert [p.number for p in search.runner.plans] == [4]
-    assert "every trial fails as the baseline does" in result.reason
+def test_one_that_failed_is_run_again_where_that_is_asked_for(search: Search) -> None:
+    search(SyntheticRunner(fail=baseline_fails()))
     again = search(resume="failed")
-    assert sorted(p.number for p in search.runner.plans if p.purpose is not Purpose.CONFIRM) == [
-        0, 1, 2, 3, 4,
-    ]  # fmt: skip
+    assert again.trials[0].status is Status.OK
     assert again.exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [(Status.OOM, "oom"), (Status.TIMEOUT, "slow"), (Status.CRASH, "at address {}")],
-)
-def test_what_a_search_may_mend_is_left_to_the_limit(search: Search, status, reason) -> None:
-    result = search(SyntheticRunner(fail=closure(reason, status)))
+def test_one_that_does_not_fit_is_left_to_the_limit(search: Search) -> None:
+    """Another configuration may."""
+    result = search(SyntheticRunner(fail=lambda c, p: Outcome(Status.OOM, reason="oom")))
     assert "limits.consecutive_failures=8" in result.reason
 
 

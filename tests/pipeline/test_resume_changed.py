@@ -92,7 +92,7 @@ def test_failed_only_means_the_baseline_and_failures_from_outside_too(search: Se
 
     def fail(configuration, plan):
         if plan.number == 0:
-            return Outcome(Status.CRASH, reason="boom")
+            return Outcome(Status.OOM, reason="out of memory")
         if plan.number == 2:
             return Outcome(Status.INFRASTRUCTURE, reason="address already in use")
         if plan.number == 3:

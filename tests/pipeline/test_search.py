@@ -130,6 +130,34 @@ def test_where_the_baseline_fails_a_failing_finalist_gives_way_to_the_next(searc
     assert confirmed[-1] is Status.OK
 
 
+@pytest.mark.parametrize("finalists", [1, 2])
+@pytest.mark.parametrize("block", [0, 2])
+def test_a_baseline_that_fails_when_it_is_repeated_is_a_result(
+    search: Search, finalists: int, block: int
+) -> None:
+    """It ran in the search, so that it is handed over, and nothing is claimed."""
+
+    def fail(configuration, plan):
+        if plan.purpose is not Purpose.CONFIRM or configuration != search.runner.baseline:
+            return None
+        before = [p for p in search.runner.plans if p.purpose is Purpose.CONFIRM]
+        late = len(before) > block * (1 + finalists)
+        return Outcome(Status.CRASH, reason="rank 0: ValueError: no data") if late else None
+
+    options = {"confirm": {"finalists": finalists, "precision": 1e-6}}
+    result = search(SyntheticRunner(fail=fail), **options)
+    assert result.exit_code == 0
+    assert result.verdict.winner is None and result.verdict.interval is None
+    assert "the baseline failed in a fresh start (crash: rank 0: ValueError: no data)" in (
+        result.verdict.reason
+    )
+    assert "no speed-up can be stated" in result.verdict.reason
+    assert result.best == search.runner.baseline
+    summary = json.loads((result.run_dir / "best" / "summary.json").read_text())
+    assert (summary["is_baseline"], summary["speed_up"]) == (True, None)
+    assert summary["numbers"]["objective/value"] > 0
+
+
 def test_nothing_succeeds(search: Search) -> None:
     """automl/SMAC3#14: exit code 1 and a count by cause."""
     limits = {"consecutive_failures": 4}
@@ -175,9 +203,9 @@ def test_infrastructure_that_stays_broken_is_bounded(search: Search) -> None:
     def always(configuration, plan):
         return Outcome(Status.INFRASTRUCTURE, reason="rendezvous refused")
 
-    result = search(SyntheticRunner(fail=always), limits={"consecutive_failures": 2})
+    result = search(SyntheticRunner(fail=always))
     assert result.exit_code == 1
-    assert len(search.runner.plans) == 2 * 3
+    assert len(search.runner.plans) == 3
 
 
 def test_other_losses_are_diverged_and_never_best(search: Search) -> None:

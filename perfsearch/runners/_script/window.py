@@ -30,7 +30,7 @@ from perfsearch.training.clock import (
     least_wait_ms,
     phases_of,
 )
-from perfsearch.workers.failures import Failure, refusal
+from perfsearch.workers.failures import Failure, last_words, refusal
 from perfsearch.workers.group import GroupGone, Message
 from perfsearch.workers.messages import rank_log
 from perfsearch.workers.results import combine
@@ -420,6 +420,8 @@ def _status_and_reason(
             if blamed:
                 reason += f" (from --map {blamed[0].name}={blamed[0].argument})"
             return Status.INVALID, None, reason
+        if "; its last line" not in reason:
+            reason += last_words(tail)
     if failure.status is Status.TIMEOUT:
         made = ", ".join(f"rank {rank} made {n} steps" for rank, n in enumerate(steps))
         reason = f"no answer in {round(error.limit_s or 0.0, 1):g} s: {made}"
