@@ -25,6 +25,7 @@ from perfsearch.instrument.patching import (
     watch_for_launchers,
 )
 from perfsearch.instrument.report import lines
+from perfsearch.instrument.seeds import seed_process
 from perfsearch.workers.log import report_error, switch_log
 from perfsearch.workers.messages import Channel
 from perfsearch.workers.processes import watch_controller
@@ -166,6 +167,7 @@ def run_in_search(config: LaunchConfig) -> int:
     controller = config.controller_pid, config.controller_started
     watch_controller(*controller, config.token, Path(config.directory))
     here = _Rank(config, rank)
+    seed_process(config.seed, rank)
     attach_at_import(here.attach)
     watch_for_launchers(config.script, _refuse)
     try:

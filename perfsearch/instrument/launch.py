@@ -46,6 +46,7 @@ class LaunchConfig:
         token: mark of the search's processes.
         controller_pid: the process whose death ends the script.
         controller_started: when that process was started.
+        seed: of that search; its ranks' generators are seeded before the script begins.
         mapped: knobs that were given to the script by its own arguments or files, and how.
         given: their values.
 
@@ -62,6 +63,7 @@ class LaunchConfig:
     token: str = ""
     controller_pid: int = 0
     controller_started: float = 0.0
+    seed: int = 0
     mapped: dict[str, str] = field(default_factory=dict)
     given: dict[str, Value] = field(default_factory=dict)
 

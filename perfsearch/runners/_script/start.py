@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from perfsearch.core.knob import Value, same_value
 from perfsearch.core.trial import Measurement, Outcome, loss_resolution
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
+from perfsearch.instrument.seeds import hash_seed
 from perfsearch.knobs import transport
 from perfsearch.knobs.transport import Mapped, apply
 from perfsearch.runners._script import window
@@ -123,13 +125,19 @@ class Runs:
         planned = transport.plan(knobs, self.maps)
         files = plan.log_directory.absolute() / "files"
         arguments, told = apply(self.arguments, self.maps, planned.mapped, files)
+        seed = self.environment.seed
         orders = LaunchConfig(
-            self.orders.script, self.orders.module, planned.objects, report=False, mapped=told
+            self.orders.script,
+            self.orders.module,
+            planned.objects,
+            report=False,
+            seed=seed,
+            mapped=told,
         )
         return ScriptGroup(
             orders,
             arguments,
-            {**self.variables, **planned.environment},
+            {**hash_seed(seed, os.environ), **self.variables, **planned.environment},
             self.way,
             self.environment,
             self.hardware.gpus,

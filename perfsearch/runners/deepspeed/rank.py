@@ -79,6 +79,7 @@ class Rank:
 
 def enter_trial(path: str, rank: int) -> None:
     """Take part in the trial that the file at ``path`` describes."""
+    from perfsearch.instrument.seeds import seed_process
     from perfsearch.workers.log import switch_log
     from perfsearch.workers.messages import TOKEN_VARIABLE, stack_note_file
     from perfsearch.workers.processes import watch_controller
@@ -96,6 +97,7 @@ def enter_trial(path: str, rank: int) -> None:
     if rank == 0 and len(above) > 3:  # unless it is the user's own
         write_whole(torch_logs_file(me.request.log_directory), {"directory": str(above[3])})
     watch_controller(*me.request.controller, os.environ[TOKEN_VARIABLE], Path(directory))
+    seed_process(me.request.seed, rank)
     sys.excepthook = me.failed
     atexit.register(me.ended)
     after_import("deepspeed", me.imported)

@@ -33,6 +33,7 @@ class Request:
         profile_steps: first and last scored step, where the user sets them.
         stop_above_s: end early once a step takes longer.
         survive: whether a checkpoint is saved, too.
+        seed: of the search; the ranks' generators are seeded before the script begins.
         directory: of the group, as ``write`` is told it: each rank notes there that it will say
             where it stands when it is asked.
 
@@ -49,6 +50,7 @@ class Request:
     profile_steps: tuple[int, int] | None = None
     stop_above_s: float | None = None
     survive: bool = False
+    seed: int = 0
     directory: str = ""
 
     @property

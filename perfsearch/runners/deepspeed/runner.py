@@ -20,6 +20,7 @@ from perfsearch.core.narrow import SEARCH, narrow
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Outcome, Purpose, Status, Trial
+from perfsearch.instrument.seeds import hash_seed
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch, settle
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.zero import applicable
@@ -217,6 +218,7 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
             profile_steps=self.autotuning.profile_steps(),
             stop_above_s=plan.stop_above_cost_s,
             survive=survive,
+            seed=self.environment.seed,
         )
         return trial.Start(
             words=[*self.command.for_trial(file, options, trial.free_port()), *self.silence],
@@ -225,7 +227,10 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
             run_dir=self.environment.run_dir,
             limits=self.environment.limits,
             gpus=self.hardware.gpus,
-            variables=self.environment.variables,
+            variables={
+                **hash_seed(self.environment.seed, os.environ),
+                **self.environment.variables,
+            },
         )
 
     def _not_fed(self, whole: Mapping[str, Value], outcome: Outcome) -> list[str]:
