@@ -80,6 +80,8 @@ class Knob:
         when: other knobs' values under which it matters; elsewhere it is held at its default.
         help: one line for people.
         shortens: parts of a step that it can make shorter; empty: it may do anything.
+        redraws: whether a job that draws random numbers in its forward pass (dropout) draws others
+            with another value, by the nature of the knob.
 
     """
 
@@ -97,6 +99,7 @@ class Knob:
     when: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     help: str = ""
     shortens: tuple[Part, ...] = ()
+    redraws: bool = False
 
     def __post_init__(self) -> None:
         if self.kind is Kind.BOOLEAN and not self.values:

@@ -27,6 +27,8 @@ class Facts:
         values: knob name to the value that is in force.
         ignored: knob name to why a value that was asked for is not in force.
         draws_in_loader: whether loading was seen to draw random numbers; ``None``: unknown.
+        draws_in_forward: whether torch drew random numbers between a loader's batch and the
+            backward pass; ``None``: unknown.
         compiled: whether the model was compiled.
         backend: of the process group, empty where there is none.
         framework: ``hf-trainer``, ``lightning``, ``accelerate``, ``deepspeed``, or empty.
@@ -45,6 +47,7 @@ class Facts:
     values: dict[str, Value] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     draws_in_loader: bool | None = None
+    draws_in_forward: bool | None = None
     compiled: bool = False
     backend: str = ""
     framework: str = ""

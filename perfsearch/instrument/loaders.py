@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from perfsearch.core.knob import Value
 from perfsearch.instrument.patching import wrap
 from perfsearch.instrument.phases import OTHER
-from perfsearch.instrument.tape import BatchTape, RandomState
+from perfsearch.instrument.tape import BatchTape, ForwardDraws, RandomState
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.loader import arguments_given, values_of
 
@@ -35,6 +35,7 @@ class Loaders:
         began: when the first was asked for, by ``time.perf_counter``; ``None``: not yet.
         accounting: samples and tokens (padding apart) in those that are trained on.
         counting: whether samples, tokens and random draws are noted.
+        forward: whether random numbers are drawn between a batch and the backward pass.
         mark: told ``dataloader_next`` whenever a batch has been taken, an iterator made (which
             starts worker processes) or one come to its end; ``other`` before.
         tape: keeps the batches, to give the same ones again.
@@ -52,6 +53,7 @@ class Loaders:
         self.counting = True
         self.shared_out = False
         self.draws: bool | None = None
+        self.forward = ForwardDraws()
         self.mark: Callable[[str], None] | None = None
         self.tape: BatchTape | None = None
         self.ignored: dict[str, str] = {}
@@ -136,6 +138,7 @@ class Loaders:
         samples = self._named.samples_of(iterator, batch)
         if self.tape is not None:
             batch = self.tape.pass_on(batch, iterator._dataset)
+        self.forward.begin()
         self.pulls += 1
         self.accounting.take(iteration, samples, count_tokens(batch))
         if self.mark is not None:

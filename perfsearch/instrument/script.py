@@ -57,6 +57,7 @@ class Script:
         if self.on_backward is not None:
             self.on_backward()
         self.loaders.accounting.backward()
+        self.loaders.forward.end()
         self.wrappers.note_backward()
 
     def put_into_force(self) -> None:
@@ -102,6 +103,7 @@ class Script:
             values=self.values(),
             ignored=dict(self.optimizers.ignored),
             draws_in_loader=self.loaders.draws,
+            draws_in_forward=self.loaders.forward.draws,
             compiled=self.is_compiled(),
             backend=_backend(),
             framework=next((name for m, name in _FRAMEWORKS.items() if m in sys.modules), ""),

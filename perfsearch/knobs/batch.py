@@ -135,6 +135,7 @@ MICRO_BATCH = Record(
         "micro_batch", Kind.ORDINAL, 1, values=(1,), unit="samples",
         help="samples of one forward pass of a rank",
         numerics=Numerics.REORDERED, shortens=(Part.COMPUTING, Part.COMMUNICATION, Part.LOADING),
+        redraws=True,
     ),
     uses=frozenset({Use.ZERO, Use.SCRIPT}), effect=100, zero_effect=100, fit=_micro_batch,
 )  # fmt: skip
@@ -142,7 +143,7 @@ MICRO_BATCH = Record(
 ACCUMULATION = Record(
     Knob(
         "gradient_accumulation", Kind.ORDINAL, 1, values=(1,), unit="micro-batches",
-        help="micro-batches of a step", numerics=Numerics.REORDERED,
+        help="micro-batches of a step", numerics=Numerics.REORDERED, redraws=True,
     ),
     uses=frozenset({Use.ZERO, Use.SCRIPT}), zero_effect=85, fit=_accumulation,
 )  # fmt: skip

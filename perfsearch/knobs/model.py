@@ -26,7 +26,7 @@ COMPILE = Record(
         "compile_mode", Kind.CATEGORICAL, NOT_COMPILED,
         values=(NOT_COMPILED, _DEFAULT_MODE, "max-autotune"), numerics=Numerics.REORDERED,
         help="torch.compile; off unless asked for, since compiling takes minutes",
-        shortens=(Part.COMPUTING,),
+        shortens=(Part.COMPUTING,), redraws=True,
     ),
     uses=frozenset({Use.DDP}), effect=78, fit=_graphs_need_a_gpu, searched=False,
 )  # fmt: skip
@@ -34,7 +34,7 @@ COMPILE = Record(
 CHANNELS_LAST = Record(
     Knob(
         "channels_last", Kind.BOOLEAN, False, numerics=Numerics.REORDERED,
-        help="memory layout of images and convolutions", shortens=(Part.COMPUTING,),
+        help="memory layout of images and convolutions", shortens=(Part.COMPUTING,), redraws=True,
     ),
     uses=frozenset({Use.DDP}), effect=76, fit=_for_images,
 )  # fmt: skip

@@ -86,17 +86,22 @@ def _mapped(job: ScriptJob, mapped: Mapped) -> Knob | str:
             scope=Scope.PROCESS, help="activations are computed again in the backward pass",
         )  # fmt: skip
     if isinstance(today, bool):
-        return Knob(name, Kind.BOOLEAN, today, scope=Scope.PROCESS, shortens=_shortens(name))
+        return Knob(name, Kind.BOOLEAN, today, scope=Scope.PROCESS, **_nature(name))
     return Knob(
         name, Kind.CATEGORICAL, today, values=_choices(job, name, today), scope=Scope.PROCESS,
-        help=f"the script's {mapped}", shortens=_shortens(name),
+        help=f"the script's {mapped}", **_nature(name),
     )  # fmt: skip
 
 
-def _shortens(name: str) -> tuple[Any, ...]:
-    """What a mapped argument can make shorter, where it has the name of a knob that is known."""
+def _nature(name: str) -> dict[str, Any]:
+    """What a mapped argument does, where it has the name of a knob that is known.
+
+    Any other may do anything, as one does that names the implementation of attention.
+    """
     record = knobs.by_name.get(name)
-    return record.knob.shortens if record is not None else ()
+    if record is None:
+        return {"redraws": True}
+    return {"shortens": record.knob.shortens, "redraws": record.knob.redraws}
 
 
 def _micro_batch(job: ScriptJob, micro: Value) -> Knob | str:

@@ -50,6 +50,8 @@ def run(session: Session) -> Trial:
         session.told(trial=trial.number)
         if trial.status is not Status.OK:
             _report_failure(session, trial)
+    else:
+        session.resumed = True
     if trial.status.has_failed and trial.status is not Status.OOM:
         raise BreakerError(f"the baseline failed: {trial.status}, {trial.reason}")
     _explain(session, trial)

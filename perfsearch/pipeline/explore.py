@@ -209,11 +209,8 @@ def _sentinel(session: Session) -> None:
     if not every or before is None or count // every <= len(sentinels) - len(broken_off):
         return
     number = broken_off[0] if broken_off else None
-    trial = session.run(dict(session.runner.baseline), Purpose.SENTINEL, number=number)
-    session.strategy.tell(trial)
-    session.told(trial=trial.number)
+    trial = session.measure_baseline_again(number)
     if trial.cost is None:
-        session.view.warning(f"the baseline, measured again, ended {trial.status}: {trial.reason}")
         session.recycle = True
         return
     first = session.baseline

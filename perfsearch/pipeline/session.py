@@ -13,15 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from perfsearch.core.journal import Journal, JournalError
-from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.knob import Configuration, Knob, Value, same_value
 from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import key_of
-from perfsearch.core.trial import Measurement, Outcome, Purpose, Status, Trial, loss_resolution
+from perfsearch.core.trial import (
+    DRAWS_IN_FORWARD,
+    Measurement,
+    Outcome,
+    Purpose,
+    Status,
+    Trial,
+    loss_resolution,
+)
 from perfsearch.core.verdict import Interval, leader
 from perfsearch.metrics.diagnosis import Thresholds, diagnose
 from perfsearch.pipeline.transfer import Transfer
-from perfsearch.runners.base import Plan, Runner
+from perfsearch.runners.base import Plan, Runner, StartsScripts
 from perfsearch.strategies.base import Strategy
 from perfsearch.training.clock import WARMUP_STEPS
 
@@ -44,6 +52,9 @@ _LOOK_SECONDS = 4
 
 CONFIRMED_STEPS = 20
 """Steps of a confirmation, at least."""
+
+_JUDGED = (Status.OK, Status.CRASH, Status.INVALID, Status.DIVERGED)
+"""Outcomes that a second start of the baseline may put in another light."""
 
 MAX_RETRIES = 2
 """How often a trial is started again after a failure that is not the configuration's."""
@@ -75,6 +86,8 @@ class Session:
     rerun: list[tuple[dict[str, Value], int | None]] = field(default_factory=list)
     only_rerun: bool = False
     numbers_from: int = 0
+    resumed: bool = False  # trial 0 is of an earlier run, whose processes are gone
+    _said: set[str] = field(default_factory=set)
     _last_told: float = field(default_factory=time.monotonic)
 
     @property
@@ -162,7 +175,9 @@ class Session:
     ) -> Trial:
         """Measure a configuration, record how it ended, and return it; never raises for a failure.
 
-        Failures from outside are started again up to ``MAX_RETRIES`` times, in new processes.
+        Failures from outside are started again up to ``MAX_RETRIES`` times, in new processes. Where
+        the outcome is in another start of a script than the baseline's, the baseline is started
+        once more before it is judged, as a trial with the next number.
 
         Args:
             configuration: what to measure.
@@ -175,7 +190,7 @@ class Session:
 
         """
         number = self.next_number if number is None else number
-        begin = time.monotonic()
+        begin, last_told = time.monotonic(), self._last_told
         self.view.trial_started(number, purpose, configuration)
         outcome = Outcome(Status.INTERRUPTED, reason="never started")
         attempt = 0
@@ -201,13 +216,15 @@ class Session:
                     break
                 self.view.warning(f"trial {number}: {outcome.reason}; starting it again")
             self.recycle = was_profiled(outcome)
+            now = time.monotonic()
+            if self._lacks_second_start(configuration, purpose, outcome):
+                self.measure_baseline_again(max(number + 1, self.next_number), fresh=True)
         except BaseException:
             trial = Trial(number, configuration, purpose, Status.INTERRUPTED, reason="interrupted")
             trial.seconds = time.monotonic() - begin
             self._finish(trial)
             raise
         trial = self._judge(number, configuration, purpose, outcome)
-        now = time.monotonic()
         trial.seconds = now - begin
         steps_s = 0.0
         if trial.measurement is not None:
@@ -219,7 +236,7 @@ class Session:
                 trial.measurement.system = self.sampler.window(max(begin, end - scored_s), end)
             note_findings(trial.measurement, self.settings.metrics.thresholds)
         # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
-        since = self._last_told if purpose is Purpose.SEARCH else begin
+        since = last_told if purpose is Purpose.SEARCH else begin
         trial.overhead_seconds = max(0.0, now - since - steps_s)
         self._finish(trial)
         return trial
@@ -280,16 +297,18 @@ class Session:
         if outcome.status not in (Status.OK, Status.PRUNED) or measurement is None:
             return trial
         if outcome.status is Status.OK:
-            reason = self._loss_check(measurement)
+            reason = self._loss_check(configuration, measurement)
             if reason:
                 trial.status, trial.reason = Status.DIVERGED, reason
                 return trial
         score_trial(trial, self.objective)
         return trial
 
-    def _loss_check(self, measurement: Measurement) -> str:
+    def _loss_check(self, configuration: Configuration, measurement: Measurement) -> str:
         """Why the first losses are not the reference's; empty when they agree."""
-        free = self.settings.batch == "free"
+        free, starts = self.settings.batch == "free", isinstance(self.runner, StartsScripts)
+        if starts and self._is_todays(configuration):
+            return ""  # what its starts differ by is what others may, too
         reference = next(
             (
                 t
@@ -305,12 +324,63 @@ class Session:
             return ""
         assert reference.measurement is not None
         tolerance = self.settings.limits.loss_tolerance
+        allowance = other_draws(reference, configuration, self.runner.space.knobs)
+        if starts:
+            today = [t for t in self.trials if self._is_todays(t.configuration)]
+            allowance = max(between_starts(today), allowance)
+        if allowance.share > tolerance and allowance.kind not in self._said:
+            self._said.add(allowance.kind)
+            self.view.note(allowance.why)
         both = (reference.measurement, measurement)
         finest = max(loss_resolution(m.environment.get("loss_dtype", "")) for m in both)
         is_baseline = reference.purpose is Purpose.BASELINE
         whose = "the baseline" if is_baseline else f"trial {reference.number}"
         expected = reference.measurement.first_losses
-        return loss_disagreement(expected, measurement.first_losses, tolerance, whose, finest)
+        return loss_disagreement(
+            expected, measurement.first_losses, tolerance, whose, finest, allowance.share
+        )
+
+    def _is_todays(self, configuration: Configuration) -> bool:
+        return key_of(configuration) == key_of(self.runner.baseline)
+
+    def _lacks_second_start(
+        self, configuration: Configuration, purpose: Purpose, outcome: Outcome
+    ) -> bool:
+        """Whether the baseline must be started once more before an outcome can be judged by it.
+
+        Which is in another start of the user's script than the baseline's was, while two starts of
+        the baseline itself have not been compared. A confirmation has starts of the baseline of its
+        own, and needs one more only where it would be judged before them, and hard.
+        """
+        baseline = self.baseline
+        if not isinstance(self.runner, StartsScripts) or self._is_todays(configuration):
+            return False
+        if baseline is None or baseline.status is not Status.OK:
+            return False
+        if outcome.status not in _JUDGED or not (outcome.fresh_process or self.resumed):
+            return False
+        again = (Purpose.SENTINEL, Purpose.CONFIRM)
+        if any(
+            t.purpose in again
+            and t.fresh_process
+            and t.status is not Status.INTERRUPTED
+            and self._is_todays(t.configuration)
+            for t in self.trials
+        ):
+            return False
+        measured = outcome.measurement
+        agrees = measured is not None and not self._loss_check(configuration, measured)
+        return not (purpose is Purpose.CONFIRM and agrees)
+
+    def measure_baseline_again(self, number: int | None = None, fresh: bool = False) -> Trial:
+        """Measure the baseline once more in the search, and tell the strategy."""
+        baseline = dict(self.runner.baseline)
+        trial = self.run(baseline, Purpose.SENTINEL, number=number, fresh=fresh)
+        self.strategy.tell(trial)
+        self.told(trial=trial.number)
+        if trial.cost is None:
+            self.view.warning(f"the baseline, measured again, ended {trial.status}: {trial.reason}")
+        return trial
 
     def _finish(self, trial: Trial) -> None:
         with deferred():  # recorded, known and shown, or none of it
@@ -530,6 +600,7 @@ def loss_disagreement(
     tolerance: float,
     whose: str = "the baseline",
     resolution: float = 0.0,
+    allowance: float = 0.0,
 ) -> str:
     """Compare the losses of the first steps after the common start, at the same global batch.
 
@@ -540,6 +611,7 @@ def loss_disagreement(
             below 1, but then at most a twentieth of the largest reference.
         whose: the reference is, for people.
         resolution: of the losses' type, relative to them, which they may differ by in any case.
+        allowance: difference relative to the reference that is allowed, too, whatever its size.
 
     Returns:
         One line saying where they part, empty when they agree.
@@ -551,7 +623,9 @@ def loss_disagreement(
     absolute = min(tolerance, _SMALL * largest) if largest else tolerance
     for step, (expected, seen) in enumerate(zip(reference, losses, strict=False)):
         size = abs(expected)
-        allowed = max(tolerance * size, absolute, resolution * size)
+        allowed = max(
+            tolerance * size, absolute, resolution * size, allowance * max(size, _SMALL * largest)
+        )
         if not math.isfinite(seen) or abs(seen - expected) > allowed:
             difference = abs(seen - expected) / max(1.0, size)
             limit = allowed / max(1.0, size)
@@ -560,3 +634,87 @@ def loss_disagreement(
                 f"(difference {difference:.2g}, tolerance {limit:.2g})"
             )
     return ""
+
+
+_SAFETY = 3.0
+"""Two starts show less of what starts can differ by than many would."""
+
+_LEAST_REDRAWN = 0.05
+"""What other random numbers in the forward pass may change in a loss in any case."""
+
+_MOST = 0.45
+"""Share of a loss beyond which no allowance goes: half the loss, or twice, is another loss. Unless
+the baseline's own starts are further apart.
+"""
+
+
+@dataclass(frozen=True, order=True)
+class Allowance:
+    """What first losses may differ by from the baseline's beyond ``limits.loss_tolerance``.
+
+    Attributes:
+        share: of the loss.
+        kind: which allowance it is.
+        why: one line for people.
+
+    """
+
+    share: float = 0.0
+    kind: str = ""
+    why: str = ""
+
+
+def between_starts(today: Sequence[Trial]) -> Allowance:
+    """What the baseline's own starts differ by.
+
+    Args:
+        today: trials of the baseline's configuration, trial 0 first.
+
+    """
+    seen = [t.measurement.first_losses for t in today if t.status is Status.OK and t.measurement]
+    apart = max((_largest_difference(seen[0], again) for again in seen[1:]), default=0.0)
+    share = max(min(_SAFETY * apart, _MOST), _SAFETY / 2 * apart)
+    return Allowance(
+        share,
+        "starts",
+        f"the baseline's own losses differ by up to {_percent(apart)} between two starts, though "
+        f"nothing was changed: other configurations are held to {_percent(share)}",
+    )
+
+
+def other_draws(reference: Trial, configuration: Configuration, knobs: Sequence[Knob]) -> Allowance:
+    """What is allowed where the forward pass draws by nature other numbers than the reference's.
+
+    Nobody can tell what other masks of a dropout change. The steps of the reference itself have
+    other masks and other samples, so that their losses differ by as much at least.
+    """
+    measured = reference.measurement
+    changed = [
+        knob.name
+        for knob in knobs
+        if knob.redraws
+        and not same_value(configuration[knob.name], reference.configuration[knob.name])
+    ]
+    if not changed or measured is None or not measured.environment.get(DRAWS_IN_FORWARD):
+        return Allowance()
+    losses = measured.first_losses
+    spread = (max(losses) - min(losses)) / max(map(abs, losses)) if any(losses) else 0.0
+    share = min(max(_LEAST_REDRAWN, spread), _MOST)
+    return Allowance(
+        share,
+        "draws",
+        f"the forward pass draws random numbers (dropout, say), and others with another "
+        f"{' or '.join(changed)}: such configurations are held to {_percent(share)} of the loss, "
+        "as the baseline's own losses differ from step to step",
+    )
+
+
+def _largest_difference(reference: Sequence[float], losses: Sequence[float]) -> float:
+    """Relative to the reference, as ``loss_disagreement`` has it."""
+    least = _SMALL * max(map(abs, reference), default=0.0)
+    pairs = zip(reference, losses, strict=False)
+    return max((abs(b - a) / (max(abs(a), least) or 1.0) for a, b in pairs), default=0.0)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%" if share < 1 else f"{100 * share:.0f}%"

@@ -152,6 +152,12 @@ class HoldsDevices:
         return self.hardware.device_set
 
 
+class StartsScripts:
+    """Measures in starts of the user's own script, two of which may differ though nothing was
+    changed.
+    """
+
+
 class Screens(ABC):
     """Refuses by arithmetic alone, at no cost, what cannot run."""
 

@@ -49,6 +49,7 @@ from perfsearch.runners.base import (
     HoldsDevices,
     Plan,
     Runner,
+    StartsScripts,
     environment_of,
 )
 from perfsearch.workers import processes
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
 
 
-class Script(Runner, HoldsDevices, Advises, ClosingLines):
+class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
     """Searches what can be changed in a script from outside, without a change to it.
 
     The script is started once before trial 0, to see what it builds; trial 0 goes on in that start.
@@ -353,10 +354,11 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
         try:
             measurement = runs.score(plan, deadline, self._in_force(knobs))
         except (GroupGone, EndedError) as error:
-            if isinstance(error, EndedError) and not (fresh or untouched):
-                runs.end(kill=True)  # what was left of it was too short; a whole start may do
-                return self.measure(configuration, replace(plan, fresh=True))
-            return replace(runs.failure(error, knobs), fresh_process=fresh)
+            failed = replace(runs.failure(error, knobs), fresh_process=fresh)
+            if fresh or untouched or self._is_cut_off(failed, plan):
+                return failed
+            # whatever came after what was left of it: only a whole start's failure counts
+            return self.measure(configuration, replace(plan, fresh=True))
         except BaseException:
             runs.end(kill=True)
             raise
@@ -372,6 +374,11 @@ class Script(Runner, HoldsDevices, Advises, ClosingLines):
             str(group.log),
             fresh,
         )
+
+    def _is_cut_off(self, failed: Outcome, plan: Plan) -> bool:
+        """Whether a failure says only that the search's time was over."""
+        limit_s = self.environment.limits.trial_s
+        return failed.status is Status.TIMEOUT and plan.time_limit_s < limit_s
 
     def _in_force(self, knobs: Mapping[str, Value]) -> dict[str, Value]:
         """What no library can be asked for: arguments of the script, variables of NCCL."""

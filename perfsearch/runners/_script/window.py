@@ -14,7 +14,7 @@ from typing import Any
 from perfsearch.core import command
 from perfsearch.core.knob import Value
 from perfsearch.core.steps import read_window
-from perfsearch.core.trial import Measurement, Outcome, Status, Trial
+from perfsearch.core.trial import DRAWS_IN_FORWARD, Measurement, Outcome, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script.group import EndedError, ScriptGroup
@@ -204,6 +204,8 @@ def _measurement(
     for name, value in combine(results)["measurement"].items():
         setattr(measurement, name, value)
     measurement.environment.update(_of_validation(measurement.step_seconds, aside))
+    if facts.draws_in_forward:
+        measurement.environment[DRAWS_IN_FORWARD] = True
     if all(m["bounds"] for m in messages):
         evidence = measurement.bottleneck_evidence
         evidence["with_everything_ms"] = evidence["phases_step_ms"]
@@ -431,9 +433,18 @@ def _status_and_reason(
             reason += ". A step is counted when a torch optimizer has stepped; if the script only "
             reason += f"begins slowly: {command.given().key('limits.trial_s=900')}"
         return failure.status, None, reason
-    if not any(steps) and failure.status in (Status.CRASH, Status.INVALID):
-        reason += " (before the first step)"
+    if failure.status in (Status.CRASH, Status.INVALID):
+        reason += f" ({_how_far(steps)})"
     return failure.status, None, reason
+
+
+def _how_far(steps: Sequence[int]) -> str:
+    """How far a start came that failed, and how far it need come."""
+    made = min(steps, default=0)
+    if not made:
+        return "before the first step"
+    most = WARMUP_STEPS[1] + Plan.scored_steps[1]
+    return f"after step {made} or later; a trial makes up to {most}"
 
 
 def judge_measurement(

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from perfsearch.core.trial import DRAWS_IN_FORWARD
+from perfsearch.instrument.tape import ForwardDraws
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.runners.deepspeed.request import Request, result_file, so_far_file, write_whole
@@ -94,7 +96,9 @@ class Hook:
                 return original(engine, *args, **kwargs)
             window.fed(_batch_size(args, kwargs))
             window.mark("dataloader_next")
+            window.forward.begin()
             result = original(engine, *args, **kwargs)
+            window.forward.end()
             window.mark("forward")
             return result
 
@@ -235,6 +239,9 @@ class Window:
         request: the trial.
         engine: DeepSpeed's.
 
+    Attributes:
+        forward: whether random numbers are drawn in the model.
+
     """
 
     def __init__(self, request: Request, engine: Any) -> None:
@@ -247,6 +254,7 @@ class Window:
         self._now: list[torch.Tensor] = []
         self._divided = False
         self._fed: int | None = None
+        self.forward = ForwardDraws()
 
     def mark(self, phase: str) -> None:
         """Note that a phase of the step ends here."""
@@ -323,7 +331,10 @@ class Window:
             peaks=read_peaks(self._device),
             in_force=self._in_force(),
             evidence={**self._evidence(), **timing},
-            environment={"loss_dtype": self._loss_dtype},
+            environment={
+                "loss_dtype": self._loss_dtype,
+                DRAWS_IN_FORWARD: bool(self.forward.draws),
+            },
         )
 
     def _in_force(self) -> dict[str, Any]:

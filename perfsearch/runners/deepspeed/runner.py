@@ -31,6 +31,7 @@ from perfsearch.runners.base import (
     Runner,
     Screens,
     SettlesSettings,
+    StartsScripts,
     environment_of,
 )
 from perfsearch.runners.deepspeed import config, job, trial
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 _SEARCHED = (STAGE.name, MICRO_BATCH.name, ACCUMULATION.name)
 
 
-class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
+class DeepSpeed(Runner, HoldsDevices, StartsScripts, Screens, FollowsUp, SettlesSettings):
     """Searches ZeRO stage, batch and ZeRO settings of a DeepSpeed job in its own processes.
 
     The command is started anew for every trial with another ``ds_config.json``, in which only the
@@ -177,6 +178,7 @@ class DeepSpeed(Runner, HoldsDevices, Screens, FollowsUp, SettlesSettings):
         key, is_baseline = key_of(configuration), key_of(configuration) == key_of(self.baseline)
         survive = plan.purpose is Purpose.CONFIRM and not is_baseline and key not in self._survived
         outcome = trial.run(self._start(whole, plan, survive), plan.time_limit_s)
+        outcome = replace(outcome, fresh_process=True)
         if outcome.status is not Status.OK or outcome.measurement is None:
             return outcome
         applied = {n: v for n, v in whole.items() if config.applies(n, whole)}
