@@ -205,11 +205,10 @@ def _sentinel(session: Session) -> None:
     every, count = session.settings.sentinel_every, len(session.search_trials)
     before = session.baseline_cost
     sentinels = [t for t in session.trials if t.purpose is Purpose.SENTINEL]
-    broken_off = [t.number for t in sentinels if t.status is Status.INTERRUPTED]
-    if not every or before is None or count // every <= len(sentinels) - len(broken_off):
+    done = [t for t in sentinels if t.status is not Status.INTERRUPTED]
+    if not every or before is None or count // every <= len(done):
         return
-    number = broken_off[0] if broken_off else None
-    trial = session.measure_baseline_again(number)
+    trial = session.measure_baseline_again()
     if trial.cost is None:
         session.recycle = True
         return

@@ -373,8 +373,17 @@ class Session:
         return not (purpose is Purpose.CONFIRM and agrees)
 
     def measure_baseline_again(self, number: int | None = None, fresh: bool = False) -> Trial:
-        """Measure the baseline once more in the search, and tell the strategy."""
+        """Measure the baseline once more in the search, and tell the strategy.
+
+        Args:
+            number: of the trial, where none of its kind was broken off; by default the next one.
+            fresh: whether in new processes.
+
+        """
         baseline = dict(self.runner.baseline)
+        sentinels = [t for t in self.trials if t.purpose is Purpose.SENTINEL]
+        broken_off = [t.number for t in sentinels if t.status is Status.INTERRUPTED]
+        number = broken_off[0] if broken_off else number
         trial = self.run(baseline, Purpose.SENTINEL, number=number, fresh=fresh)
         self.strategy.tell(trial)
         self.told(trial=trial.number)

@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-from perfsearch.pipeline.session import loss_disagreement
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.trial import DRAWS_IN_FORWARD, Measurement, Purpose, Status, Trial
+from perfsearch.pipeline.session import between_starts, loss_disagreement, other_draws
 
 TOLERANCE = 1e-3
 
@@ -35,3 +37,66 @@ def test_what_is_compared_is_told():
     assert loss_disagreement([20.0], [20.1], TOLERANCE).endswith(
         "(difference 0.005, tolerance 0.001)"
     )
+
+
+def trial(losses, purpose=Purpose.BASELINE, draws=False, **configuration):
+    measured = Measurement([0.1], 8, first_losses=losses)
+    if draws:
+        measured.environment[DRAWS_IN_FORWARD] = True
+    return Trial(0, configuration, purpose, Status.OK, measured)
+
+
+@pytest.mark.parametrize(
+    ("again", "held_to"),
+    [
+        ([2.0, 1.9], 0.0),
+        ([2.06, 1.9], 0.09),
+        ([2.06, 1.71], 0.3),  # 10% in the second step
+        ([2.4, 1.9], 0.45),  # never as much as half the loss or twice,
+        ([4.0, 1.9], 1.5),  # unless the baseline's own starts are so far apart
+    ],
+)
+def test_what_the_baselines_starts_differ_by_is_allowed_thrice(again, held_to):
+    today = [trial([2.0, 1.9]), trial(again, Purpose.SENTINEL), trial([2.0, 1.9], Purpose.CONFIRM)]
+    assert between_starts(today).share == pytest.approx(held_to)
+    failed = Trial(9, {}, Purpose.SENTINEL, Status.CRASH)
+    assert between_starts([*today, failed]).share == pytest.approx(held_to)
+
+
+def test_an_allowance_is_told_with_its_numbers():
+    told = between_starts([trial([2.0]), trial([2.062], Purpose.SENTINEL)]).why
+    assert "differ by up to 3.1% between two starts" in told and "are held to 9.3%" in told
+
+
+KNOBS = (
+    Knob("micro", Kind.ORDINAL, 4, values=(2, 4), redraws=True),
+    Knob("bucket", Kind.ORDINAL, 1, values=(1, 2)),
+)
+
+
+@pytest.mark.parametrize(
+    ("losses", "draws", "other", "held_to"),
+    [
+        ([2.0, 2.0], True, {"micro": 2, "bucket": 1}, 0.05),
+        ([2.0, 1.8], True, {"micro": 2, "bucket": 2}, 0.1),
+        ([2.0, 0.2], True, {"micro": 2, "bucket": 2}, 0.45),
+        ([2.0, 1.8], True, {"micro": 4, "bucket": 2}, 0.0),
+        ([2.0, 1.8], False, {"micro": 2, "bucket": 1}, 0.0),
+    ],
+)
+def test_where_other_masks_are_drawn_the_steps_say_what_they_may_change(
+    losses, draws, other, held_to
+):
+    reference = trial(losses, draws=draws, micro=4, bucket=1)
+    found = other_draws(reference, other, KNOBS)
+    assert found.share == pytest.approx(held_to)
+    assert ("another micro:" in found.why) == bool(held_to)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.45])
+def test_a_loss_of_another_scale_is_caught_all_the_same(share):
+    expected = [2.0, 1.5, 1.2]
+    for scale in (0.5, 2.0):
+        seen = [scale * loss for loss in expected]
+        assert loss_disagreement(expected, seen, TOLERANCE, allowance=share)
+    assert not loss_disagreement(expected, [1.001 * v for v in expected], TOLERANCE, allowance=0.1)

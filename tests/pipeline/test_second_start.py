@@ -1,0 +1,118 @@
+"""The baseline started a second time, before what is in another start is judged by it."""
+
+import dataclasses
+
+import pytest
+from support.small_search import Search
+from support.synthetic import SyntheticRunner
+
+from perfsearch.core.journal import read
+from perfsearch.core.trial import Outcome, Purpose, Status
+from perfsearch.runners.base import StartsScripts
+
+
+class Starts(SyntheticRunner, StartsScripts):
+    """Each trial in a start of its own, unless told otherwise; losses differ between starts.
+
+    Args:
+        apart: how much they differ by, relative.
+        warm: of which configurations the trials go on in the baseline's start.
+
+    """
+
+    def __init__(self, apart=0.0, warm=lambda c: False, **more):
+        super().__init__(**more)
+        self.apart, self.warm, self.starts = apart, warm, 0
+
+    def measure(self, configuration, plan):
+        outcome = super().measure(configuration, plan)
+        fresh = plan.fresh or not self.warm(configuration)
+        self.starts += fresh or plan.purpose is Purpose.BASELINE
+        if outcome.measurement is not None and fresh:
+            sign = (1, -1)[self.starts % 2] if self.starts > 1 else 0
+            losses = [v * (1 + sign * self.apart) for v in outcome.measurement.first_losses]
+            outcome.measurement.first_losses = losses
+        return dataclasses.replace(outcome, fresh_process=fresh)
+
+
+def sentinels(trials):
+    return [t for t in trials if t.purpose is Purpose.SENTINEL]
+
+
+def test_nothing_is_diverged_where_the_baselines_own_starts_differ(search: Search) -> None:
+    result = search(Starts(apart=0.04), sentinel_every=0)
+    assert {t.status for t in result.trials} == {Status.OK}
+    (second,) = sentinels(result.trials)
+    first = min((t for t in result.trials if t.purpose is Purpose.SEARCH), key=lambda t: t.number)
+    assert (first.number, second.number, second.fresh_process) == (1, 2, True)
+    told = [line for line in search.view.lines if "between two starts" in line]
+    assert len(told) == 1 and "differ by up to 4%" in told[0] and "held to 12%" in told[0]
+
+
+def test_another_computation_is_still_found(search: Search) -> None:
+    class Wrong(Starts):
+        def measure(self, configuration, plan):
+            outcome = super().measure(configuration, plan)
+            if configuration["view"] and outcome.measurement is not None:
+                doubled = [2 * v for v in outcome.measurement.first_losses]
+                outcome.measurement.first_losses = doubled
+            return outcome
+
+    result = search(Wrong(apart=0.04), sentinel_every=0, strategy={"name": "grid"})
+    wrong = [t for t in result.trials if t.configuration["view"]]
+    assert wrong and {t.status for t in wrong} == {Status.DIVERGED}
+    assert {t.status for t in result.trials if not t.configuration["view"]} == {Status.OK}
+
+
+def test_what_goes_on_in_the_baselines_start_needs_no_second(search: Search) -> None:
+    result = search(Starts(warm=lambda c: True), sentinel_every=0, confirm={"max_repeats": 2})
+    assert not sentinels(result.trials)
+    assert result.verdict.winner is not None
+
+
+def test_a_confirmation_alone_finds_it_out_too(search: Search) -> None:
+    """Its finalists may be measured before the baseline."""
+    result = search(Starts(apart=0.04, warm=lambda c: True), sentinel_every=0)
+    assert Status.DIVERGED not in {t.status for t in result.trials}
+
+
+def test_after_a_resume_the_baselines_start_is_gone(search: Search) -> None:
+    def interrupted(configuration, plan):
+        if plan.number == 1:
+            raise KeyboardInterrupt
+        return None
+
+    with pytest.raises(KeyboardInterrupt):
+        search(Starts(warm=lambda c: True, fail=interrupted), sentinel_every=0)
+    result = search(Starts(warm=lambda c: True), sentinel_every=0)
+    assert len(sentinels(result.trials)) == 1
+
+
+def test_a_kill_in_the_second_start_leaves_both_trials_to_the_resume(search: Search) -> None:
+    def interrupted(configuration, plan):
+        if plan.purpose is Purpose.SENTINEL:
+            raise KeyboardInterrupt
+        return None
+
+    with pytest.raises(KeyboardInterrupt):
+        search(Starts(apart=0.04, fail=interrupted), sentinel_every=0)
+    whole = search(Starts(apart=0.04), sentinel_every=0)
+    assert {t.status for t in whole.trials} == {Status.OK}
+    assert len(sentinels(whole.trials)) == 1
+    numbers = [t.number for t in whole.trials]
+    assert len(set(numbers)) == len(numbers)
+    _, events = read(whole.run_dir / "journal.jsonl")
+    assert "warning: the strategy proposes otherwise" not in search.view.text
+    assert events
+
+
+def test_one_that_fails_is_told_and_charges_nobody(search: Search) -> None:
+    def fail(configuration, plan):
+        if plan.purpose is Purpose.SENTINEL:
+            return Outcome(Status.CRASH, reason="rank 0: FileExistsError: out")
+        return None
+
+    result = search(Starts(fail=fail), sentinel_every=0)
+    assert "measured again, ended crash: rank 0: FileExistsError: out" in search.view.text
+    assert len(sentinels(result.trials)) == 1, "once, and not before each trial"
+    assert result.exit_code == 0
