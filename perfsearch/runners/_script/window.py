@@ -444,7 +444,7 @@ def _how_far(steps: Sequence[int]) -> str:
     if not made:
         return "before the first step"
     most = WARMUP_STEPS[1] + Plan.scored_steps[1]
-    return f"after step {made} or later; a trial makes up to {most}"
+    return f"after step {made} or later; {most} steps are always enough"
 
 
 def judge_measurement(
