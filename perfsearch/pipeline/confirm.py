@@ -84,10 +84,11 @@ def _compare(session: Session, finalists: Sequence[Trial]) -> Verdict:
 def _without_reference(verdict: Verdict) -> Verdict:
     """Nothing is claimed, as the baseline's repeat, which is the last trial, has failed."""
     failed = verdict.trials[-1]
+    cause = failed.reason.partition(". ")[0]  # what to do about it was said when it failed
     verdict.intervals = {}
     verdict.reason = (
-        f"the baseline failed in a fresh start ({failed.status}: {failed.reason}), though it ran "
-        "in the search: no speed-up can be stated, and the configuration of today is handed over"
+        f"the baseline failed in a fresh start ({failed.status}: {cause}), though it ran in the "
+        "search: no speed-up can be stated, and the configuration of today is handed over"
     )
     return verdict
 

@@ -25,7 +25,7 @@ from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.explore import screened_trial
 from perfsearch.pipeline.session import score_trial
-from perfsearch.runners.base import Runner
+from perfsearch.runners.base import Runner, StartsScripts
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
@@ -142,6 +142,30 @@ def open_journal(run_dir: Path, settings: Settings, runner: Runner, resuming: bo
                 f"{command.given().key(f'resume_force=[{name}]')} mixes them."
             )
     return journal
+
+
+def require_start(runner: Runner, journal: Journal) -> None:
+    """Refuse to go on with a search whose script ran before, and now does not even start.
+
+    Without a start nothing is known of its knobs, and no trial would fit any more.
+
+    Raises:
+        RefusedError: so it is; the journal is as it was.
+
+    """
+    cause = runner.start_failure if isinstance(runner, StartsScripts) else ""
+    if not cause:
+        return
+    for event in journal.events:
+        if event.name == "finished":
+            with legible(journal.path, event):
+                ran = event.data["trial"]["status"] == Status.OK
+            if ran:
+                raise RefusedError(
+                    f"{journal.path.parent}: the script ran when its trials were measured, and "
+                    f"does not now: {cause}. Mend that, and the same command goes on; or use "
+                    "resume=never for a new search."
+                )
 
 
 def _why_not_again(journal: Journal) -> str:

@@ -320,6 +320,7 @@ def _open(
     prior = transfer.find(settings, runner, defined, directory / JOURNAL if resuming else None)
     journal = resume.open_journal(directory, settings, runner, resuming)
     stack.callback(journal.close)
+    resume.require_start(runner, journal)
     if journal.dropped_line:
         view.warning(f"{journal.path}: dropped a line that was torn: {journal.dropped_line!r}")
     tracker = tracker_factory(settings, directory, str(journal.header["search_id"]))

@@ -157,6 +157,9 @@ class StartsScripts:
     changed.
     """
 
+    start_failure: str = ""
+    """Why the start that ``open`` made was none, so that nothing is known of the script's knobs."""
+
 
 class Screens(ABC):
     """Refuses by arithmetic alone, at no cost, what cannot run."""

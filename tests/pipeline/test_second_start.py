@@ -8,6 +8,7 @@ from support.synthetic import SyntheticRunner
 
 from perfsearch.core.journal import read
 from perfsearch.core.trial import Outcome, Purpose, Status
+from perfsearch.pipeline.resume import RefusedError
 from perfsearch.runners.base import StartsScripts
 
 
@@ -116,3 +117,20 @@ def test_one_that_fails_is_told_and_charges_nobody(search: Search) -> None:
     assert "measured again, ended crash: rank 0: FileExistsError: out" in search.view.text
     assert len(sentinels(result.trials)) == 1, "once, and not before each trial"
     assert result.exit_code == 0
+
+
+def test_a_script_that_no_longer_starts_loses_nothing_of_its_search(search: Search) -> None:
+    def interrupted(configuration, plan):
+        if plan.number == 3:
+            raise KeyboardInterrupt
+        return None
+
+    with pytest.raises(KeyboardInterrupt):
+        search(Starts(fail=interrupted))
+    broken = Starts()
+    broken.start_failure = "crash, rank 0: FileNotFoundError: no data"
+    with pytest.raises(RefusedError, match=r"does not now: crash, rank 0: .*no data\. Mend that"):
+        search(broken)
+    assert broken.plans == []
+    whole = search(Starts())
+    assert whole.run_dir == search.run_dir and len(whole.trials) > 4

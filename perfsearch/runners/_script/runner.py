@@ -269,6 +269,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
             self._settle(Facts.left(plan.log_directory))  # a smaller batch may fit
         else:
             self.space, self.baseline = Space([]), {}  # nothing would get further than today's
+            self.start_failure = f"{self._failure.status}, {self._failure.reason}"
         unsupported = self._known.unsupported(self._where.wanted, self.options.names_mapped)
         remarks += self._timings.remarks(bool(self.hardware.gpus), self._facts, unsupported)
         if self._timings.searches and self._facts is not None:
