@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfsearch.core.signals import pause_at_end
+from perfsearch.instrument.files import keep_files
 from perfsearch.instrument.launch import VARIABLE, Finished, LaunchConfig, socket_path
 from perfsearch.instrument.patching import (
     MODULES,
@@ -168,6 +169,8 @@ def run_in_search(config: LaunchConfig) -> int:
     watch_controller(*controller, config.token, Path(config.directory))
     here = _Rank(config, rank)
     seed_process(config.seed, rank)
+    if config.undo:
+        here.at_first_step = keep_files(config.undo, [config.directory]).first_step
     attach_at_import(here.attach)
     watch_for_launchers(config.script, _refuse)
     try:
@@ -199,6 +202,7 @@ class _Rank:
         self.config = config
         self.rank = rank
         self.protocol: RankProtocol | None = None
+        self.at_first_step: Callable[[], None] = lambda: None
         self._channel = Channel.connect(socket_path(config.directory, rank))
         self._channel.send({"event": "hello", "pid": os.getpid()})
 
@@ -211,6 +215,7 @@ class _Rank:
 
             script = Script(self.config.knobs)
             self.protocol = RankProtocol(script, self._channel, self.rank)
+            self.protocol.at_first_step = self.at_first_step
         return self.protocol
 
     def report(self, error: BaseException) -> None:

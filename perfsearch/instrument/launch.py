@@ -43,6 +43,7 @@ class LaunchConfig:
         report_after_steps: steps after which it says so.
         directory: of the search that started it, with a socket for each rank; empty: no search.
         log_directory: where the ranks of a search log.
+        undo: where a rank of a search records what it does to files; empty: nowhere.
         token: mark of the search's processes.
         controller_pid: the process whose death ends the script.
         controller_started: when that process was started.
@@ -60,6 +61,7 @@ class LaunchConfig:
     report_after_steps: int = 3
     directory: str = ""
     log_directory: str = ""
+    undo: str = ""
     token: str = ""
     controller_pid: int = 0
     controller_started: float = 0.0
@@ -177,16 +179,19 @@ def _refuse(message: str) -> NoReturn:
 
 def main(controller_pid: int, controller_started: float) -> int:
     """Fork launchers until the controller is gone, or has no more to start."""
+    from perfsearch.instrument.undo import recover
     from perfsearch.workers.forkserver import serve_forks
 
     for name in ("torch.distributed.launcher.api", "torch.distributed.run"):
         importlib.import_module(name)
     os.write(1, b'{"ready": true}\n')
-    return serve_forks(
+    code = serve_forks(
         controller_pid,
         controller_started,
         lambda request: run_start(Path(request["directory"]), request["arguments"]),
     )
+    recover(Path.cwd())  # unless the controller lives, which does so itself
+    return code
 
 
 if __name__ == "__main__":

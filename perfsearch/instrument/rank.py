@@ -59,11 +59,13 @@ class RankProtocol:
     Attributes:
         steps: steps made so far.
         timing: of the scored window.
+        at_first_step: called when the first step is made.
 
     """
 
     def __init__(self, script: Script, channel: Channel, rank: int) -> None:
         self.steps = 0
+        self.at_first_step: Callable[[], None] = lambda: None
         self._rank = rank
         self._script = script
         self._rewinder = Rewinder(script, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -100,6 +102,8 @@ class RankProtocol:
             self._end()
         self.steps += 1
         self._script.on_backward = None
+        if self.steps == 1:
+            self.at_first_step()
         self._script.loaders.accounting.end_step()
         if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
             self._script.loaders.tape.keeps_random = False

@@ -315,6 +315,8 @@ def _open(
     directory.mkdir(parents=True, exist_ok=True)
     stack.enter_context(run_directory_lock(directory))
     stack.enter_context(device_lock(_device_set(runner), view.note))
+    for caution in runner.cautions:
+        view.warning(caution)
     runner.open(directory)
     defined = resume.search_definition(settings, runner)
     prior = transfer.find(settings, runner, defined, directory / JOURNAL if resuming else None)

@@ -85,6 +85,7 @@ class Runner(ABC):
     pinned: dict[str, Value] = {}
     devices: int = 1  # ranks
     remarks: Sequence[str] = ()  # lines for the user to see before trial 0
+    cautions: Sequence[str] = ()  # what the user should know before anything is started
 
     @dataclass(frozen=True)
     class Options:

@@ -344,6 +344,18 @@ class StoreLocation:
         """Whether it is reached over HTTP."""
         return self.uri.startswith(("http://", "https://"))
 
+    @property
+    def files(self) -> list[Path]:
+        """Files and directories of this host that MLflow writes to."""
+        found = []
+        if self.uri.startswith("sqlite:///"):
+            database = self.uri.removeprefix("sqlite:///")
+            found += [Path(database + ending) for ending in ("", "-journal", "-wal", "-shm")]
+        for place in (self.uri, self.artifact_location or ""):
+            if place.startswith("file:"):
+                found.append(Path(urllib.request.url2pathname(urllib.parse.urlparse(place).path)))
+        return found
+
 
 def locate(uri: str | None, directory: Path | None = None) -> StoreLocation:
     """Resolve a tracking URI against the directory in which the command was run.

@@ -52,6 +52,8 @@ class ScriptGroup(RankGroup):
         logs: where ranks log.
         launchers: gives the process to fork torch's launcher from, which outlives the start; told
             where it may log.
+        undo: gives the place where the start records what it does to files; told its mark.
+            By default it records nothing.
 
     Attributes:
         steps: steps that each rank is known to have made.
@@ -69,6 +71,7 @@ class ScriptGroup(RankGroup):
         gpus: tuple[Gpu, ...],
         logs: Path,
         launchers: Callable[[Path], Preloaded],
+        undo: Callable[[str], str] = lambda token: "",
     ) -> None:
         log = logs.absolute() / "launcher.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +81,8 @@ class ScriptGroup(RankGroup):
         self.steps = [0] * way.ranks
         self.ended: list[int] = []
         self._way = way
-        self._orders, self._arguments, self._variables = orders, arguments, variables
+        self._orders = replace(orders, undo=undo(self.token))
+        self._arguments, self._variables = arguments, variables
         self.log_to(logs)
 
     def _words(self, directory: Path) -> list[str]:

@@ -52,6 +52,7 @@ from perfsearch.runners.base import (
     StartsScripts,
     environment_of,
 )
+from perfsearch.tracking import store_files
 from perfsearch.workers import processes
 from perfsearch.workers.group import GroupGone
 
@@ -73,6 +74,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         environment: where and within which limits to run.
         batch: ``fixed`` or ``free``.
         timings: what is asked of its timings; by default nothing.
+        stores: files and directories beside the run's own that perfsearch writes to.
 
     Attributes:
         left_out: knobs that are not searched although they were asked for by default, and why.
@@ -173,6 +175,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
                 environment_of(settings),
                 settings.batch,
                 TimingOptions.of(settings),
+                store_files(settings),
             )
         except ValueError as error:
             raise BadInputError(str(error)) from error
@@ -185,8 +188,10 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         environment: Environment,
         batch: Literal["fixed", "free"] = "fixed",
         timings: TimingOptions | None = None,
+        stores: Sequence[Path] = (),
     ) -> None:
         super().__init__(options, environment)
+        self._stores = stores
         self._timings = timings or TimingOptions()
         whole = detect_hardware(device, environment)
         self._ways = Finder(environment.nproc, whole)
@@ -251,6 +256,9 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         super().open(run_dir)
         self._runs.environment = self.environment
         processes.reap_groups(run_dir)
+        files = self._runs.files
+        files.own = [run_dir, *self._stores]
+        files.open()
         plan = Plan(
             number=0,
             time_limit_s=self.environment.limits.trial_s,
@@ -426,7 +434,13 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
 
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
         """What the baseline's window had besides training; what the best asks of the script."""
-        return validation_lines(trials) + export.promises(self._changed(configuration))
+        self._runs.close()  # so that what starts did to files is undone, as far as it can be
+        changed = self._runs.files.not_as_before()
+        return [
+            *validation_lines(trials),
+            *export.promises(self._changed(configuration)),
+            *([changed] if changed else []),
+        ]
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """Only what is not as the script has it: the rest stays the script's own."""

@@ -15,6 +15,7 @@ from perfsearch.core.trial import Measurement, Outcome, loss_resolution
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.instrument.seeds import hash_seed
+from perfsearch.instrument.undo import UserFiles
 from perfsearch.knobs import transport
 from perfsearch.knobs.transport import Mapped, apply
 from perfsearch.runners._script import window
@@ -54,6 +55,7 @@ class Runs:
         hardware: where it runs.
         environment: where it is on record, and time limits.
         way: how it is started.
+        files: keeps what a start changes of the user's files.
         sound: whether training the same steps again gave the same losses; ``None``: not tried.
         knobs: what is not as the script has it, in the present start.
         apart: whether the last start was given up as its ranks train apart from each other.
@@ -68,6 +70,7 @@ class Runs:
     hardware: Hardware
     environment: Environment
     way: Way
+    files: UserFiles = field(default_factory=UserFiles)
     sound: bool | None = None
     knobs: dict[str, Value] = field(default_factory=dict)
     group: ScriptGroup | None = None
@@ -143,12 +146,14 @@ class Runs:
             self.hardware.gpus,
             plan.log_directory,
             partial(self._launchers.process, self.environment),
+            self.files.begin,
         )
 
     def close(self) -> None:
         """End the start, if there is one, and what starts are forked from."""
         self.end()
         self._launchers.close(self.environment)
+        self.files.close()
 
     def failure(self, error: GroupGone | EndedError, knobs: Mapping[str, Value]) -> Outcome:
         """What came of a start that failed; nothing is left of it."""
@@ -308,6 +313,7 @@ class Runs:
         group, self.group, self.start = self.group, None, None
         if group is not None:
             group.end(kill)
+            self.files.end()
 
 
 def _keep(group: ScriptGroup, limit_s: float) -> str:

@@ -1,0 +1,385 @@
+"""What starts of a script did to the user's files: the record of it, and how it is undone.
+
+Nothing here imports torch. The ranks write the record (``files.py``); the controller, the process
+that starts are forked from, or a later search in the same directory reads it backwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import stat
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from perfsearch.core.files import write_json
+from perfsearch.workers import processes
+
+ROOM = ".perfsearch-undo"
+"""Directory in the working directory that is there while a search has something to put back."""
+
+RECORD = "record.jsonl"
+ORDERS = "start.json"
+_OWNER = "owner.json"
+_DOWNLOADS = "downloads.jsonl"
+_README = "README.txt"
+_EXPLANATION = (
+    "A search or profile of perfsearch keeps here the files that starts of your script changed or\n"
+    "removed, and puts them back. If none runs any more, the next one in this directory does so\n"
+    "before anything else. Until then do not delete this directory.\n"
+)
+
+Entry = dict[str, Any]
+
+
+class Deed(StrEnum):
+    """What an entry of the record says.
+
+    An entry stands for the state that a path had before its first change: what a start does to it
+    later needs no further one.
+    """
+
+    MADE = "made"  # there was nothing at ``path``
+    KEPT = "kept"  # the file that was at ``path`` is at ``at``
+    REMOVED = "removed"  # a directory was at ``path``, with ``mode``
+    MOVED = "moved"  # the directory at ``path`` has gone to ``to``
+    MARKED = "marked"  # ``path`` had this ``mode`` and these ``times``
+    LOST = "lost"  # ``path`` is changed, and could not be kept
+    STEP = "step"  # the first step of an optimizer is made
+    TOUCHED = "touched"  # ``path``, made before that, is changed after it
+    READ = "read"  # ``path``, made before that, is read
+
+
+def read(file: Path) -> list[Entry]:
+    """The entries of a record; lines that were torn are none."""
+    entries = []
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
+
+
+# -----------------------------------------------------------------------------
+# Undo one start: its record, read backwards.
+
+
+def undo(entries: Sequence[Entry], staying: frozenset[str] = frozenset()) -> list[str]:
+    """Put back what a start changed; may be broken off anywhere and called again.
+
+    Args:
+        entries: its record, or what is left to be undone of one.
+        staying: paths that it made and that are left where they are.
+
+    Returns:
+        Paths of files that are not as they were.
+
+    """
+    lost = []
+    to_come = Counter(e["at"] for e in entries if e["deed"] == Deed.KEPT)
+    for entry in reversed(entries):
+        path = entry.get("path", "")
+        try:
+            match entry["deed"]:
+                case Deed.MADE if path not in staying:
+                    _remove(path)
+                case Deed.KEPT:
+                    to_come[entry["at"]] -= 1
+                    _put_back(entry, others_need_it=to_come[entry["at"]] > 0)
+                case Deed.REMOVED:
+                    os.makedirs(path, exist_ok=True)
+                    os.chmod(path, entry["mode"])
+                case Deed.MOVED if not os.path.lexists(path):
+                    os.rename(entry["to"], path)
+                case Deed.MARKED:
+                    _mark(path, entry)
+                case Deed.LOST:
+                    lost.append(path)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            lost.append(path)
+    return sorted(set(lost))
+
+
+def _remove(path: str) -> None:
+    """Remove what a start made; a directory only if nothing of another is in it."""
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        os.unlink(path)
+        return
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+
+
+def _put_back(entry: Entry, others_need_it: bool) -> None:
+    path, at = entry["path"], entry["at"]
+    if not os.path.lexists(at):
+        return  # done before, by an undo that was broken off
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.isdir(path) and not os.path.islink(path):
+        _remove(path)
+    source = at
+    if others_need_it:
+        source = f"{at}.again"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(source)
+        os.link(at, source, follow_symlinks=False)
+    os.replace(source, path)
+    if not os.path.islink(path):
+        _mark(path, entry)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(source)  # a move onto another name of the same file leaves both
+
+
+def _mark(path: str, entry: Entry) -> None:
+    now = os.stat(path)
+    if stat.S_IMODE(now.st_mode) != entry["mode"]:
+        os.chmod(path, entry["mode"])
+    if now.st_mtime_ns != entry["times"][1]:
+        os.utime(path, ns=tuple(entry["times"]))
+
+
+def downloads(entries: Sequence[Entry]) -> list[Entry]:
+    """What a start made that the next ones would only make again, in the order of its making.
+
+    That are files made before its first step, read by itself, and not touched after that step,
+    such as a data set that it fetched. What lies in the same new directory belongs to them. What a
+    script only writes (arguments, logs, a first checkpoint) does not: the next start is not to
+    find it.
+    """
+    deeds = [entry["deed"] for entry in entries]
+    if Deed.STEP not in deeds or Deed.MOVED in deeds:
+        return []
+    made = [e for e in entries[: deeds.index(Deed.STEP)] if e["deed"] == Deed.MADE]
+    paths = {e["path"] for e in made}
+    used = {_root(e["path"], paths) for e in entries if e["deed"] == Deed.READ}
+    touched = {e["path"] for e in entries if e["deed"] == Deed.TOUCHED}
+    return [e for e in made if e["path"] not in touched and _root(e["path"], paths) in used]
+
+
+def _root(path: str, made: set[str]) -> str:
+    """The outermost directory around ``path`` that was made too, or ``path``."""
+    root = path
+    while (above := os.path.dirname(path)) != path:
+        path = above
+        if path in made:
+            root = path
+    return root
+
+
+# -----------------------------------------------------------------------------
+# What no record can tell: files that programs changed which a script started.
+
+_MOST_ENTRIES = 50_000
+_NAMED = 5
+_OF_TOOLS = frozenset({ROOM, ".git", "__pycache__", "node_modules"})
+
+Listing = Mapping[str, tuple[int, int]]
+"""Size and time of the last change of each file, by its path."""
+
+
+def list_files(directory: Path, own: Sequence[Path]) -> Listing | None:
+    """The files below a directory; ``None`` where there are too many to look at.
+
+    Args:
+        directory: the directory.
+        own: perfsearch's own files and directories, which are left out.
+
+    """
+    left_out = {str(path.absolute()) for path in own}
+    found: dict[str, tuple[int, int]] = {}
+    waiting = [str(directory)]
+    seen = 0
+    while waiting:
+        try:
+            entries = list(os.scandir(waiting.pop()))
+        except OSError:
+            continue
+        seen += len(entries)
+        if seen > _MOST_ENTRIES:
+            return None
+        if any(entry.name == "pyvenv.cfg" for entry in entries):
+            continue  # Python's packages
+        for entry in entries:
+            if entry.path in left_out or entry.name in _OF_TOOLS:
+                continue
+            with contextlib.suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                else:
+                    now = entry.stat(follow_symlinks=False)
+                    found[entry.path] = now.st_size, now.st_mtime_ns
+    return found
+
+
+def _differing(before: Listing | None, after: Listing | None) -> list[str]:
+    if before is None or after is None:
+        return []
+    return [p for p in before.keys() | after.keys() if before.get(p) != after.get(p)]
+
+
+# -----------------------------------------------------------------------------
+# The controller's side: where the record of each start is, and when it is undone.
+
+
+@dataclass
+class UserFiles:
+    """Keeps what starts of a script change, and puts it back.
+
+    Args:
+        own: directories that starts may change as they like: perfsearch's own.
+
+    """
+
+    own: Sequence[Path] = ()
+    _lost: set[str] = field(default_factory=set)
+    _room: Path | None = None
+    _starts: int = 0
+    _before: Listing | None = None
+
+    def open(self) -> None:
+        """Undo what a killed search has left in this directory, and see what is there."""
+        for place in (Path.cwd(), *self.own):
+            self._lost |= set(recover(place))
+        self._before = list_files(Path.cwd(), self.own)
+
+    def begin(self, token: str) -> str:
+        """Make the place where a start records what it changes.
+
+        Args:
+            token: the mark of its processes.
+
+        """
+        room = self._room = self._room or _new_room(Path.cwd(), self.own)
+        self._starts += 1
+        start = room / f"{self._starts:06d}"
+        start.mkdir()
+        orders = {
+            "token": token,
+            "directory": str(Path.cwd()),
+            "own": [str(room.parent), *(str(path.absolute()) for path in self.own)],
+        }
+        write_json(start / ORDERS, orders)
+        return str(start)
+
+    def end(self) -> None:
+        """Undo what the starts that have ended did, but for what the next would only do again."""
+        if self._room is not None:
+            self._lost |= set(_undo_starts(self._room, keep_downloads=True))
+
+    def close(self) -> None:
+        """Leave everything as it was before the first start."""
+        room, self._room = self._room, None
+        if room is not None:
+            self._lost |= set(_close(room))
+
+    def not_as_before(self) -> str:
+        """One line that names files which are not as they were; empty where all are.
+
+        Besides what the records tell that is what programs did which a script started.
+        """
+        after = None if self._before is None else list_files(Path.cwd(), self.own)
+        paths = sorted(self._lost | set(_differing(self._before, after)))
+        if not paths:
+            return ""
+        named = ", ".join(os.path.relpath(path) for path in paths[:_NAMED])
+        more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+        return (
+            "warning: changed while starts of the script ran, in a way that is not undone or by "
+            f"others: {named}{more}"
+        )
+
+
+def recover(directory: Path) -> list[str]:
+    """Undo what searches did that were killed; return the files that are not as they were.
+
+    Those of other hosts, and those that still run, are left alone.
+
+    Args:
+        directory: where they worked.
+
+    """
+    lost: list[str] = []
+    for owner in sorted((directory / ROOM).glob(f"*/{_OWNER}")):
+        try:
+            entry = json.loads(owner.read_text())
+            host, (pid, started) = entry["host"], entry["controller"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if host != socket.gethostname() or processes.is_alive(int(pid), started):
+            continue
+        for orders in owner.parent.glob(f"*/{ORDERS}"):
+            with contextlib.suppress(OSError, ValueError):
+                processes.end_all(json.loads(orders.read_text())["token"], grace_s=0.0)
+        lost += _close(owner.parent)
+    return lost
+
+
+def _new_room(directory: Path, own: Sequence[Path]) -> Path:
+    """A directory of this search, in the working directory or in the first of its own."""
+    name = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    room = next(
+        (place for place in (directory, *own) if os.access(place, os.W_OK | os.X_OK)), directory
+    )
+    room = room / ROOM / name
+    room.mkdir(parents=True)
+    (room.parent / _README).write_text(_EXPLANATION)
+    me = os.getpid()
+    owner = {"host": socket.gethostname(), "controller": [me, processes.started_at(me)]}
+    write_json(room / _OWNER, owner)
+    return room
+
+
+def _undo_starts(room: Path, keep_downloads: bool) -> list[str]:
+    lost: list[str] = []
+    for start in sorted((p.parent for p in room.glob(f"*/{ORDERS}")), reverse=True):
+        entries = read(start / RECORD)
+        stays = downloads(entries) if keep_downloads else []
+        if stays:
+            with (room / _DOWNLOADS).open("a") as file:
+                file.writelines(json.dumps(entry) + "\n" for entry in stays)
+        lost += undo(entries, frozenset(e["path"] for e in stays))
+        shutil.rmtree(start, ignore_errors=True)
+    return lost
+
+
+def _close(room: Path) -> list[str]:
+    with _held(room) as there:
+        if not there:
+            return []
+        lost = _undo_starts(room, keep_downloads=False)
+        lost += undo(read(room / _DOWNLOADS))
+        shutil.rmtree(room, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        if not any(p.is_dir() for p in room.parent.iterdir()):
+            (room.parent / _README).unlink(missing_ok=True)
+        room.parent.rmdir()
+    return lost
+
+
+@contextlib.contextmanager
+def _held(room: Path) -> Iterator[bool]:
+    """Keep others from undoing the same; whether there still is something to undo."""
+    try:
+        descriptor = os.open(room / _OWNER, os.O_RDWR)
+    except OSError:
+        yield False
+        return
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield (room / _OWNER).exists()
+    finally:
+        os.close(descriptor)

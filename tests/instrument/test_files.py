@@ -1,0 +1,321 @@
+"""Whatever a start does to files, the directory is afterwards as it was."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from support.file_states import state_of
+
+from perfsearch.instrument import undo
+from perfsearch.instrument.undo import UserFiles
+
+KEEPING = """
+import os, pathlib, shutil, sys, tempfile
+from perfsearch.instrument.files import keep_files
+keeper = keep_files(sys.argv[1])
+"""
+
+
+class Directory:
+    """A directory of a user's, in which starts of a script do something."""
+
+    def __init__(self, path):
+        self.path, self.files = path, UserFiles([path / "run"])
+        for name in ("out", "out/old", "data", "run"):
+            (path / name).mkdir()
+        (path / "ckpt.pt").write_bytes(b"weights of last week")
+        (path / "train.log").write_text("epoch 1\n")
+        (path / "out" / "best.pt").write_text("best")
+        (path / "out" / "old" / "a.txt").write_text("a")
+        (path / "latest").symlink_to("out/best.pt")
+        os.link(path / "ckpt.pt", path / "out" / "same.pt")
+        (path / "locked.txt").write_text("locked")
+        (path / "locked.txt").chmod(0o640)
+        for file in path.rglob("*"):
+            if file.is_file() and not file.is_symlink():
+                os.utime(file, ns=(10**18, 10**18 + 123))
+        self.before = self.state()
+
+    def state(self):
+        return state_of(self.path, undo.ROOM, "run")
+
+    def start(self, program, tool=None):
+        where = self.files.begin("no process has this mark")
+        text = KEEPING + textwrap.dedent(program)
+        done = subprocess.run(
+            [sys.executable, "-c", text, where],
+            cwd=self.path, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def check(self):
+        self.files.close()
+        assert self.state() == self.before
+        assert not (self.path / undo.ROOM).exists()
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    made = Directory(work)
+    made.files.open()
+    return made
+
+
+CHANGES = {
+    "truncates": "open('ckpt.pt', 'w').write('new')",
+    "writes bytes": "pathlib.Path('ckpt.pt').write_bytes(b'new')",
+    "writes a new file": "open('new.txt', 'w').write('x')",
+    "appends": "open('train.log', 'a').write('more')",
+    "appends to a new file": "open('new.log', 'a').write('x'); open('new.log', 'a').write('y')",
+    "changes in place": "f = open('ckpt.pt', 'r+'); f.seek(3); f.write('NEW'); f.close()",
+    "through a symbolic link": "open('latest', 'w').write('new')",
+    "os.open": "os.write(os.open('ckpt.pt', os.O_WRONLY | os.O_TRUNC), b'new')",
+    "os.open in place": "os.write(os.open('ckpt.pt', os.O_RDWR), b'new')",
+    "os.truncate": "os.truncate('ckpt.pt', 2)",
+    "ftruncate": "f = open('ckpt.pt', 'r+b'); f.truncate(1)",
+    "removes": "os.remove('ckpt.pt'); pathlib.Path('train.log').unlink(); os.unlink('latest')",
+    "removes and makes": "os.remove('ckpt.pt'); open('ckpt.pt', 'w').write('new')",
+    "file to directory": "os.remove('ckpt.pt'); os.makedirs('ckpt.pt/x'); open('ckpt.pt/x/y', 'w')",
+    "renames away": "os.rename('ckpt.pt', 'ckpt.old'); open('ckpt.pt', 'w').write('new')",
+    "renames, then changes": "os.rename('train.log', 'log.1'); open('log.1', 'a').write('more')",
+    "renames, then truncates": "os.rename('train.log', 'log.1'); open('log.1', 'w').write('x')",
+    "renames back": "os.rename('ckpt.pt', 'x'); os.rename('x', 'ckpt.pt')",
+    "swaps": "os.rename('ckpt.pt', 'x'); os.rename('train.log', 'ckpt.pt'); "
+    "os.rename('x', 'train.log')",
+    "writes atomically": "f = tempfile.NamedTemporaryFile('w', dir='.', delete=False); "
+    "f.write('new'); f.close(); os.replace(f.name, 'ckpt.pt')",
+    "atomically over a link": "open('t', 'w').write('x'); os.replace('t', 'latest')",
+    "link to the newest": "open('n', 'w'); os.remove('latest'); os.symlink('n', 'latest')",
+    "hard link": "os.link('ckpt.pt', 'copy.pt'); open('copy.pt', 'a').write('more')",
+    "both hard links": "os.remove('ckpt.pt'); open('out/same.pt', 'a').write('more')",
+    "makes directories": "os.makedirs('runs/a/b'); open('runs/a/b/c', 'w').write('x')",
+    "removes a tree": "shutil.rmtree('out')",
+    "removes a tree and makes it": "shutil.rmtree('out'); os.makedirs('out/old/new'); "
+    "open('out/best.pt', 'w').write('new')",
+    "moves a directory": "os.rename('out', 'out.bak'); os.makedirs('out'); "
+    "open('out/best.pt', 'w').write('x'); open('out.bak/best.pt', 'a').write('y')",
+    "moves directories on and on": "for n in range(3):\n  os.mkdir('tmp'); "
+    "open('tmp/m', 'w').write(str(n)); os.rename('tmp', f'ckpt-{n}')\n"
+    "shutil.rmtree('ckpt-0'); shutil.rmtree('out'); os.rename('ckpt-1', 'out')",
+    "changes, then moves": "open('out/best.pt', 'w').write('x'); os.rename('out', 'kept'); "
+    "os.mkdir('out'); open('out/best.pt', 'w').write('y'); open('kept/best.pt', 'a').write('z')",
+    "copies": "shutil.copy('ckpt.pt', 'out/best.pt'); shutil.copytree('out', 'out2')",
+    "moves": "shutil.move('ckpt.pt', 'out/best.pt'); shutil.move('out', 'elsewhere')",
+    "another mode and time": "os.chmod('locked.txt', 0o777); pathlib.Path('ckpt.pt').touch()",
+    "mode of what is written": "open('locked.txt', 'w').write('x'); os.chmod('locked.txt', 0o600)",
+    "mode of what is renamed": "os.rename('locked.txt', 'x'); os.chmod('x', 0o600); os.utime('x')",
+    "below another directory": "os.chdir('out'); open('best.pt', 'w').write('x'); "
+    "open('../new', 'w'); os.remove('../ckpt.pt')",
+    "relative to a descriptor": "d = os.open('out', os.O_RDONLY); os.unlink('best.pt', dir_fd=d); "
+    "os.mkdir('made', dir_fd=d)",
+    "bytes": "open(b'ckpt.pt', 'w').write('x'); os.remove(b'train.log')",
+    "a database": "import sqlite3; c = sqlite3.connect('data/d.db'); "
+    "c.execute('create table t (a)'); c.commit()",
+    "in a forked process": "p = os.fork()\nif not p:\n  open('ckpt.pt', 'w').write('x'); "
+    "os.remove('train.log'); open('by_child', 'w').write('x'); os._exit(0)\nos.waitpid(p, 0)\n"
+    "open('by_child', 'a').write('y'); open('ckpt.pt', 'a').write('z')",
+    "in threads": "import concurrent.futures as c\nwith c.ThreadPoolExecutor(8) as p:\n  "
+    "list(p.map(lambda n: open(f'f{n % 4}', 'w').write('x') and os.path.exists('ckpt.pt') and "
+    "open('ckpt.pt', 'a').write('x'), range(64)))",
+    "what must fail": "for bad in (lambda: open('ckpt.pt', 'x'), lambda: os.rmdir('out'), "
+    "lambda: os.rename('none', 'ckpt.pt'), lambda: os.remove('none'), lambda: os.mkdir('out'), "
+    "lambda: open('none/x', 'w')):\n  try: bad()\n  except OSError: continue\n  sys.exit(1)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_start_changed_is_put_back(directory, change):
+    directory.start(CHANGES[change])
+    if change not in ("renames back", "what must fail"):
+        assert directory.state() != directory.before  # so that the test can fail
+    directory.files.end()
+    assert directory.state() == directory.before
+    assert directory.files.not_as_before() == ""
+    directory.check()
+
+
+def test_a_start_finds_what_it_wrote_itself(directory):
+    text = directory.start(
+        """
+        open('ckpt.pt', 'w').write('one')
+        open('train.log', 'a').write('epoch 2\\n')
+        os.rename('out/best.pt', 'out/former.pt')
+        print(open('ckpt.pt').read(), open('train.log').read().split(), os.listdir('out'))
+        """
+    )
+    assert "one ['epoch', '1', 'epoch', '2']" in text and "former.pt" in text
+    directory.check()
+
+
+def test_no_start_finds_what_an_earlier_one_saved(directory):
+    program = "print(os.path.exists('snapshot.pt'), open('ckpt.pt').read())\n"
+    program += "open('snapshot.pt', 'w').write('x'); open('ckpt.pt', 'w').write('x')"
+    for _ in range(3):
+        assert directory.start(program) == "False weights of last week\n"
+        directory.files.end()
+    directory.check()
+
+
+def test_downloads_stay_until_the_search_ends(directory):
+    program = """
+    print(os.path.exists('data/set/part0'), os.path.exists('args.json'), os.path.exists('log'))
+    open('args.json', 'w').write('{}')
+    if not os.path.exists('data/set'):
+        os.mkdir('data/set')
+        for part in range(3):
+            open(f'data/set/part{part}', 'w').write('x')
+    open('data/set/part1').read()
+    open('log', 'w').write('begun')
+    open('log').read()
+    keeper.first_step()
+    open('log', 'a').write('step')
+    open('data/set/after', 'w').write('x')
+    """
+    assert directory.start(program) == "False False False\n"
+    directory.files.end()
+    assert sorted(os.listdir("data/set")) == ["part0", "part1", "part2"]
+    assert directory.start(program) == "True False False\n"
+    directory.files.end()
+    assert sorted(os.listdir("data/set")) == ["part0", "part1", "part2"]
+    directory.check()
+
+
+def test_large_files_are_not_copied(directory):
+    with open("huge.pt", "wb") as file:
+        file.truncate(40 * 2**30)
+    directory.before = directory.state()
+    where = os.statvfs(".")
+    directory.start(
+        """
+        open('huge.pt', 'w').write('new')
+        os.rename('huge.pt', 'huge.old')
+        os.remove('huge.old')
+        """
+    )
+    kept = [p for p in (directory.path / undo.ROOM).rglob("kept/*")]
+    assert [p.stat().st_blocks for p in kept] == [0]
+    assert where.f_frsize > 0
+    directory.check()
+
+
+def test_a_large_file_that_is_appended_to_is_named(directory):
+    with open("huge.bin", "wb") as file:
+        file.truncate(40 * 2**30)
+    directory.before = directory.state()
+    directory.start("open('huge.bin', 'ab').write(b'x')")
+    directory.files.end()
+    if directory.state() != directory.before:  # the file system cannot share blocks
+        assert "huge.bin" in directory.files.not_as_before()
+        assert os.path.getsize("huge.bin") == 40 * 2**30 + 1
+    directory.files.close()
+
+
+def test_what_other_programs_did_is_named(directory):
+    directory.start("import subprocess; subprocess.run(['touch', 'out/by_program'], check=True)")
+    directory.files.end()
+    assert "out/by_program" in directory.files.not_as_before()
+
+
+def test_files_of_perfsearch_caches_and_temporary_ones_are_left_alone(directory, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(directory.path / "cache"))
+    directory.start(
+        """
+        os.mkdir('cache'); open('cache/w', 'w').write('x')
+        open('run/mine', 'w').write('x')
+        """
+    )
+    directory.files.end()
+    assert os.path.exists("cache/w") and os.path.exists("run/mine")
+
+
+def test_two_starts_worth_of_ranks_may_write_the_same_file(directory):
+    where = directory.files.begin("none")
+    program = KEEPING + "for n in range(50):\n  open('ckpt.pt', 'w').write('x')\n"
+    program += "  open('new', 'a').write('x'); open('train.log', 'a').write('x')\n"
+    program += "  os.makedirs('made/by/both', exist_ok=True)\n"
+    ranks = [subprocess.Popen([sys.executable, "-c", program, where]) for _ in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    directory.check()
+
+
+@pytest.mark.parametrize("times", range(4))
+def test_an_undo_that_is_broken_off_is_taken_up_again(directory, monkeypatch, times):
+    directory.start(
+        "shutil.rmtree('out'); os.rename('ckpt.pt', 'x'); open('train.log', 'a').write('x'); "
+        "os.makedirs('out/old'); open('out/old/b', 'w').write('x')"
+    )
+    left, replace = times, os.replace
+
+    def breaking(*args):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", breaking)
+    with pytest.raises(KeyboardInterrupt):
+        directory.files.end()
+    monkeypatch.setattr(os, "replace", replace)
+    directory.check()
+
+
+def test_the_next_search_undoes_what_a_killed_one_left(directory):
+    program = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+from perfsearch.instrument.undo import UserFiles
+files = UserFiles()
+print(files.begin('none'), flush=True)
+sys.stdin.read()
+"""
+    controller = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    where = controller.stdout.readline().strip()
+    text = KEEPING + "os.remove('ckpt.pt'); open('new', 'w'); shutil.rmtree('out')"
+    subprocess.run([sys.executable, "-c", text, where], check=True)
+    assert undo.recover(directory.path) == [] and not os.path.exists("ckpt.pt")  # it still runs
+    controller.kill()
+    controller.wait()
+    UserFiles().open()
+    assert directory.state() == directory.before
+    assert not (directory.path / undo.ROOM).exists()
+
+
+def test_what_torch_and_others_write_outside_of_python_is_kept(directory):
+    directory.start(
+        """
+        import torch
+        torch.save(torch.ones(3), 'ckpt.pt')
+        torch.save(torch.ones(3), pathlib.Path('new.pt'))
+        torch.save(torch.ones(3), 'old.pt', _use_new_zipfile_serialization=False)
+        module = torch.jit.script(torch.nn.Linear(2, 2))
+        torch.jit.save(module, 'out/best.pt')
+        module.save('jit.pt')
+        import numpy
+        numpy.save('train.log', numpy.ones(3)); numpy.ones(3).tofile('raw')
+        m = numpy.memmap('locked.txt', mode='r+'); m[0] = 3; m.flush()
+        print(torch.load('ckpt.pt').sum())
+        """
+    )
+    directory.check()
+
+
+def test_safetensors_are_kept(directory):
+    pytest.importorskip("safetensors")
+    directory.start(
+        """
+        import torch
+        from safetensors.torch import save_file
+        save_file({'a': torch.ones(3)}, 'ckpt.pt')
+        save_file({'a': torch.ones(3)}, 'new.safetensors')
+        """
+    )
+    directory.check()
