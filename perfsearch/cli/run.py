@@ -623,8 +623,8 @@ def own_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     search.add_argument(
         "--preset", choices=("hf-trainer", "lightning", "accelerate", "deepspeed"),
-        help="arguments of a framework: which knobs it takes, and how checkpoints and loggers are "
-        "silenced in trials; none is chosen by itself",
+        help="arguments of a framework: which knobs it takes, and how its loggers are silenced in "
+        "trials; none is chosen by itself",
     )  # fmt: skip
     tuning = parser.add_argument_group("of tuning while it trains (each implies --autotune)")
     _add_tuning(tuning)

@@ -313,7 +313,9 @@ class Preset:
 
     Attributes:
         maps: knobs and the arguments that set them.
-        silence: arguments for trials alone, so that they write no checkpoints and no logs.
+        silence: arguments for trials alone, so that they send nothing to loggers. Checkpoints and
+            validation stay: files are put back, and a script may need them, as with
+            ``load_best_model_at_end``, ``ckpt_path="best"`` or an early stop.
 
     """
 
@@ -333,14 +335,8 @@ PRESETS = {
             Mapped(CHECKPOINTING.name, "--gradient_checkpointing", default=False),
         ),
         silence=(
-            "--save_strategy",
-            "no",
-            "--eval_strategy",
-            "no",
             "--report_to",
             "none",
-            "--load_best_model_at_end",
-            "False",
             "--disable_tqdm",
             "True",
         ),
@@ -352,10 +348,8 @@ PRESETS = {
         ),
         silence=(
             "--trainer.logger=false",
-            "--trainer.enable_checkpointing=false",
             "--trainer.enable_progress_bar=false",
             "--trainer.num_sanity_val_steps=0",
-            "--trainer.limit_val_batches=0",
         ),
     ),
     "accelerate": Preset(maps=_HF_BATCH),

@@ -190,7 +190,6 @@ def test_large_files_are_not_copied(directory):
     with open("huge.pt", "wb") as file:
         file.truncate(40 * 2**30)
     directory.before = directory.state()
-    where = os.statvfs(".")
     directory.start(
         """
         open('huge.pt', 'w').write('new')
@@ -198,9 +197,8 @@ def test_large_files_are_not_copied(directory):
         os.remove('huge.old')
         """
     )
-    kept = [p for p in (directory.path / undo.ROOM).rglob("kept/*")]
+    kept = list((directory.path / undo.ROOM).rglob("kept/*"))
     assert [p.stat().st_blocks for p in kept] == [0]
-    assert where.f_frsize > 0
     directory.check()
 
 

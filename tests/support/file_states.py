@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def state_of(directory, *left_out):
-    """Kind, content, mode, time and inode of all that is below, by path; of directories the mode."""
+    """Kind, content, mode, time and inode of all below, by path; of directories the mode."""
     found = {}
     for above, directories, files in os.walk(directory):
         directories[:] = [d for d in directories if d not in left_out]

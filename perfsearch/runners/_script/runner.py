@@ -25,6 +25,7 @@ from perfsearch.core.space import Space
 from perfsearch.core.trial import Outcome, Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
+from perfsearch.instrument.outside import caution, find_services
 from perfsearch.instrument.report import without_effect
 from perfsearch.knobs import effect_order, nccl, transport
 from perfsearch.knobs.base import Use
@@ -95,7 +96,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
             map_file: ``FILE:KEY`` or ``NAME=FILE:KEY``: it reads the knob from this file.
             preset: arguments of a framework: ``hf-trainer``, ``lightning``, ``accelerate``,
                 ``deepspeed``.
-            silence: further arguments in trials, so that they write no checkpoints and no logs.
+            silence: further arguments in trials, such as those that keep loggers from uploading.
             samples_per_step: samples of a step over all ranks; ``null``: counted by what the loader
                 fetches for its batches, or, where that is not known, steps/s are scored.
             draws_in_loader: whether loading a sample draws random numbers, so that the number of
@@ -200,6 +201,8 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         maps, silence = options.maps()
         self._silence = silence
         self._counts_samples = True
+        sends = caution(find_services(options.words[0], options.module, arguments))
+        self.cautions = [sends] if sends else []
         self._where = ScriptJob(
             self.hardware,
             {**os.environ, **environment.variables},

@@ -162,6 +162,8 @@ class Hook:
     def _stepped(self) -> None:
         assert self._window is not None
         self._rank.steps += 1
+        if self._rank.steps == 1:
+            self._rank.at_first_step()
         if self._window.stepped(self._rank.rank):
             self._window.write(self._rank.rank)
             self._rank.finished = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ class Rank:
         phase: ``start``, ``build`` (inside ``deepspeed.initialize``) or ``train``.
         finished: whether the trial's result is written.
         steps: global steps so far.
+        at_first_step: called when the first of them is made.
 
     """
 
@@ -47,6 +49,7 @@ class Rank:
         self.phase = "start"
         self.finished = False
         self.steps = 0
+        self.at_first_step: Callable[[], None] = lambda: None
         self.hook: Hook | None = None
 
     def imported(self, module: ModuleType) -> None:
@@ -98,6 +101,10 @@ def enter_trial(path: str, rank: int) -> None:
         write_whole(torch_logs_file(me.request.log_directory), {"directory": str(above[3])})
     watch_controller(*me.request.controller, os.environ[TOKEN_VARIABLE], Path(directory))
     seed_process(me.request.seed, rank)
+    if me.request.undo:
+        from perfsearch.instrument.files import keep_files
+
+        me.at_first_step = keep_files(me.request.undo, [directory]).first_step
     sys.excepthook = me.failed
     atexit.register(me.ended)
     after_import("deepspeed", me.imported)

@@ -34,6 +34,7 @@ class Request:
         stop_above_s: end early once a step takes longer.
         survive: whether a checkpoint is saved, too.
         seed: of the search; the ranks' generators are seeded before the script begins.
+        undo: where it is recorded what the job does to files; empty: nowhere.
         directory: of the group, as ``write`` is told it: each rank notes there that it will say
             where it stands when it is asked.
 
@@ -51,6 +52,7 @@ class Request:
     stop_above_s: float | None = None
     survive: bool = False
     seed: int = 0
+    undo: str = ""
     directory: str = ""
 
     @property

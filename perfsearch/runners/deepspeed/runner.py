@@ -20,11 +20,14 @@ from perfsearch.core.narrow import SEARCH, narrow
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Outcome, Purpose, Status, Trial
+from perfsearch.instrument.outside import caution, find_services
 from perfsearch.instrument.seeds import hash_seed
+from perfsearch.instrument.undo import UserFiles
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch, settle
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.zero import applicable
 from perfsearch.runners.base import (
+    ClosingLines,
     FollowsUp,
     HoldsDevices,
     Plan,
@@ -40,6 +43,7 @@ from perfsearch.runners.deepspeed.command import Command
 from perfsearch.runners.deepspeed.memory import Memory
 from perfsearch.runners.deepspeed.request import Request
 from perfsearch.runners.zero import export
+from perfsearch.tracking import store_files
 from perfsearch.training.clock import USABLE
 from perfsearch.workers import processes
 from perfsearch.workers.pool import not_in_force
@@ -50,7 +54,9 @@ if TYPE_CHECKING:
 _SEARCHED = (STAGE.name, MICRO_BATCH.name, ACCUMULATION.name)
 
 
-class DeepSpeed(Runner, HoldsDevices, StartsScripts, Screens, FollowsUp, SettlesSettings):
+class DeepSpeed(
+    Runner, HoldsDevices, StartsScripts, Screens, ClosingLines, FollowsUp, SettlesSettings
+):
     """Searches ZeRO stage, batch and ZeRO settings of a DeepSpeed job in its own processes.
 
     The command is started anew for every trial with another ``ds_config.json``, in which only the
@@ -116,6 +122,10 @@ class DeepSpeed(Runner, HoldsDevices, StartsScripts, Screens, FollowsUp, Settles
         made = cls(options, command, file, environment, settings.batch, mappings)
         made.counted = job.samples_per_step(settings)
         made.silence = job.silence(given)
+        made.files.own = [
+            *store_files(settings),
+            *(p.absolute() for p in (made.autotuning.exps_dir, made.autotuning.results_dir)),
+        ]
         return made
 
     def __init__(
@@ -164,6 +174,10 @@ class DeepSpeed(Runner, HoldsDevices, StartsScripts, Screens, FollowsUp, Settles
         )
         self.counted: int | None = None
         self.silence: tuple[str, ...] = ()
+        self.files = UserFiles()
+        script = command.words[command.script_at]
+        sends = caution(find_services(script, not script.endswith(".py"), command.arguments))
+        self.cautions = [sends] if sends else []
         self._trials: Sequence[Trial] = ()
         self._survived: set[str] = set()
 
@@ -171,6 +185,8 @@ class DeepSpeed(Runner, HoldsDevices, StartsScripts, Screens, FollowsUp, Settles
         """End what a killed controller left behind."""
         super().open(run_dir)
         processes.reap_groups(run_dir)
+        self.files.own = [run_dir, *self.files.own]
+        self.files.open()
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Start the command with this configuration, and end it after its scored steps."""
@@ -233,6 +249,7 @@ class DeepSpeed(Runner, HoldsDevices, StartsScripts, Screens, FollowsUp, Settles
                 **hash_seed(self.environment.seed, os.environ),
                 **self.environment.variables,
             },
+            files=self.files,
         )
 
     def _not_fed(self, whole: Mapping[str, Value], outcome: Outcome) -> list[str]:
@@ -294,6 +311,12 @@ class DeepSpeed(Runner, HoldsDevices, StartsScripts, Screens, FollowsUp, Settles
             directory,
         )
 
+    def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
+        """Files of the user's that are not as they were."""
+        self.files.close()
+        changed = self.files.not_as_before()
+        return [changed] if changed else []
+
     def follow_up(self, configuration: Configuration) -> int:
         """Start the training with the tuned file, where ``--autotuning run`` was asked for."""
         if self.action != "run":
@@ -305,8 +328,9 @@ class DeepSpeed(Runner, HoldsDevices, StartsScripts, Screens, FollowsUp, Settles
         return trial.train(tuned_command(self.command, tuned, options))
 
     def close(self) -> None:
-        """End what an interrupt may have left."""
+        """End what an interrupt may have left, and put the user's files back."""
         processes.reap_groups(self.environment.run_dir, grace_s=0.0)
+        self.files.close()
 
 
 # -----------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any
 from perfsearch.core.hardware import Gpu
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Measurement, Outcome, Status
+from perfsearch.instrument.undo import UserFiles
 from perfsearch.runners.deepspeed import request
 from perfsearch.runners.deepspeed.request import Request
 from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify, refusal
@@ -48,6 +49,7 @@ class Start:
         limits: time limits.
         gpus: that it uses.
         variables: environment beside the controller's own.
+        files: keeps what the job changes of the user's files; ``None``: nothing does.
 
     """
 
@@ -58,6 +60,7 @@ class Start:
     limits: Limits
     gpus: tuple[Gpu, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    files: UserFiles | None = None
 
 
 def free_port() -> int:
@@ -105,7 +108,10 @@ class DeepSpeedGroup(RankGroup):
             time.sleep(_POLL_S)
 
     def _prepare(self, directory: Path) -> dict[str, str]:
-        self._start.request.write(directory)
+        files, request = self._start.files, self._start.request
+        if files is not None:
+            request = replace(request, undo=files.begin(self.token))
+        request.write(directory)
         return environment_of(self._start)
 
     def _ask_to_end(self) -> None:
@@ -149,6 +155,8 @@ def run(start: Start, time_limit_s: float) -> Outcome:
         failure, timed_out = group.why_gone(gone), gone.limit_s is not None
     finally:
         group.end(kill=True)
+        if start.files is not None:
+            start.files.end()
         _remove_torch_logs(logs)
     if _break_build_locks(begin) and timed_out:
         failure = replace(failure, reason=f"{failure.reason}; {_BUILDING}")

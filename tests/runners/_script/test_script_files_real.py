@@ -1,0 +1,116 @@
+"""The user's files before and after a search over a script, a kill of it, and a resume."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.file_states import state_of
+
+from perfsearch.instrument.undo import ROOM
+
+pytestmark = pytest.mark.slow
+
+SUPPORT = Path(__file__).parents[2] / "support"
+SCRIPTS = Path(__file__).parents[2] / "data" / "scripts"
+QUICK = ("budget.trials=3", "confirm.max_repeats=2", "tracking.enabled=false", "run_dir=run")
+KNOBS = "runner.knobs={bucket_cap_mb:[1.0,25.0],dataloader_workers:[0,1]}"
+
+
+class Work:
+    """A working directory with a script and files of the user's."""
+
+    def __init__(self, path, script):
+        self.path, self.script = path, script.name
+        path.mkdir()
+        shutil.copy(script, path)
+        for name in ("ckpt.pt", "best.pt", "old.pt", "train.log"):
+            (path / name).write_text(f"{name} of the user's")
+        (path / "runs" / "first").mkdir(parents=True)
+        (path / "runs" / "first" / "args.json").write_text("{}")
+        for file in path.rglob("*"):
+            os.utime(file, ns=(10**18, 10**18))
+        self.before = self.state()
+
+    def state(self):
+        return state_of(self.path, "run", ROOM, "__pycache__")
+
+    def search(self, *options, nproc=2, arguments=()):
+        words = [
+            sys.executable,
+            "-m",
+            "perfsearch.cli.run",
+            "--search",
+            f"--nproc-per-node={nproc}",
+        ]
+        for option in (*QUICK, KNOBS, *options):
+            words += ["-o", option]
+        with (self.path / "run.log").open("ab") as log:
+            return subprocess.Popen(
+                [*words, self.script, *arguments], cwd=self.path, stdout=log, stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    @property
+    def said(self):
+        return (self.path / "run.log").read_text()
+
+    def check(self):
+        state = self.state()
+        state.pop("run.log", None)
+        assert state == self.before, self.said
+        assert not (self.path / ROOM).exists()
+
+    def wait_until(self, holds, process=None, limit_s=180):
+        deadline = time.monotonic() + limit_s
+        while not holds():
+            assert time.monotonic() < deadline and (process is None or process.poll() is None), (
+                self.said
+            )
+            time.sleep(0.05)
+
+
+def test_a_search_leaves_the_files_as_they_were(tmp_path):
+    work = Work(tmp_path / "work", SUPPORT / "script_files.py")
+    running = work.search()
+    work.wait_until(lambda: (work.path / "snapshot.pt").exists(), running)
+    assert running.wait(400) == 0, work.said
+    assert "diverged" not in work.said and "an earlier start's" not in work.said
+    assert "changed while starts" not in work.said
+    work.check()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_search_leaves_them_too_and_goes_on(tmp_path, number):
+    work = Work(tmp_path / "work", SUPPORT / "script_files.py")
+    running = work.search()
+    work.wait_until(lambda: (work.path / "snapshot.pt").exists(), running)
+    running.send_signal(number)
+    running.wait(60)
+    work.wait_until(lambda: not (work.path / ROOM).exists(), limit_s=30)
+    work.check()
+    running = work.search("budget.trials=2")
+    assert running.wait(400) == 0, work.said
+    assert "an earlier start's" not in work.said
+    work.check()
+
+
+def test_a_snapshot_of_one_start_is_none_of_the_next(tmp_path):
+    work = Work(tmp_path / "work", SCRIPTS / "resumes_from_own_snapshot.py")
+    assert work.search("confirm.scored_seconds=0.2").wait(400) == 0, work.said
+    logs = [log.read_text() for log in work.path.glob("run/logs/*/rank0.log")]
+    assert logs and not any("resuming at epoch" in text for text in logs)
+    work.check()
+
+
+def test_a_checkpoint_is_not_overwritten(tmp_path):
+    work = Work(tmp_path / "work", SCRIPTS / "overwrites_checkpoint.py")
+    (work.path / "out").mkdir()
+    (work.path / "out" / "ckpt.pt").write_text("weeks of training")
+    work.before = work.state()
+    assert work.search(nproc=1).wait(400) == 0, work.said
+    work.check()
