@@ -101,6 +101,7 @@ class Record:
     Attributes:
         known: paths whose state before the start is on record.
         early: paths that were made before the first step.
+        early_names: their names without the directories.
         stepped: whether that is made.
 
     """
@@ -111,6 +112,7 @@ class Record:
         self._read_to = 0
         self.known: set[str] = set()
         self.early: set[str] = set()
+        self.early_names: set[str] = set()
         self.stepped = False
 
     @contextlib.contextmanager
@@ -155,6 +157,7 @@ class Record:
                 self.known.add(path)
                 if deed is Deed.MADE and not self.stepped:
                     self.early.add(path)
+                    self.early_names.add(os.path.basename(path))
             case Deed.MOVED:
                 for moved in (path, entry["to"]):  # from now on other things have these names
                     self.known = {p for p in self.known if not _below(p, moved)}
@@ -196,12 +199,6 @@ class Keeper:
             "os.utime": lambda path, times, ns, at: self._marked(path, at),
             "sqlite3.connect": self._database,
         }
-
-    def audit(self, event: str, args: tuple[Any, ...]) -> None:
-        """Python's audit hook."""
-        act = self.events.get(event)
-        if act is not None:
-            self.quietly(act, *args)
 
     def quietly(self, act: Callable[..., None], *args: Any) -> None:
         """Do it unless this thread is doing so already; what fails never reaches the script."""
@@ -258,8 +255,11 @@ class Keeper:
                     creates=bool(flags & os.O_CREAT),
                     new=bool(flags & os.O_CREAT and flags & os.O_EXCL),
                 )
-        elif self.record.early and isinstance(path, str | bytes | os.PathLike):
-            name = os.path.realpath(os.fsdecode(path))
+        elif self.record.early_names and isinstance(path, str | bytes | os.PathLike):
+            text = os.fsdecode(path)
+            if os.path.basename(text) not in self.record.early_names:
+                return  # of most files that are read no more must be known
+            name = os.path.realpath(text)
             if name in self.record.early and not self.record.has_said(Deed.READ, name):
                 with self.record.turn():
                     self.record.say(Deed.READ, name)
@@ -443,6 +443,18 @@ _WRITERS = (
 """Functions that open the file which their second argument names, outside of Python."""
 
 
+def _hook(keeper: Keeper) -> Callable[[str, tuple[Any, ...]], None]:
+    """Python's audit hook; most events, such as each ``id()``, are none of files'."""
+    action, quietly = keeper.events.get, keeper.quietly
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        act = action(event)
+        if act is not None:
+            quietly(act, *args)
+
+    return hook
+
+
 def keep_files(directory: str, own: Sequence[str] = ()) -> Keeper:
     """Keep the user's files from here on, in this process and those that it forks.
 
@@ -468,5 +480,5 @@ def keep_files(directory: str, own: Sequence[str] = ()) -> Keeper:
                 wrap(found, name, around)
 
         after_import(module, meet)
-    sys.addaudithook(keeper.audit)
+    sys.addaudithook(_hook(keeper))
     return keeper

@@ -195,10 +195,11 @@ def list_files(directory: Path, own: Sequence[Path]) -> Listing | None:
 
     Args:
         directory: the directory.
-        own: perfsearch's own files and directories, which are left out.
+        own: perfsearch's own files and directories, which are left out, as is what it prints to.
 
     """
     left_out = {str(path.absolute()) for path in own}
+    said = {(s.st_dev, s.st_ino) for s in map(os.fstat, (1, 2))}  # as with > search.log
     found: dict[str, tuple[int, int]] = {}
     waiting = [str(directory)]
     seen = 0
@@ -220,7 +221,8 @@ def list_files(directory: Path, own: Sequence[Path]) -> Listing | None:
                     waiting.append(entry.path)
                 else:
                     now = entry.stat(follow_symlinks=False)
-                    found[entry.path] = now.st_size, now.st_mtime_ns
+                    if (now.st_dev, now.st_ino) not in said:
+                        found[entry.path] = now.st_size, now.st_mtime_ns
     return found
 
 

@@ -111,3 +111,11 @@ def test_deepspeeds_preset_finds_the_file(tmp_path):
 def test_a_wrong_map_is_refused(text):
     with pytest.raises(BadInputError, match="NAME=ARGUMENT"):
         parse_map(text)
+
+
+@pytest.mark.parametrize("name", ["hf-trainer", "lightning", "accelerate"])
+def test_presets_silence_loggers_and_no_checkpoints(name):
+    """Scripts fail without them, as with load_best_model_at_end or ckpt_path="best"."""
+    words = " ".join(preset(name, []).silence)
+    assert not any(word in words for word in ("save", "checkpoint", "load_best", "val", "eval_"))
+    assert name == "accelerate" or "report_to none" in words or "logger=false" in words
