@@ -166,7 +166,8 @@ def run_in_search(config: LaunchConfig) -> int:
     switch_log(config.log_directory, rank)
     answer_stack_requests(config.directory, rank)
     controller = config.controller_pid, config.controller_started
-    watch_controller(*controller, config.token, Path(config.directory))
+    spare = [config.forked_from]
+    watch_controller(*controller, config.token, Path(config.directory), spare)
     here = _Rank(config, rank)
     seed_process(config.seed, rank)
     if config.undo:

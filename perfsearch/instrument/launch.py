@@ -30,6 +30,10 @@ ENTRY = "perfsearch.instrument.entry"
 """Module that torch's launcher runs in place of the script."""
 
 
+_LAST_MOMENTS = 40
+"""How often is looked whether the controller is gone, once its end of a pipe is closed."""
+
+
 @dataclass(frozen=True)
 class LaunchConfig:
     """How a script is to be run: what its processes are told, through one environment variable.
@@ -48,6 +52,7 @@ class LaunchConfig:
         controller_pid: the process whose death ends the script.
         controller_started: when that process was started.
         seed: of that search; its ranks' generators are seeded before the script begins.
+        forked_from: the process that the start is forked from, and that outlives it.
         mapped: knobs that were given to the script by its own arguments or files, and how.
         given: their values.
 
@@ -66,6 +71,7 @@ class LaunchConfig:
     controller_pid: int = 0
     controller_started: float = 0.0
     seed: int = 0
+    forked_from: int = 0
     mapped: dict[str, str] = field(default_factory=dict)
     given: dict[str, Value] = field(default_factory=dict)
 
@@ -181,6 +187,7 @@ def main(controller_pid: int, controller_started: float) -> int:
     """Fork launchers until the controller is gone, or has no more to start."""
     from perfsearch.instrument.undo import recover
     from perfsearch.workers.forkserver import serve_forks
+    from perfsearch.workers.processes import is_alive
 
     for name in ("torch.distributed.launcher.api", "torch.distributed.run"):
         importlib.import_module(name)
@@ -190,7 +197,11 @@ def main(controller_pid: int, controller_started: float) -> int:
         controller_started,
         lambda request: run_start(Path(request["directory"]), request["arguments"]),
     )
-    recover(Path.cwd())  # unless the controller lives, which does so itself
+    for _ in range(_LAST_MOMENTS):
+        if not is_alive(controller_pid, controller_started):
+            recover(Path.cwd())  # which a controller that lives does itself
+            break
+        time.sleep(0.05)
     return code
 
 

@@ -199,7 +199,11 @@ def list_files(directory: Path, own: Sequence[Path]) -> Listing | None:
 
     """
     left_out = {str(path.absolute()) for path in own}
-    said = {(s.st_dev, s.st_ino) for s in map(os.fstat, (1, 2))}  # as with > search.log
+    said = set()
+    for descriptor in (1, 2):  # as with > search.log
+        with contextlib.suppress(OSError):
+            status = os.fstat(descriptor)
+            said.add((status.st_dev, status.st_ino))
     found: dict[str, tuple[int, int]] = {}
     waiting = [str(directory)]
     seen = 0
@@ -336,8 +340,11 @@ def _new_room(directory: Path, own: Sequence[Path]) -> Path:
         (place for place in (directory, *own) if os.access(place, os.W_OK | os.X_OK)), directory
     )
     room = room / ROOM / name
-    room.mkdir(parents=True)
-    (room.parent / _README).write_text(_EXPLANATION)
+    while not (room.parent / _README).exists():
+        with contextlib.suppress(FileNotFoundError):  # another search has just ended here
+            room.mkdir(parents=True, exist_ok=True)
+            (room.parent / _README).write_text(_EXPLANATION)
+    room.mkdir(exist_ok=True)
     me = os.getpid()
     owner = {"host": socket.gethostname(), "controller": [me, processes.started_at(me)]}
     write_json(room / _OWNER, owner)

@@ -10,7 +10,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -194,7 +194,9 @@ EXIT_ORPHANED = 113
 _INTERVAL_S = 0.5
 
 
-def watch_controller(pid: int, started: float, token: str, directory: Path) -> None:
+def watch_controller(
+    pid: int, started: float, token: str, directory: Path, spare: Sequence[int] = ()
+) -> None:
     """Start a thread that ends the whole group once the controller no longer runs.
 
     It polls the process table: a closed connection alone proves nothing, since a fork of the
@@ -205,6 +207,7 @@ def watch_controller(pid: int, started: float, token: str, directory: Path) -> N
         started: when that process was started.
         token: the mark of the group's processes.
         directory: the group's own, removed then.
+        spare: processes with that mark that see it by themselves, and end after it.
 
     """
 
@@ -212,7 +215,7 @@ def watch_controller(pid: int, started: float, token: str, directory: Path) -> N
         while is_alive(pid, started):
             time.sleep(_INTERVAL_S)
         shutil.rmtree(directory, ignore_errors=True)
-        end_all(token, grace_s=0.0, exclude=[os.getpid()])
+        end_all(token, grace_s=0.0, exclude=[os.getpid(), *spare])
         os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=loop, name="watch-controller", daemon=True).start()

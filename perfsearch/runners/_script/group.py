@@ -99,6 +99,7 @@ class ScriptGroup(RankGroup):
             token=self.token,
             controller_pid=os.getpid(),
             controller_started=processes.started_at(os.getpid()),
+            forked_from=self._launch.outliving[0],
         )
         environ = {**os.environ, **self._variables, **whole.to_environment()}
         if self._way.by_torchrun:

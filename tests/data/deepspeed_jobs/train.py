@@ -35,6 +35,11 @@ for step in range(arguments.steps):
             raise KeyError("labels")
         if arguments.fail == "part" and rank == 1:
             raise SystemExit
+        if arguments.fail == "files":  # an earlier start's would be an error
+            torch.save(step, "mine.pt")
+            assert rank or not __import__("os").path.exists("made.pt")
+            torch.distributed.barrier()
+            torch.save(step, "made.pt")
         if arguments.fail in ("hang", "part"):
             __import__("time").sleep(600)
     for _ in range(times):

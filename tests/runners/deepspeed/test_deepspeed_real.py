@@ -17,6 +17,7 @@ from perfsearch.cli.view import open_view
 from perfsearch.config.schema import validate
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.instrument.undo import ROOM
 from perfsearch.pipeline.search import run
 from perfsearch.runners.base import Plan
 from perfsearch.runners.deepspeed.request import Request
@@ -158,6 +159,15 @@ def test_a_configuration_that_the_script_names_is_replaced(measure, stand_in):
     (found,) = measure(FILE, "--own-config ds.json", points, runner={"ds_config": "ds.json"})
     assert found.status is Status.OK, found.reason
     assert found.measurement.in_force["zero_stage"] == 3
+
+
+def test_files_that_the_script_changes_are_put_back(measure, stand_in, tmp_path):
+    (tmp_path / "mine.pt").write_text("weights")
+    points = ({}, {"micro_batch": 2})
+    found = measure(FILE, "--fail files --deepspeed_config ds.json", points)
+    assert [one.status for one in found] == [Status.OK, Status.OK], [one.reason for one in found]
+    assert (tmp_path / "mine.pt").read_text() == "weights"
+    assert not (tmp_path / "made.pt").exists() and not (tmp_path / ROOM).exists()
 
 
 @pytest.mark.parametrize(
