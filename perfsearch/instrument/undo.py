@@ -340,11 +340,10 @@ def _new_room(directory: Path, own: Sequence[Path]) -> Path:
         (place for place in (directory, *own) if os.access(place, os.W_OK | os.X_OK)), directory
     )
     room = room / ROOM / name
-    while not (room.parent / _README).exists():
-        with contextlib.suppress(FileNotFoundError):  # another search has just ended here
-            room.mkdir(parents=True, exist_ok=True)
-            (room.parent / _README).write_text(_EXPLANATION)
-    room.mkdir(exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # another search has just ended here
+        room.mkdir(parents=True)
+    room.mkdir(parents=True, exist_ok=True)
+    (room.parent / _README).write_text(_EXPLANATION)
     me = os.getpid()
     owner = {"host": socket.gethostname(), "controller": [me, processes.started_at(me)]}
     write_json(room / _OWNER, owner)

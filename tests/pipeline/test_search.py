@@ -378,3 +378,17 @@ def test_a_single_pair_is_what_the_closing_table_goes_by(search: Search, seed: i
     ratio = other["objective"] / baseline["objective"]
     assert other["label"] == ("best so far" if ratio > 1 else "fastest other")
     assert result_cells([baseline, other])[2][4].startswith(f"{ratio:.3f}x (one reading each")
+
+
+def test_cautions_are_said_before_anything_is_started(search: Search) -> None:
+    said_first: list[str] = []
+
+    class Careful(SyntheticRunner):
+        cautions = ("it uploads",)
+
+        def open(self, run_dir) -> None:
+            said_first.extend(search.view.lines)
+            super().open(run_dir)
+
+    search(Careful(), budget={"trials": 1, "seconds": None})
+    assert said_first == ["warning: it uploads"]

@@ -7,6 +7,7 @@ import pytest
 from perfsearch.cli.run import runner_for, search, split
 from perfsearch.config.schema import MetricsSettings
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.hardware import Environment
 from perfsearch.instrument.facts import Facts
 from perfsearch.runners._script.runner import Script, TimingOptions
 
@@ -91,3 +92,13 @@ def test_a_missing_script_is_bad_input(tmp_path):
         Script.Options((str(tmp_path / "missing.py"),))
     with pytest.raises(BadInputError, match="give the script"):
         Script.Options(())
+
+
+def test_what_a_script_sends_out_of_reach_is_named_before_a_start(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import wandb")
+    environment = Environment(tmp_path, nproc=1)
+    made = Script("cpu", {}, Script.Options((str(script),)), environment)
+    assert [line.partition(":")[0] for line in made.cautions] == ["the script uses wandb"]
+    script.write_text("import torch")
+    assert Script("cpu", {}, Script.Options((str(script),)), environment).cautions == []
