@@ -120,12 +120,14 @@ class Record:
         """Keep the other processes and threads out, and learn what they have written."""
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # of this opening: a fork has its own
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # of this opening: a fork has its own
             self._learn(descriptor)
             self._open = descriptor
             yield
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # though a fork may still have it open
             os.close(descriptor)
 
     def say(self, deed: Deed, path: str = "", **more: Any) -> None:

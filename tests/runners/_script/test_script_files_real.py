@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 SUPPORT = Path(__file__).parents[2] / "support"
 SCRIPTS = Path(__file__).parents[2] / "data" / "scripts"
-QUICK = ("budget.trials=3", "confirm.max_repeats=2", "tracking.enabled=false", "run_dir=run")
+QUICK = ("budget.trials=2", "confirm.finalists=1", "confirm.max_repeats=1", "run_dir=run")
 KNOBS = "runner.knobs={bucket_cap_mb:[1.0,25.0],dataloader_workers:[0,1]}"
 
 
@@ -26,6 +26,8 @@ class Work:
 
     def __init__(self, path, script):
         self.path, self.script = path, script.name
+        self.temporary = path.parent / "t"  # where searches wait for one another
+        self.temporary.mkdir()
         path.mkdir()
         shutil.copy(script, path)
         for name in ("ckpt.pt", "best.pt", "old.pt", "train.log"):
@@ -39,7 +41,7 @@ class Work:
     def state(self):
         return state_of(self.path, "run", ROOM, "__pycache__")
 
-    def search(self, *options, nproc=2, arguments=()):
+    def search(self, nproc=2):
         words = [
             sys.executable,
             "-m",
@@ -47,12 +49,12 @@ class Work:
             "--search",
             f"--nproc-per-node={nproc}",
         ]
-        for option in (*QUICK, KNOBS, *options):
+        for option in (*QUICK, KNOBS, "tracking.enabled=false"):
             words += ["-o", option]
         with (self.path / "run.log").open("ab") as log:
             return subprocess.Popen(
-                [*words, self.script, *arguments], cwd=self.path, stdout=log, stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                [*words, self.script], cwd=self.path, stdout=log, stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
             )  # fmt: skip
 
     @property
@@ -93,7 +95,7 @@ def test_a_killed_search_leaves_them_too_and_goes_on(tmp_path, number):
     running.wait(60)
     work.wait_until(lambda: not (work.path / ROOM).exists(), limit_s=30)
     work.check()
-    running = work.search("budget.trials=2")
+    running = work.search()
     assert running.wait(400) == 0, work.said
     assert "an earlier start's" not in work.said
     work.check()
