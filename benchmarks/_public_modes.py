@@ -1,0 +1,258 @@
+"""One script in one mode: started in a fresh copy, watched, ended with all that it started."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import psutil
+from _public_cases import Case
+from _public_judge import judge
+from _store import Store
+
+MODES = ("plain", "clock", "run", "profile", "search", "autotune", "knobs", "handover")
+MARK = "PERFSEARCH_PUBLIC_SCRIPT"
+TAIL_LINES = 30
+
+
+class Bench:
+    """One case, in all its modes.
+
+    Args:
+        case: the script.
+        options: of the command line.
+        store: the records so far.
+
+    """
+
+    def __init__(self, case: Case, options: argparse.Namespace, store: Store) -> None:
+        self.case = case
+        self.options = options
+        self.store = store
+        self.home = (options.store / case.name).absolute()
+        self.tree = self.home / "tree"
+        self.run_dir = self.home / "search"
+
+    def run(self, mode: str) -> dict[str, Any]:
+        """Start the script in a mode; return what was seen, judged."""
+        if mode in ("knobs", "handover") and not (self.run_dir / "best").is_dir():
+            return {"rc": None, "seconds": 0.0, "judged": "no search to take it from"}
+        self._lay_out()
+        before = self._files()
+        command, environment = self._command(mode)
+        record = self._start(command, environment, self.home / f"{mode}.log")
+        after = self._files()
+        record["written"] = sorted(_nameless(name) for name in after.keys() - before.keys())
+        record["changed"] = sorted(n for n in before if after.get(n) != before[n])
+        record["command"] = " ".join(command)
+        record.update(self._found(mode))
+        records = {r["part"]: r for r in self.store.records if r["key"] == self.case.name}
+        record["judged"] = judge(self.case, mode, record, records)
+        record["tail"] = record.pop("lines")[-TAIL_LINES:]
+        return record
+
+    def _lay_out(self) -> None:
+        """Put a fresh copy of the repository, with its data, where each mode is started."""
+        kept = self.home / "prepared"
+        if not kept.exists():
+            kept.mkdir(parents=True)
+            archive(self.case, self.options, kept)
+            if self.case.prepare is not None:
+                self.case.prepare(kept)
+        shutil.rmtree(self.tree, ignore_errors=True)
+        shutil.copytree(kept, self.tree)
+
+    def _files(self) -> dict[str, str]:
+        """Every file of the copy, with its content's digest; caches of Python apart."""
+        return {
+            str(file.relative_to(self.tree)): hashlib.sha1(file.read_bytes()).hexdigest()
+            for file in self.tree.rglob("*")
+            if file.is_file() and "__pycache__" not in file.parts
+        }
+
+    def _environment(self) -> dict[str, str]:
+        programs = Path(sys.executable).parent
+        here = os.environ.copy()
+        here.pop("RANK", None)
+        here.update(
+            PATH=f"{programs}:{here.get('PATH', os.defpath)}",
+            OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1",
+            HF_HOME=str(self.home / "hf"), MPLBACKEND="Agg", PYTHONDONTWRITEBYTECODE="1",
+        )  # fmt: skip
+        here[MARK] = uuid.uuid4().hex
+        for pair in self.case.environment:
+            name, _, value = pair.partition("=")
+            here[name] = value.replace("{root}", str(self.tree))
+        return here
+
+    def _command(self, mode: str) -> tuple[list[str], dict[str, str]]:
+        case, environment = self.case, self._environment()
+        script = [case.script, *case.arguments]
+        ranks = [f"--nproc-per-node={case.processes}"] if case.processes > 1 else []
+        torchrun = ["torchrun", "--standalone", *ranks]
+        started = torchrun if ranks else ["python"]
+        tuned = ["perfsearch-run", *ranks]
+        if mode == "plain":
+            return [*started, *script], environment
+        if mode == "clock":
+            clock = str(Path(__file__).with_name("_public_clock.py"))
+            return [*started, clock, str(self.home / "clock.json"), *script], environment
+        if mode == "run":
+            return [*tuned, *script], environment
+        if mode == "autotune":
+            return [*tuned, "--autotune", *script], environment
+        best = self.run_dir / "best"
+        if mode == "knobs":
+            return [*tuned, "--knobs", str(best / "config.yaml"), *script], environment
+        if mode == "handover":
+            return ["sh", str(best / "apply" / "run.sh")], self._alone(environment)
+        shutil.rmtree(self._run_dir(mode), ignore_errors=True)
+        keys = {"run_dir": self._run_dir(mode), "tracking.enabled": "false"}
+        if mode == "search":
+            seconds, trials = self.options.seconds, self.options.trials
+            keys |= {"budget.trials": trials, "budget.seconds": seconds, "confirm.seconds": seconds}
+        words = [word for key, value in keys.items() for word in ("-o", f"{key}={value}")]
+        return [*tuned, f"--{mode}", *words, *case.options, *script], environment
+
+    def _run_dir(self, mode: str) -> Path:
+        return self.run_dir if mode == "search" else self.home / "profile"
+
+    def _alone(self, environment: dict[str, str]) -> dict[str, str]:
+        """The environment, without a perfsearch that could be imported."""
+        blocked = self.home / "alone"
+        blocked.mkdir(exist_ok=True)
+        (blocked / "perfsearch.py").write_text("raise ImportError('perfsearch is not here')\n")
+        path = [str(blocked), *filter(None, [environment.get("PYTHONPATH")])]
+        return {**environment, "PYTHONPATH": os.pathsep.join(path)}
+
+    def _start(self, command: list[str], environment: dict[str, str], log: Path) -> dict[str, Any]:
+        begun = time.monotonic()
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, cwd=self.tree / self.case.folder, env=environment, stdout=out,
+                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            timed_out = False
+            try:
+                process.wait(self.options.limit)
+            except subprocess.TimeoutExpired:
+                timed_out = True
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+        seconds = time.monotonic() - begun
+        time.sleep(0.5)
+        left = _end_marked(environment[MARK])
+        process.wait(10)
+        lines = _lines(log)
+        return {
+            "rc": None if timed_out else process.returncode, "seconds": round(seconds, 1),
+            "left": 0 if timed_out else left, "lines": lines,
+        }  # fmt: skip
+
+    def _found(self, mode: str) -> dict[str, Any]:
+        """What the mode left: readings of the clock, a journal, a summary."""
+        if mode == "clock":
+            file = self.home / "clock.json"
+            return clock_of(json.loads(file.read_text())) if file.exists() else {"steps": 0}
+        if mode not in ("search", "profile"):
+            return {}
+        run_dir, found = self._run_dir(mode), {}
+        summary = run_dir / "best" / "summary.json"
+        if summary.exists():
+            told = json.loads(summary.read_text())
+            found["summary"] = {
+                name: told.get(name) for name in ("verdict", "is_baseline", "speed_up", "knobs")
+            }
+        journal = run_dir / "journal.jsonl"
+        if journal.exists():
+            found["trials"] = trials_of(journal)
+        return found
+
+
+def archive(case: Case, options: argparse.Namespace, into: Path) -> None:
+    """Write the paths of the repository, as they were at the commit, into a folder."""
+    repository, commit = case.source
+    name = repository.replace("/", "+")
+    places = [options.sources / name / "repo", options.sources / name] if options.sources else []
+    place = next((p for p in places if (p / "HEAD").exists() or (p / ".git").exists()), None)
+    if place is None:
+        place = options.store / "sources" / name
+        if not place.exists():
+            url = f"https://github.com/{repository}"
+            fetch = ["fetch", "-q", "--depth=1", "--filter=blob:none", "origin", commit]
+            subprocess.run(["git", "init", "-q", str(place)], check=True)
+            subprocess.run(["git", "-C", str(place), "remote", "add", "origin", url], check=True)
+            subprocess.run(["git", "-C", str(place), *fetch], check=True)
+    paths = case.paths or (case.folder,)
+    packed = subprocess.run(
+        ["git", "-C", str(place), "archive", commit, *paths], check=True, capture_output=True
+    )
+    subprocess.run(["tar", "x", "-C", str(into)], input=packed.stdout, check=True)
+
+
+def clock_of(times: list[float]) -> dict[str, Any]:
+    """Steps and seconds a step, of all and of those that a trial sees."""
+    gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
+    seen = gaps[7:68] or gaps
+    return {
+        "steps": len(times),
+        "mean_s": statistics.fmean(seen) if seen else None,
+        "median_s": statistics.median(seen) if seen else None,
+        "mean_of_all_s": statistics.fmean(gaps) if gaps else None,
+    }
+
+
+def trials_of(journal: Path) -> list[dict[str, Any]]:
+    """Status, reason and seconds a step of each trial."""
+    found = []
+    for line in journal.read_text().splitlines():
+        event = json.loads(line)
+        trial = event.get("trial") if isinstance(event.get("trial"), dict) else event
+        if "status" not in trial:
+            continue
+        seconds = (trial.get("measurement") or {}).get("step_seconds") or []
+        found.append({
+            "purpose": trial.get("purpose"), "status": trial["status"],
+            "reason": trial.get("reason"),
+            "mean_s": statistics.fmean(seconds) if seconds else None,
+            "median_s": statistics.median(seconds) if seconds else None,
+        })  # fmt: skip
+    return found
+
+
+def _lines(log: Path) -> list[str]:
+    """The lines of a log, without colours, of a progress bar only its last state."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log.read_text(errors="replace"))
+    lines = (line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n"))
+    return [line[:400] for line in lines if line]
+
+
+def _nameless(name: str) -> str:
+    """A file's name with its numbers taken out: times, process ids, random names of caches."""
+    return re.sub(r"[0-9a-f]{16,}|\d+", "N", name)
+
+
+def _end_marked(mark: str) -> int:
+    """Kill what a start has left behind, told by the variable that it inherited."""
+    left = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                process.kill()
+                left += 1
+    return left
