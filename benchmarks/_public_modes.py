@@ -69,10 +69,13 @@ class Bench:
         """Put a fresh copy of the repository, with its data, where each mode is started."""
         kept = self.home / "prepared"
         if not kept.exists():
-            kept.mkdir(parents=True)
-            archive(self.case, self.options, kept)
+            begun = self.home / "being-prepared"
+            shutil.rmtree(begun, ignore_errors=True)
+            begun.mkdir(parents=True)
+            archive(self.case, self.options, begun)
             if self.case.prepare is not None:
-                self.case.prepare(kept)
+                self.case.prepare(begun)
+            begun.rename(kept)
         shutil.rmtree(self.tree, ignore_errors=True)
         shutil.copytree(kept, self.tree)
 
