@@ -108,7 +108,8 @@ class Bench:
         ranks = [f"--nproc-per-node={case.processes}"] if case.processes > 1 else []
         torchrun = ["torchrun", "--standalone", *ranks]
         started = torchrun if ranks else ["python"]
-        tuned = ["perfsearch-run", *ranks]
+        one = ["--nproc-per-node=1"] if self.options.one_rank else []
+        tuned = ["perfsearch-run", *(ranks or one)]
         if mode == "plain":
             return [*started, *script], environment
         if mode == "clock":
@@ -149,17 +150,12 @@ class Bench:
                 command, cwd=self.tree / self.case.folder, env=environment, stdout=out,
                 stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-            timed_out = False
             try:
-                process.wait(self.options.limit)
-            except subprocess.TimeoutExpired:
-                timed_out = True
-                process.send_signal(signal.SIGINT)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
-        seconds = time.monotonic() - begun
-        time.sleep(0.5)
-        left = _end_marked(environment[MARK])
+                timed_out = _outlasts(process, self.options.limit)
+                seconds = time.monotonic() - begun
+                time.sleep(0.5)  # processes that are about to end are none that were left
+            finally:
+                left = _end_marked(environment[MARK])
         process.wait(10)
         lines = _lines(log)
         return {
@@ -248,6 +244,18 @@ def _lines(log: Path) -> list[str]:
 def _nameless(name: str) -> str:
     """A file's name with its numbers taken out: times, process ids, random names of caches."""
     return re.sub(r"[0-9a-f]{16,}|\d+", "N", name)
+
+
+def _outlasts(process: subprocess.Popen[bytes], limit: float) -> bool:
+    """Wait for the end; where it does not come in time, interrupt the process, and say so."""
+    try:
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        return True
+    return False
 
 
 def _end_marked(mark: str) -> int:

@@ -24,6 +24,7 @@ that of the clock. Finished modes are not run again: remove their line from DIR/
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -42,6 +43,9 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--seconds", type=float, default=40.0, help="of a search, at most")
     parser.add_argument("--trials", type=int, default=6, help="of a search, at most")
+    parser.add_argument(
+        "--one-rank", action="store_true", help="say --nproc-per-node=1 for scripts of one process"
+    )
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of one mode")
     return parser.parse_args()
 
@@ -52,6 +56,7 @@ def main() -> int:
     if options.what == "report":
         print(report(store.records))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, too
     unknown = set(options.scripts) - {case.name for case in CASES}
     if unknown:
         raise SystemExit(f"no such script: {', '.join(sorted(unknown))}")
