@@ -21,12 +21,10 @@ from typing import Any
 
 import psutil
 from _public_cases import Case
-from _public_judge import judge
-from _store import Store
 
 MODES = ("plain", "clock", "run", "profile", "search", "autotune", "knobs", "handover")
 MARK = "PERFSEARCH_PUBLIC_SCRIPT"
-TAIL_LINES = 30
+KEPT_LINES = 200
 
 
 class Bench:
@@ -35,22 +33,22 @@ class Bench:
     Args:
         case: the script.
         options: of the command line.
-        store: the records so far.
 
     """
 
-    def __init__(self, case: Case, options: argparse.Namespace, store: Store) -> None:
+    def __init__(self, case: Case, options: argparse.Namespace) -> None:
         self.case = case
         self.options = options
-        self.store = store
         self.home = (options.store / case.name).absolute()
         self.tree = self.home / "tree"
         self.run_dir = self.home / "search"
 
+    def can(self, mode: str) -> bool:
+        """Whether there is what the mode starts from."""
+        return mode not in ("knobs", "handover") or (self.run_dir / "best").is_dir()
+
     def run(self, mode: str) -> dict[str, Any]:
-        """Start the script in a mode; return what was seen, judged."""
-        if mode in ("knobs", "handover") and not (self.run_dir / "best").is_dir():
-            return {"rc": None, "seconds": 0.0, "judged": "no search to take it from"}
+        """Start the script in a mode; return what was seen."""
         self._lay_out()
         before = self._files()
         command, environment = self._command(mode)
@@ -60,9 +58,6 @@ class Bench:
         record["changed"] = sorted(n for n in before if after.get(n) != before[n])
         record["command"] = " ".join(command)
         record.update(self._found(mode))
-        records = {r["part"]: r for r in self.store.records if r["key"] == self.case.name}
-        record["judged"] = judge(self.case, mode, record, records)
-        record["tail"] = record.pop("lines")[-TAIL_LINES:]
         return record
 
     def _lay_out(self) -> None:
@@ -160,7 +155,7 @@ class Bench:
         lines = _lines(log)
         return {
             "rc": None if timed_out else process.returncode, "seconds": round(seconds, 1),
-            "left": 0 if timed_out else left, "lines": lines,
+            "left": 0 if timed_out else left, "lines": lines[-KEPT_LINES:],
         }  # fmt: skip
 
     def _found(self, mode: str) -> dict[str, Any]:

@@ -1,58 +1,58 @@
-"""The results page: a table first, then a line for each case that went wrong."""
+"""The results page: a table first, then a line for each case that is not simply right."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from _public_cases import CASES
+from _public_judge import judge
 
 SHOWN = ("plain", "run", "profile", "search", "autotune", "knobs", "handover")
 
 
 def report(records: list[dict[str, Any]]) -> str:
-    """The page, in Markdown."""
-    found = {(r["key"], r["part"]): r for r in records}
-    lines = [
-        f"| script | {' | '.join(SHOWN)} |",
-        f"| --- |{' --- |' * len(SHOWN)}",
-    ]
+    """The page, in Markdown, judged by the rules of today."""
+    judged = {(case.name, mode): text for case in CASES for mode, text in of_case(case, records)}
+    lines = [f"| script | {' | '.join(SHOWN)} |", f"| --- |{' --- |' * len(SHOWN)}"]
     for case in CASES:
-        cells = [_cell(found.get((case.name, mode))) for mode in SHOWN]
+        cells = [_cell(judged.get((case.name, mode))) for mode in SHOWN]
         lines.append(f"| {case.name} | {' | '.join(cells)} |")
-    lines += ["", *_totals(found), "", "## What went wrong, or was refused", ""]
-    for case in CASES:
-        for mode in SHOWN:
-            judged = found.get((case.name, mode), {}).get("judged", "right")
-            if not judged.startswith("right"):
-                lines.append(f"- `{case.name}`, {mode}: {judged}")
-    lines += ["", "## The scripts", "", "| | script | arguments | out of the ordinary |"]
-    lines.append("| --- | --- | --- | --- |")
+    lines.append(f"| **not wrong** | {' | '.join(_total(mode, judged) for mode in SHOWN)} |")
+    lines += ["", "What was not simply right:", ""]
+    for (name, mode), text in judged.items():
+        if text != "right" and mode in SHOWN:
+            lines.append(f"- `{name}`, {mode}: {text}")
+    return "\n".join([*lines, "", *_sources()])
+
+
+def of_case(case: Any, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Each mode that was run, and how it is judged."""
+    found = {r["part"]: r for r in records if r["key"] == case.name}
+    return [(mode, judge(case, mode, record, found)) for mode, record in found.items()]
+
+
+def _cell(text: str | None) -> str:
+    if text is None:
+        return "-"
+    word = text.partition(":")[0]
+    return f"**{word}**" if word == "wrong" else word
+
+
+def _total(mode: str, judged: dict[tuple[str, str], str]) -> str:
+    told = [text for (_, part), text in judged.items() if part == mode]
+    return f"{sum(not text.startswith('wrong') for text in told)} of {len(told)}"
+
+
+def _sources() -> list[str]:
+    """Where each script is, and what makes it small."""
+    lines = ["| | script | arguments | out of the ordinary |", "| --- | --- | --- | --- |"]
     for case in CASES:
         repository, commit = case.source
         path = f"{case.folder}/{case.script}".removeprefix("./")
-        arguments = " ".join(case.arguments) or "-"
-        where = f"[{repository}](https://github.com/{repository}/blob/{commit}/{path})"
-        where += f" `{path}` at {commit[:9]}"
-        lines.append(f"| {case.name} | {where} | `{arguments}` | {case.odd} |")
-    return "\n".join(lines)
-
-
-def _cell(record: dict[str, Any] | None) -> str:
-    if record is None or record["judged"].startswith("no search"):
-        return "-"
-    return "**wrong**" if record["judged"].startswith("wrong") else _word(record["judged"])
-
-
-def _word(judged: str) -> str:
-    return judged.partition(":")[0]
-
-
-def _totals(found: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
-    """How many of each mode were not wrong."""
-    lines = []
-    for mode in SHOWN:
-        told = [r["judged"] for (_, part), r in found.items() if part == mode]
-        told = [judged for judged in told if not judged.startswith("no search")]
-        good = sum(not judged.startswith("wrong") for judged in told)
-        lines.append(f"- {mode}: {good} of {len(told)} right or truly refused")
+        link = f"https://github.com/{repository}/blob/{commit}/{path}"
+        ranks = f"{case.processes} ranks: " if case.processes > 1 else ""
+        lines.append(
+            f"| {case.name} | [{repository}, {path}]({link}) at {commit[:9]} | "
+            f"{ranks}`{' '.join(case.arguments)}` | {case.odd} |"
+        )
     return lines

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from _public_cases import CASES
 from _public_modes import MODES, Bench
-from _public_report import report
+from _public_report import of_case, report
 from _store import Store
 
 
@@ -63,13 +63,14 @@ def main() -> int:
     for case in CASES:
         if options.scripts and case.name not in options.scripts:
             continue
-        bench = Bench(case, options, store)
+        bench = Bench(case, options)
         for mode in options.modes:
-            if store.has(mode, case.name):
+            if store.has(mode, case.name) or not bench.can(mode):
                 continue
             record = bench.run(mode)
             store.add(mode, case.name, **record)
-            print(f"{case.name} {mode}: {record['judged']} ({record['seconds']:.0f} s)", flush=True)
+            judged = dict(of_case(case, store.records))[mode]
+            print(f"{case.name} {mode}: {judged} ({record['seconds']:.0f} s)", flush=True)
     return 0
 
 
