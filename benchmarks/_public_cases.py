@@ -230,9 +230,12 @@ CASES = (
         odd="Lightning Fabric: the loop is the script's own",
     ),
     Case(
-        "lightning-lm", LIGHTNING, "examples/pytorch/basics", "transformer.py",
-        prepare=_in("examples/pytorch/basics/data/wikitext-2.txt", data.text, 132_600), steps=120,
-        paths=("examples/pytorch/basics/transformer.py",), options=("--preset", "lightning"),
-        odd="Lightning's Trainer; validation longer than training; checkpoints",
+        "lightning-mnist", LIGHTNING, "examples/pytorch/basics", "autoencoder.py",
+        ("--trainer.max_epochs", "2", "--trainer.limit_train_batches", "100",
+         "--trainer.limit_val_batches", "10", "--trainer.accelerator", "cpu"),
+        _in("examples/Datasets", data.mnist, 60_000, 320),
+        paths=("examples/pytorch/basics/autoencoder.py",), steps=200,
+        options=("--preset", "lightning"),
+        odd="Lightning's Trainer by its command line; validation, pictures and checkpoints",
     ),
 )  # fmt: skip

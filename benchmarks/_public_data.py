@@ -5,7 +5,6 @@ What is in it is random: the scripts are to train as fast as they do, not to lea
 
 from __future__ import annotations
 
-import gzip
 import json
 import pickle
 import random
@@ -22,10 +21,9 @@ def _generator() -> np.random.Generator:
 
 
 def _idx(path: Path, values: np.ndarray) -> None:
-    """Write bytes in the format of MNIST's files, unpacked and packed."""
+    """Write bytes in the format of MNIST's files, unpacked."""
     head = struct.pack(">HBB", 0, 8, values.ndim) + struct.pack(f">{values.ndim}I", *values.shape)
     path.write_bytes(head + values.tobytes())
-    path.with_name(path.name + ".gz").write_bytes(gzip.compress(head + values.tobytes(), 1))
 
 
 def mnist(folder: Path, train: int = 9600, test: int = 1000) -> None:
