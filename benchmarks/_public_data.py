@@ -38,6 +38,19 @@ def mnist(folder: Path, train: int = 9600, test: int = 1000) -> None:
         _idx(raw / f"{name}-labels-idx1-ubyte", labels)
 
 
+def mnist_tensors(folder: Path, train: int, test: int) -> None:
+    """The same as tensors, as Lightning's own copy of MNIST is stored."""
+    import torch
+
+    place = folder / "MNIST" / "complete"
+    place.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    for name, count in (("training", train), ("test", test)):
+        pixels = torch.randint(256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+        labels = torch.randint(10, (count,), generator=generator)
+        torch.save((pixels, labels), place / f"{name}.pt")
+
+
 def images(folder: Path, train: int, test: int, side: int, classes: int = 2) -> None:
     """Folders ``train`` and ``val`` of JPEG files, a folder for each class."""
     from PIL import Image

@@ -232,6 +232,7 @@ def trials_of(journal: Path) -> list[dict[str, Any]]:
 def _lines(log: Path) -> list[str]:
     """The lines of a log, without colours, of a progress bar only its last state."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log.read_text(errors="replace"))
+    text = text.replace(f"{log.absolute().parent}/", "")
     lines = (line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n"))
     return [line[:400] for line in lines if line]
 

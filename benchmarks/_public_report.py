@@ -50,9 +50,10 @@ def _sources() -> list[str]:
         repository, commit = case.source
         path = f"{case.folder}/{case.script}".removeprefix("./")
         link = f"https://github.com/{repository}/blob/{commit}/{path}"
+        arguments = " ".join(case.arguments)
         ranks = f"{case.processes} ranks: " if case.processes > 1 else ""
         lines.append(
             f"| {case.name} | [{repository}, {path}]({link}) at {commit[:9]} | "
-            f"{ranks}`{' '.join(case.arguments)}` | {case.odd} |"
+            f"{ranks}{f'`{arguments}`' if arguments else 'none'} | {case.odd} |"
         )
     return lines
