@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from perfsearch.core.knob import Value
+from perfsearch.instrument.parts import Parts
 from perfsearch.instrument.patching import wrap
 from perfsearch.instrument.phases import OTHER
 from perfsearch.instrument.tape import BatchTape, ForwardDraws, RandomState
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.loader import arguments_given, values_of
+from perfsearch.metrics.slow_steps import Cause
 
 DEFAULT_PREFETCH = 2
 
@@ -40,6 +42,7 @@ class Loaders:
             starts worker processes) or one come to its end; ``other`` before.
         tape: keeps the batches, to give the same ones again.
         made: how many there were so far.
+        parts: told how long the script waits for batches, where steps are scored.
         shared_out: whether one was iterated over that loads from an ``IterableDataset``.
         draws: whether taking a batch drew random numbers in this process; ``None``: not known.
 
@@ -55,6 +58,7 @@ class Loaders:
         self.draws: bool | None = None
         self.forward = ForwardDraws()
         self.mark: Callable[[str], None] | None = None
+        self.parts: Parts | None = None
         self.tape: BatchTape | None = None
         self.ignored: dict[str, str] = {}
         self.made = 0
@@ -82,10 +86,12 @@ class Loaders:
     def _begin(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self.counting or self.mark is None:
+        if not self.counting:
             return original(*args, **kwargs)
+        if self.mark is None:
+            return self._timed(original, args, kwargs)
         self.mark(OTHER)
-        iterator = original(*args, **kwargs)
+        iterator = self._timed(original, args, kwargs)
         self.mark("dataloader_next")
         return iterator
 
@@ -128,7 +134,7 @@ class Loaders:
         tells = self.draws is None and iterator._num_workers == 0 and iterator._num_yielded == 1
         before = RandomState.now() if tells else None
         try:
-            batch = original(*args, **kwargs)
+            batch = self._timed(original, args, kwargs)
         except StopIteration:
             if self.mark is not None:  # worker processes were ended
                 self.mark("dataloader_next")
@@ -144,6 +150,13 @@ class Loaders:
         if self.mark is not None:
             self.mark("dataloader_next")
         return batch
+
+    def _timed(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.parts is None:
+            return original(*args, **kwargs)
+        return self.parts.called(Cause.LOADING, original, *args, **kwargs)
 
     def values(self) -> dict[str, Value]:
         """What is in force in the loader that was iterated last."""

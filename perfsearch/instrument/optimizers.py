@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from perfsearch.core.knob import Value
+from perfsearch.instrument.parts import Parts
 from perfsearch.instrument.patching import wrap
 from perfsearch.instrument.phases import Phases
 from perfsearch.knobs.optimizer import (
@@ -25,6 +26,7 @@ from perfsearch.knobs.optimizer import (
     apply_implementation,
     implementation_of,
 )
+from perfsearch.metrics.slow_steps import Cause
 
 OPTIMIZER = "optimizer"
 
@@ -209,6 +211,7 @@ class Losses:
     Attributes:
         mark: told ``forward`` when a backward pass begins, ``backward`` when everything is
             computed, and, where it ``waits``, ``comm_exposed`` when it has ended.
+        parts: told what was a backward pass, where steps are scored.
         keeping: whether losses are kept at all.
 
     """
@@ -219,6 +222,7 @@ class Losses:
         self._waits = waits
         self._begun = begun
         self.mark: Callable[[str], None] | None = None
+        self.parts: Parts | None = None
         self.keeping = True
         self._inside = False
         self._computed = False
@@ -249,6 +253,9 @@ class Losses:
             self._begun()
             self._keep(roots)
         self._computed = False
+        parts = self.parts
+        if parts is not None:
+            parts.passed(Cause.OWN)
         hook = self._hook_first_gradient(roots) if mark is not None and self._waits() else None
         self._inside = True
         try:
@@ -257,6 +264,8 @@ class Losses:
             self._inside = False
             if hook is not None:  # the same loss may be differentiated again, or saved
                 hook.remove()
+        if parts is not None:
+            parts.passed(Cause.BACKWARD)
         if mark is not None:
             mark("comm_exposed" if self._computed else "backward")
         return result

@@ -27,6 +27,7 @@ from perfsearch.instrument.phases import OTHER, Phases, Transfers
 from perfsearch.instrument.script import Script
 from perfsearch.instrument.tape import BatchTape, RandomState
 from perfsearch.metrics.reading import Guard
+from perfsearch.metrics.slow_steps import Cause
 from perfsearch.training.clock import (
     FIRST_LOSSES,
     StepTimer,
@@ -170,6 +171,7 @@ class RankProtocol:
                 "step": self.steps,
                 "step_seconds": seconds,
                 "phase_seconds": by_step,
+                "parts": self._script.parts.steps,
                 "timing": timing,
                 "sync_points": sites,
                 "bounds": bounds,
@@ -488,24 +490,31 @@ class Timing:
             self.transfers.watch()
         self._each, self._made, self._detailed = each, 0, is_detailed(0, each)
         self._tell()
+        self._script.parts.begin()
 
     def end(self) -> None:
         """Mark nothing any more."""
         self.phases, self._detailed = None, False
         self._tell()
+        self._script.parts.end()
         if self.transfers is not None:
             self.transfers.undo()
             self.transfers = None
 
     def before_step(self) -> None:
         """Note that an optimizer's step begins."""
-        if self.phases is not None and self._detailed:
+        if self.phases is None:
+            return
+        self._script.parts.passed(Cause.OWN)
+        if self._detailed:
             self.phases.mark(OTHER)
 
     def after_step(self) -> None:
         """Note that it ended, and the whole step with it."""
         if self.phases is None:
             return
+        self._script.parts.passed(Cause.OPTIMIZER)
+        self._script.parts.end_step()
         if self._detailed:
             self.phases.mark(OPTIMIZER)
         self.timer.step()

@@ -14,6 +14,7 @@ from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.fsdp import Sharding
 from perfsearch.instrument.loaders import Loaders
 from perfsearch.instrument.optimizers import Losses, Optimizers
+from perfsearch.instrument.parts import Parts
 from perfsearch.instrument.phases import Calls
 from perfsearch.knobs import process
 
@@ -51,6 +52,7 @@ class Script:
         self.calls = Calls()
         self.backward_passes = 0
         self.on_backward: Callable[[], None] | None = None
+        self.parts = self.loaders.parts = self.losses.parts = Parts()
 
     def _note_backward(self) -> None:
         self.backward_passes += 1

@@ -17,6 +17,7 @@ from typing import Any
 from perfsearch.core.option import option
 from perfsearch.core.trial import Measurement
 from perfsearch.core.units import GIB, MEGA
+from perfsearch.metrics.slow_steps import SLOW_STEPS, Cause, slow_steps, told
 from perfsearch.metrics.throughput import mfu_of
 
 
@@ -116,7 +117,7 @@ class Thresholds:
         sync_wait: waiting for values to come back from the device.
         optimizer: the optimizer's step.
         other: what is neither loading, a pass nor the optimizer; high from twice as much on.
-        uneven: what long steps add to the mean step, of the mean.
+        uneven: what slow steps take longer than others, of the time of all.
         compute: share in which the devices compute; where that was not seen their utilisation, and
             without a GPU the share of forward and backward.
 
@@ -613,31 +614,35 @@ def _nothing_stands_out(facts: Facts) -> Finding:
     )
 
 
-_LONG = 1.5
-"""A long step takes so many times the median."""
-
-
-_FEWEST = 2
-"""One alone may be the machine's own doing."""
-
-
 def uneven_steps(facts: Facts) -> Finding | None:
-    """Some steps take much longer, which no score shows: those are of the median step."""
-    seconds = facts.measurement.step_seconds
-    median, mean = statistics.median(seconds), statistics.fmean(seconds)
-    long = sum(s > _LONG * median for s in seconds)
-    if long < _FEWEST or (mean - median) / mean <= facts.limits.uneven:
+    """Some steps take much longer: which, how often, what of, and whether the score has them."""
+    measurement = facts.measurement
+    kinds = measurement.environment.get(SLOW_STEPS) or slow_steps(measurement.step_seconds)
+    share = sum(kind["share"] for kind in kinds)
+    if share <= facts.limits.uneven and all(kind["scored"] for kind in kinds):
         return None
+    causes = {Cause(kind["cause"]) for kind in kinds}
     return Finding(
         "uneven_steps",
         Severity.INFO,
-        f"{long} of {len(seconds)} steps take more than {_LONG:g} times the median of "
-        f"{median * 1e3:.2f} ms, so that the mean is {mean * 1e3:.2f} ms "
-        f"(+{mean / median - 1:.0%}); rates and scores are those of the median step",
-        "Look at what happens in those steps: where loaders start again with each epoch, "
-        "persistent_workers or longer epochs save it, though no score shows that.",
-        (mean - median) / mean,
+        "; ".join(told(kind) for kind in kinds),
+        " ".join(advice for cause, advice in _OF_SLOW_STEPS.items() if cause in causes)
+        or "Look at what happens in those steps.",
+        share,
     )
+
+
+_OF_SLOW_STEPS = {
+    Cause.VALIDATION: "Validate less often, or on less data.",
+    Cause.LOADING: "More loader workers that load ahead, or persistent_workers where loaders start "
+    "again with each epoch.",
+    Cause.SAVING: "Save less often, or in the background (torch.distributed.checkpoint).",
+    Cause.COMPILING: "Give torch.compile shapes that repeat (padding to some lengths, "
+    "dynamic=True).",
+    Cause.COLLECTING: "Call gc.freeze() once all is built, or collect at a set step on all ranks.",
+    Cause.QUOTA: "Raise the container's CPU limit, or use fewer threads and workers.",
+    Cause.OWN: "Look at what the script does between steps: logging, evaluation, rollouts.",
+}
 
 
 _RULES: tuple[Callable[[Facts], Finding | None], ...] = (

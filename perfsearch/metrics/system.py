@@ -15,6 +15,7 @@ from typing import Any
 from perfsearch.core.units import MEGA
 from perfsearch.metrics.gpu import GpuReader, NvlinkReader
 from perfsearch.metrics.reading import Guard
+from perfsearch.metrics.slow_steps import THROTTLED
 
 KEPT_SAMPLES = 4096
 """Above this the older half is thinned by joining neighbours, so that memory stays bounded."""
@@ -211,6 +212,8 @@ def rates(
         ):
             if part in deltas:
                 found[name] = min(100.0, 100.0 * deltas[part] / total)
+    if "_throttled_s" in deltas:  # each processor that is held back counts
+        found[THROTTLED] = min(100.0, 100.0 * deltas["_throttled_s"] / seconds)
     busy = [d for name, d in deltas.items() if name.startswith(DISK_BUSY_S)]
     if busy:
         found["disk_busy_percentage"] = min(100.0, 100.0 * max(busy) / seconds)
@@ -351,6 +354,7 @@ class HostReader:
         values: dict[str, float] = {}
         for name, reading in (
             ("cpu_utilization_percentage", self._cpu),
+            (THROTTLED, self._throttled),
             ("disk", self._disk),
             ("network", self._network),
             ("infiniband", self._infiniband),
@@ -380,6 +384,10 @@ class HostReader:
         if "iowait" in fields:
             totals["_cpu_iowait_s"] = waiting
         return totals
+
+    def _throttled(self) -> dict[str, float]:
+        found = cgroup_throttled_s(self._sys / "fs/cgroup", self._proc / "self/cgroup")
+        return {} if found is None else {"_throttled_s": found}
 
     def _disk(self) -> dict[str, float]:
         import psutil
@@ -597,3 +605,36 @@ def _along(root: Path, path: str, limit: str, usage: str, inactive: str) -> list
         cache = next((int(p.split()[1]) for p in pairs if p.startswith(f"{inactive} ")), 0)
         found.append(float(max(0, int(bound) - max(0, used - cache))))
     return found
+
+
+# -----------------------------------------------------------------------------
+# Time in which a container's CPU quota was used up.
+
+
+def cgroup_throttled_s(cgroup_root: Path, membership: Path) -> float | None:
+    """Seconds for which processes were held back so far; ``None`` where there is no quota.
+
+    Reads ``cpu.stat`` of version 2 (``throttled_usec``) and version 1 (``throttled_time``, in
+    nanoseconds), of every group from this process's own up.
+    """
+    if not membership.exists():
+        return None
+    found: list[float] = []
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for root in (cgroup_root, cgroup_root / "unified", cgroup_root / "cpu"):
+            level = root / path.lstrip("/")
+            inside = [d for d in (level, *level.parents) if d == root or root in d.parents]
+            found += [s for d in inside if (s := _throttled_s(d / "cpu.stat")) is not None]
+    return max(found, default=None)
+
+
+def _throttled_s(stat: Path) -> float | None:
+    if not stat.exists():
+        return None
+    values = dict(line.split() for line in stat.read_text().splitlines() if line)
+    if "throttled_usec" in values:
+        return int(values["throttled_usec"]) / 1e6
+    return int(values["throttled_time"]) / 1e9 if "throttled_time" in values else None

@@ -28,6 +28,7 @@ from perfsearch.core.narrow import is_auto
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Status, Trial
+from perfsearch.metrics.slow_steps import SLOW_STEPS, told_shortly
 from perfsearch.pipeline import baseline, confirm, explore, record, resume, transfer
 from perfsearch.pipeline.resume import device_lock, run_directory_lock
 from perfsearch.pipeline.session import BreakerError, Result, Session, Verdict, View
@@ -392,6 +393,7 @@ def _stages(session: Session) -> Result:
         verdict.reason = PROFILED
     else:
         verdict = confirm.run(session)  # stage 4
+        verdict.reason += _slow_steps(session)
     best = session.runner.baseline
     if verdict.winner is not None:
         best = session.numbered(verdict.winner).configuration
@@ -410,6 +412,17 @@ def _resume(session: Session) -> None:
     line = resume.restore(session)
     if line:
         session.view.note(line)
+
+
+def _slow_steps(session: Session) -> str:
+    """What slow steps cost the baseline, for the verdict's line; empty where they cost little."""
+    trial = session.baseline
+    if trial is None or trial.measurement is None:
+        return ""
+    kinds = trial.measurement.environment.get(SLOW_STEPS, [])
+    least = session.settings.metrics.thresholds.uneven
+    most = told_shortly([kind for kind in kinds if kind["share"] > least])
+    return f"; {most}" if most else ""
 
 
 def _nothing_succeeded(session: Session) -> str:

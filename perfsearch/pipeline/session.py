@@ -17,6 +17,7 @@ from perfsearch.core.knob import Configuration, Knob, Value, same_value
 from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import key_of
+from perfsearch.core.steps import ALIKE
 from perfsearch.core.trial import (
     DRAWS_IN_FORWARD,
     Measurement,
@@ -28,6 +29,7 @@ from perfsearch.core.trial import (
 )
 from perfsearch.core.verdict import Interval, leader
 from perfsearch.metrics.diagnosis import Thresholds, diagnose
+from perfsearch.metrics.slow_steps import SLOW_STEPS, THROTTLED, blame_quota
 from perfsearch.pipeline.transfer import Transfer
 from perfsearch.runners.base import Plan, Runner, StartsScripts
 from perfsearch.strategies.base import Strategy
@@ -234,6 +236,7 @@ class Session:
             if self.sampler is not None:
                 end = max(begin, now - detail_s)
                 trial.measurement.system = self.sampler.window(max(begin, end - scored_s), end)
+                note_quota(trial.measurement)
             note_findings(trial.measurement, self.settings.metrics.thresholds)
         # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
         since = last_told if purpose is Purpose.SEARCH else begin
@@ -522,7 +525,7 @@ def with_look(plan: Plan, baseline: Trial | None) -> Plan:
         return replace(plan, look_steps=_LOOK_STEPS, look_seconds=longest_s)
     known = None if baseline is None else baseline.measurement
     kinds = () if known is None or not known.step_seconds else known.reading.slow
-    periods = [kind.period_steps for kind in kinds if kind.period_steps is not None]
+    periods = [k.period_steps for k in kinds if k.period_steps is not None and k.share > ALIKE]
     least = CONFIRMED_STEPS if plan.purpose is Purpose.CONFIRM else 0
     return replace(plan, look_steps=max([least, *(math.ceil(2 * p) + 1 for p in periods)]))
 
@@ -562,6 +565,13 @@ def was_profiled(outcome: Outcome) -> bool:
     """Whether the processes ran under the profiler, whose hooks stay in a GPU's driver."""
     measured = outcome.measurement
     return measured is not None and "device_busy_ms" in measured.bottleneck_evidence
+
+
+def note_quota(measurement: Measurement) -> None:
+    """Say that slow steps are a CPU quota's, where processes were held back for as long."""
+    throttled = measurement.system.get(THROTTLED)
+    if throttled is not None and measurement.step_seconds:
+        blame_quota(measurement.environment.get(SLOW_STEPS, []), throttled / 100)
 
 
 def note_findings(measurement: Measurement, thresholds: Thresholds) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.core.steps import TIMES_SEEN, are_even, read_window
+from perfsearch.metrics.slow_steps import parts_of, slow_steps
 
 if TYPE_CHECKING:
     import torch
@@ -525,6 +526,10 @@ class RankWindow(StepWindow):
         phases_ms, evidence = phases_of(self._own_s, self._by_step)
         evidence.update(least_wait(self._by_step, self.timer.device))
         return phases_ms, evidence
+
+    def slow_steps(self) -> list[dict[str, Any]]:
+        """What the slow steps of the window are, as far as this rank has seen."""
+        return slow_steps(self.scored_s, [parts_of(phases) for phases in self._by_step])
 
 
 class FirstLosses:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from perfsearch.metrics.slow_steps import SLOW_STEPS, merge_ranks
+
 _MEANS = {"phases_step_ms", "detailed_step_ms"}
 """Evidence that is averaged over ranks, as phases are; of everything else the largest counts."""
 
@@ -114,6 +116,8 @@ def _environment(
         if "detailed_steps" in common:
             entry["phases_ms"] = phases
         ranks.append(entry)
+    if SLOW_STEPS in common:
+        common[SLOW_STEPS] = merge_ranks([r["environment"][SLOW_STEPS] for r in results])
     return {**common, "ranks": ranks}
 
 

@@ -15,6 +15,7 @@ import torch
 
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.loader import values_of
+from perfsearch.metrics.slow_steps import SLOW_STEPS
 from perfsearch.training import clock
 from perfsearch.training.base import BuildContext, TrainStep, load
 from perfsearch.training.clock import (
@@ -189,7 +190,10 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
         peaks=peaks,
         in_force={**feed.in_force, **step.in_force()},
         evidence={**step.evidence(), **evidence},
-        environment={"loss_dtype": str(loss.dtype).removeprefix("torch.")},
+        environment={
+            "loss_dtype": str(loss.dtype).removeprefix("torch."),
+            SLOW_STEPS: window.slow_steps(),
+        },
     )
     if request.recipe_options.get("survive"):
         step.survive()

@@ -1,6 +1,7 @@
 """What is in place while a window is timed, and that nothing of it is left behind."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import torch
 
@@ -12,6 +13,7 @@ CPU, REMOTE = torch.device("cpu"), torch.device("meta")
 def a_script(is_compiled=False):
     """Instruments that only hold what they are told."""
     return SimpleNamespace(
+        parts=Mock(),
         calls=SimpleNamespace(phases=None),
         optimizers=SimpleNamespace(phases=None),
         loaders=SimpleNamespace(mark=None),

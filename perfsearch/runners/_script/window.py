@@ -17,6 +17,7 @@ from perfsearch.core.steps import read_window
 from perfsearch.core.trial import DRAWS_IN_FORWARD, Measurement, Outcome, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.knobs.transport import Mapped
+from perfsearch.metrics.slow_steps import SLOW_STEPS, merge_ranks, slow_steps
 from perfsearch.runners._script.group import EndedError, ScriptGroup
 from perfsearch.runners.base import Plan
 from perfsearch.training.clock import (
@@ -140,7 +141,7 @@ def _needed(window: StepWindow, plan: Plan, count: int) -> str:
     )
 
 
-_IN_ORDER = ("step_seconds", "phase_seconds", "waits_ms", "losses")
+_IN_ORDER = ("step_seconds", "phase_seconds", "parts", "waits_ms", "losses")
 """What a rank says of each step of a stretch."""
 
 
@@ -206,6 +207,9 @@ def _measurement(
     measurement.environment.update(_of_validation(measurement.step_seconds, aside))
     if facts.draws_in_forward:
         measurement.environment[DRAWS_IN_FORWARD] = True
+    measurement.environment[SLOW_STEPS] = merge_ranks(
+        [slow_steps(measurement.step_seconds, m["parts"], aside) for m in messages]
+    )
     if all(m["bounds"] for m in messages):
         evidence = measurement.bottleneck_evidence
         evidence["with_everything_ms"] = evidence["phases_step_ms"]

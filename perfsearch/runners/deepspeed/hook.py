@@ -20,6 +20,7 @@ from perfsearch.core.trial import DRAWS_IN_FORWARD
 from perfsearch.instrument.tape import ForwardDraws
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 from perfsearch.knobs.fsdp import STAGE
+from perfsearch.metrics.slow_steps import SLOW_STEPS
 from perfsearch.runners.deepspeed.request import Request, result_file, so_far_file, write_whole
 from perfsearch.training.clock import (
     FirstLosses,
@@ -335,6 +336,7 @@ class Window:
             evidence={**self._evidence(), **timing},
             environment={
                 "loss_dtype": self._loss_dtype,
+                SLOW_STEPS: self._window.slow_steps(),
                 DRAWS_IN_FORWARD: bool(self.forward.draws),
             },
         )

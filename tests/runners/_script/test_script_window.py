@@ -52,6 +52,7 @@ def of_a_window(step_seconds, aside):
     return {
         "event": "window", "step": 9, "step_seconds": step_seconds, "aside": aside,
         "phase_seconds": [{"forward": s / 2, "other": s / 2} for s in step_seconds],
+        "parts": [{"own_work": s} for s in step_seconds],
         "timing": {}, "sync_points": {}, "bounds": False,
         "waits_ms": [float("nan")] * len(step_seconds), "losses": [1.0] * len(step_seconds),
         "samples": 64, "tokens": 0, "peaks": {}, "why_not_again": "",
@@ -90,6 +91,8 @@ def test_a_round_of_validation_on_any_rank_is_told(aside, said):
     trial = Trial(0, {}, Purpose.BASELINE, Status.OK, found)
     (line,) = validation_lines([trial])
     assert re.search(said, line)
+    seen = [(kind["cause"], kind["scored"]) for kind in found.environment["slow_steps"]]
+    assert ("validation", False) in seen if without else seen[0][0] == "validation"
     found.environment.pop("validation")
     assert validation_lines([trial]) == validation_lines([]) == []
 

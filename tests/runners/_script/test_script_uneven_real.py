@@ -1,0 +1,71 @@
+"""Scripts of uneven steps in real processes, scored as their own clock says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from perfsearch.core.hardware import Environment
+from perfsearch.core.objective import Limits
+from perfsearch.core.trial import Purpose, Status
+from perfsearch.pipeline.session import with_look
+from perfsearch.runners._script.runner import Script
+from perfsearch.runners.base import Plan
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = str(Path(__file__).parents[3] / "benchmarks" / "_uneven_job.py")
+
+
+def measured(directory, kind, workers=0, steps=400):
+    """A baseline of the script, and its own clock's seconds of each step of the same window."""
+    clock = directory / "clock.json"
+    arguments = (SCRIPT, kind, "--steps", str(steps), "--workers", str(workers))
+    options = Script.Options(
+        (*arguments, "--clock", str(clock), "--scratch", str(directory / "scratch.pt"))
+    )
+    environment = Environment(directory, nproc=1, limits=Limits(120, 120, 5))
+    runner = Script("cpu", {}, options, environment)
+    try:
+        runner.open(directory)
+        plan = Plan(0, Purpose.BASELINE, log_directory=directory / "logs" / "0")
+        outcome = runner.measure(runner.baseline, with_look(plan, None))
+    finally:
+        runner.close()
+    assert outcome.status is Status.OK, outcome.reason
+    found = outcome.measurement
+    ends = json.loads(clock.read_text())
+    begin = found.discarded_steps - 1
+    own = [b - a for a, b in zip(ends[begin:], ends[begin + 1 :], strict=False)]
+    return found, own[: len(found.step_seconds)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "cause", "period"),
+    [
+        ("pause", 0, "own_work", 8),
+        ("lengths", 0, "", None),
+        ("rollout", 0, "own_work", 20),
+        ("saving", 0, "saving", 10),
+        ("validation", 0, "validation", 12),
+        ("bursts", 2, "", None),
+        ("bursts", 3, "loading", None),
+        ("bursts", 4, "loading", None),
+        ("bursts", 8, "loading", None),
+    ],
+)
+def test_a_window_is_scored_as_the_scripts_own_clock_says(tmp_path, kind, workers, cause, period):
+    found, own = measured(tmp_path, kind, workers)
+    own_s = sum(own) / len(own)
+    assert found.step_time_s == pytest.approx(own_s, rel=0.1)
+    kinds = found.environment["slow_steps"]
+    if cause:
+        assert max(kinds, key=lambda k: k["share"])["cause"] == cause
+    if period is not None:  # of bursts it is as even as the processors are free
+        assert any(k["period_steps"] == pytest.approx(period, rel=0.25) for k in kinds)
+
+
+def test_a_script_with_few_steps_is_still_measured(tmp_path):
+    found, _ = measured(tmp_path, "pause", steps=68)
+    assert 8 <= len(found.step_seconds) <= 65
+    assert found.samples_per_step == 16
