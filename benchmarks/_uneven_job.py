@@ -79,23 +79,25 @@ def main() -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    data = Samples(BATCH * options.steps, LOAD_S.get(options.kind, 5e-4))
+    data = Samples(BATCH * options.steps, LOAD_S.get(options.kind, 1e-3))
     lengths = torch.randint(8, 65, (options.steps,), generator=torch.Generator().manual_seed(1))
     seen: set[int] = set()
-    ends = []
-    for step, (x, y) in enumerate(DataLoader(data, BATCH, num_workers=options.workers)):
-        if options.kind == "lengths" and int(lengths[step]) % 24 not in seen:
-            seen.add(int(lengths[step]) % 24)
-            if len(seen) == 24:  # the script forgets its plans now and then
-                seen.clear()
-            time.sleep(0.03)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(net(x), y).backward()
-        optimizer.step()
-        ends.append(time.perf_counter())
+    ends: list[float] = []
+    try:
+        for step, (x, y) in enumerate(DataLoader(data, BATCH, num_workers=options.workers)):
+            if options.kind == "lengths" and int(lengths[step]) % 24 not in seen:
+                seen.add(int(lengths[step]) % 24)
+                if len(seen) == 24:  # the script forgets its plans now and then
+                    seen.clear()
+                time.sleep(0.03)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            ends.append(time.perf_counter())
+            beside(options.kind, step, net, options.scratch)
+    finally:  # also where whoever measures it ends it
         if options.clock is not None:
             options.clock.write_text(json.dumps(ends))
-        beside(options.kind, step, net, options.scratch)
 
 
 if __name__ == "__main__":
