@@ -49,12 +49,14 @@ def own_clock(store: Path, kind: str, workers: int) -> list[float]:
     return seconds[WARMUP:]
 
 
+def step_s(store: Path, kind: str, workers: int) -> float:
+    """Mean seconds of a step, by the script's own clock."""
+    return statistics.fmean(whole_periods(own_clock(store, kind, workers)))
+
+
 def ratio(store: Path, kind: str) -> float:
     """By how much the script is faster with workers, as its own clock says."""
-    before, after = (
-        statistics.fmean(whole_periods(own_clock(store, kind, workers))) for workers in WORKERS
-    )
-    return before / after
+    return step_s(store, kind, WORKERS[0]) / step_s(store, kind, WORKERS[1])
 
 
 def record(store: Path, kind: str) -> None:
@@ -79,16 +81,16 @@ def run(settings: dict[str, Any]) -> Result:
 
 
 def told(result: Result) -> tuple[float, float, float] | None:
-    """Ratio and ends of the interval of the configuration with workers."""
-    for number, interval in result.verdict.intervals.items():
-        if result.trials[number].configuration[KNOB] == WORKERS[1]:
-            return interval.ratio, interval.low, interval.high
-    return None
+    """Ratio and ends of the interval of what is no baseline."""
+    interval = result.verdict.interval
+    return None if interval is None else (interval.ratio, interval.low, interval.high)
 
 
 def replayed(store: Path, kind: str, searches: int) -> None:
-    """Search the records of a script, under another seed each time."""
-    truth, held, seen, ratios = ratio(store, kind), 0, 0, []
+    """Search the records of a script, the slower being the baseline, under seeds of their own."""
+    slower = max(WORKERS, key=lambda workers: step_s(store, kind, workers))
+    truth = max(ratio(store, kind), 1 / ratio(store, kind))
+    held, seen, ratios = 0, 0, []
     with tempfile.TemporaryDirectory() as name:
         table = Path(name) / f"{kind}.csv"
         with table.open("w", newline="") as file:
@@ -98,7 +100,7 @@ def replayed(store: Path, kind: str, searches: int) -> None:
                 steps = own_clock(store, kind, workers)
                 text = " ".join(f"{1e3 * s:.4f}" for s in steps)
                 rate = BATCH / statistics.fmean(steps)
-                purpose = "baseline" if workers == WORKERS[0] else "search"
+                purpose = "baseline" if workers == slower else "search"
                 writer.writerow([workers, purpose, "ok", text, f"{rate:.4f}"])
         for seed in range(searches):
             result = run(

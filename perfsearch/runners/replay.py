@@ -638,11 +638,22 @@ def _pool(point: dict[str, Value], rows: Sequence[Row]) -> Entry:
         entry.visits, entry.samples_per_step = [[1.0 / rate] for rate in rates], 1
     elif rates:
         first_s = [ms / 1e3 for ms in times_ms[0]] or entry.visits[0]
-        # the table tells no batch, nor whether its rate is that of the median step
-        sizes = [rates[0] * step_time_s(first_s, statistic) for statistic in Statistic]
-        size = min(sizes, key=lambda size: abs(size - round(size)))
-        entry.samples_per_step = max(1, round(size))
+        entry.samples_per_step = _batch(rates[0], first_s)
     return entry
+
+
+def _batch(samples_per_s: float, seconds: Sequence[float]) -> int:
+    """Samples of a step, from a table's rate, which may be that of the mean or the median step."""
+    mean_s = statistics.fmean(seconds)
+    for step_s in (*(step_time_s(seconds, statistic) for statistic in Statistic), mean_s):
+        size = samples_per_s * step_s
+        if round(size) >= 1 and abs(size / round(size) - 1) < _WHOLE:
+            return round(size)
+    return max(1, round(samples_per_s * mean_s))
+
+
+_WHOLE = 1e-3
+"""How far from a whole number the samples of a step may be, as tables are rounded."""
 
 
 def _of(rows: Sequence[Row], column: str) -> list[float]:

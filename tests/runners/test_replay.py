@@ -4,6 +4,7 @@ import itertools
 import statistics
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -314,3 +315,13 @@ def test_a_period_is_not_torn_where_a_record_begins_again(tmp_path: Path) -> Non
     assert measured is not None
     slow = [place for place, s in enumerate(measured.step_seconds) if s > 0.2]
     assert {b - a for a, b in itertools.pairwise(slow)} == {8}
+
+
+@pytest.mark.parametrize("rate_of", [statistics.median, statistics.fmean])
+def test_the_batch_is_found_whatever_step_a_tables_rate_is_of(tmp_path: Path, rate_of: Any) -> None:
+    steps = [300 if place % 8 == 3 else 41 + place % 3 for place in range(30)]
+    rate = 16 / rate_of(steps) * 1e3
+    rows = [f"1,100 100 100,{160}", f"2,{' '.join(map(str, steps))},{rate:.4f}"]
+    runner = replay(write(tmp_path, "\n".join(["workers,step_ms,samples_per_s", *rows, ""])))
+    measured = runner.measure({"workers": 2}, Plan(number=1)).measurement
+    assert measured is not None and measured.samples_per_step == 16
