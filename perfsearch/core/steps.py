@@ -107,11 +107,10 @@ def read_window(seconds: Sequence[float]) -> Reading:
             slow = set(recurring.places)
             strata = [[p for p in kept if p in slow], [p for p in kept if p not in slow]]
     scored = {place: min(seconds[place], cap) for place in kept}
-    means = {
-        place: statistics.fmean(scored[p] for p in stratum)
-        for stratum in strata
-        for place in stratum
-    }
+    means: dict[int, float] = {}
+    for stratum in strata:
+        if stratum:
+            means |= dict.fromkeys(stratum, statistics.fmean(scored[p] for p in stratum))
     step_s = statistics.fmean(scored.values())
     deviations = [seconds - means[place] for place, seconds in scored.items()]
     return Reading(step_s, _log_error(deviations, step_s), tuple(kinds))
@@ -158,7 +157,8 @@ def _kinds(seconds: Sequence[float]) -> list[SlowSteps]:
             break
         if len(runs) == 1 and len(slow) > max(1, _ONE_STALL * len(seconds)):
             break
-        left = [place for place in left if place not in slow]
+        slow_ones = set(slow)
+        left = [place for place in left if place not in slow_ones]
         usual_s = statistics.median([seconds[place] for place in left] or seconds)
         extra_s = statistics.fmean(seconds[place] for place in slow) - usual_s
         found.append(
