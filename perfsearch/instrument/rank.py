@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gzip
 import math
@@ -248,6 +249,8 @@ class RankProtocol:
         """Say that the script has come to its own end."""
         if not self._is_over:
             reason = self._unmeasurable.why_no_step() if not self.steps else ""
+            with contextlib.suppress(ValueError):  # the script has closed it
+                print(end="", flush=True)  # its last line may say why
             self._channel.send({"event": "ended", "step": self.steps, "reason": reason})
 
     def _give_up(self, reason: str) -> None:

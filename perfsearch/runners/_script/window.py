@@ -41,6 +41,20 @@ class TrainApartError(EndedError):
     """Each of its ranks trains alone."""
 
 
+class OwnEndError(EndedError):
+    """The script came to its own end too early, on all ranks alike.
+
+    Attributes:
+        what: it did.
+        advice: the next step.
+
+    """
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(f"{what}. {advice}")
+        self.what, self.advice = what, advice
+
+
 @dataclass
 class Start:
     """What is known of one start of a script after its second step.
@@ -272,11 +286,15 @@ def _all_the_same(messages: list[Message], needed: str) -> list[Message]:
         return messages
     steps = [m["step"] for m in messages]
     if len(ended) == len(messages) and len(set(steps)) == 1:
-        made = f"made {steps[0]} steps" if steps[0] else "made no step of a torch optimizer"
-        raise EndedError(
-            f"the script {made} and ended, before it could be measured. Give it more to do "
-            f"(epochs, steps, samples): {needed}. Steps of the optimizer that stepped first are "
-            "counted, and none of one that the script puts in its place later"
+        if not steps[0]:
+            raise OwnEndError(
+                "the script ended by itself and made no step of a torch optimizer",
+                "Only such steps can be measured: give it what it needs to train",
+            )
+        raise OwnEndError(
+            f"the script made {steps[0]} steps and ended, before it could be measured",
+            f"Give it more to do (epochs, steps, samples): {needed}. Steps of the optimizer that "
+            "stepped first are counted, and none of one that the script puts in its place later",
         )
     raise EndedError(disagreement(steps, ended))
 
@@ -392,7 +410,10 @@ def failed_outcome(
     """
     log = str(group.log)
     if isinstance(error, EndedError):
-        return Outcome(error.status, None, str(error), log)
+        reason = str(error)
+        if isinstance(error, OwnEndError):
+            reason = f"{error.what}{last_words(group.tails().get(0, ''))}. {error.advice}"
+        return Outcome(error.status, None, reason, log)
     steps, ended, tails = list(group.steps), list(group.ended), group.tails()
     failure = group.why_gone(error)
     if ended and len(ended) < group.nproc:

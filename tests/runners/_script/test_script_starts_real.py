@@ -90,6 +90,7 @@ def test_a_script_that_reads_its_rank_gets_one(begin, tmp_path):
     ("name", "nproc", "says"),
     [
         ("no_optimizer.py", None, "without a torch optimizer"),
+        ("ends_unmet.py", None, 'no step of a torch optimizer; its last line: "Needs photos'),
         ("trains_in_children.py", None, "in processes that it starts itself"),
         ("uneven_join.py", None, "uneven inputs (Join"),
         ("single_process.py", 2, "or have it started as one process: nproc=auto"),
