@@ -130,6 +130,14 @@ CASES = (
         steps=370, refusal=r"optimizer", odd="no optimizer: it adds gradients to parameters itself",
     ),
     Case(
+        "word-lm-adamw", EXAMPLES, "word_language_model", "main.py",
+        ("--data", "data/small", "--model", "GRU", "--emsize", "64", "--nhid", "64",
+         "--epochs", "2", "--batch_size", "10", "--use-optimizer"),
+        _word_language_model,
+        paths=tuple(f"word_language_model/{name}.py" for name in ("main", "data", "model")),
+        steps=370, odd="no DataLoader; saves the whole model where validation is better",
+    ),
+    Case(
         "hogwild", EXAMPLES, "mnist_hogwild", "main.py",
         ("--epochs", "1", "--batch-size", "32"), _in("data", data.mnist, 1600, 200),
         refusal=r"child process|processes of its own|starts (ranks|processes)",

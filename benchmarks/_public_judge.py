@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from typing import Any
 
 from _public_cases import Case
@@ -68,12 +69,13 @@ def _measured(
     if seen["rc"] != 0:
         return "", [*wrong, f"exit code {seen['rc']}: {_last(seen)}"]
     trials = seen.get("trials", [])
-    measured = [t["mean_s"] for t in trials if t["mean_s"]]
+    measured = [t["mean_s"] for t in trials if t["mean_s"] and t["baseline"]]
     if not measured:
         return "", [*wrong, "nothing was measured"]
     clock = before.get("clock", {}).get("mean_s")
-    if clock and not 1 / NEAR < measured[0] / clock < NEAR:
-        wrong.append(f"a mean step of {measured[0] / clock:.2f} times the clock's")
+    ratio = statistics.median(measured) / clock if clock else 1.0
+    if not 1 / NEAR < ratio < NEAR:
+        wrong.append(f"a mean step of {ratio:.2f} times the clock's")
     if mode == "profile":
         return RIGHT, wrong
     verdict = (seen.get("summary") or {}).get("verdict")

@@ -212,16 +212,20 @@ def clock_of(times: list[float]) -> dict[str, Any]:
 
 
 def trials_of(journal: Path) -> list[dict[str, Any]]:
-    """Status, reason and seconds a step of each trial."""
-    found = []
+    """Status, reason and seconds a step of each trial, and whether it is one of the baseline."""
+    found: list[dict[str, Any]] = []
+    today = None
     for line in journal.read_text().splitlines():
         event = json.loads(line)
         trial = event.get("trial") if isinstance(event.get("trial"), dict) else event
         if "status" not in trial:
             continue
         seconds = (trial.get("measurement") or {}).get("step_seconds") or []
+        configuration = trial.get("configuration")
+        today = today if found else configuration
         found.append({
-            "purpose": trial.get("purpose"), "status": trial["status"],
+            "purpose": trial.get("purpose"), "baseline": configuration == today,
+            "status": trial["status"],
             "reason": trial.get("reason"),
             "mean_s": statistics.fmean(seconds) if seconds else None,
             "median_s": statistics.median(seconds) if seconds else None,

@@ -26,7 +26,8 @@ def seen(rc=0, **values):
 
 
 def trial(purpose, status="ok", mean_s=0.1, reason=""):
-    return {"purpose": purpose, "status": status, "mean_s": mean_s, "reason": reason}
+    kept = {"purpose": purpose, "status": status, "mean_s": mean_s, "reason": reason}
+    return {**kept, "baseline": purpose in ("baseline", "sentinel")}
 
 
 SEARCHED = [trial("baseline"), trial("search")]
@@ -61,6 +62,12 @@ SEARCHED = [trial("baseline"), trial("search")]
             "profile",
             seen(trials=[trial("baseline", mean_s=0.05)]),
             "wrong: a mean step of 0.50 times the clock's",
+        ),
+        (
+            CASE,
+            "profile",
+            seen(trials=[trial("baseline", mean_s=0.3), *[trial("sentinel", mean_s=0.12)] * 2]),
+            "right",
         ),
         (REFUSED, "search", seen(1, lines=["it has no optimizer"]), "refused: it has no optimizer"),
         (REFUSED, "search", seen(0), "wrong: no true line: the end"),
@@ -114,20 +121,15 @@ def test_the_clock_reads_the_steps_of_the_first_optimizer(tmp_path):
 
 def test_trials_are_read_from_a_journal(tmp_path):
     file = tmp_path / "journal.jsonl"
-    events = [
-        {"event": "began"},
-        {
-            "event": "finished",
-            "trial": {
-                "purpose": "baseline",
-                "status": "ok",
-                "reason": "",
-                "measurement": {"step_seconds": [0.1, 0.3]},
-            },
-        },
-    ]
+    events = [{"event": "began"}]
+    for purpose, workers in (("baseline", 0), ("search", 2), ("sentinel", 0)):
+        configuration = {"dataloader_workers": workers}
+        measurement = {"step_seconds": [0.1, 0.3]}
+        told = {"purpose": purpose, "configuration": configuration, "measurement": measurement}
+        events.append({"event": "finished", "trial": {**told, "status": "ok", "reason": ""}})
     file.write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert [t["mean_s"] for t in trials_of(file)] == [0.2]
+    assert [t["mean_s"] for t in trials_of(file)] == [0.2] * 3
+    assert [t["baseline"] for t in trials_of(file)] == [True, False, True]
 
 
 def test_the_page_has_a_row_for_each_script_and_a_line_for_what_is_wrong():
