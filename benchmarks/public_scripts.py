@@ -10,7 +10,8 @@ A script is brought by repository and commit, gets small data that are made on t
 started in a fresh copy of its repository for each mode:
 
 - ``plain``: as its authors start it, by python or torchrun;
-- ``clock``: the same, with torch's own hook noting when the optimizer steps;
+- ``clock``: the same, with torch's own hook noting when the optimizer steps; ``clock-again``: once
+  more after the search, so that work of others that comes or goes is no difference of the clocks;
 - ``run``: by perfsearch-run without an option;
 - ``profile``, ``search``, ``autotune``: with that option;
 - ``knobs``: with what the search has found; ``handover``: by the command that the search wrote,

@@ -92,6 +92,13 @@ def test_a_mode_is_judged_by_what_it_did(case, mode, found, judged):
     assert judge(case, mode, found, before) == judged
 
 
+def test_a_rate_is_that_of_the_clock_before_or_after():
+    before = {"plain": seen(), "clock": {"mean_s": 0.1}, "clock-again": {"mean_s": 0.3}}
+    for mean_s, judged in ((0.07, "right"), (0.2, "right"), (0.4, "right"), (0.05, "wrong")):
+        found = seen(trials=[trial("baseline", mean_s=mean_s)])
+        assert judge(CASE, "profile", found, before).partition(":")[0] == judged
+
+
 def test_files_are_those_of_the_plain_start():
     before = {"plain": seen(written=["model.pt"])}
     assert judge(CASE, "knobs", seen(written=["model.pt"]), before) == "right"
