@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -346,6 +346,8 @@ class NamedSamples:
         """How many samples the batch is of that has come; ``None``: nobody knows."""
         on_the_way = self._on_the_way.get(iterator)
         named = on_the_way.popleft() if on_the_way else None
+        if _may_be_a_batch(iterator, batch):
+            return None
         if not _is_stream(iterator):
             return named
         if not iterator._auto_collation:
@@ -366,6 +368,14 @@ def _count(iterator: Any, named: Any) -> int | None:
         return len(named) if isinstance(named, Sized) else None
     # without a batch size only a list is one of several: other things may be a single key
     return len(named) if isinstance(named, list) else None
+
+
+def _may_be_a_batch(iterator: Any, batch: Any) -> bool:
+    """Whether the one item that each batch is of may be a batch itself: no tensor has one row."""
+    if not iterator._auto_collation or getattr(iterator._index_sampler, "batch_size", None) != 1:
+        return False
+    rows = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    return bool(rows) and 1 not in rows
 
 
 def _first_dimension(batch: Any) -> int | None:
@@ -411,13 +421,15 @@ def _is_text(value: Any) -> bool:
 
 
 def _first_tensor(batch: Any) -> torch.Tensor | None:
+    return next(_tensors(batch), None)
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors in it, in order; those of a class of the script's own are not seen."""
     if isinstance(batch, torch.Tensor):
-        return batch
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from _tensors(list(batch.values()))
+    elif isinstance(batch, list | tuple):
         for part in batch:
-            found = _first_tensor(part)
-            if found is not None:
-                return found
-    return None
+            yield from _tensors(part)

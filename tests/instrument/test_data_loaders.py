@@ -155,6 +155,21 @@ def rows_of_three(items):
     return torch.stack([item[0] for item in items]).reshape(-1, 1).repeat(3, 1)
 
 
+def the_item_itself(items):
+    """One item, which may be a batch."""
+    return items[0]
+
+
+class Batches(Dataset):
+    """Gives whole batches by their number."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place):
+        return torch.zeros(16, 3), [torch.zeros(2, 16), torch.zeros(16, 1)]
+
+
 class Numbers(IterableDataset):
     def __iter__(self):
         mine = torch.utils.data.get_worker_info()
@@ -181,6 +196,9 @@ def in_uneven_batches():
         ({"dataset": DATA, "batch_size": 5, "collate_fn": rows_of_three}, 12, 3),
         ({"dataset": DATA, "batch_sampler": in_uneven_batches(), "collate_fn": Graphs}, 12, 4),
         ({"dataset": DATA, "batch_size": None}, None, 12),
+        ({"dataset": DATA, "batch_size": 1}, 12, 12),
+        ({"dataset": DATA, "batch_size": 1, "collate_fn": Graphs}, 12, 12),
+        ({"dataset": Batches(), "batch_size": 1, "collate_fn": the_item_itself}, None, 4),
         ({"dataset": Ready(), "sampler": in_uneven_batches(), "batch_size": None}, 12, 4),
     ],
 )
@@ -201,6 +219,8 @@ def test_samples_are_counted_by_what_the_sampler_names(make, loader, samples, ba
         ({"batch_size": 2}, 2, 10),
         ({"batch_size": 2, "collate_fn": Graphs}, 0, 6),
         ({"batch_size": 2, "collate_fn": rows_of_three}, 0, 6),
+        ({"batch_size": 1}, 0, 5),
+        ({"batch_size": 1, "collate_fn": rows_of_three}, 0, None),
         ({"batch_size": None}, 0, None),
         ({"batch_size": None}, 2, None),
     ],

@@ -387,7 +387,10 @@ def validation_lines(trials: Sequence[Trial]) -> list[str]:
 # Why a script did not get as far as a measurement, in words that say what to do.
 
 NO_BATCH = "no batch of a DataLoader was seen"
-NO_SAMPLES = "what its DataLoader gives at a time is no known number of samples (batch_size=None)"
+NO_SAMPLES = (
+    "what its DataLoader gives at a time is no known number of samples (batch_size=None, or 1 "
+    "where an item may be a batch)"
+)
 
 _LAUNCHER_REFUSED = re.compile(r"launcher: UsageError: (.*)")
 """What torchrun's own parser says last."""
