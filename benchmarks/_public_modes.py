@@ -104,8 +104,7 @@ class Bench:
         ranks = [f"--nproc-per-node={case.processes}"] if case.processes > 1 else []
         torchrun = ["torchrun", "--standalone", *ranks]
         started = torchrun if ranks else ["python"]
-        one = ["--nproc-per-node=1"] if self.options.one_rank else []
-        tuned = ["perfsearch-run", *(ranks or one)]
+        tuned = ["perfsearch-run", *ranks]
         if mode == "plain":
             return [*started, *script], environment
         if mode in CLOCKS:

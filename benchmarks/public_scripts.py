@@ -44,9 +44,6 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--seconds", type=float, default=40.0, help="of a search, at most")
     parser.add_argument("--trials", type=int, default=6, help="of a search, at most")
-    parser.add_argument(
-        "--one-rank", action="store_true", help="say --nproc-per-node=1 for scripts of one process"
-    )
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of one mode")
     return parser.parse_args()
 
