@@ -187,29 +187,32 @@ def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
         elif interval:
             label = "finalist"
         else:
-            label = "best so far" if _is_faster(trial, baseline, verdict) else "fastest other"
+            label = "best so far" if _is_faster(session, trial, verdict) else "fastest other"
         rows.append(_row(session, label, trial, verdict.costs.get(trial.number), interval))
     return rows
 
 
-def _is_faster(trial: Trial, baseline: Trial | None, verdict: Verdict) -> bool:
+def _is_faster(session: Session, trial: Trial, verdict: Verdict) -> bool:
     """Whether a trial's reading is better than the baseline's, where that has one.
 
     Readings of a confirmation that came to no interval count before those of the search.
     """
-    own = _cost(trial, verdict.costs.get(trial.number))
-    before = None if baseline is None else _cost(baseline, verdict.costs.get(BASELINE))
+    own = _cost(session, trial, verdict.costs.get(trial.number))
+    before = _cost(session, session.baseline, verdict.costs.get(BASELINE))
     return own is None or before is None or own < before
 
 
-def _cost(trial: Trial, costs: list[float] | None) -> float | None:
-    return statistics.median(costs) if costs else trial.cost
+def _cost(session: Session, trial: Trial | None, costs: list[float] | None) -> float | None:
+    """By a confirmation's readings, else by those of the search: the baseline has several."""
+    if costs:
+        return statistics.median(costs)
+    return session.baseline_cost if trial is None or trial is session.baseline else trial.cost
 
 
 def _row(
     session: Session, label: str, trial: Trial, costs: list[float] | None, interval: Any
 ) -> dict[str, Any]:
-    cost = _cost(trial, costs)
+    cost = _cost(session, trial, costs)
     return {
         "label": label,
         "trial": trial,

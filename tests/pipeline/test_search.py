@@ -369,6 +369,20 @@ def test_the_closing_table_calls_nothing_best_that_is_slower_than_the_baseline(
     assert [row["label"] for row in search.view.rows] == ["baseline", label]
 
 
+def test_the_closing_table_goes_by_all_readings_of_the_baseline(search: Search) -> None:
+    """As what is a finalist does: the first reading alone may be a slow one."""
+
+    def slow_at_first(configuration, plan):
+        if plan.number:
+            return None
+        return Outcome(Status.OK, Measurement([0.2] * 8, 32, first_losses=[3.0, 2.5]))
+
+    result = search(SyntheticRunner(gain=-0.2, fail=slow_at_first), sentinel_every=1)
+    assert result.verdict.reason == "no trial was faster than the baseline: no gain"
+    baseline, other = search.view.rows
+    assert other["label"] == "fastest other" and other["objective"] < baseline["objective"]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_single_pair_is_what_the_closing_table_goes_by(search: Search, seed: int) -> None:
     """The search's own reading is not set beside another one's objective."""
