@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -179,12 +180,12 @@ class Bench:
 
 def table(rates: dict[str, list[float]], summary: dict[str, Any]) -> list[str]:
     """Ratios of the arms beside what the search has confirmed."""
-    from perfsearch.core.verdict import paired_interval
+    from perfsearch.core.verdict import Plan, read
 
     lines = ["| throughput of | ratio | 95% interval | starts each |", "| --- | --- | --- | --- |"]
     for arm, over in PAIRS:
-        costs = [[1 / rate for rate in rates[name]] for name in (over, arm)]
-        found = paired_interval(*costs, analyses=1, finalists=1)
+        logs = [math.log(a / b) for a, b in zip(rates[arm], rates[over], strict=True)]
+        found = read(logs, Plan((len(logs),))).interval
         lines.append(
             f"| {arm} over {over} | {found.ratio:.3f} | {found.low:.3f} to {found.high:.3f} | "
             f"{found.pairs} |"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from perfsearch.config.options import leaves, show
+from perfsearch.config.options import REPLACED, leaves, show
 from perfsearch.core.errors import nearest
 
 FORCE = "++"
@@ -84,6 +84,8 @@ def no_such_key(
     key: str, tree: Mapping[str, Any], why_no_knobs: Callable[[str], str] = _no_reason
 ) -> str:
     """Say that ``key`` does not exist, and which one of ``tree`` was probably meant."""
+    if key in REPLACED:
+        return f"{key}: no such key any more: {REPLACED[key]}."
     parts = key.split(".")
     level: Any = tree
     for depth, part in enumerate(parts):

@@ -28,6 +28,12 @@ T = TypeVar("T")
 _BOUNDS = {"low": (">=", ge), "above": (">", gt), "high": ("<=", le), "below": ("<", lt)}
 """What ``option`` calls a bound, its sign, and how a value is held against it."""
 
+REPLACED = {
+    "confirm.precision": "a confirmation ends once its question is decided. "
+    "confirm.sharpness=0.5 has it go on until half of a gain is sure",
+}
+"""Keys that there were, and what to do instead."""
+
 
 class ConfigError(BadInputError):
     """A setting that cannot be honoured; the message names key, value, what is allowed.
@@ -66,7 +72,9 @@ def build_options(cls: type[T], mapping: Mapping[str, Any], prefix: str) -> T:
         if name not in fields:
             key = join(prefix, name)
             what = nearest(str(name), fields, prefix) if fields else f"{prefix} has no options."
-            raise ConfigError(key, f"{key}: no such key. {what}")
+            what = f"{REPLACED[key]}." if key in REPLACED else what
+            any_more = " any more:" if key in REPLACED else "."
+            raise ConfigError(key, f"{key}: no such key{any_more} {what}")
     values: dict[str, Any] = {}
     for name, spec in fields.items():
         key = join(prefix, name)

@@ -73,14 +73,15 @@ class ConfirmSettings:
         finalists: how many of the best are measured again; 0 skips the stage.
         max_repeats: most measurements of each; 0 skips the stage.
         seconds: time for the whole stage.
-        precision: relative half-width of the interval at which repeating ends.
+        sharpness: half-width of the interval, as a share of the gain, at which a gain that is shown
+            ends it: 1 as soon as one is shown, 0.5 once half of it is sure.
 
     """
 
-    finalists: int = option(2, low=0)
-    max_repeats: int = option(6, low=0)
+    finalists: int = option(1, low=0)
+    max_repeats: int = option(8, low=0)
     seconds: float | None = option(180.0, above=0)
-    precision: float = option(0.01, above=0)
+    sharpness: float = option(1.0, above=0, high=1)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,14 @@ class Purpose(StrEnum):
     BASELINE = "baseline"
     SENTINEL = "sentinel"
     SEARCH = "search"
+    REPEAT = "repeat"
+    """One of the best, once more, to choose which of them is confirmed."""
     CONFIRM = "confirm"
+
+    @property
+    def is_of_search(self) -> bool:
+        """Whether it comes before the confirmation, so that the strategy is told of it."""
+        return self not in (Purpose.REPEAT, Purpose.CONFIRM)
 
 
 class Status(StrEnum):

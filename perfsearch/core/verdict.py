@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -540,11 +539,16 @@ def too_few(most: int, noise: float = 0.01) -> str | None:
 # After it has ended: words.
 
 
-def told(reading: Reading) -> str:
+def told(reading: Reading, reference: str = "") -> str:
     """One line for people on a single comparison: what is sure first, then what is estimated.
 
     The estimate is too large on average where a difference was just shown, since a smaller one
     would not have been; the end of the interval is not.
+
+    Args:
+        reading: of the pairs.
+        reference: what it is compared with; by default it is not named.
+
     """
     interval, answer = reading.interval, reading.answer
     unit = "starts" if reading.plan.unit is Unit.STARTS else "blocks of steps"
@@ -554,12 +558,14 @@ def told(reading: Reading) -> str:
     seen = f"95% interval {interval.low - 1:+.1%} to {interval.high - 1:+.1%}; {pairs}"
     about = f"about {_size(interval.ratio)}; {seen}"
     what = "difference" if reading.plan.either_way else "gain"
+    than = f" than {reference}" if reference else ""
     if answer is Answer.FASTER:
-        return f"at least {_size(interval.low)} faster ({about})"
+        return f"at least {_size(interval.low)} faster{than} ({about})"
     if answer is Answer.SLOWER:
-        return f"at least {_size(interval.high)} slower ({about})"
+        return f"at least {_size(interval.high)} slower{than} ({about})"
     if answer is Answer.SAME:
-        return f"no {what} of {reading.plan.min_gain:.1%} or more ({seen})"
+        least = reading.plan.min_gain
+        return f"no {what}{f' of {least:.1%} or more' if least else ''} ({seen})"
     return (
         f"no {what} shown ({seen}); one of {reading.could_have_shown:.1%} would have been "
         f"in {POWER:.0%}"
@@ -656,62 +662,14 @@ def _least_left(count: int) -> float:
 
 
 # -----------------------------------------------------------------------------
-# Looks that are equally strict, as the search's confirmation takes them: Bonferroni over three
-# looks and the finalists.
-
-
-def interim_analyses(max_repeats: int) -> tuple[int, ...]:
-    """Numbers of blocks after which the data are analysed: at most three, the last always."""
-    schedule = sorted({min(3, max_repeats), min(5, max_repeats), max_repeats})
-    return tuple(n for n in schedule if n >= 2) or (max_repeats,)
-
-
-def paired_interval(
-    baseline_costs: Sequence[float], finalist_costs: Sequence[float], analyses: int, finalists: int
-) -> Interval:
-    """Student's interval of the mean log ratio of paired costs, corrected for the number of interim
-    analyses and of finalists.
-
-    Args:
-        baseline_costs: one entry a block, seconds (any unit that cancels).
-        finalist_costs: the same blocks of one finalist.
-        analyses: planned number of interim analyses.
-        finalists: number of finalists compared with the baseline.
-
-    Raises:
-        ValueError: fewer than two pairs, or unequal lengths.
-
-    """
-    # What ``scipy.stats.t.ppf`` calls, without the half second that importing all of it takes.
-    from scipy.special import stdtrit
-
-    if len(baseline_costs) != len(finalist_costs) or len(baseline_costs) < 2:
-        raise ValueError("an interval needs at least two pairs")
-    logs = [math.log(b / f) for b, f in zip(baseline_costs, finalist_costs, strict=True)]
-    mean, count = statistics.fmean(logs), len(logs)
-    alpha = (1 - CONFIDENCE) / (analyses * finalists)
-    deviation = max(statistics.stdev(logs), _LEAST_SPREAD)
-    quantile = float(stdtrit(count - 1, 1 - alpha / 2))
-    spread = quantile * deviation / math.sqrt(count)
-    return Interval(math.exp(mean), math.exp(mean - spread), math.exp(mean + spread), count)
+# Of several arms.
 
 
 def leader(intervals: Mapping[int, Interval]) -> int:
     """The finalist with the largest mean speed-up among those with a gain beyond the noise, and
     among all where there is none.
 
-    The intervals hold together (see ``paired_interval``), so that one may be chosen by them.
+    The intervals hold together (see ``Plan.comparisons``), so that one may be chosen by them.
     """
     gains = [finalist for finalist, interval in intervals.items() if interval.is_gain]
     return max(gains or intervals, key=lambda finalist: intervals[finalist].ratio)
-
-
-def decided(intervals: Mapping[int, Interval], precision: float) -> bool:
-    """Whether more repeats would not change what is reported.
-
-    True once the leader's interval is narrower than ``precision`` each side, or no finalist can
-    still be better than the baseline.
-    """
-    return intervals[leader(intervals)].half_width <= precision or all(
-        i.high < 1.0 for i in intervals.values()
-    )

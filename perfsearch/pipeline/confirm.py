@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections.abc import Sequence
-
-import numpy as np
 
 from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of
 from perfsearch.core.steps import ALIKE, TIMES_SEEN, Statistic, step_time_s
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.core.verdict import decided, interim_analyses, leader, paired_interval
+from perfsearch.core.verdict import (
+    Answer,
+    Plan,
+    Reading,
+    expect,
+    leader,
+    plan_of_starts,
+    told,
+    too_few,
+    two_kinds,
+)
+from perfsearch.pipeline.blocks import Blocks
 from perfsearch.pipeline.session import BASELINE, Session, Verdict
+
+_READ_AGAIN = 5
+"""Of so many of the best readings the finalists are chosen."""
+
+_READINGS = 2
+"""How often each of them is read again, at most."""
+
+_AS_LONG_AS = 2.0
+"""Fresh starts that this may take as long as: another finalist would take several."""
+
+_QUIET = 0.01
+"""Relative standard deviation between starts on a quiet machine: the least that is expected."""
+
+
+def caution(session: Session) -> None:
+    """Warn, before anything costs time, of so few repeats that they can hardly show a gain."""
+    settings = session.settings.confirm
+    why = too_few(settings.max_repeats) if settings.max_repeats and settings.finalists else None
+    if why and session.settings.mode == "search":
+        session.view.warning(f"confirm.max_repeats={settings.max_repeats}: {why}")
 
 
 def run(session: Session) -> Verdict:
-    """Re-measure until the interval is narrow or the repeats are spent, and decide.
+    """Choose the finalists, and measure them beside the baseline until the question is decided.
 
     Search readings of the finalists are not used: they were chosen for being small. An arm that
     fails once is out. A baseline that ran in the search and fails here leaves nothing to compare
@@ -27,111 +58,16 @@ def run(session: Session) -> Verdict:
     for key in ("finalists", "max_repeats"):
         if getattr(settings, key) == 0:
             return _unconfirmed(session, f"not confirmed (confirm.{key}=0)")
-    finalists = choose_finalists(session)
-    if not finalists:
+    found = candidates(session)
+    if not found:
         ran = any(t.status is Status.OK for t in session.search_trials)
         why = "no trial was faster than the baseline" if ran else "no search trial succeeded"
         if not session.search_trials:
             why = "nothing was tried beside the baseline"
         return Verdict(reason=f"{why}: no gain")
-    return _compare(session, finalists)
-
-
-def _compare(session: Session, finalists: Sequence[Trial]) -> Verdict:
-    """Measure blocks of baseline and finalists, and compute the intervals when that is planned."""
-    settings = session.settings.confirm
-    many = "one finalist" if len(finalists) == 1 else f"{len(finalists)} finalists"
-    session.view.stage("confirm", f"{many} against the baseline")
-    arms: dict[int, dict[str, Value]] = {t.number: t.configuration for t in finalists}
-    if session.baseline_cost is not None:
-        arms[BASELINE] = dict(session.runner.baseline)
-    verdict = Verdict(costs={arm: [] for arm in arms})
-    planned = interim_analyses(settings.max_repeats)
-    for block in range(settings.max_repeats):
-        whole = _run_block(session, verdict, arms, block)
-        if BASELINE in verdict.costs and BASELINE not in arms:
-            return _without_reference(verdict)
-        alive = _alive(session, verdict, arms)
-        if not alive:
-            verdict.reason = "every finalist failed in fresh processes: no gain is claimed"
-            return verdict
-        if BASELINE not in arms:
-            break
-        out_of_time = _seconds_left(session, verdict) == 0.0
-        blocks = min(len(verdict.costs[arm]) for arm in arms)
-        for arm in arms:
-            del verdict.costs[arm][blocks:]  # of a block that was cut off
-        if blocks < 2 and not whole:
-            break
-        if blocks < 2:
-            continue  # one pair has no spread
-        if blocks not in planned and not (out_of_time and blocks >= 2):
-            continue
-        verdict.intervals = {
-            arm: paired_interval(
-                verdict.costs[BASELINE], verdict.costs[arm], len(planned), len(finalists)
-            )
-            for arm in alive
-        }
-        intervals = {str(arm): vars(i) for arm, i in verdict.intervals.items()}
-        session.journal.append("confirmed", blocks=blocks, intervals=intervals)
-        if out_of_time or decided(verdict.intervals, settings.precision):
-            break
-    _decide(session, verdict, arms)
-    return verdict
-
-
-def _without_reference(verdict: Verdict) -> Verdict:
-    """Nothing is claimed, as the baseline's repeat, which is the last trial, has failed."""
-    failed = verdict.trials[-1]
-    cause = failed.reason.partition(". ")[0]  # what to do about it was said when it failed
-    verdict.intervals = {}
-    verdict.reason = (
-        f"the baseline failed in a fresh start ({failed.status}: {cause}), though it ran in the "
-        "search: no speed-up can be stated, and the configuration of today is handed over"
-    )
-    return verdict
-
-
-def _alive(session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]]) -> list[int]:
-    """Finalists that have not failed; without a baseline the next best where all have."""
-    alive = [arm for arm in arms if arm != BASELINE]
-    if not alive and BASELINE not in arms and session.baseline_cost is None:
-        alive = _next_best(session, verdict, arms)
-    return alive
-
-
-def choose_finalists(session: Session, every: bool = False) -> list[Trial]:
-    """The fastest distinct search trials that could be faster than the baseline.
-
-    Args:
-        session: the search.
-        every: all of them, not as many as ``confirm.finalists`` says.
-
-    """
-    valid = [t for t in session.search_trials if t.status is Status.OK and t.cost is not None]
-    reference = session.baseline_cost
-    baseline_key = key_of(session.runner.baseline)
-    candidates = [t for t in valid if key_of(t.configuration) != baseline_key]
-    if reference is not None:
-        candidates = [t for t in candidates if t.cost is not None and t.cost <= reference * 1.01]
-    candidates.sort(key=lambda t: t.cost or 0.0)
-    return candidates if every else candidates[: session.settings.confirm.finalists]
-
-
-def _next_best(session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]]) -> list[int]:
-    """Go on down the list until one runs: without a baseline there is nothing to fall back on."""
-    for trial in choose_finalists(session, every=True):
-        if trial.number in verdict.costs:
-            continue
-        if _seconds_left(session, verdict) == 0.0:
-            break
-        verdict.costs[trial.number] = []
-        arms[trial.number] = trial.configuration
-        _run_block(session, verdict, arms, 0)
-        if trial.number in arms:
-            return [trial.number]
-    return []
+    if session.baseline_cost is None:
+        return _rescue(session, found)
+    return _compare(session, found)
 
 
 def _unconfirmed(session: Session, why: str) -> Verdict:
@@ -142,105 +78,209 @@ def _unconfirmed(session: Session, why: str) -> Verdict:
     return Verdict(winner=best.number, reason=f"{_rescued(session, best, best.cost)}; {why}")
 
 
-def _rescued(session: Session, trial: Trial, cost: float | None) -> str:
-    """What was found in the place of a baseline that does not run."""
-    failed = session.baseline
-    how = f" ({failed.status})" if failed is not None else ""
-    rate = f"{session.objective.from_cost(cost):.4g} {session.unit}" if cost else "?"
-    return (
-        f"the baseline does not run{how}; trial {trial.number} does, at {rate}, and is handed "
-        "over (no speed-up can be stated)"
+# -----------------------------------------------------------------------------
+# Who is a finalist.
+
+
+def candidates(session: Session) -> list[Trial]:
+    """Distinct search trials that could be faster than the baseline, the fastest first."""
+    valid = [t for t in session.search_trials if t.status is Status.OK and t.cost is not None]
+    reference = session.baseline_cost
+    baseline_key = key_of(session.runner.baseline)
+    found = [t for t in valid if key_of(t.configuration) != baseline_key]
+    if reference is not None:
+        found = [t for t in found if t.cost is not None and t.cost <= reference * 1.01]
+    return sorted(found, key=lambda t: t.cost or 0.0)
+
+
+def _choose(session: Session, found: Sequence[Trial], verdict: Verdict) -> dict[int, float]:
+    """The finalists and what each is thought to cost, the fastest first.
+
+    The smallest of many readings is small by chance, too. Reading the best few again, where that
+    takes little beside a fresh start, tells which of them is the best.
+    """
+    count, best = session.settings.confirm.finalists, found[:_READ_AGAIN]
+    costs = {t.number: [t.cost or 0.0] for t in best}
+    rounds = _rounds(session, best) if len(best) > count else 0
+    for number, trial in itertools.product(range(rounds), best):
+        if trial.number not in costs:
+            continue
+        again = _measured(session, trial.configuration, number, Purpose.REPEAT, verdict)
+        verdict.chosen_by.append(again)
+        if again.status is Status.INTERRUPTED:
+            break
+        if again.cost is None:
+            del costs[trial.number]
+        else:
+            costs[trial.number].append(again.cost)
+    means = {arm: statistics.fmean(readings) for arm, readings in costs.items()}
+    chosen = sorted(means, key=means.__getitem__)
+    chosen += [t.number for t in found[_READ_AGAIN:]]
+    return {arm: means.get(arm) or session.numbered(arm).cost or 0.0 for arm in chosen[:count]}
+
+
+def _rounds(session: Session, best: Sequence[Trial]) -> int:
+    """How often the best are read again."""
+    searched = [t for t in session.trials if t.purpose.is_of_search and t.status is Status.OK]
+    fresh = [t.seconds for t in searched if t.fresh_process]
+    round_s = sum(t.seconds for t in best)
+    if not fresh or round_s <= 0:
+        return 0
+    return min(_READINGS, int(_AS_LONG_AS * statistics.median(fresh) / round_s))
+
+
+# -----------------------------------------------------------------------------
+# The finalists against the baseline.
+
+
+def _compare(session: Session, found: Sequence[Trial]) -> Verdict:
+    settings, verdict = session.settings.confirm, Verdict()
+    session.view.stage("confirm", f"the best of {len(found)} against the baseline")
+    finalists = _choose(session, found, verdict)
+    if not finalists:
+        verdict.reason = "the best failed when they were measured again: no gain is claimed"
+        return verdict
+    arms: dict[int, dict[str, Value]] = {BASELINE: dict(session.runner.baseline)}
+    arms |= {number: session.numbered(number).configuration for number in finalists}
+    plan = None
+    if settings.max_repeats > 1:
+        plan = plan_of_starts(
+            settings.max_repeats,
+            comparisons=len(finalists),
+            either_way=False,
+            sharpness=settings.sharpness,
+        )
+        session.view.note(_expected(session, plan, finalists))
+
+    def measure(arm: int, block: int) -> Trial:
+        return _measured(session, arms[arm], block, Purpose.CONFIRM, verdict)
+
+    blocks = Blocks(
+        list(arms),
+        plan,
+        session.settings.seed,
+        measure,
+        lambda: _seconds_left(session, verdict) == 0.0,
+        verdict.costs,
+        verdict.trials,
     )
 
+    def when_read(count: int) -> None:
+        found = {str(arm): vars(reading.interval) for arm, reading in blocks.readings.items()}
+        session.journal.append("confirmed", blocks=count, intervals=found)
 
-def _run_block(
-    session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]], block: int
-) -> bool:
-    """One process for each arm; the order is drawn, and reversed in every other block.
+    blocks.run(lambda arm, trial: _tell_failed(session, arm, trial), when_read)
+    verdict.intervals = {arm: reading.interval for arm, reading in blocks.readings.items()}
+    _tell_two_kinds(session, verdict)
+    if BASELINE in blocks.failed:
+        verdict.reason = _without_reference(blocks.failed[BASELINE])
+    elif len(blocks.arms) < 2:
+        verdict.reason = "every finalist failed in fresh processes: no gain is claimed"
+    elif not blocks.readings:
+        verdict.reason = "too few repeats for an interval: no gain is claimed"
+    else:
+        _decide(session, verdict, blocks.readings)
+    return verdict
 
-    Returns:
-        Whether there was time for all of it.
 
+def _expected(session: Session, plan: Plan, finalists: dict[int, float]) -> str:
+    """What the confirmation will come to, as far as that can be told before it."""
+    purposes = (Purpose.BASELINE, Purpose.SENTINEL)
+    readings = [t for t in session.trials if t.purpose in purposes and t.cost is not None]
+    logs = [math.log(t.cost or 1.0) for t in readings]
+    errors = [t.cost_error for t in readings if t.cost_error is not None]
+    noise = max([_QUIET, *errors, *([statistics.stdev(logs)] if len(logs) > 1 else [])])
+    cost, reference = next(iter(finalists.values())), session.baseline_cost
+    assert reference is not None
+    expected = expect(plan, noise, max(reference / cost - 1, _QUIET))
+    fresh = [t.seconds for t in session.trials if t.fresh_process and t.status is Status.OK]
+    lasts = ""
+    if fresh:
+        lasts = f", {expected.seconds(statistics.median(fresh), 1 + len(finalists)):.0f} s"
+    return f"to be expected where starts vary by {noise:.1%}: {expected}{lasts}"
+
+
+def _measured(
+    session: Session,
+    configuration: dict[str, Value],
+    number: int,
+    purpose: Purpose,
+    verdict: Verdict,
+) -> Trial:
+    """The trial for this purpose and of this number: from an earlier run of the same search, or
+    run now.
     """
-    generator = np.random.default_rng([session.settings.seed, 7, block // 2])
-    order = [list(arms)[i] for i in generator.permutation(len(arms))]
-    if block % 2:
-        order.reverse()
-    for arm in order:
-        trial = _measured(session, arms[arm], block, _seconds_left(session, verdict))
-        verdict.trials.append(trial)
-        if trial.status is Status.INTERRUPTED:
-            return False
-        if trial.status is Status.OK and trial.cost is not None:
-            verdict.costs[arm].append(trial.cost)
-            continue
-        session.view.warning(
-            f"{'the baseline' if arm == BASELINE else f'finalist {arm}'} ended {trial.status} "
-            f"in fresh processes: {trial.reason}"
-        )
-        del arms[arm]
-        verdict.intervals.pop(arm, None)
-        if arm == BASELINE:
-            break  # whatever the others read, there is nothing to compare it with
-    return True
+    done = [t for t in session.trials if t.purpose is purpose]
+    same = [t for t in done if key_of(t.configuration) == key_of(configuration)]
+    whole = [t for t in same if t.status is not Status.INTERRUPTED]
+    if len(whole) > number:
+        return whole[number]
+    torn = [t.number for t in same if t.status is Status.INTERRUPTED]
+    confirms = purpose is Purpose.CONFIRM
+    return session.run(
+        configuration,
+        purpose,
+        fresh=confirms,
+        number=torn[0] if torn else None,
+        seconds_left=_seconds_left(session, verdict),
+        profiled=confirms and number == 0,
+    )
 
 
 def _seconds_left(session: Session, verdict: Verdict) -> float | None:
     """What the stage may still spend, earlier runs of the same search included."""
     limit = session.settings.confirm.seconds
-    return None if limit is None else max(0.0, limit - sum(t.seconds for t in verdict.trials))
+    spent = sum(t.seconds for t in (*verdict.chosen_by, *verdict.trials))
+    return None if limit is None else max(0.0, limit - spent)
 
 
-def _measured(
-    session: Session, configuration: dict[str, Value], block: int, seconds_left: float | None
-) -> Trial:
-    """The trial of this arm and block: from an earlier run of the same search, or run now."""
-    done = [t for t in session.trials if t.purpose is Purpose.CONFIRM]
-    same = [t for t in done if key_of(t.configuration) == key_of(configuration)]
-    whole = [t for t in same if t.status is not Status.INTERRUPTED]
-    if len(whole) > block:
-        return whole[block]
-    torn = [t.number for t in same if t.status is Status.INTERRUPTED]
-    return session.run(
-        configuration,
-        Purpose.CONFIRM,
-        fresh=True,
-        number=torn[0] if torn else None,
-        seconds_left=seconds_left,
-        profiled=block == 0,
+def _tell_failed(session: Session, arm: int, trial: Trial) -> None:
+    session.view.warning(f"{_name(arm)} ended {trial.status} in fresh processes: {trial.reason}")
+
+
+def _name(arm: int) -> str:
+    return "the baseline" if arm == BASELINE else f"finalist {arm}"
+
+
+def _tell_two_kinds(session: Session, verdict: Verdict) -> None:
+    for arm, costs in verdict.costs.items():
+        kinds = two_kinds(costs)
+        if kinds is not None:
+            session.view.warning(f"{_name(arm)}: {kinds}")
+
+
+def _without_reference(failed: Trial) -> str:
+    cause = failed.reason.partition(". ")[0]  # what to do about it was said when it failed
+    return (
+        f"the baseline failed in a fresh start ({failed.status}: {cause}), though it ran in the "
+        "search: no speed-up can be stated, and the configuration of today is handed over"
     )
 
 
-def _decide(session: Session, verdict: Verdict, arms: dict[int, dict[str, Value]]) -> None:
-    alive = [arm for arm in arms if arm != BASELINE]
-    if BASELINE not in arms and not any(verdict.costs[arm] for arm in alive):
-        untried = session.numbered(alive[0])
-        verdict.winner = untried.number
-        why = _rescued(session, untried, untried.cost)
-        verdict.reason = f"{why}; not confirmed in confirm.seconds"
-        return
-    if BASELINE not in arms:
-        alive = [arm for arm in alive if verdict.costs[arm]]
-        best = min(alive, key=lambda arm: min(verdict.costs[arm]))
-        verdict.winner = best
-        verdict.intervals = {}
-        cost = statistics.median(verdict.costs[best])
-        verdict.reason = _rescued(session, session.numbered(best), cost)
-        return
-    if not verdict.intervals:
-        verdict.reason = "too few repeats for an interval: no gain is claimed"
-        return
+def _decide(session: Session, verdict: Verdict, readings: dict[int, Reading]) -> None:
     first = leader(verdict.intervals)
-    interval = verdict.intervals[first]
-    disputed = _disputed(session, verdict, first) if interval.is_gain else ""
+    reading = readings[first]
+    said = told(reading, "the baseline")
+    if not verdict.intervals[first].is_gain:
+        claimed = "" if verdict.intervals[first].is_told else "no gain is claimed: "
+        verdict.reason = f"{claimed}{said}{_cut_short(session, verdict, reading)}"
+        return
+    disputed = _disputed(session, verdict, first)
     if disputed:
-        verdict.reason = f"no gain is claimed: trial {first} is {interval} as fast, {disputed}"
-    elif interval.is_gain:
-        verdict.winner = first
-        verdict.reason = f"trial {first} is {interval} as fast as the baseline"
-    else:
-        said = "no gain beyond the noise" if interval.is_told else "no gain is claimed"
-        verdict.reason = f"{said}: the best finalist is {interval}{_cut_short(session, verdict)}"
+        verdict.reason = f"no gain is claimed: trial {first} is {said}, {disputed}"
+        return
+    verdict.winner = first
+    verdict.reason = f"trial {first} is {said}"
+
+
+def _cut_short(session: Session, verdict: Verdict, reading: Reading) -> str:
+    """Which limit left open whether there is a gain; empty where it reads as none."""
+    settings = session.settings.confirm
+    if reading.answer is not Answer.OPEN or reading.mean <= 0:
+        return ""
+    if _seconds_left(session, verdict) == 0.0:
+        return f"; confirm.seconds={settings.seconds:g} was over, and more time would tell more"
+    return f"; more than confirm.max_repeats={settings.max_repeats} pairs would tell more"
 
 
 def _disputed(session: Session, verdict: Verdict, finalist: int) -> str:
@@ -280,13 +320,52 @@ def _recurs(measurement: Measurement) -> bool:
     return all(kind.times >= TIMES_SEEN for kind in measurement.reading.slow)
 
 
-def _cut_short(session: Session, verdict: Verdict) -> str:
-    """Which limit left open whether the best finalist is a gain; empty where it reads as none."""
-    settings = session.settings.confirm
-    interval = verdict.interval
-    assert interval is not None
-    if interval.half_width <= settings.precision or interval.ratio <= 1.0 + settings.precision:
-        return ""
-    if _seconds_left(session, verdict) == 0.0:
-        return f"; confirm.seconds={settings.seconds:g} was over, and more time would tell more"
-    return f"; more than confirm.max_repeats={settings.max_repeats} pairs would tell more"
+# -----------------------------------------------------------------------------
+# Where the baseline does not run, and there is nothing to compare with.
+
+
+def _rescue(session: Session, found: Sequence[Trial]) -> Verdict:
+    """Hand over the best that runs in fresh processes: as many are started as there are finalists,
+    and where none of these runs, the next best, until one does.
+    """
+    session.view.stage("confirm", "the baseline does not run: what does, is started anew")
+    verdict, over = Verdict(), False
+    for place, trial in enumerate(found):
+        if place >= session.settings.confirm.finalists and verdict.costs:
+            break
+        over = place > 0 and _seconds_left(session, verdict) == 0.0
+        if over:
+            break
+        again = _measured(session, trial.configuration, 0, Purpose.CONFIRM, verdict)
+        verdict.trials.append(again)
+        over = again.status is Status.INTERRUPTED
+        if over:
+            break
+        if again.cost is None:
+            _tell_failed(session, trial.number, again)
+        else:
+            verdict.costs[trial.number] = [again.cost]
+    if verdict.costs:
+        verdict.winner = min(verdict.costs, key=lambda arm: verdict.costs[arm][0])
+        cost = verdict.costs[verdict.winner][0]
+        verdict.reason = _rescued(session, session.numbered(verdict.winner), cost)
+        return verdict
+    untried = found[len(verdict.trials) - 1 :] if over else []
+    if not untried:
+        verdict.reason = "every finalist failed in fresh processes: no gain is claimed"
+        return verdict
+    verdict.winner = untried[0].number
+    why = _rescued(session, untried[0], untried[0].cost)
+    verdict.reason = f"{why}; not confirmed in confirm.seconds"
+    return verdict
+
+
+def _rescued(session: Session, trial: Trial, cost: float | None) -> str:
+    """What was found in the place of a baseline that does not run."""
+    failed = session.baseline
+    how = f" ({failed.status})" if failed is not None else ""
+    rate = f"{session.objective.from_cost(cost):.4g} {session.unit}" if cost else "?"
+    return (
+        f"the baseline does not run{how}; trial {trial.number} does, at {rate}, and is handed "
+        "over (no speed-up can be stated)"
+    )

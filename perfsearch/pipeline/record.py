@@ -178,6 +178,8 @@ def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
     shown = [t for n in verdict.intervals if (t := session.find(n)) is not None]
     if not shown and verdict.winner is not None:
         shown = [session.numbered(verdict.winner)]
+    if not shown:  # one reading each
+        shown = [session.numbered(arm) for arm, c in verdict.costs.items() if c and arm != BASELINE]
     if not shown and session.best is not None:
         shown = [session.best]
     for trial in shown:
@@ -238,7 +240,7 @@ def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
         "search/trials": len(session.search_trials),
         "search/failed_trials": sum(t.status.has_failed for t in session.search_trials),
         "search/screened": session.screened,
-        "confirm/seconds": sum(t.seconds for t in verdict.trials),
+        "confirm/seconds": sum(t.seconds for t in (*verdict.chosen_by, *verdict.trials)),
     }
     within = trials_until_within(session.search_trials, 0.02)
     if within is not None:

@@ -305,7 +305,7 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
 def _tell_the_rest(session: Session, told: Container[int]) -> None:
     """Tell the strategy of trials that finished just before the search was killed."""
     for trial in list(session.trials):
-        finished = trial.status is not Status.INTERRUPTED and trial.purpose is not Purpose.CONFIRM
+        finished = trial.status is not Status.INTERRUPTED and trial.purpose.is_of_search
         if finished and trial.number not in told:
             session.strategy.tell(trial)
             session.told(trial=trial.number)

@@ -374,6 +374,7 @@ def _is_full_disk(error: BaseException) -> bool:
 def _stages(session: Session) -> Result:
     """Go through them, except the record, and say what the search came to."""
     exit_code, verdict = ExitCode.DONE, Verdict()
+    confirm.caution(session)
     profiled = session.settings.mode == "profile"
     _resume(session)  # stage 1
     try:

@@ -161,7 +161,7 @@ class Session:
         for trial in self.trials:
             unfit = trial.status is Status.INTERRUPTED or trial.status.is_from_outside
             same = key_of(trial.configuration) == key
-            if same and trial.purpose is not Purpose.CONFIRM and not unfit:
+            if same and trial.purpose.is_of_search and not unfit:
                 return trial
         return None
 
@@ -421,6 +421,7 @@ class Verdict:
         reason: one line for people.
         costs: cost by finalist (``BASELINE`` for the baseline), a list over blocks.
         trials: the confirmation's own trials.
+        chosen_by: those by which the finalists were chosen.
 
     """
 
@@ -429,6 +430,7 @@ class Verdict:
     reason: str = ""
     costs: dict[int, list[float]] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
+    chosen_by: list[Trial] = field(default_factory=list)
 
     @property
     def interval(self) -> Interval | None:

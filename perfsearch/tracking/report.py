@@ -234,7 +234,7 @@ _POINTS = 240
 
 def progress(trials: Sequence[Trial], objective: Objective, winner: int | None) -> Canvas:
     """Every trial by its number, and the best so far against the baseline."""
-    shown = [t for t in trials if t.purpose is not Purpose.CONFIRM]
+    shown = [t for t in trials if t.purpose.is_of_search]
     good = [(t, t.objective) for t in shown if t.status is Status.OK and t.objective is not None]
     canvas = Canvas(WIDTH, 320, "objective of every trial, and the best so far")
     x = _trial_axis(shown)
@@ -370,7 +370,7 @@ def importance(found: Sequence[KnobImportance]) -> Canvas:
 
 def memory(trials: Sequence[Trial], limit_gib: float | None) -> Canvas:
     """Peak memory of every trial, and which trials had too little."""
-    shown = [t for t in trials if t.purpose is not Purpose.CONFIRM]
+    shown = [t for t in trials if t.purpose.is_of_search]
     peaks = [
         (t, t.measurement.peak_allocated_gib)
         for t in shown

@@ -180,7 +180,7 @@ def two_arms(seed: int) -> tuple[bool, bool]:
     runner.space = Space([Knob("bucket", Kind.ORDINAL, 1, values=(1, 2, 4))])
     runner.baseline = {"bucket": 1}
     journal = SimpleNamespace(append=lambda name, **data: None)
-    settings = make_settings(confirm={"precision": 1e-6, "max_repeats": 6})
+    settings = make_settings(confirm={"finalists": 2, "max_repeats": 6})
     strategy = load("random")(runner.space, Hints(baseline=runner.baseline), seed)
     parts = (runner, strategy, journal, KeptView(), KeptTracker())
     session = Session(settings, *parts, Path("unused"))

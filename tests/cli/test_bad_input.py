@@ -20,7 +20,7 @@ BAD = {
     "knob of a wrong type": ("runner.knobs.static_graph=maybe", "=maybe", "true"),
     "knob range key": ("runner.knobs.bucket_cap_mb={mni: 2}", "bucket_cap_mb.mni", "'min'"),
     "wrong type": ("budget.trials=many", "budget.trials=many", "whole number >= 0 or null"),
-    "wrong range": ("confirm.precision=-1", "confirm.precision=-1", "> 0"),
+    "wrong range": ("confirm.sharpness=-1", "confirm.sharpness=-1", "> 0"),
     "wrong choice": ("numerics=exakt", "numerics=exakt", "Did you mean 'exact'?", "altering"),
     "strategy out of range": ("strategy.jitter=2", "strategy.jitter=2", "<= 1"),
     "plus before a known key": ("+seed=3", "+seed", "without the plus"),

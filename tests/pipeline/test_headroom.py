@@ -91,14 +91,14 @@ def test_the_baseline_and_the_first_block_of_finalists_are_profiled(search):
     search(Watched(spread=0.001), metrics={"begin_step": 30, "end_step": 33, "trace": True})
     plans = search.runner.plans
     profiled = [p.purpose for p in plans if p.detail == "full"]
-    assert profiled == [Purpose.BASELINE, *[Purpose.CONFIRM] * 3]
+    assert profiled == [Purpose.BASELINE, *[Purpose.CONFIRM] * 2]
     assert {(p.begin_step, p.end_step, p.trace) for p in plans if p.detail == "full"} == {
         (30, 33, True)
     }
     assert not any(p.trace for p in plans if p.detail == "light")
     confirm = [p.detail for p in plans if p.purpose is Purpose.CONFIRM]
-    assert confirm[:3] == ["full"] * 3
-    assert set(confirm[3:]) == {"light"}
+    assert confirm[:2] == ["full"] * 2
+    assert set(confirm[2:]) == {"light"}
     assert "what holds the best back:" in search.view.text
 
 

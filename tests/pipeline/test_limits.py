@@ -79,7 +79,7 @@ def test_what_is_cut_off_in_a_later_block_leaves_the_whole_blocks(search: Search
 
     result = search(
         SyntheticRunner(fail=fail),
-        confirm={"seconds": 0.3, "finalists": 1, "max_repeats": 8, "precision": 1e-6},
+        confirm={"seconds": 0.3, "finalists": 1, "max_repeats": 8},
         limits={"grace_s": 0.2},
         budget={"trials": 4},
         sentinel_every=0,

@@ -144,7 +144,7 @@ def test_a_baseline_that_fails_when_it_is_repeated_is_a_result(
         late = len(before) > block * (1 + finalists)
         return Outcome(Status.CRASH, reason="rank 0: ValueError: no data") if late else None
 
-    options = {"confirm": {"finalists": finalists, "precision": 1e-6}}
+    options = {"confirm": {"finalists": finalists}}
     result = search(SyntheticRunner(fail=fail), **options)
     assert result.exit_code == 0
     assert result.verdict.winner is None and result.verdict.interval is None

@@ -66,7 +66,7 @@ def test_another_computation_is_still_found(search: Search) -> None:
 
 
 def test_what_goes_on_in_the_baselines_start_needs_no_second(search: Search) -> None:
-    result = search(Starts(warm=lambda c: True), sentinel_every=0, confirm={"max_repeats": 2})
+    result = search(Starts(warm=lambda c: True), sentinel_every=0, confirm={"max_repeats": 4})
     assert not sentinels(result.trials)
     assert result.verdict.winner is not None
 

@@ -1,0 +1,140 @@
+"""How the finalist is chosen, and what is said of a confirmation."""
+
+import time
+
+import pytest
+from support.small_search import Search
+from support.synthetic import SyntheticRunner
+
+from perfsearch.core.trial import Purpose, Status
+
+
+class Starting(SyntheticRunner):
+    """The first trial starts processes, which takes long beside a warm reading."""
+
+    def __init__(self, start_s: float = 0.5, **more) -> None:
+        super().__init__(**more)
+        self.start_s = start_s
+
+    def measure(self, configuration, plan):
+        outcome = super().measure(configuration, plan)
+        if plan.number == 0:
+            time.sleep(self.start_s)
+            outcome.fresh_process = True
+        return outcome
+
+
+def of(result, purpose):
+    return [t for t in result.trials if t.purpose is purpose]
+
+
+def test_the_finalist_is_chosen_by_several_warm_readings(search: Search) -> None:
+    def lucky(configuration, plan):
+        """The search's readings of one are too small by half."""
+        outcome = SyntheticRunner().measure(configuration, plan)
+        if configuration == {"bucket": 2, "view": False} and plan.purpose is Purpose.SEARCH:
+            outcome.measurement.step_seconds = [0.06] * 8
+        return outcome
+
+    result = search(Starting(fail=lucky), sentinel_every=0, strategy={"name": "grid"})
+    repeats = of(result, Purpose.REPEAT)
+    assert len(repeats) == 10 and not any(t.fresh_process for t in repeats)
+    assert len({str(t.configuration) for t in repeats}) == 5
+    fastest = min(of(result, Purpose.SEARCH), key=lambda t: t.cost)
+    assert fastest.configuration == {"bucket": 2, "view": False}
+    (arm,) = result.verdict.intervals
+    assert arm != fastest.number
+    assert result.best["bucket"] == 32
+    assert result.verdict.chosen_by == repeats
+    assert len(of(result, Purpose.SEARCH)) == 11, "they are no trials of the search"
+
+
+def test_nothing_is_read_again_where_that_costs_as_much_as_a_start(search: Search) -> None:
+    result = search(Starting(start_s=0.0), sentinel_every=0)
+    assert not of(result, Purpose.REPEAT)
+    assert len(result.verdict.intervals) == 1
+
+
+def test_one_that_fails_when_it_is_read_again_is_no_finalist(search: Search) -> None:
+    def fail(configuration, plan):
+        from perfsearch.core.trial import Outcome
+
+        best = configuration == {"bucket": 32, "view": True}
+        return (
+            Outcome(Status.OOM, reason="oom") if best and plan.purpose is Purpose.REPEAT else None
+        )
+
+    result = search(Starting(fail=fail), sentinel_every=0, strategy={"name": "grid"})
+    assert result.verdict.winner is not None
+    assert result.best != {"bucket": 32, "view": True}
+
+
+def test_readings_that_were_repeated_before_a_kill_are_not_made_again(search: Search) -> None:
+    def killed(configuration, plan):
+        if plan.purpose is Purpose.CONFIRM:
+            raise KeyboardInterrupt
+        return None
+
+    options = {"sentinel_every": 0, "strategy": {"name": "grid"}}
+    with pytest.raises(KeyboardInterrupt):
+        search(Starting(fail=killed), **options)
+    result = search(Starting(), **options)
+    assert Purpose.REPEAT not in {p.purpose for p in search.runner.plans}
+    assert len(of(result, Purpose.REPEAT)) == 10
+    assert "the strategy proposes otherwise" not in search.view.text
+
+
+def test_what_is_to_be_expected_is_said_first_and_what_is_sure_at_the_end(search: Search) -> None:
+    result = search(SyntheticRunner(gain=0.2), sentinel_every=0)
+    lines = search.view.lines
+    stage = next(i for i, line in enumerate(lines) if line.startswith("stage confirm"))
+    expected = next(i for i, line in enumerate(lines) if "to be expected" in line)
+    assert stage < expected and " is shown in 100%, half of the time within" in lines[expected]
+    low = result.verdict.interval.low - 1
+    number = result.verdict.winner
+    assert result.verdict.reason.startswith(
+        f"trial {number} is at least {low:.1%} faster than the baseline (about "
+    )
+
+
+def test_where_nothing_is_shown_it_says_what_could_have_been(search: Search) -> None:
+    result = search(SyntheticRunner(gain=0.0, spread=0.01), sentinel_every=0)
+    assert result.verdict.winner is None
+    assert result.verdict.reason.startswith("no gain shown (95% interval ")
+    assert "would have been in 90%" in result.verdict.reason
+    pairs = {len(costs) for costs in result.verdict.costs.values()}
+    assert pairs == {result.verdict.interval.pairs}
+
+
+def test_many_null_searches_end_before_their_last_repeat(tmp_path) -> None:
+    taken = []
+    for seed in range(8):
+        run = Search(tmp_path / str(seed))
+        result = run(SyntheticRunner(gain=0.0, seed=seed), sentinel_every=0, seed=seed)
+        if result.verdict.interval is not None:
+            assert result.verdict.winner is None
+            taken.append(result.verdict.interval.pairs)
+    assert sorted(taken)[len(taken) // 2] < 8
+
+
+def test_an_arm_of_two_kinds_is_named(search: Search) -> None:
+    def kinds(configuration, plan):
+        outcome = SyntheticRunner(spread=0.002, gain=0.1).measure(configuration, plan)
+        if plan.purpose is Purpose.CONFIRM and plan.number % 4 == 1:
+            steps = outcome.measurement.step_seconds
+            outcome.measurement.step_seconds = [1.3 * s for s in steps]
+        return outcome
+
+    search(SyntheticRunner(fail=kinds), sentinel_every=0)
+    assert "slower than the others: they are of two kinds" in search.view.text
+
+
+@pytest.mark.parametrize(
+    ("repeats", "said"), [(1, "one pair has no spread"), (2, "2 pairs show only"), (4, "")]
+)
+def test_too_few_repeats_are_warned_of_before_anything_is_measured(
+    search: Search, repeats: int, said: str
+) -> None:
+    search(confirm={"max_repeats": repeats})
+    first = search.view.lines[0]
+    assert first.startswith(f"warning: confirm.max_repeats={repeats}: {said}") == bool(said)
