@@ -117,7 +117,10 @@ def test_a_dropout_lets_the_micro_batch_change_its_masks(tmp_path):
     assert "draws random numbers (dropout, say), and others with another micro_batch" in found.said
 
 
-def test_a_baseline_that_ends_early_when_it_is_confirmed_is_a_result(tmp_path):
+def test_a_baseline_that_ends_early_when_it_is_confirmed_is_a_result(
+    tmp_path, tmp_path_factory, monkeypatch
+):
+    monkeypatch.setenv("STARTS", str(tmp_path_factory.mktemp("elsewhere") / "starts.txt"))
     found = Searched(
         tmp_path,
         copied(tmp_path, "confirm_baseline_ends_early.py"),
