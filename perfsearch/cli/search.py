@@ -66,24 +66,36 @@ def main(argv: Sequence[str] | None = None, given: Mapping[str, Any] | None = No
 
 
 def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
-    if "--help" in arguments or "-h" in arguments:
-        from perfsearch.cli.help import help_text
-
-        print(help_text(), end="")
-        return ExitCode.DONE
-    if "--version" in arguments:
-        print(f"perfsearch {version()}")
+    compares = arguments[:1] == ["compare"]
+    if not compares and _answered(arguments):
         return ExitCode.DONE
     try:
         require_supported_python()
         require_current_directory()
         with interruptible():
+            if compares:
+                from perfsearch.cli import compare
+
+                return compare.command(arguments[1:])
             return _command(arguments, given)
     except Interrupted as interrupted:
         return interrupted.exit_code
     except BadInputError as error:
-        print(f"perfsearch: {error}", file=sys.stderr)
+        print(f"perfsearch{' compare' * compares}: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT
+
+
+def _answered(arguments: list[str]) -> bool:
+    """Whether help or the version was asked for, and is printed."""
+    if "--help" in arguments or "-h" in arguments:
+        from perfsearch.cli.help import help_text
+
+        print(help_text(), end="")
+        return True
+    if "--version" in arguments:
+        print(f"perfsearch {version()}")
+        return True
+    return False
 
 
 def _command(arguments: list[str], given: Mapping[str, Any]) -> int:

@@ -53,6 +53,8 @@ class Environment:
         numerics: the most that a searched knob may do to the computation.
         limits: time limits.
         variables: environment variables of the ranks beside those of the controller.
+        directory: where a script is started; ``None``: the current directory.
+        python: the interpreter that runs a script; empty: this one.
 
     """
 
@@ -65,6 +67,8 @@ class Environment:
     numerics: Numerics = Numerics.REORDERED
     limits: Limits = field(default_factory=Limits)
     variables: Mapping[str, str] = field(default_factory=dict)
+    directory: Path | None = None
+    python: str = ""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ class ExitCode(IntEnum):
     NO_TRIAL_SUCCEEDED = 1
     BAD_INPUT = 2
     CIRCUIT_BREAKER = 3
+    NO_DIFFERENCE = 4
+    SLOWER = 5
+    OTHER_COMPUTATION = 6
     SIGHUP = 129
     SIGINT = 130
     SIGTERM = 143

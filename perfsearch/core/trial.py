@@ -250,6 +250,9 @@ def _finite(value: Any) -> bool:
 DRAWS_IN_FORWARD = "draws_in_forward"
 """In a measurement's ``environment``: the forward pass draws random numbers, as dropout does."""
 
+PARAMETERS = "trained_parameters"
+"""In a measurement's ``environment``: numbers that the optimizers train on rank 0."""
+
 _RESOLUTION = {"bfloat16": 2**-7, "float16": 2**-10}
 """From one number to the next that a half-precision type has, relative to them."""
 

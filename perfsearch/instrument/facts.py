@@ -38,6 +38,7 @@ class Facts:
             processes share out among each other, each number of them in its own way.
         implementations: implementations that its optimizers have;
             ``None``: not known.
+        parameters: numbers that its optimizers train on this rank.
 
     """
 
@@ -55,6 +56,7 @@ class Facts:
     accumulates: bool = False
     shared_out: bool = False
     implementations: list[str] | None = None
+    parameters: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

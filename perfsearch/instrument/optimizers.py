@@ -62,6 +62,7 @@ class Optimizers:
             weakref.WeakKeyDictionary()
         )
         self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._counted: tuple[tuple[int, int], int] | None = None
         self._leader: weakref.ref[Any] | None = None
         self._undo = wrap(Optimizer, "__init__", self._construct)
         self._hooks = (
@@ -73,6 +74,14 @@ class Optimizers:
     def live(self) -> list[Any]:
         """Those that still exist, in the order of their making."""
         return [optimizer for ref in self._made if (optimizer := ref()) is not None]
+
+    def parameters(self) -> int:
+        """Numbers that they train on this rank."""
+        groups = [g for optimizer in self.live for g in optimizer.param_groups]
+        if self._counted is None or self._counted[0] != (self.made, len(groups)):
+            sizes = {id(p): p.numel() for group in groups for p in group["params"]}
+            self._counted = (self.made, len(groups)), sum(sizes.values())
+        return self._counted[1]
 
     @property
     def made(self) -> int:

@@ -113,6 +113,7 @@ class Script:
             shared_out=self.loaders.shared_out,
             accumulates=self.wrappers.accumulates,
             implementations=self.optimizers.implementations(),
+            parameters=self.optimizers.parameters(),
         )
 
     @staticmethod

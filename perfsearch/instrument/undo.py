@@ -246,10 +246,12 @@ class UserFiles:
 
     Args:
         own: directories that starts may change as they like: perfsearch's own.
+        directory: the working directory of the starts.
 
     """
 
     own: Sequence[Path] = ()
+    directory: Path = field(default_factory=Path.cwd)
     _lost: set[str] = field(default_factory=set)
     _room: Path | None = None
     _starts: int = 0
@@ -257,9 +259,10 @@ class UserFiles:
 
     def open(self) -> None:
         """Undo what a killed search has left in this directory, and see what is there."""
-        for place in (Path.cwd(), *self.own):
+        for place in (self.directory, *self.own):
             self._lost |= set(recover(place))
-        self._before = list_files(Path.cwd(), self.own)
+        if self._before is None:
+            self._before = list_files(self.directory, self.own)
 
     def begin(self, token: str) -> str:
         """Make the place where a start records what it changes.
@@ -268,13 +271,13 @@ class UserFiles:
             token: the mark of its processes.
 
         """
-        room = self._room = self._room or _new_room(Path.cwd(), self.own)
+        room = self._room = self._room or _new_room(self.directory, self.own)
         self._starts += 1
         start = room / f"{self._starts:06d}"
         start.mkdir()
         orders = {
             "token": token,
-            "directory": str(Path.cwd()),
+            "directory": str(self.directory),
             "own": [str(room.parent), *(str(path.absolute()) for path in self.own)],
         }
         write_json(start / ORDERS, orders)
@@ -296,7 +299,7 @@ class UserFiles:
 
         Besides what the records tell that is what programs did which a script started.
         """
-        after = None if self._before is None else list_files(Path.cwd(), self.own)
+        after = None if self._before is None else list_files(self.directory, self.own)
         paths = sorted(self._lost | set(_differing(self._before, after)))
         if not paths:
             return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of
@@ -150,7 +150,10 @@ def _compare(session: Session, found: Sequence[Trial]) -> Verdict:
             either_way=False,
             sharpness=settings.sharpness,
         )
-        session.view.note(_expected(session, plan, finalists))
+        cost = next(iter(finalists.values()))
+        assert session.baseline_cost is not None
+        gain = max(session.baseline_cost / cost - 1, _QUIET)
+        session.view.note(expectation(session, plan, gain, len(arms)))
 
     def measure(arm: int, block: int) -> Trial:
         return _measured(session, arms[arm], block, Purpose.CONFIRM, verdict)
@@ -171,7 +174,7 @@ def _compare(session: Session, found: Sequence[Trial]) -> Verdict:
 
     blocks.run(lambda arm, trial: _tell_failed(session, arm, trial), when_read)
     verdict.intervals = {arm: reading.interval for arm, reading in blocks.readings.items()}
-    _tell_two_kinds(session, verdict)
+    tell_two_kinds(session, {_name(arm): costs for arm, costs in verdict.costs.items()})
     if BASELINE in blocks.failed:
         verdict.reason = _without_reference(blocks.failed[BASELINE])
     elif len(blocks.arms) < 2:
@@ -183,20 +186,26 @@ def _compare(session: Session, found: Sequence[Trial]) -> Verdict:
     return verdict
 
 
-def _expected(session: Session, plan: Plan, finalists: dict[int, float]) -> str:
-    """What the confirmation will come to, as far as that can be told before it."""
+def expectation(session: Session, plan: Plan, gain: float, arms: int) -> str:
+    """What a comparison of starts will come to, as far as that can be told before it.
+
+    Args:
+        session: with readings of the baseline.
+        plan: of the comparison.
+        gain: relative, that is hoped for.
+        arms: that are started in each block.
+
+    """
     purposes = (Purpose.BASELINE, Purpose.SENTINEL)
     readings = [t for t in session.trials if t.purpose in purposes and t.cost is not None]
     logs = [math.log(t.cost or 1.0) for t in readings]
     errors = [t.cost_error for t in readings if t.cost_error is not None]
     noise = max([_QUIET, *errors, *([statistics.stdev(logs)] if len(logs) > 1 else [])])
-    cost, reference = next(iter(finalists.values())), session.baseline_cost
-    assert reference is not None
-    expected = expect(plan, noise, max(reference / cost - 1, _QUIET))
+    expected = expect(plan, noise, gain)
     fresh = [t.seconds for t in session.trials if t.fresh_process and t.status is Status.OK]
     lasts = ""
     if fresh:
-        lasts = f", {expected.seconds(statistics.median(fresh), 1 + len(finalists)):.0f} s"
+        lasts = f", {expected.seconds(statistics.median(fresh), arms):.0f} s"
     return f"to be expected where starts vary by {noise:.1%}: {expected}{lasts}"
 
 
@@ -242,11 +251,12 @@ def _name(arm: int) -> str:
     return "the baseline" if arm == BASELINE else f"finalist {arm}"
 
 
-def _tell_two_kinds(session: Session, verdict: Verdict) -> None:
-    for arm, costs in verdict.costs.items():
-        kinds = two_kinds(costs)
+def tell_two_kinds(session: Session, costs: Mapping[str, Sequence[float]]) -> None:
+    """Name the arms whose starts fall into two kinds, of which a few starts cannot tell enough."""
+    for name, each in costs.items():
+        kinds = two_kinds(each)
         if kinds is not None:
-            session.view.warning(f"{_name(arm)}: {kinds}")
+            session.view.warning(f"{name}: {kinds}")
 
 
 def _without_reference(failed: Trial) -> str:

@@ -249,12 +249,29 @@ def _foreign_file(directory: Path) -> str:
 # The search: directory and devices are held, and its parts closed however it ends.
 
 
+class Course:
+    """What happens once a session is open: that of a search; what else uses one has its own."""
+
+    def stages(self, session: Session) -> Result:
+        """Go through the stages, except the record, and say what came of them."""
+        return _stages(session)
+
+    def close_record(self, session: Session, result: Result) -> None:
+        """Write every file, finish the MLflow view, and show the end."""
+        record.close_record(session, result)
+
+    def interrupted(self, session: Session) -> None:
+        """Keep and show what there is where it is ended from outside."""
+        record.interrupted(session)
+
+
 def search(
     settings: Settings,
     runner: Runner,
     strategy_factory: StrategyFactory,
     view: View,
     tracker_factory: TrackerFactory = open_tracker,
+    course: Course | None = None,
 ) -> Result:
     """Run a search from its start, or from where an earlier run of it ended, to its record.
 
@@ -266,20 +283,21 @@ def search(
         view: what shows progress.
         tracker_factory: builds the MLflow view from the settings, the directory and the
             search's identifier.
+        course: what happens once all is open; by default a search.
 
     Raises:
         BadInputError: it may not start; nothing was started.
         Interrupted: a signal came; finished trials are recorded first.
     """
-    begin = time.monotonic()
+    begin, course = time.monotonic(), course or Course()
     with ExitStack() as stack:
         stack.callback(_close, runner)
         session = _open(stack, settings, runner, strategy_factory, view, tracker_factory)
         try:
             record.open_record(session)
-            result = _stages(session)
+            result = course.stages(session)
             result.seconds = time.monotonic() - begin
-            record.close_record(session, result)
+            course.close_record(session, result)
             session.journal.append(
                 "ended", unix_s=time.time(), exit_code=result.exit_code, reason=result.reason
             )
@@ -289,10 +307,10 @@ def search(
                 session.tracker.close("FAILED")
                 raise
             if not _is_full_disk(error):
-                record.interrupted(session)
+                course.interrupted(session)
                 raise
             view.warning(f"{error}. Free some space, then give the same command to go on.")
-            record.interrupted(session)
+            course.interrupted(session)
             return Result(
                 ExitCode.CIRCUIT_BREAKER, session.run_dir, session.trials, reason=str(error)
             )

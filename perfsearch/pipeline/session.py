@@ -693,7 +693,7 @@ def between_starts(today: Sequence[Trial]) -> Allowance:
 
     """
     seen = [t.measurement.first_losses for t in today if t.status is Status.OK and t.measurement]
-    apart = max((_largest_difference(seen[0], again) for again in seen[1:]), default=0.0)
+    apart = max((largest_difference(seen[0], again) for again in seen[1:]), default=0.0)
     share = max(min(_SAFETY * apart, _MOST), _SAFETY / 2 * apart)
     return Allowance(
         share,
@@ -730,7 +730,7 @@ def other_draws(reference: Trial, configuration: Configuration, knobs: Sequence[
     )
 
 
-def _largest_difference(reference: Sequence[float], losses: Sequence[float]) -> float:
+def largest_difference(reference: Sequence[float], losses: Sequence[float]) -> float:
     """Relative to the reference, as ``loss_disagreement`` has it."""
     least = _SMALL * max(map(abs, reference), default=0.0)
     pairs = zip(reference, losses, strict=False)

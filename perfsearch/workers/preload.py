@@ -82,6 +82,8 @@ class Preloaded:
         run_dir: where it is put on record.
         log: file for what it prints while importing.
         module: what it runs: imports, and then ``forkserver.serve_forks``.
+        directory: its working directory; ``None``: the current one.
+        python: the interpreter; empty: this one.
     """
 
     def __init__(
@@ -90,6 +92,8 @@ class Preloaded:
         run_dir: Path,
         log: Path,
         module: str = "perfsearch.workers.forkserver",
+        directory: Path | None = None,
+        python: str = "",
     ) -> None:
         self.token = uuid.uuid4().hex
         self.early = early_variables(environment)
@@ -101,7 +105,7 @@ class Preloaded:
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
                 [
-                    sys.executable,
+                    python or sys.executable,
                     "-m",
                     module,
                     str(me),
@@ -111,6 +115,7 @@ class Preloaded:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env={**environment, TOKEN_VARIABLE: self.token},
+                cwd=directory,
                 start_new_session=True,
             )
         self._unread = b""

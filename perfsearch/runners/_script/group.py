@@ -201,7 +201,14 @@ class Launchers:
         if self._process is None or not self._process.alive:
             self.close(environment)
             environ = {**os.environ, **self._variables}
-            self._process = Preloaded(environ, environment.run_dir, log, _MODULE)
+            self._process = Preloaded(
+                environ,
+                environment.run_dir,
+                log,
+                _MODULE,
+                environment.directory,
+                environment.python,
+            )
         return self._process
 
     def close(self, environment: Environment) -> None:

@@ -27,6 +27,7 @@ from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.instrument.outside import caution, find_services
 from perfsearch.instrument.report import without_effect
+from perfsearch.instrument.undo import UserFiles
 from perfsearch.knobs import effect_order, nccl, transport
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
@@ -76,6 +77,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         batch: ``fixed`` or ``free``.
         timings: what is asked of its timings; by default nothing.
         stores: files and directories beside the run's own that perfsearch writes to.
+        files: keeps what starts change of the user's files; one of its own by default.
 
     Attributes:
         left_out: knobs that are not searched although they were asked for by default, and why.
@@ -190,9 +192,11 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         batch: Literal["fixed", "free"] = "fixed",
         timings: TimingOptions | None = None,
         stores: Sequence[Path] = (),
+        files: UserFiles | None = None,
     ) -> None:
         super().__init__(options, environment)
         self._stores = stores
+        self.files = files or UserFiles(directory=environment.directory or Path.cwd())
         self._timings = timings or TimingOptions()
         whole = detect_hardware(device, environment)
         self._ways = Finder(environment.nproc, whole)
@@ -232,10 +236,11 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
             LaunchConfig(script, self.options.module),
             [*arguments, *self._silence],
             self._where.maps,
-            THREADS.variables(self._threads),
+            {**THREADS.variables(self._threads), **self.environment.variables},
             self.hardware,
             self.environment,
             self._ways.way,
+            self.files,
         )
 
     def _start_this_way(self) -> None:
@@ -259,9 +264,8 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         super().open(run_dir)
         self._runs.environment = self.environment
         processes.reap_groups(run_dir)
-        files = self._runs.files
-        files.own = [run_dir, *self._stores]
-        files.open()
+        self.files.own = [run_dir, *self.files.own, *self._stores]
+        self.files.open()
         plan = Plan(
             number=0,
             time_limit_s=self.environment.limits.trial_s,
@@ -387,6 +391,10 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
             fresh,
         )
 
+    def rest(self) -> None:
+        """End the present start, so that something else may be measured; the next makes its own."""
+        self._runs.end()
+
     def _is_cut_off(self, failed: Outcome, plan: Plan) -> bool:
         """Whether a failure says only that the search's time was over."""
         limit_s = self.environment.limits.trial_s
@@ -438,7 +446,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
         """What the baseline's window had besides training; what the best asks of the script."""
         self._runs.close()  # so that what starts did to files is undone, as far as it can be
-        changed = self._runs.files.not_as_before()
+        changed = self.files.not_as_before()
         return [
             *validation_lines(trials),
             *export.promises(self._changed(configuration)),

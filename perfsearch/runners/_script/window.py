@@ -14,7 +14,7 @@ from typing import Any
 from perfsearch.core import command
 from perfsearch.core.knob import Value
 from perfsearch.core.steps import read_window
-from perfsearch.core.trial import DRAWS_IN_FORWARD, Measurement, Outcome, Status, Trial
+from perfsearch.core.trial import DRAWS_IN_FORWARD, PARAMETERS, Measurement, Outcome, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.knobs.transport import Mapped
 from perfsearch.metrics.slow_steps import SLOW_STEPS, merge_ranks, slow_steps
@@ -219,6 +219,8 @@ def _measurement(
     for name, value in combine(results)["measurement"].items():
         setattr(measurement, name, value)
     measurement.environment.update(_of_validation(measurement.step_seconds, aside))
+    if facts.parameters is not None:
+        measurement.environment[PARAMETERS] = facts.parameters
     if facts.draws_in_forward:
         measurement.environment[DRAWS_IN_FORWARD] = True
     measurement.environment[SLOW_STEPS] = merge_ranks(

@@ -1,0 +1,129 @@
+"""Several jobs, measured as if they were configurations of one: its only knob is ``arm``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from perfsearch.core.hardware import Environment
+from perfsearch.core.knob import Configuration, Kind, Knob, Scope
+from perfsearch.core.space import Space
+from perfsearch.core.trial import PARAMETERS, Measurement, Outcome, Purpose, Status
+from perfsearch.runners._script.runner import Script
+from perfsearch.runners.base import HoldsDevices, Plan, Runner, StartsScripts
+
+ARM = "arm"
+
+_SAME_WORK = 0.02
+"""Relative difference of samples or tokens a step that windows of the same job may show."""
+
+
+class Arms(Runner, HoldsDevices, StartsScripts):
+    """Starts one of the jobs at a time; nothing of another runs meanwhile.
+
+    Args:
+        arms: the jobs by name; the first is the one that others are compared with.
+        environment: where it is on record.
+
+    Attributes:
+        said: remarks of jobs that were started since it was last emptied.
+
+    """
+
+    def __init__(self, arms: Mapping[str, Script], environment: Environment) -> None:
+        super().__init__(self.Options(), environment)
+        names = tuple(arms)
+        self.arms = dict(arms)
+        self.space = Space([Knob(ARM, Kind.CATEGORICAL, names[0], names, scope=Scope.PROCESS)])
+        self.baseline = {ARM: names[0]}
+        self.hardware = arms[names[0]].hardware
+        self.devices = max(script.devices for script in arms.values())
+        self.cautions = list(dict.fromkeys(c for s in arms.values() for c in s.cautions))
+        self.said: list[str] = []
+        self._opened: set[str] = set()
+        self._reference: Measurement | None = None
+
+    def device_set(self) -> str:
+        """What all of them use together."""
+        used = {name for s in self.arms.values() for name in s.device_set().split(",")}
+        return ",".join(sorted(used))
+
+    def open(self, run_dir: Path) -> None:
+        """Get ready; each job is started when it is first measured."""
+        super().open(run_dir)
+        for files in {id(script.files): script.files for script in self.arms.values()}.values():
+            files.own = [run_dir, *files.own]
+
+    def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
+        """Start the job anew and measure it; it has ended when this returns."""
+        name = str(configuration[ARM])
+        script, whole = self.arms[name], replace(plan, fresh=True)
+        if name not in self._opened:
+            self._opened.add(name)
+            script.open(self.environment.run_dir / "arms" / str(len(self._opened)))
+            self.said += [f"{name}: {remark}" for remark in script.remarks]
+            # which has started it, to see how that is done: it is measured in this start
+            whole = replace(plan, fresh=False, purpose=Purpose.BASELINE)
+        outcome = replace(script.measure(script.baseline, whole), fresh_process=True)
+        script.rest()
+        return self._same_work(configuration, outcome)
+
+    def _same_work(self, configuration: Configuration, outcome: Outcome) -> Outcome:
+        """The outcome, which is a failure where a step of it is other work than the first's."""
+        measured = outcome.measurement
+        if outcome.status is not Status.OK or measured is None:
+            return outcome
+        first = str(self.baseline[ARM])
+        if configuration[ARM] == first:
+            self._reference = self._reference or measured
+            return outcome
+        why = "" if self._reference is None else other_work(self._reference, measured, first)
+        return Outcome(Status.DIVERGED, None, why, outcome.log_path, True) if why else outcome
+
+    def export(self, configuration: Configuration, directory: Path) -> list[Path]:
+        """Nothing is handed over."""
+        return []
+
+    def identity(self) -> dict[str, str]:
+        """Commands, devices and versions: what the result holds for."""
+        commands = {f"{ARM} {n}": s.identity()["workload"] for n, s in self.arms.items()}
+        return {**commands, **self.hardware.identity()}
+
+    def not_as_before(self) -> list[str]:
+        """Which of the user's files are not as they were; nothing runs any more."""
+        self.close()
+        here = {id(s.files): s.files for s in self.arms.values() if not s.environment.directory}
+        return [line for files in here.values() if (line := files.not_as_before())]
+
+    def close(self) -> None:
+        """End whatever runs."""
+        for script in self.arms.values():
+            script.close()
+
+
+def other_work(reference: Measurement, measured: Measurement, whose: str) -> str:
+    """What a step trains that is not what the reference's does; empty where it is the same.
+
+    Args:
+        reference: of the job that is compared with.
+        measured: of the other job.
+        whose: name of the former.
+
+    """
+    for (what, before, apart), (_, now, _) in zip(_work(reference), _work(measured), strict=True):
+        if before == now:
+            continue
+        if before is None or now is None or abs(now - before) > apart * before:
+            shown = ["not counted" if n is None else str(n) for n in (now, before)]
+            return f"{what}: {shown[0]}, and {shown[1]} in {whose}"
+    return ""
+
+
+def _work(measured: Measurement) -> list[tuple[str, int | None, float]]:
+    """What is counted of a step, how much it is, and what windows of one job may differ by."""
+    return [
+        ("samples a step", measured.samples_per_step, _SAME_WORK),
+        ("tokens a step", measured.tokens_per_step, _SAME_WORK),
+        ("trained parameters", measured.environment.get(PARAMETERS), 0.0),
+    ]
