@@ -88,8 +88,8 @@ class Blocks:
             self.arms.remove(arm)
             self.readings.pop(arm, None)
             when_failed(arm, trial)
-            if is_reference:
-                break  # whatever the others read, there is nothing to compare it with
+            if is_reference or len(self.arms) < 2:
+                break  # whatever is left reads, there is nothing to compare it with
         return True
 
     def _read(self, blocks: int, last: bool) -> bool:

@@ -1,0 +1,146 @@
+"""``perfsearch compare`` on real starts of a small script."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+import pytest
+from support.compared import SCRIPT, git
+
+pytestmark = pytest.mark.slow
+
+EVERYTHING = (0, 4, 5)
+"""Exit codes of jobs that compute the same."""
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A directory with the script, and one of its own for temporary files."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "work" / "train.py").write_text(SCRIPT)
+    return tmp_path / "work"
+
+
+def started(here, *words):
+    """The command, under way."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(here.parent / "tmp")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "perfsearch.cli.search", "compare", *words],
+        cwd=here, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def compared(here, *words):
+    """Exit code and output."""
+    process = started(here, *words)
+    output, _ = process.communicate(timeout=500)
+    assert not list((here.parent / "tmp").glob("perfsearch-compare-*")), output
+    return process.returncode, output
+
+
+def found(here):
+    return json.loads((here / "outputs" / "compare" / "comparison.json").read_text())
+
+
+def test_a_commit_that_is_slower_is_found_and_everything_is_as_it_was(here):
+    """A loop made 40% slower; it also overwrites a file of the user's."""
+    saves = SCRIPT.replace("for epoch", "open('state.txt', 'w').write('trial')\nfor epoch")
+    (here / "train.py").write_text(saves)
+    (here / "state.txt").write_text("mine")
+    git(here, "init", "-q")
+    git(here, "add", ".")
+    git(here, "commit", "-qm", "first")
+    (here / "train.py").write_text(saves.replace("default=0.010", "default=0.016"))
+    file = here / "perf.yaml"
+    file.write_text("reference: git:HEAD\ncommand: train.py\nallowed_slowdown: 0.05\n")
+    code, output = compared(here, "--baseline", "perf.yaml", "--json", "out.json")
+    assert code == 5, output
+    assert "train.py: at least " in output and " slower than git:HEAD (about " in output
+    assert (here / "state.txt").read_text() == "mine"
+    assert json.loads((here / "out.json").read_text()) == found(here)
+    assert "MLflow" in output or "mlflow" in output
+    status = subprocess.run(
+        ["git", "status", "--short"], cwd=here, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert {"state.txt"}.isdisjoint(status)
+    assert not (here / ".perfsearch-undo").exists()
+
+
+def test_another_computation_is_found_out(here):
+    code, output = compared(here, "train.py", "train.py --rate 0.5", "--no-tracking")
+    assert code == 6, output
+    assert "not the same computation: loss of step 1 is" in output
+    code, output = compared(here, "train.py", "train.py --width 32", "--no-tracking")
+    assert code == 6, output
+    assert "trained parameters: 321, and 161 in train.py" in output
+
+
+def test_another_python_and_variables_reach_the_script(here):
+    """An environment that has torch and no perfsearch."""
+    venv.create(here.parent / "other", with_pip=False, symlinks=True)
+    python = here.parent / "other" / "bin" / "python"
+    packages = Path(__import__("torch").__file__).parent.parent
+    (place,) = (here.parent / "other" / "lib").glob("python*/site-packages")
+    (place / "torch.pth").write_text(f"{packages}\n")
+    says = "import sys, os\nprint('it is', sys.prefix, os.environ.get('MARK'), flush=True)\n"
+    (here / "train.py").write_text(says + SCRIPT)
+    code, output = compared(
+        here, "train.py", f"python:{python}", "MARK=7 train.py", "--command", "train.py",
+        "--max-starts", "2", "--no-tracking",
+    )  # fmt: skip
+    assert code in EVERYTHING, output
+    logs = {row["name"]: Path(row["log"]).read_text() for row in found(here)["arms"]}
+    assert f"it is {sys.prefix} None" in logs["train.py"]
+    assert f"it is {here.parent / 'other'} None" in logs[f"python:{python}"]
+    assert f"it is {sys.prefix} 7" in logs["MARK=7 train.py"]
+
+
+def test_a_configuration_that_a_search_found_is_put_into_force(here):
+    plain = {
+        "runner": {"name": "ddp", "device": "cpu", "knobs": {"dataloader_workers": 1}},
+        "strategy": {"name": "random"},
+        "workload": {"name": "script", "command": ["train.py"], "draws_in_loader": False},
+    }
+    (here / "config.yaml").write_text(json.dumps(plain))
+    code, output = compared(
+        here, "train.py", "config.yaml", "--max-starts", "2", "--no-tracking"
+    )  # fmt: skip
+    assert code in EVERYTHING, output
+    lines = (here / "outputs" / "compare" / "journal.jsonl").read_text().splitlines()
+    trials = [json.loads(line)["trial"] for line in lines if '"finished"' in line]
+    workers = {
+        trial["configuration"]["arm"]: trial["measurement"]["in_force"]["dataloader_workers"]
+        for trial in trials
+    }
+    assert workers == {"train.py": 0, "config.yaml": 1}
+
+
+def test_an_interrupt_says_what_is_known_and_leaves_nothing(here):
+    git(here, "init", "-q")
+    git(here, "add", ".")
+    git(here, "commit", "-qm", "first")
+    process = started(here, "git:HEAD", "train.py", "--command", "train.py", "--no-tracking")
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("trial   0"):
+                break
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, lines
+    assert "no verdict" in rest
+    assert not list((here.parent / "tmp").glob("perfsearch-compare-*"))
+    assert not (here / ".perfsearch-undo").exists()
+    mine = str(here)
+    seen = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert not [line for line in seen.splitlines() if mine in line]
