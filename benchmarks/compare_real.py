@@ -3,8 +3,8 @@
     python benchmarks/compare_real.py [--same 40] [--slower 10] [--load 1]
 
 A loop of known work is compared with itself (wanted: at most 2 of 40 claim a difference), and with
-the same loop 5% longer (wanted: found in at least 9 of 10). Meanwhile other processes work and pause
-at random.
+the same loop 5% longer (wanted: found in at least 9 of 10). Meanwhile other processes work and
+pause at random.
 """
 
 from __future__ import annotations

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.narrow import SEARCH
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
     from perfsearch.core.hardware import Environment
     from perfsearch.instrument.undo import UserFiles
+    from perfsearch.runners._arms import Switched
     from perfsearch.runners._script.runner import Script
 
 GIT, PYTHON = "git:", "python:"
@@ -214,8 +216,32 @@ def _of_trial(run_dir: Path, number: int) -> Settings:
         for name, value in trials[number]["configuration"].items()
         if name not in today or not same_value(today[name], value)
     }
-    options = {**settings.runner.options, "knobs": {**fixed, **changed}}
+    return _with_knobs(settings, {**fixed, **changed})
+
+
+def _with_knobs(settings: Settings, knobs: Mapping[str, Any]) -> Settings:
+    options = {**settings.runner.options, "knobs": dict(knobs)}
     return replace(settings, runner=replace(settings.runner, options=options))
+
+
+def _knobs(settings: Settings | None) -> dict[str, Any]:
+    return {} if settings is None else dict(settings.runner.options.get("knobs") or {})
+
+
+def _is_of(settings: Settings, arm: Arm) -> bool:
+    """Whether an arm is the script of these settings, knobs apart."""
+    if arm.search is not None:
+        other = arm.search
+        runners = [replace(s.runner, options={}) for s in (settings, other)]
+        return runners[0] == runners[1] and (other.workload, other.nproc) == (
+            settings.workload,
+            settings.nproc,
+        )
+    assert arm.job is not None
+    options = settings.workload.options
+    job = Job([str(word) for word in options["command"]], bool(options.get("module")))
+    nproc = None if settings.nproc == "auto" else settings.nproc
+    return not (arm.revision or arm.python) and arm.job == replace(job, nproc=nproc)
 
 
 # -----------------------------------------------------------------------------
@@ -315,7 +341,31 @@ class Workshop:
         except ValueError as error:
             raise BadInputError(f"{arm.name}: {error}") from error
 
-    def _of_search(self, settings: Settings) -> Script:
+    def switched(self, arms: Sequence[Arm]) -> Switched | None:
+        """One script inside one start of which all arms can be measured; ``None``: they cannot.
+
+        They differ in knobs alone, all of which a running job can change.
+        """
+        from perfsearch.runners._arms import Switched
+
+        settings = next((arm.search for arm in arms if arm.search is not None), None)
+        if settings is None or not all(_is_of(settings, arm) for arm in arms):
+            return None
+        knobs = {arm.name: _knobs(arm.search) for arm in arms}
+        names = {name for each in knobs.values() for name in each}
+        apart = {n for n in names if len({str(each.get(n)) for each in knobs.values()}) > 1}
+        one = next(iter(knobs.values()))
+        same = {name: one[name] for name in names - apart}
+        changed = _with_knobs(settings, {**same, **dict.fromkeys(apart, SEARCH)})
+        script = self._of_search(changed, searches=True)
+        if not apart or not script.takes_between_steps(apart):
+            return None
+        values = {
+            name: {n: v for n, v in each.items() if n in apart} for name, each in knobs.items()
+        }
+        return Switched(script, values, self.environment)
+
+    def _of_search(self, settings: Settings, searches: bool = False) -> Script:
         from perfsearch import runners
         from perfsearch.runners._script.runner import without_file
         from perfsearch.runners.base import TakesScripts
@@ -331,7 +381,7 @@ class Workshop:
             self.environment, nproc=nproc or self.environment.nproc, numerics=settings.numerics
         )
         options = {**settings.workload.options, **self.options}
-        return self._script(device, knobs, options, environment, self.files)
+        return self._script(device, knobs, options, environment, self.files, searches)
 
     def _of_job(self, arm: Arm) -> Script:
         from perfsearch.instrument.undo import UserFiles
@@ -367,12 +417,13 @@ class Workshop:
         options: Mapping[str, Any],
         environment: Environment,
         files: UserFiles,
+        searches: bool = False,
     ) -> Script:
         from perfsearch.config.options import build_options
         from perfsearch.runners._script.runner import Script, TimingOptions
 
         built = build_options(Script.Options, options, "workload")
-        timings = TimingOptions(searches=False)
+        timings = TimingOptions(searches=searches)
         return Script(device, knobs, built, environment, "fixed", timings, self.stores, files)
 
     def _path_of_ours(self) -> str:

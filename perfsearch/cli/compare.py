@@ -199,7 +199,9 @@ def _compare(asked: argparse.Namespace) -> int:
     with temporary_directory() as directory:
         stores = store_files(settings)
         workshop = Workshop(environment, options, stores, UserFiles(), directory, asked.link or [])
-        runner = Arms({arm.name: workshop.make(arm) for arm in arms}, environment)
+        runner = workshop.switched(arms) or Arms(
+            {arm.name: workshop.make(arm) for arm in arms}, environment
+        )
         with open_view(settings) as view:
             return int(compare(settings, runner, question, view).exit_code)
 

@@ -17,10 +17,18 @@ from perfsearch.core.knob import Value
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Purpose, Status, Trial
-from perfsearch.core.verdict import Reading, leader, plan_of_starts, told
+from perfsearch.core.verdict import (
+    Plan,
+    Reading,
+    leader,
+    plan_of_starts,
+    plan_of_steps,
+    told,
+)
 from perfsearch.pipeline.blocks import Blocks
 from perfsearch.pipeline.confirm import expectation, tell_two_kinds
 from perfsearch.pipeline.record import keep_series, summarise
+from perfsearch.pipeline.resume import restore
 from perfsearch.pipeline.search import Course
 from perfsearch.pipeline.search import search as run_session
 from perfsearch.pipeline.session import (
@@ -107,6 +115,7 @@ class _Comparison(Course):
 
     def stages(self, session: Session) -> Result:
         """Look at the reference first, to see that it runs, and measure in blocks then."""
+        restore(session)  # which begins the record of a new one
         session.view.stage("first", f"whether {self.names[0]} runs, and what it trains")
         trial = self._measure(session, BASELINE, Purpose.BASELINE)
         if trial.status is not Status.OK:
@@ -114,16 +123,7 @@ class _Comparison(Course):
             reason = f"{self.names[0]} cannot be measured: {trial.status}, {trial.reason}{log}"
             code = ExitCode.NO_TRIAL_SUCCEEDED
             return Result(code, session.run_dir, session.trials, Verdict(reason=reason))
-        question, others = self.question, self.names[1:]
-        plan = plan_of_starts(
-            question.max_starts,
-            comparisons=len(others),
-            min_gain=max(question.min_gain, question.allowed_slowdown),
-            sharpness=0.5 if question.allowed_slowdown else 1.0,
-        )
-        session.view.stage("blocks", f"each of {len(self.names)} arms once a block")
-        gain = max(question.min_gain, question.allowed_slowdown) or _HOPED_FOR
-        session.view.note(expectation(session, plan, gain, len(self.names)))
+        plan = self._plan(session)
         blocks = self._blocks = Blocks(
             [BASELINE, *range(1, len(self.names))],
             plan,
@@ -143,11 +143,33 @@ class _Comparison(Course):
         code, reason = self._decide(blocks)
         return Result(code, session.run_dir, session.trials, self._verdict(session, code, reason))
 
+    def _plan(self, session: Session) -> Plan:
+        """When the arms are read; says what is to be expected."""
+        question, arms = self.question, self.arms
+        if arms.in_one_start:  # which is known once one was switched to another
+            arms.in_one_start = not self._measure(session, 1, Purpose.REPEAT).fresh_process
+            how = "knobs can be changed between its steps: all are measured inside one start"
+            session.view.note(how if arms.in_one_start else f"not so that {how}")
+        least = max(question.min_gain, question.allowed_slowdown)
+        more: dict[str, Any] = {
+            "comparisons": len(self.names) - 1,
+            "min_gain": least,
+            "sharpness": 0.5 if question.allowed_slowdown else 1.0,
+        }
+        session.view.stage("blocks", f"each of {len(self.names)} arms once a block")
+        if arms.in_one_start:
+            return plan_of_steps(**more)
+        plan = plan_of_starts(question.max_starts, **more)
+        session.view.note(expectation(session, plan, least or _HOPED_FOR, len(self.names)))
+        return plan
+
     def _measure(self, session: Session, arm: int, purpose: Purpose) -> Trial:
         configuration: dict[str, Value] = {ARM: self._name(arm)}
-        left = self._seconds_left
+        left, fresh = self._seconds_left, not self.arms.in_one_start
+        if purpose is Purpose.CONFIRM and not fresh:
+            purpose = Purpose.REPEAT
         number = 0 if purpose is Purpose.BASELINE else None
-        trial = session.run(configuration, purpose, fresh=True, number=number, seconds_left=left)
+        trial = session.run(configuration, purpose, fresh=fresh, number=number, seconds_left=left)
         while self.arms.said:
             session.view.note(self.arms.said.pop(0))
         return trial
@@ -213,7 +235,8 @@ class _Comparison(Course):
         """Those of an arm that ended by themselves; the first look is apart."""
         name = self._name(arm)
         ended = [t for t in session.trials if t.status is not Status.INTERRUPTED]
-        return [t for t in ended if t.configuration[ARM] == name and t.purpose is Purpose.CONFIRM]
+        measured = {t.number for t in self._blocks.trials} if self._blocks is not None else ()
+        return [t for t in ended if t.configuration[ARM] == name and t.number in measured]
 
     # -------------------------------------------------------------------------
     # The record of it.

@@ -28,8 +28,11 @@ class Arms(Runner, HoldsDevices, StartsScripts):
 
     Attributes:
         said: remarks of jobs that were started since it was last emptied.
+        in_one_start: whether the arms are measured inside one start, switched between its steps.
 
     """
+
+    in_one_start = False
 
     def __init__(self, arms: Mapping[str, Script], environment: Environment) -> None:
         super().__init__(self.Options(), environment)
@@ -100,6 +103,44 @@ class Arms(Runner, HoldsDevices, StartsScripts):
         """End whatever runs."""
         for script in self.arms.values():
             script.close()
+
+
+class Switched(Arms):
+    """One script with knobs that a running job can change, measured inside one start of it.
+
+    Its readings vary by what steps vary by, and not by what starts do. Where it turns out that the
+    script cannot be taken back to its first step, each reading has a start of its own.
+
+    Args:
+        script: with these knobs in its space.
+        arms: the knobs that are not as the script has them, by the arm's name.
+        environment: where it is on record.
+
+    """
+
+    in_one_start = True
+
+    def __init__(
+        self, script: Script, arms: Mapping[str, Configuration], environment: Environment
+    ) -> None:
+        super().__init__(dict.fromkeys(arms, script), environment)
+        self._script, self._knobs = script, arms
+
+    def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
+        """Go on in the running start, from its first step on, with the arm's knobs."""
+        script, whole = self._script, replace(plan, fresh=plan.fresh or not self.in_one_start)
+        first = not self._opened
+        if first:
+            self._opened.update(self.arms)
+            script.open(self.environment.run_dir / "arms" / "1")
+            self.said += [line for line in script.remarks if line.startswith("warning")]
+            whole = replace(plan, fresh=False, purpose=Purpose.BASELINE)
+        knobs = self._knobs[str(configuration[ARM])]
+        outcome = script.measure({**script.baseline, **knobs}, whole)
+        outcome = replace(outcome, fresh_process=first or outcome.fresh_process)
+        if not self.in_one_start:
+            script.rest()
+        return self._same_work(configuration, outcome)
 
 
 def other_work(reference: Measurement, measured: Measurement, whose: str) -> str:

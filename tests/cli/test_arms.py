@@ -104,6 +104,37 @@ def test_a_configuration_is_taken_with_its_command(here):
     assert script.pinned["dataloader_workers"] == 2 and not script.space.knobs
 
 
+def workshop(here):
+    return Workshop(Environment(here / "run"), {}, [], UserFiles(), here)
+
+
+def test_arms_that_a_running_job_can_be_switched_between_need_one_start(here):
+    searched(here / "one", {"optimizer_implementation": "foreach"})
+    searched(here / "two", {"optimizer_implementation": "fused", "bucket_cap_mb": 8})
+    texts = ["train.py --batch 4", "one/best/config.yaml", "two/best/config.yaml"]
+    switched = workshop(here).switched(parse_arms(texts, None))
+    assert list(switched.arms) == texts and switched.in_one_start
+    assert {knob.name for knob in switched._script.space.knobs} == {
+        "optimizer_implementation",
+        "bucket_cap_mb",
+    }
+
+
+@pytest.mark.parametrize(
+    ("other", "knobs"),
+    [
+        ("train.py --batch 8", {"optimizer_implementation": "foreach"}),
+        ("OMP_NUM_THREADS=2 train.py --batch 4", {"optimizer_implementation": "foreach"}),
+        ("torchrun --nproc-per-node 2 train.py --batch 4", {"optimizer_implementation": "foreach"}),
+        ("train.py --batch 4", {"dataloader_workers": 2}),
+        ("train.py --batch 4", {}),
+    ],
+)
+def test_other_arms_need_starts_of_their_own(here, other, knobs):
+    searched(here / "one", knobs)
+    assert workshop(here).switched(parse_arms([other, "one/best/config.yaml"], None)) is None
+
+
 def test_a_trial_of_a_search_has_the_knobs_that_it_changed(here):
     run = searched(here / "run", {"dataloader_workers": "search", "omp_threads": 1})
     trials = [{"omp_threads": 2, "dataloader_workers": n} for n in (0, 2)]

@@ -222,6 +222,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         self._runs = self._make_runs()
         self._failure: Outcome | None = None
         self._settle(None)
+        self._pins = self._known.changed(self.baseline)
 
     def _hardware_of(self, way: Way) -> None:
         """Take note of what the script runs on, started this way."""
@@ -340,7 +341,10 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         return self._timings.searches and any(knob.scope is Scope.STEP for knob in self.space.knobs)
 
     def _changed(self, configuration: Configuration) -> dict[str, Value]:
-        return self._known.changed(configuration)
+        # A start that was made to see what the script has built had the pinned knobs in force, so
+        # that they look as if they were the script's own.
+        pins = {name: v for name, v in self._pins.items() if name in self._known.pinned}
+        return {**pins, **self._known.changed(configuration)}
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Measure in the running script where that is sound, else in a new start of it."""
@@ -390,6 +394,10 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
             str(group.log),
             fresh,
         )
+
+    def takes_between_steps(self, names: set[str]) -> bool:
+        """Whether these knobs can be changed between two steps of a running script."""
+        return self._known.scope(names) <= {Scope.STEP}
 
     def rest(self) -> None:
         """End the present start, so that something else may be measured; the next makes its own."""
