@@ -87,7 +87,7 @@ def _measured(
 
 def _search(trials: list[dict[str, Any]]) -> list[str]:
     """What is wrong where each configuration but the baseline failed."""
-    tried = [t for t in trials if t["purpose"] == "search"]
+    tried = [t for t in trials if t["purpose"] == "search" and t["status"] != "interrupted"]
     if not tried or any(t["status"] in ("ok", "pruned") for t in tried):
         return []
     return [f"none of {len(tried)} trials came through: {tried[0]['status']}: {tried[0]['reason']}"]

@@ -82,6 +82,15 @@ SEARCHED = [trial("baseline"), trial("search")]
         (
             CASE,
             "search",
+            seen(
+                trials=[trial("baseline"), trial("search", "interrupted", None, "no time")],
+                summary={"verdict": "nothing was tried"},
+            ),
+            "right: nothing was tried",
+        ),
+        (
+            CASE,
+            "search",
             seen(trials=SEARCHED, changed=["model.pt"], summary={"verdict": "no gain"}),
             "wrong: files of the user's changed or written: model.pt",
         ),
