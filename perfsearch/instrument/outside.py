@@ -80,7 +80,7 @@ def caution(services: dict[str, str]) -> str:
     ways = [variable for variable in services.values() if variable]
     how = f" To keep trials from it, set {' '.join(ways)} for the search." if ways else ""
     return (
-        f"the script uses {', '.join(services)}: what trials send there is not undone, as files "
+        f"the script may use {', '.join(services)}: what trials send there is not undone, as files "
         f"are.{how}"
     )
 

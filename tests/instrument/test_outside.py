@@ -54,6 +54,6 @@ def test_an_argument_may_ask_for_an_upload(tmp_path):
 def test_it_is_said_in_one_line_with_what_keeps_it_from_sending():
     assert caution({}) == ""
     assert caution({"boto3": "", "wandb": "WANDB_MODE=offline"}) == (
-        "the script uses boto3, wandb: what trials send there is not undone, as files are. "
+        "the script may use boto3, wandb: what trials send there is not undone, as files are. "
         "To keep trials from it, set WANDB_MODE=offline for the search."
     )

@@ -99,6 +99,6 @@ def test_what_a_script_sends_out_of_reach_is_named_before_a_start(tmp_path):
     script.write_text("import wandb")
     environment = Environment(tmp_path, nproc=1)
     made = Script("cpu", {}, Script.Options((str(script),)), environment)
-    assert [line.partition(":")[0] for line in made.cautions] == ["the script uses wandb"]
+    assert [line.partition(":")[0] for line in made.cautions] == ["the script may use wandb"]
     script.write_text("import torch")
     assert Script("cpu", {}, Script.Options((str(script),)), environment).cautions == []
