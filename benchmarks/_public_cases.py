@@ -108,7 +108,8 @@ CASES = (
     ),
     Case(
         "imagenet", EXAMPLES, "imagenet", "main.py",
-        ("-a", "squeezenet1_1", "--epochs", "1", "-b", "2", "-j", "1", "--no-accel", "photos"),
+        ("-a", "squeezenet1_1", "--epochs", "1", "-b", "2", "-j", "1", "--lr", "0.0001",
+         "--no-accel", "photos"),
         _in("imagenet/photos", data.images, 320, 8, 128), steps=160,
         odd="saves a checkpoint after every epoch; no seed",
     ),

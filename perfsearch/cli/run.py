@@ -1,4 +1,4 @@
-"""The command ``perfsearch-run``: start a script as torchrun does, with knobs from outside.
+"""The command ``perfsearch-run``: start a script as torchrun or python does, with knobs.
 
 Its options are ours and torchrun's, then the script's own. ``--search`` and ``--profile`` are the
 same as ``perfsearch workload=script``.
@@ -23,7 +23,7 @@ from perfsearch.core.errors import BadInputError
 from perfsearch.core.knob import Value
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.version import version
-from perfsearch.instrument.launch import ENTRY, LaunchConfig
+from perfsearch.instrument.launch import ENTRY, LaunchConfig, python_arguments
 from perfsearch.knobs.transport import (
     FILE_KEYS,
     KnobFile,
@@ -132,7 +132,10 @@ def maps_of(asked: RunArguments) -> list[Mapped]:
 
 
 def start(asked: RunArguments) -> int:
-    """Start the script as torchrun does; return the exit code of the launcher."""
+    """Start the script; return the exit code of the launcher.
+
+    With an option of torchrun it is started as torchrun does, else as ``python`` does.
+    """
     planned, arguments, told = _given(asked)
     told.update({name: f"environment ({k}={v})" for name, k, v in _variables(planned.environment)})
     for name, value in planned.unreachable.items():
@@ -156,10 +159,30 @@ def start(asked: RunArguments) -> int:
         report=not asked.quiet,
         mapped=told,
         given=planned.mapped,
+        by_torchrun=[] if _asks_for_torchrun(asked) else _by_torchrun(asked),
     )
     os.environ.update(orders.to_environment())
+    if orders.by_torchrun:
+        sys.stdout.flush()
+        command = [sys.executable, *python_arguments(), "-m", ENTRY, asked.script, *arguments]
+        os.execv(sys.executable, command)
     options = argparse.Namespace(**{**vars(asked.parsed), "module": True, "run_path": False})
     return _torchrun(options, ENTRY, [asked.script, *arguments])
+
+
+def _asks_for_torchrun(asked: RunArguments) -> bool:
+    """Whether anything but the script's own failure says that torchrun is to start it."""
+    options = set(asked.torchrun) - {"-m", "--module"}
+    given = any(name.startswith("PET_") for name in os.environ)  # torchrun's own variables
+    return bool(options) or given or _called_for(asked) == "deepspeed"
+
+
+def _by_torchrun(asked: RunArguments) -> list[str]:
+    """The same command, with one rank by torchrun."""
+    module = ["--module"] if asked.parsed.module else []
+    options = ["--standalone", "--nproc-per-node=1", *module, *asked.own]
+    words = [*options, "--", asked.script, *asked.arguments]
+    return [sys.executable, "-m", "perfsearch.cli.run", *words]
 
 
 def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
@@ -589,9 +612,10 @@ def own_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="perfsearch-run",
         usage="perfsearch-run [torchrun's options] [these options] SCRIPT ARGUMENTS...",
-        description="Starts a script as torchrun does, with knobs that a search has found, tuned "
-        "while it trains, profiled, or searched. Without any of these it changes nothing, and says "
-        "what it could change. Everything after SCRIPT reaches it untouched.",
+        description="Starts a script as torchrun does where one of its options is given, else as "
+        "python does, with knobs that a search has found, tuned while it trains, profiled, or "
+        "searched. Without any of these it changes nothing, and says what it could change. "
+        "Everything after SCRIPT reaches it untouched.",
         epilog="All options of torchrun are passed on: see torchrun --help.",
         allow_abbrev=False,
         add_help=False,

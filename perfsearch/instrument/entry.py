@@ -8,6 +8,7 @@ import importlib
 import os
 import runpy
 import sys
+import traceback
 import types
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
@@ -16,12 +17,19 @@ from typing import TYPE_CHECKING
 
 from perfsearch.core.signals import pause_at_end
 from perfsearch.instrument.files import keep_files
-from perfsearch.instrument.launch import VARIABLE, Finished, LaunchConfig, socket_path
+from perfsearch.instrument.launch import (
+    VARIABLE,
+    Finished,
+    LaunchConfig,
+    calls_for_torchrun,
+    socket_path,
+)
 from perfsearch.instrument.patching import (
     MODULES,
     OwnLauncherError,
     after_import,
     expect,
+    explain_exec,
     once,
     watch_for_launchers,
 )
@@ -47,15 +55,19 @@ def main() -> int:
     os.environ.pop(VARIABLE)  # not for what the script starts in its turn
     if config.directory:
         return run_in_search(config)
-    attach_at_import(lambda: _attach(config))
-    watch_for_launchers(config.script, _once_said())
+    here = _Start(config)
+    attach_at_import(here.attach)
+    watch_for_launchers(config.script, here.warn)
     try:
         run_script(config, sys.argv[2:])
-    except SystemExit:
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            here.go_on_by_torchrun(error)
         importlib.import_module("torch")  # the instruments come with it, and say what there is
         raise
     except BaseException as error:
         error.__traceback__ = without_our_frames(error.__traceback__)
+        here.go_on_by_torchrun(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     importlib.import_module("torch")
@@ -93,62 +105,91 @@ def attach_at_import(attach: Callable[[], object]) -> None:
     after_import("torch", meet)
 
 
-def _attach(config: LaunchConfig) -> None:
-    from perfsearch.instrument.script import Script
+class _Start:
+    """A start of a script outside of a search.
 
-    _reporting(Script(config.knobs), config)
-    if config.autotune is not None:
-        from perfsearch import online
-        from perfsearch.online.options import AutotuneOptions
+    Args:
+        config: how it is run.
 
-        online.enable(AutotuneOptions.from_mapping(config.autotune))
+    """
 
+    def __init__(self, config: LaunchConfig) -> None:
+        self._config = config
+        self._stepped = False
+        self._said: set[str] = set()
 
-def _reporting(script: Script, config: LaunchConfig) -> None:
-    """Have rank 0 say once what is in force: after some steps, or when the script ends."""
-    steps, said = 0, False
+    def attach(self) -> None:
+        """Make the instruments, and have rank 0 say what is in force."""
+        from perfsearch.instrument.script import Script
 
-    def say_once() -> None:
-        nonlocal said
-        if not said:
-            said = True
-            for line in lines(config.knobs, config.mapped, script.facts(), config.given):
-                say(line)
+        self._reporting(Script(self._config.knobs))
+        if self._config.autotune is not None:
+            from perfsearch import online
+            from perfsearch.online.options import AutotuneOptions
 
-    def after_step() -> None:
-        nonlocal steps
-        steps += 1
-        if steps == config.report_after_steps:
-            say_once()
-            script.optimizers.after_step = None
+            online.enable(AutotuneOptions.from_mapping(self._config.autotune))
 
-    script.optimizers.before_step = once(script.put_into_force)
-    script.losses.keeping = False
-    script.loaders.counting = False
-    says = config.autotune is None or bool(config.knobs or config.mapped)
-    if config.report and says and os.environ.get("RANK", "0") == "0":
-        script.optimizers.after_step = after_step
-        atexit.register(say_once)
+    def _reporting(self, script: Script) -> None:
+        """Have it said once: after some steps, or when the script ends."""
+        config, steps, said = self._config, 0, False
 
+        def say_once() -> None:
+            nonlocal said
+            if not said:
+                said = True
+                for line in lines(config.knobs, config.mapped, script.facts(), config.given):
+                    say(line)
 
-def without_our_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """The part of a traceback that begins in the script."""
-    ours = (__file__, runpy.__file__, "<frozen runpy>")
-    inner = traceback
-    while inner is not None and inner.tb_frame.f_code.co_filename in ours:
-        inner = inner.tb_next
-    return inner or traceback
+        def before_step() -> None:
+            self._stepped = True
+            script.put_into_force()
 
+        def after_step() -> None:
+            nonlocal steps
+            steps += 1
+            if steps == config.report_after_steps:
+                say_once()
+                script.optimizers.after_step = None
 
-def _once_said() -> Callable[[str], None]:
-    said: set[str] = set()
+        script.optimizers.before_step = once(before_step)
+        script.losses.keeping = False
+        script.loaders.counting = False
+        says = config.autotune is None or bool(config.knobs or config.mapped)
+        if config.report and says and os.environ.get("RANK", "0") == "0":
+            script.optimizers.after_step = after_step
+            atexit.register(say_once)
 
-    def warn(text: str) -> None:
-        if text not in said:
-            said.add(text)
+    def warn(self, text: str) -> None:
+        """Say once that knobs do not reach what the script starts."""
+        if text not in self._said:
+            self._said.add(text)
             say(f"{text}. Knobs do not reach what it starts.")
 
-    return warn
+    def go_on_by_torchrun(self, error: BaseException) -> None:
+        """Have torchrun start the script where its failure says that it is one for torchrun.
+
+        Where it has not trained yet; then this process becomes torchrun, and nothing returns.
+        """
+        command = self._config.by_torchrun
+        words = "".join(traceback.format_exception(error))
+        if not command or self._stepped or not calls_for_torchrun(words):
+            return
+        say(
+            f"the script is one for torchrun ({type(error).__name__}: {error}): it is started "
+            "again, as one rank by torchrun; --nproc-per-node N for another number"
+        )
+        self._said.add(explain_exec(self._config.script))
+        sys.stdout.flush()
+        os.execv(command[0], command)
+
+
+def without_our_frames(whole: types.TracebackType | None) -> types.TracebackType | None:
+    """The part of a traceback that begins in the script."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    inner = whole
+    while inner is not None and inner.tb_frame.f_code.co_filename in ours:
+        inner = inner.tb_next
+    return inner or whole
 
 
 def say(text: str) -> None:

@@ -12,6 +12,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -55,6 +56,8 @@ class LaunchConfig:
         forked_from: the process that the start is forked from, and that outlives it.
         mapped: knobs that were given to the script by its own arguments or files, and how.
         given: their values.
+        by_torchrun: the command that has torchrun start the script, where it was started as
+            ``python`` starts it and may turn out to need that; empty: it is as it is.
 
     """
 
@@ -74,6 +77,7 @@ class LaunchConfig:
     forked_from: int = 0
     mapped: dict[str, str] = field(default_factory=dict)
     given: dict[str, Value] = field(default_factory=dict)
+    by_torchrun: list[str] = field(default_factory=list)
 
     def to_environment(self) -> dict[str, str]:
         """The variable to set for the ranks."""
@@ -103,6 +107,17 @@ SET_BY_TORCHRUN = (
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
 )
 """Variables by which a script sees that it is one of several ranks."""
+
+_NEEDS_TORCHRUN = re.compile(
+    r"\b(?:LOCAL_|GROUP_)?RANK\b|\b(?:LOCAL_)?WORLD_SIZE\b|\bMASTER_(?:ADDR|PORT)\b|\bTORCHELASTIC_"
+    r"|[Dd]efault process group has not been initialized"
+    r"|\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b"
+)
+
+
+def calls_for_torchrun(last_words: str) -> bool:
+    """Whether what a script ended with names what it has only where torchrun starts it."""
+    return _NEEDS_TORCHRUN.search(last_words) is not None
 
 
 class Finished(SystemExit):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Self
 from perfsearch.core import command
 from perfsearch.core.hardware import Hardware
 from perfsearch.core.trial import Outcome
+from perfsearch.instrument.launch import calls_for_torchrun
 from perfsearch.workers.failures import FailureFiles, first_error, one_line
 
 
@@ -44,13 +44,6 @@ class Way:
 
 _LAUNCHER = "launcher"
 _NAMES = {True: "torchrun", False: "python"}
-
-_NEEDS_TORCHRUN = re.compile(
-    r"\b(?:LOCAL_|GROUP_)?RANK\b|\b(?:LOCAL_)?WORLD_SIZE\b|\bMASTER_(?:ADDR|PORT)\b|\bTORCHELASTIC_"
-    r"|[Dd]efault process group has not been initialized"
-    r"|\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b"
-)
-"""What a script's last words name where it must be started by torchrun."""
 
 
 @dataclass
@@ -126,7 +119,7 @@ def _named(failure: Outcome) -> str:
     files = FailureFiles(Path(failure.log_path).parent, world_size=1)
     error = first_error(files.errors())
     if error is not None:
-        found = _NEEDS_TORCHRUN.search(f"{error.type}: {error.message}\n{error.traceback}")
+        found = calls_for_torchrun(f"{error.type}: {error.message}\n{error.traceback}")
         return one_line(f"{error.type}: {error.message}", 120) if found else ""
-    lines = [line for line in files.tails().get(0, "").splitlines() if _NEEDS_TORCHRUN.search(line)]
+    lines = [line for line in files.tails().get(0, "").splitlines() if calls_for_torchrun(line)]
     return one_line(lines[-1], 120) if lines else ""
