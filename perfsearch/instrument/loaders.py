@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 import weakref
 from collections import deque
@@ -11,7 +12,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from perfsearch.core.knob import Value
@@ -44,7 +46,7 @@ class Loaders:
         made: how many there were so far.
         parts: told how long the script waits for batches, where steps are scored.
         shared_out: whether one was iterated over that loads from an ``IterableDataset``.
-        draws: whether taking a batch drew random numbers in this process; ``None``: not known.
+        draws: whether loading drew random numbers, here or in worker processes; ``None``: unknown.
 
     """
 
@@ -64,6 +66,7 @@ class Loaders:
         self.made = 0
         self._last: dict[str, Value] = {}
         self._named = NamedSamples()
+        self._in_workers = WorkerDraws()
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._undo = (
             wrap(DataLoader, "__init__", self._construct),
@@ -72,6 +75,8 @@ class Loaders:
             wrap(_BaseDataLoaderIter, "_reset", self._begin_again),
             wrap(_BaseDataLoaderIter, "_next_index", self._name),
             wrap(_BaseDataLoaderIter, "__next__", self._next),
+            wrap(_MapDatasetFetcher, "fetch", self._in_workers.fetch),
+            wrap(_IterableDatasetFetcher, "fetch", self._in_workers.fetch),
         )
 
     def _construct(
@@ -141,6 +146,8 @@ class Loaders:
             raise
         if before is not None:
             self.draws = not RandomState.now().is_same(before)
+        elif self.draws is None and iterator._num_workers:
+            self.draws = self._in_workers.seen
         samples = self._named.samples_of(iterator, batch)
         if self.tape is not None:
             batch = self.tape.pass_on(batch, iterator._dataset)
@@ -190,6 +197,39 @@ _POSITIONAL = (
     "multiprocessing_context",
     "generator",
 )
+
+
+# -----------------------------------------------------------------------------
+# Whether worker processes draw random numbers for the samples that they load.
+
+
+class WorkerDraws:
+    """Looks at the first batch of each worker process, and tells of it in memory that is shared.
+
+    It is shared with processes that are forked; of others nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self._shared = mmap.mmap(-1, 1)
+        self._looked = False
+
+    @property
+    def seen(self) -> bool | None:
+        """Whether one drew; ``None``: none has loaded a batch."""
+        return (None, False, True)[self._shared[0]]
+
+    def fetch(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Load a batch; called in whichever process does."""
+        if self._looked or get_worker_info() is None:
+            return original(*args, **kwargs)
+        self._looked = True
+        before = RandomState.now()
+        batch = original(*args, **kwargs)
+        drew = not RandomState.now().is_same(before)
+        self._shared[0] = max(self._shared[0], 1 + drew)
+        return batch
 
 
 # -----------------------------------------------------------------------------

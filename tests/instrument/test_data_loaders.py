@@ -116,13 +116,20 @@ class Drawing(Dataset):
         return self.draw()
 
 
+@pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize(
     ("draw", "draws"), [(lambda: torch.rand(1), True), (random.random, True), (lambda: 1.0, False)]
 )
-def test_it_is_seen_whether_loading_draws_random_numbers(make, draw, draws):
+def test_it_is_seen_whether_loading_draws_random_numbers(make, draw, draws, workers):
     loaders = make()
-    list(DataLoader(Drawing(draw), 2, shuffle=True))
+    list(DataLoader(Drawing(draw), 2, shuffle=True, num_workers=workers))
     assert loaders.draws is draws
+
+
+def test_what_the_processes_that_load_draw_is_unknown_where_they_are_not_forked(make):
+    loaders = make()
+    list(DataLoader(DATA, 12, num_workers=1, multiprocessing_context="spawn"))
+    assert loaders.draws is None
 
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
