@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import shutil
 import socket
 import stat
+import threading
+import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -37,6 +40,19 @@ _EXPLANATION = (
     "removed, and puts them back. If none runs any more, the next one in this directory does so\n"
     "before anything else. Until then do not delete this directory.\n"
 )
+
+_HEARTBEAT_S = 1.0
+"""How often the owner of a room says that it lives."""
+
+_ANOTHERS_S = 10.0
+"""What changes so long after the last sign of life is not the start's: ranks end within seconds of
+their controller."""
+
+_SURELY_DEAD_S = 120.0
+"""An owner on another host, which cannot be asked for, is dead after so long without a sign."""
+
+ASIDE = ".before-perfsearch"
+"""Ending of a file that was kept, where another has been put in its place since."""
 
 Entry = dict[str, Any]
 
@@ -76,57 +92,115 @@ def read(file: Path) -> list[Entry]:
 # Undo one start: its record, read backwards.
 
 
-def undo(entries: Sequence[Entry], staying: frozenset[str] = frozenset()) -> list[str]:
+@dataclass
+class Undone:
+    """What came of an undo.
+
+    Attributes:
+        lost: files that are not as they were.
+        back: files that were put back, or removed as a start had made them.
+        others: files that were changed after the start had died, which are left as they are.
+
+    """
+
+    lost: set[str] = field(default_factory=set)
+    back: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
+
+    def add(self, more: Undone) -> None:
+        """Take up what came of another one."""
+        self.lost |= more.lost
+        self.back |= more.back
+        self.others |= more.others
+
+
+def undo(
+    entries: Sequence[Entry], staying: frozenset[str] = frozenset(), died_s: float = math.inf
+) -> Undone:
     """Put back what a start changed; may be broken off anywhere and called again.
 
     Args:
         entries: its record, or what is left to be undone of one.
         staying: paths that it made and that are left where they are.
-
-    Returns:
-        Paths of files that are not as they were.
+        died_s: Unix time after which it changed nothing any more. What was changed later is
+            another's: it stays, and what was kept is put beside it.
 
     """
-    lost = []
+    done = Undone()
     to_come = Counter(e["at"] for e in entries if e["deed"] == Deed.KEPT)
     for entry in reversed(entries):
         path = entry.get("path", "")
+        others_need_it = False
+        if entry["deed"] == Deed.KEPT:
+            to_come[entry["at"]] -= 1
+            others_need_it = to_come[entry["at"]] > 0
+        if entry["deed"] == Deed.MADE and path in staying:
+            continue
+        later = _is_anothers(path, died_s)
         try:
-            match entry["deed"]:
-                case Deed.MADE if path not in staying:
-                    _remove(path)
-                case Deed.KEPT:
-                    to_come[entry["at"]] -= 1
-                    _put_back(entry, others_need_it=to_come[entry["at"]] > 0)
-                case Deed.REMOVED:
-                    os.makedirs(path, exist_ok=True)
-                    os.chmod(path, entry["mode"])
-                case Deed.MOVED if not os.path.lexists(path):
-                    os.rename(entry["to"], path)
-                case Deed.MARKED:
-                    _mark(path, entry)
-                case Deed.LOST:
-                    lost.append(path)
+            if _undo_deed(entry, others_need_it, later):
+                (done.others if later else done.back).add(path)
         except FileNotFoundError:
             continue
         except OSError:
-            lost.append(path)
-    return sorted(set(lost))
+            done.lost.add(path)
+        if entry["deed"] == Deed.LOST:
+            done.lost.add(path)
+    return done
 
 
-def _remove(path: str) -> None:
-    """Remove what a start made; a directory only if nothing of another is in it."""
+def _undo_deed(entry: Entry, others_need_it: bool, later: bool) -> bool:
+    """Undo one entry; whether there was anything to undo.
+
+    Args:
+        entry: of the record.
+        others_need_it: whether what was kept is needed for an earlier entry too.
+        later: whether what is at its path is another's by now.
+
+    """
+    path = entry.get("path", "")
+    match entry["deed"]:
+        case Deed.MADE:
+            return later or _remove(path)
+        case Deed.KEPT:
+            return _put_back(entry, others_need_it, aside=later)
+        case Deed.REMOVED:
+            os.makedirs(path, exist_ok=True)
+            os.chmod(path, entry["mode"])
+        case Deed.MOVED if not os.path.lexists(path):
+            os.rename(entry["to"], path)
+        case Deed.MARKED if not later:
+            _mark(path, entry)
+    return False
+
+
+def _is_anothers(path: str, died_s: float) -> bool:
+    """Whether a file was written to after the start had died."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return not stat.S_ISDIR(found.st_mode) and found.st_ctime > died_s
+
+
+def _remove(path: str) -> bool:
+    """Remove what a start made, a directory only if nothing of another is in it; whether it did."""
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         os.unlink(path)
-        return
+        return True
     with contextlib.suppress(OSError):
         os.rmdir(path)
+        return True
+    return False
 
 
-def _put_back(entry: Entry, others_need_it: bool) -> None:
+def _put_back(entry: Entry, others_need_it: bool, aside: bool) -> bool:
+    """Put a kept file back, or beside what has taken its place; whether it was still there."""
     path, at = entry["path"], entry["at"]
     if not os.path.lexists(at):
-        return  # done before, by an undo that was broken off
+        return False  # done before, by an undo that was broken off
+    if aside:
+        path = f"{path}{ASIDE}"
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.isdir(path) and not os.path.islink(path):
         _remove(path)
@@ -141,6 +215,7 @@ def _put_back(entry: Entry, others_need_it: bool) -> None:
         _mark(path, entry)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(source)  # a move onto another name of the same file leaves both
+    return True
 
 
 def _mark(path: str, entry: Entry) -> None:
@@ -256,13 +331,23 @@ class UserFiles:
     _room: Path | None = None
     _starts: int = 0
     _before: Listing | None = None
+    _closed: threading.Event = field(default_factory=threading.Event)
 
-    def open(self) -> None:
-        """Undo what a killed search has left in this directory, and see what is there."""
+    def open(self) -> list[str]:
+        """Undo what killed searches have left in this directory, and see what is there.
+
+        Returns:
+            Lines for the user that say what was undone.
+
+        """
+        lines: list[str] = []
         for place in (self.directory, *self.own):
-            self._lost |= set(recover(place))
+            done = recover(place)
+            self._lost |= done.lost
+            lines += _of_killed(done) + [_left_alone(room, host) for room, host in strangers(place)]
         if self._before is None:
             self._before = list_files(self.directory, self.own)
+        return lines
 
     def begin(self, token: str) -> str:
         """Make the place where a start records what it changes.
@@ -271,7 +356,12 @@ class UserFiles:
             token: the mark of its processes.
 
         """
-        room = self._room = self._room or _new_room(self.directory, self.own)
+        room = self._room
+        if room is None:
+            room = self._room = _new_room(self.directory, self.own)
+            self._closed = threading.Event()
+            owner, closed = room / _OWNER, self._closed
+            threading.Thread(target=_live, args=(owner, closed), daemon=True).start()
         self._starts += 1
         start = room / f"{self._starts:06d}"
         start.mkdir()
@@ -286,13 +376,14 @@ class UserFiles:
     def end(self) -> None:
         """Undo what the starts that have ended did, but for what the next would only do again."""
         if self._room is not None:
-            self._lost |= set(_undo_starts(self._room, keep_downloads=True))
+            self._lost |= _undo_starts(self._room, keep_downloads=True).lost
 
     def close(self) -> None:
         """Leave everything as it was before the first start."""
         room, self._room = self._room, None
         if room is not None:
-            self._lost |= set(_close(room))
+            self._lost |= _close(room).lost
+            self._closed.set()
 
     def not_as_before(self) -> str:
         """One line that names files which are not as they were; empty where all are.
@@ -303,37 +394,83 @@ class UserFiles:
         paths = sorted(self._lost | set(_differing(self._before, after)))
         if not paths:
             return ""
-        named = ", ".join(os.path.relpath(path) for path in paths[:_NAMED])
-        more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
         return (
             "warning: changed while starts of the script ran, in a way that is not undone or by "
-            f"others: {named}{more}"
+            f"others: {_listed(paths)}"
         )
 
 
-def recover(directory: Path) -> list[str]:
-    """Undo what searches did that were killed; return the files that are not as they were.
+def _of_killed(done: Undone) -> list[str]:
+    """What was undone of a search that was killed, a line each."""
+    lines = []
+    if done.back:
+        lines.append(f"put back what a killed search had changed: {_listed(done.back)}")
+    if done.others:
+        lines.append(
+            "warning: changed since the search was killed, and left as they are: "
+            f"{_listed(done.others)}; what was there before it is in NAME{ASIDE}, if anything was"
+        )
+    return lines
 
-    Those of other hosts, and those that still run, are left alone.
+
+def _left_alone(room: Path, host: str) -> str:
+    return (
+        f"warning: {os.path.relpath(room)} keeps files for a search on host {host}, which may "
+        f"still run. If it does not, start one in this directory in {_SURELY_DEAD_S:g} s or later: "
+        "they are put back then"
+    )
+
+
+def _listed(paths: Collection[str]) -> str:
+    named = ", ".join(os.path.relpath(path) for path in sorted(paths)[:_NAMED])
+    return named + (f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else "")
+
+
+def recover(directory: Path) -> Undone:
+    """Undo what searches did that were killed.
+
+    Those that still run, or may do so on another host, are left alone.
 
     Args:
         directory: where they worked.
 
     """
-    lost: list[str] = []
+    done = Undone()
     for owner in sorted((directory / ROOM).glob(f"*/{_OWNER}")):
-        try:
-            entry = json.loads(owner.read_text())
-            host, (pid, started) = entry["host"], entry["controller"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if host != socket.gethostname() or processes.is_alive(int(pid), started):
+        if _lives(owner) is not False:
             continue
         for orders in owner.parent.glob(f"*/{ORDERS}"):
             with contextlib.suppress(OSError, ValueError):
                 processes.end_all(json.loads(orders.read_text())["token"], grace_s=0.0)
-        lost += _close(owner.parent)
-    return lost
+        with contextlib.suppress(OSError):
+            done.add(_close(owner.parent, owner.stat().st_mtime + _ANOTHERS_S))
+    return done
+
+
+def strangers(directory: Path) -> list[tuple[Path, str]]:
+    """Rooms of searches on other hosts that may still run, and which host."""
+    owners = sorted((directory / ROOM).glob(f"*/{_OWNER}"))
+    return [(owner.parent, host) for owner in owners if isinstance(host := _lives(owner), str)]
+
+
+def _lives(owner: Path) -> bool | str:
+    """Whether the search that made a room still runs; on another host, which one it may run on."""
+    try:
+        entry = json.loads(owner.read_text())
+        host, (pid, started) = str(entry["host"]), entry["controller"]
+        silent_s = time.time() - owner.stat().st_mtime
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+    if host == socket.gethostname():
+        return processes.is_alive(int(pid), started)
+    return host if silent_s < _SURELY_DEAD_S else False
+
+
+def _live(owner: Path, closed: threading.Event) -> None:
+    """Give signs of life, by the time of the file, until the search has ended."""
+    while not closed.wait(_HEARTBEAT_S):
+        with contextlib.suppress(OSError):
+            os.utime(owner)
 
 
 def _new_room(directory: Path, own: Sequence[Path]) -> Path:
@@ -353,31 +490,31 @@ def _new_room(directory: Path, own: Sequence[Path]) -> Path:
     return room
 
 
-def _undo_starts(room: Path, keep_downloads: bool) -> list[str]:
-    lost: list[str] = []
+def _undo_starts(room: Path, keep_downloads: bool, died_s: float = math.inf) -> Undone:
+    done = Undone()
     for start in sorted((p.parent for p in room.glob(f"*/{ORDERS}")), reverse=True):
         entries = read(start / RECORD)
         stays = downloads(entries) if keep_downloads else []
         if stays:
             with (room / _DOWNLOADS).open("a") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in stays)
-        lost += undo(entries, frozenset(e["path"] for e in stays))
+        done.add(undo(entries, frozenset(e["path"] for e in stays), died_s))
         shutil.rmtree(start, ignore_errors=True)
-    return lost
+    return done
 
 
-def _close(room: Path) -> list[str]:
+def _close(room: Path, died_s: float = math.inf) -> Undone:
     with _held(room) as there:
         if not there:
-            return []
-        lost = _undo_starts(room, keep_downloads=False)
-        lost += undo(read(room / _DOWNLOADS))
+            return Undone()
+        done = _undo_starts(room, keep_downloads=False, died_s=died_s)
+        done.add(undo(read(room / _DOWNLOADS), died_s=died_s))
         shutil.rmtree(room, ignore_errors=True)
     with contextlib.suppress(OSError):
         if not any(p.is_dir() for p in room.parent.iterdir()):
             (room.parent / _README).unlink(missing_ok=True)
         room.parent.rmdir()
-    return lost
+    return done
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """Whatever a start does to files, the directory is afterwards as it was."""
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 from support.file_states import state_of
@@ -279,12 +281,62 @@ sys.stdin.read()
     where = controller.stdout.readline().strip()
     text = KEEPING + "os.remove('ckpt.pt'); open('new', 'w'); shutil.rmtree('out')"
     subprocess.run([sys.executable, "-c", text, where], check=True)
-    assert undo.recover(directory.path) == [] and not os.path.exists("ckpt.pt")  # it still runs
+    assert undo.recover(directory.path) == undo.Undone()  # it still runs
+    assert not os.path.exists("ckpt.pt")
     controller.kill()
     controller.wait()
-    UserFiles().open()
+    (said,) = UserFiles().open()
+    assert said.startswith("put back what a killed search had changed: ckpt.pt, ")
     assert directory.state() == directory.before
     assert not (directory.path / undo.ROOM).exists()
+
+
+def left_by_a_killed_search(directory, text, **owner):
+    """Have a start change files whose search then ends without a word, some minutes ago."""
+    files = UserFiles(directory=directory.path)
+    where = files.begin("none")
+    subprocess.run([sys.executable, "-c", KEEPING + text, where], check=True)
+    files._closed.set()
+    (room,) = (directory.path / undo.ROOM).glob("*/owner.json")
+    entry = {**json.loads(room.read_text()), "controller": [2**22, 1.0], **owner}
+    room.write_text(json.dumps(entry))
+    return room
+
+
+def silent_for(room, seconds):
+    now = time.time()
+    os.utime(room, (now, now - seconds))
+
+
+def test_what_the_user_made_after_a_kill_is_left_and_what_was_kept_put_beside_it(directory):
+    room = left_by_a_killed_search(
+        directory,
+        "open('ckpt.pt', 'w').write('of a trial'); open('new.txt', 'w').write('of a trial')\n"
+        "open('train.log', 'a').write('of a trial')",
+    )
+    silent_for(room, 600)
+    kept = (directory.path / "train.log").read_bytes()
+    lines = UserFiles(directory=directory.path).open()
+    assert any("left as they are: ckpt.pt, new.txt, train.log" in line for line in lines)
+    assert (directory.path / "ckpt.pt").read_text() == "of a trial"
+    assert (directory.path / "new.txt").read_text() == "of a trial"
+    assert (directory.path / "train.log").read_bytes() == kept
+    for name in ("ckpt.pt", "train.log"):
+        aside = directory.path / f"{name}{undo.ASIDE}"
+        assert aside.read_bytes() == directory.before[name][0]
+    assert not (directory.path / undo.ROOM).exists()
+
+
+def test_a_search_of_another_host_is_undone_once_it_is_surely_dead(directory, monkeypatch):
+    room = left_by_a_killed_search(directory, "open('ckpt.pt', 'w').write('x')", host="elsewhere")
+    (said,) = UserFiles(directory=directory.path).open()
+    assert "on host elsewhere, which may still run" in said
+    assert (directory.path / "ckpt.pt").read_text() == "x"
+    silent_for(room, 130)
+    monkeypatch.setattr(undo, "_ANOTHERS_S", 1000.0)  # as if the file had been changed so long ago
+    (said,) = UserFiles(directory=directory.path).open()
+    assert said == "put back what a killed search had changed: ckpt.pt"
+    assert directory.state() == directory.before
 
 
 def test_what_torch_and_others_write_outside_of_python_is_kept(directory):

@@ -266,7 +266,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         self._runs.environment = self.environment
         processes.reap_groups(run_dir)
         self.files.own = [run_dir, *self.files.own, *self._stores]
-        self.files.open()
+        undone = self.files.open()
         plan = Plan(
             number=0,
             time_limit_s=self.environment.limits.trial_s,
@@ -276,7 +276,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         if before and self._ways.asked is None:  # its other trials were started so
             self._ways.known = Way.from_identity(before)
             self._start_this_way()
-        remarks = self._begin(plan)
+        remarks = [*undone, *self._begin(plan)]
         if self._failure is None:
             assert self._runs.start is not None
             self._settle(self._runs.start.facts)

@@ -186,7 +186,7 @@ class DeepSpeed(
         super().open(run_dir)
         processes.reap_groups(run_dir)
         self.files.own = [run_dir, *self.files.own]
-        self.files.open()
+        self.remarks = [*self.remarks, *self.files.open()]
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Start the command with this configuration, and end it after its scored steps."""
