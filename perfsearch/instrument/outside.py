@@ -85,6 +85,56 @@ def caution(services: dict[str, str]) -> str:
     )
 
 
+_PROGRAMS = {("os", "system"), ("os", "popen"), ("subprocess", "")}
+_OTHER_STARTS = ("spawn", "forkserver")
+"""How ``multiprocessing`` starts processes that do not inherit what keeps files."""
+
+
+def find_programs(script: str, module: bool) -> list[str]:
+    """By what the script, or a module beside it, starts processes whose files nobody keeps."""
+    found: set[str] = set()
+    for tree in _sources(script, module):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {a.name for a in node.names if (a.name, "") in _PROGRAMS}
+            elif isinstance(node, ast.ImportFrom) and (node.module, "") in _PROGRAMS:
+                found.add(str(node.module))
+            elif isinstance(node, ast.Call):
+                found |= _started_by(node)
+    return sorted(found)
+
+
+def _started_by(call: ast.Call) -> set[str]:
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    values = [node.value for node in given if isinstance(node, ast.Constant)]
+    found = {f"multiprocessing by {value}" for value in values if value in _OTHER_STARTS}
+    function = call.func
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        name = function.value.id, function.attr
+        found |= {".".join(name)} if name in _PROGRAMS else set()
+    return found
+
+
+def cautions(script: str, module: bool, arguments: Sequence[str]) -> list[str]:
+    """What cannot be undone of a script's trials, a line each kind.
+
+    Args:
+        script: its path, or the module's name.
+        module: whether it is a module.
+        arguments: the script's own.
+
+    """
+    sends = caution(find_services(script, module, arguments))
+    programs = find_programs(script, module)
+    lines = [sends] if sends else []
+    if programs:
+        lines.append(
+            f"the script may start other programs ({', '.join(programs)}): what those do to files "
+            "is not undone, and named at the end"
+        )
+    return lines
+
+
 def _sources(script: str, module: bool) -> Iterator[ast.Module]:
     """The script's source and that of the modules beside it which it imports, and so on."""
     first = _file_of_module(script) if module else Path(script)

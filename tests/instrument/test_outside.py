@@ -2,7 +2,7 @@
 
 import pytest
 
-from perfsearch.instrument.outside import caution, find_services
+from perfsearch.instrument.outside import caution, cautions, find_programs, find_services
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,21 @@ def test_it_is_said_in_one_line_with_what_keeps_it_from_sending():
         "the script may use boto3, wandb: what trials send there is not undone, as files are. "
         "To keep trials from it, set WANDB_MODE=offline for the search."
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import subprocess\nsubprocess.run('ls')", ["subprocess"]),
+        ("from subprocess import run", ["subprocess"]),
+        ("import os\nos.system('ls')", ["os.system"]),
+        ("mp.get_context('spawn')", ["multiprocessing by spawn"]),
+        ("DataLoader(data, multiprocessing_context='spawn')", ["multiprocessing by spawn"]),
+        ("mp.get_context('fork')\nos.listdir('.')", []),
+    ],
+)
+def test_programs_are_found_by_what_starts_them(tmp_path, source, found):
+    (tmp_path / "train.py").write_text(source)
+    script = str(tmp_path / "train.py")
+    assert find_programs(script, False) == found
+    assert len(cautions(script, False, [])) == bool(found)

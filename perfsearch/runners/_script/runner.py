@@ -25,7 +25,7 @@ from perfsearch.core.space import Space
 from perfsearch.core.trial import Outcome, Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
-from perfsearch.instrument.outside import caution, find_services
+from perfsearch.instrument.outside import cautions
 from perfsearch.instrument.report import without_effect
 from perfsearch.instrument.undo import UserFiles
 from perfsearch.knobs import effect_order, nccl, transport
@@ -205,8 +205,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         maps, silence = options.maps()
         self._silence = silence
         self._counts_samples = True
-        sends = caution(find_services(options.words[0], options.module, arguments))
-        self.cautions = [sends] if sends else []
+        self.cautions = cautions(options.words[0], options.module, arguments)
         self._where = ScriptJob(
             self.hardware,
             {**os.environ, **environment.variables},

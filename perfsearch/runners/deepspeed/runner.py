@@ -20,7 +20,7 @@ from perfsearch.core.narrow import SEARCH, narrow
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Outcome, Purpose, Status, Trial
-from perfsearch.instrument.outside import caution, find_services
+from perfsearch.instrument.outside import cautions
 from perfsearch.instrument.seeds import hash_seed
 from perfsearch.instrument.undo import UserFiles
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch, settle
@@ -176,8 +176,7 @@ class DeepSpeed(
         self.silence: tuple[str, ...] = ()
         self.files = UserFiles()
         script = command.words[command.script_at]
-        sends = caution(find_services(script, not script.endswith(".py"), command.arguments))
-        self.cautions = [sends] if sends else []
+        self.cautions = cautions(script, not script.endswith(".py"), command.arguments)
         self._trials: Sequence[Trial] = ()
         self._survived: set[str] = set()
 
