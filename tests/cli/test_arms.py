@@ -114,10 +114,8 @@ def test_arms_that_a_running_job_can_be_switched_between_need_one_start(here):
     texts = ["train.py --batch 4", "one/best/config.yaml", "two/best/config.yaml"]
     switched = workshop(here).switched(parse_arms(texts, None))
     assert list(switched.arms) == texts and switched.in_one_start
-    assert {knob.name for knob in switched._script.space.knobs} == {
-        "optimizer_implementation",
-        "bucket_cap_mb",
-    }
+    searched_there = {knob.name for knob in switched._script.space.knobs}
+    assert {"optimizer_implementation", "bucket_cap_mb"} <= searched_there
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ from perfsearch.core.trial import Purpose, Status
 class Starting(SyntheticRunner):
     """The first trial starts processes, which takes long beside a warm reading."""
 
-    def __init__(self, start_s: float = 0.5, **more) -> None:
+    def __init__(self, start_s: float = 0.5, reading_s: float = 0.0, **more) -> None:
         super().__init__(**more)
-        self.start_s = start_s
+        self.start_s, self.reading_s = start_s, reading_s
 
     def measure(self, configuration, plan):
         outcome = super().measure(configuration, plan)
+        time.sleep(self.reading_s)
         if plan.number == 0:
             time.sleep(self.start_s)
             outcome.fresh_process = True
@@ -50,7 +51,7 @@ def test_the_finalist_is_chosen_by_several_warm_readings(search: Search) -> None
 
 
 def test_nothing_is_read_again_where_that_costs_as_much_as_a_start(search: Search) -> None:
-    result = search(Starting(start_s=0.0), sentinel_every=0)
+    result = search(Starting(start_s=0.0, reading_s=0.2), sentinel_every=0)
     assert not of(result, Purpose.REPEAT)
     assert len(result.verdict.intervals) == 1
 
