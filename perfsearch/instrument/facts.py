@@ -39,6 +39,9 @@ class Facts:
         implementations: implementations that its optimizers have;
             ``None``: not known.
         parameters: numbers that its optimizers train on this rank.
+        convolutional: whether its backward pass goes through convolutions; ``None``: not known.
+        attention: what computes scaled dot-product attention, other than plainly, such as
+            ``flash``; ``None``: not known.
 
     """
 
@@ -57,6 +60,8 @@ class Facts:
     shared_out: bool = False
     implementations: list[str] | None = None
     parameters: int | None = None
+    convolutional: bool | None = None
+    attention: list[str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

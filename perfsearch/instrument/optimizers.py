@@ -215,7 +215,7 @@ class Losses:
     Args:
         waits: whether backward passes may end in waiting for communication that others have begun,
             as those through DistributedDataParallel do.
-        begun: told that a backward pass begins, where losses are kept.
+        begun: told that a backward pass begins, and from what, where losses are kept.
 
     Attributes:
         mark: told ``forward`` when a backward pass begins, ``backward`` when everything is
@@ -226,7 +226,9 @@ class Losses:
     """
 
     def __init__(
-        self, waits: Callable[[], bool] = lambda: False, begun: Callable[[], None] = lambda: None
+        self,
+        waits: Callable[[], bool] = lambda: False,
+        begun: Callable[[tuple[Any, ...]], None] = lambda roots: None,
     ) -> None:
         self._waits = waits
         self._begun = begun
@@ -259,7 +261,7 @@ class Losses:
         if mark is not None:
             mark("forward")
         if self.keeping:
-            self._begun()
+            self._begun(roots)
             self._keep(roots)
         self._computed = False
         parts = self.parts

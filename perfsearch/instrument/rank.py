@@ -107,6 +107,7 @@ class RankProtocol:
         if self.steps == 1:
             self.at_first_step()
         self._script.loaders.accounting.end_step()
+        self._script.operators.end_step()
         if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
             self._script.loaders.tape.keeps_random = False
         loss = self._script.losses.take()

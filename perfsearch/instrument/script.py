@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,6 +14,7 @@ from perfsearch.instrument.deepspeed import Engines
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.fsdp import Sharding
 from perfsearch.instrument.loaders import Loaders
+from perfsearch.instrument.operators import Operators
 from perfsearch.instrument.optimizers import Losses, Optimizers
 from perfsearch.instrument.parts import Parts
 from perfsearch.instrument.phases import Calls
@@ -49,13 +51,15 @@ class Script:
         self.engines = Engines(self.optimizers)
         self.switches = Switches(knobs)
         self.losses = Losses(lambda: bool(self.wrappers.live), self._note_backward)
+        self.operators = Operators()
         self.calls = Calls()
         self.backward_passes = 0
         self.on_backward: Callable[[], None] | None = None
         self.parts = self.loaders.parts = self.losses.parts = Parts()
 
-    def _note_backward(self) -> None:
+    def _note_backward(self, roots: tuple[Any, ...]) -> None:
         self.backward_passes += 1
+        self.operators.backward(roots)
         if self.on_backward is not None:
             self.on_backward()
         self.loaders.accounting.backward()
@@ -66,6 +70,7 @@ class Script:
         """Set what goes after the script's own settings: called when its first step begins."""
         self.switches.put_into_force()
         self.sharding.put_into_force()
+        self.operators.look_again()
 
     def change(self, knobs: Mapping[str, Value]) -> None:
         """Put the knobs of ``step`` scope into force, between two steps."""
@@ -74,6 +79,7 @@ class Script:
         self.sharding.change(knobs)
         self.optimizers.change(knobs)
         self.switches.change(knobs)
+        self.operators.look_again()
 
     def why_not_again(self) -> str:
         """Why other settings need another start of the script; empty where they do not."""
@@ -114,6 +120,8 @@ class Script:
             accumulates=self.wrappers.accumulates,
             implementations=self.optimizers.implementations(),
             parameters=self.optimizers.parameters(),
+            convolutional=self.operators.convolutional,
+            attention=self.operators.attention,
         )
 
     @staticmethod

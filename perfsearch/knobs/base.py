@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 from perfsearch.core.knob import Kind, Knob, Scope, Value
 
+NO_CONVOLUTIONS = "the model has no convolutions"
+ALONE = "one rank exchanges nothing with others"
+
 
 class Use(StrEnum):
     """Where a knob exists."""
@@ -85,6 +88,14 @@ class Seen(Protocol):
     def implementations(self) -> Sequence[str] | None:
         """Those of its optimizers; ``None``: unknown."""
 
+    @property
+    def convolutional(self) -> bool | None:
+        """Whether its backward pass goes through convolutions; ``None``: unknown."""
+
+    @property
+    def attention(self) -> Sequence[str] | None:
+        """What computes scaled dot-product attention, other than plainly; ``None``: unknown."""
+
     def changeable(self) -> Mapping[str, str]:
         """Knobs that can be changed from outside, and through what."""
 
@@ -121,6 +132,16 @@ class Job:
     def on_gpu(self) -> bool:
         """Whether it runs on GPUs."""
         return self.machine.device == "cuda"
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one rank trains, which exchanges nothing with others."""
+        return self.machine.world_size == 1
+
+    @property
+    def may_convolve(self) -> bool:
+        """Whether the model has convolutions, or may have, where that is not known."""
+        return self.convolutional if self.seen is None else self.seen.convolutional is not False
 
     @property
     def cores_per_rank(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from perfsearch.core.knob import Kind, Knob, Numerics, Part, Scope, Value, same_value
 from perfsearch.core.space import Constraint
-from perfsearch.knobs.base import Fit, Job, Record, Taker, Use
+from perfsearch.knobs.base import ALONE, Fit, Job, Record, Taker, Use
 from perfsearch.knobs.fsdp import STAGE
 
 MIB = 2**20
@@ -87,7 +87,9 @@ class DdpArgument(Record):
         return bool(found) if self.knob.kind is Kind.BOOLEAN else found
 
 
-def _bucket(knob: Knob, job: Job) -> Knob:
+def _bucket(knob: Knob, job: Job) -> Knob | str:
+    if job.is_alone:
+        return ALONE
     if job.use is not Use.ZERO:
         return knob
     sizes = (5.0, 25.0, 100.0, 400.0)
@@ -175,7 +177,8 @@ FIRST_BUCKET = DdpArgument(
         unit="MiB", numerics=Numerics.REORDERED, help="size of the bucket that is ready first",
         shortens=(Part.COMMUNICATION,),
     ),
-    effect=56, argument="bucket_cap_mb_list", read=_first_mb, online_fit=_online_first,
+    effect=56, argument="bucket_cap_mb_list", fit=_bucket, read=_first_mb,
+    online_fit=_online_first,
     lacking="the installed torch takes no list of bucket sizes",
     attributes=BUCKET_CAP.attributes,
 )  # fmt: skip

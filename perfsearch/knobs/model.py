@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from perfsearch.core.knob import Kind, Knob, Numerics, Part, Value
-from perfsearch.knobs.base import Job, Record, Use
+from perfsearch.knobs.base import NO_CONVOLUTIONS, Job, Record, Use
 
 NOT_COMPILED = "none"
 _DEFAULT_MODE = "default"
@@ -18,7 +18,7 @@ def _graphs_need_a_gpu(knob: Knob, job: Job) -> Knob:
 
 
 def _for_images(knob: Knob, job: Job) -> Knob | str:
-    return knob if job.convolutional else "the workload has no convolutions"
+    return knob if job.may_convolve else NO_CONVOLUTIONS
 
 
 COMPILE = Record(

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from perfsearch.core.knob import Configuration, Kind, Knob, Numerics, Part, Scope, Value
 from perfsearch.core.space import Constraint
-from perfsearch.knobs.base import Fit, Job, Record, Use
+from perfsearch.knobs.base import ALONE, Fit, Job, Record, Use
 
 _MIB = 2**20
 _MAX_SOCKETS = 64  # NCCL's limit on threads times sockets of one connection
@@ -19,6 +19,8 @@ def _on_gpu(knob: Knob, job: Job) -> Knob | str:
     """The knob with what the user has set as its default."""
     if not job.on_gpu:
         return "NCCL is not used on a CPU, only with runner.device=cuda"
+    if job.is_alone:
+        return ALONE
     text = job.environ.get(knob.name.upper())
     today: Value = int(text) if text is not None and text.isdigit() else text
     values = knob.values if today in knob.values else (today, *knob.values)
@@ -28,7 +30,7 @@ def _on_gpu(knob: Knob, job: Job) -> Knob | str:
 def _over_sockets(knob: Knob, job: Job) -> Knob | str:
     """Connections go over TCP sockets between nodes, or where the user forces them to."""
     off = all(job.environ.get(f"NCCL_{way}_DISABLE") == "1" for way in ("P2P", "SHM"))
-    if job.on_gpu and job.machine.nnodes < 2 and not off:
+    if job.on_gpu and not job.is_alone and job.machine.nnodes < 2 and not off:
         return "one node does not talk over sockets"
     return _on_gpu(knob, job)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 
 from perfsearch.core.knob import Kind, Knob, Numerics, Part, Scope, Value
-from perfsearch.knobs.base import Job, Record, Taker, Use
+from perfsearch.knobs.base import NO_CONVOLUTIONS, Job, Record, Taker, Use
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 
@@ -39,8 +39,8 @@ class ProcessSwitch(Record):
 def _cudnn_fits(knob: Knob, job: Job) -> Knob | str:
     if not job.on_gpu:
         return "no GPU is used"
-    if job.use is Use.DDP and not job.convolutional:
-        return "the workload has no convolutions"
+    if not job.may_convolve:
+        return NO_CONVOLUTIONS
     return knob
 
 

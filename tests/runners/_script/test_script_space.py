@@ -233,3 +233,22 @@ def test_whatever_is_not_searched_is_told_with_the_way_to_search_it():
 def test_shared_out_streams_are_told_as_such():
     known = settled(dataclasses.replace(DDP, shared_out=True))
     assert "share out a stream" in known.left_out_lines(SEARCHED)[0]
+
+
+ONE_GPU = Hardware("cuda", 1, 1, (), 8)
+
+
+def test_one_rank_has_no_knobs_of_what_ranks_exchange():
+    job = dataclasses.replace(where(device="cuda"), machine=ONE_GPU)
+    names, absent = {k.name for k in declare(job)[0]}, declare(job)[1]
+    exchanged = {"bucket_cap_mb", "first_bucket_mb", *(n for n in absent if n.startswith("nccl_"))}
+    assert {absent[name] for name in exchanged} == {"one rank exchanges nothing with others"}
+    assert len(exchanged) == 9 and "gradient_as_bucket_view" in names
+
+
+@pytest.mark.parametrize(("seen", "offered"), [(True, True), (None, True), (False, False)])
+def test_convolutions_are_tuned_where_there_may_be_some(seen, offered):
+    job = where(dataclasses.replace(DDP, convolutional=seen), device="cuda")
+    there, absent = declare(job)
+    assert ("cudnn_benchmark" in {k.name for k in there}) == offered
+    assert absent.get("cudnn_benchmark", "").startswith("the model has no conv") != offered
