@@ -109,7 +109,7 @@ class Script:
             loaders=self.loaders.made,
             optimizers=[type(optimizer).__name__ for optimizer in self.optimizers.live],
             values=self.values(),
-            ignored=dict(self.optimizers.ignored),
+            ignored={**self.optimizers.ignored, **self._not_attended()},
             draws_in_loader=self.loaders.draws,
             draws_in_forward=self.loaders.forward.draws,
             compiled=self.is_compiled(),
@@ -123,6 +123,11 @@ class Script:
             convolutional=self.operators.convolutional,
             attention=self.operators.attention,
         )
+
+    def _not_attended(self) -> dict[str, str]:
+        knob = process.ATTENTION
+        why = process.why_not_attending(knob.of(self.knobs), self.operators.attention)
+        return {knob.name: why} if why else {}
 
     @staticmethod
     def is_compiled() -> bool:

@@ -96,6 +96,10 @@ class Seen(Protocol):
     def attention(self) -> Sequence[str] | None:
         """What computes scaled dot-product attention, other than plainly; ``None``: unknown."""
 
+    @property
+    def compiled(self) -> bool:
+        """Whether torch has compiled any of it."""
+
     def changeable(self) -> Mapping[str, str]:
         """Knobs that can be changed from outside, and through what."""
 
@@ -112,6 +116,7 @@ class Job:
         convolutional: whether the model has convolutions.
         draws_in_loader: whether loading draws random numbers; ``None``: unknown.
         use: which of its records it looks at.
+        attends: whether the model calls ``scaled_dot_product_attention``.
 
     """
 
@@ -122,6 +127,7 @@ class Job:
     convolutional: bool = False
     draws_in_loader: bool | None = None
     use: Use = Use.DDP
+    attends: bool = False
 
     @property
     def seen(self) -> Seen | None:
@@ -142,6 +148,11 @@ class Job:
     def may_convolve(self) -> bool:
         """Whether the model has convolutions, or may have, where that is not known."""
         return self.convolutional if self.seen is None else self.seen.convolutional is not False
+
+    @property
+    def may_attend(self) -> bool:
+        """The same of kernels for scaled dot-product attention."""
+        return self.attends if self.seen is None else self.seen.attention != []
 
     @property
     def cores_per_rank(self) -> int:

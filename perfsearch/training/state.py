@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from perfsearch.core.knob import Value
+from perfsearch.knobs import process
 from perfsearch.training.base import LoaderOptions
 from perfsearch.workloads.base import Job
 
@@ -101,6 +103,7 @@ class GlobalSwitches:
     deterministic: bool
     deterministic_warn_only: bool
     threads: int
+    attention: Value
     default_dtype: Any
 
     @classmethod
@@ -113,6 +116,7 @@ class GlobalSwitches:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             threads=torch.get_num_threads(),
+            attention=process.ATTENTION.get(),
             default_dtype=torch.get_default_dtype(),
         )
 
@@ -126,6 +130,7 @@ class GlobalSwitches:
         )
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
+        process.ATTENTION.put(self.attention)
         torch.set_default_dtype(self.default_dtype)
 
 

@@ -29,6 +29,7 @@ class Traits:
         auto_gpu: the same on a GPU of at least 16 GiB; a smaller one takes ``auto_cpu``.
         options: ``workload.*`` keys of this workload alone.
         convolutional: whether image layouts and cuDNN's search for algorithms matter.
+        attends: whether the model calls ``scaled_dot_product_attention``.
         draws_in_loader: whether loading draws random numbers, so that the number of loader
             processes changes what is trained.
 
@@ -39,6 +40,7 @@ class Traits:
     auto_gpu: str
     options: frozenset[str] = frozenset()
     convolutional: bool = False
+    attends: bool = False
     draws_in_loader: bool = False
 
 
@@ -48,6 +50,7 @@ TRAITS: dict[str, Traits] = {
         "tiny",
         "small",
         frozenset({"sequence_length", "vocabulary", "layers", "width", "heads"}),
+        attends=True,
     ),
     "resnet": Traits(
         {"tiny": 16, "resnet18": 32, "resnet50": 64},
@@ -69,7 +72,7 @@ TRAITS: dict[str, Traits] = {
         {"custom": 8},
         "custom",
         "custom",
-        frozenset({"convolutional", "draws_in_loader"}),
+        frozenset({"convolutional", "attends", "draws_in_loader"}),
         draws_in_loader=True,
     ),
 }
@@ -123,6 +126,7 @@ class WorkloadSpec:
             traits = replace(
                 traits,
                 convolutional=bool(self.options.get("convolutional")),
+                attends=bool(self.options.get("attends")),
                 draws_in_loader=self.options.get("draws_in_loader") is not False,
             )
         return traits

@@ -42,7 +42,8 @@ def job_for(use, facts=None):
         return BatchJob(MACHINE, {}, takes, batch=BATCH)
     if use is Use.SCRIPT:
         return ScriptJob(MACHINE, {}, takes, facts=facts)
-    return Job(MACHINE, {}, takes, convolutional=True, draws_in_loader=False, use=use)
+    return Job(MACHINE, {}, takes, convolutional=True, draws_in_loader=False,
+               use=use, attends=True)  # fmt: skip
 
 
 def other_value(knob):

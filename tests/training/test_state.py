@@ -43,6 +43,7 @@ def test_switches_are_put_back():
     torch.set_float32_matmul_precision("medium")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_num_threads(found.threads + 1)
+    torch.backends.cuda.enable_flash_sdp(False)
     found.restore()
     assert GlobalSwitches.read() == found
 

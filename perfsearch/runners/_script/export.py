@@ -271,10 +271,9 @@ def program(objects: Mapping[str, Value], wrappers: list[str], module: bool) -> 
     """
     parts = _ddp(objects) + _loader(objects) + _optimizer(objects)
     parts += sharding_parts(objects, wrappers)
-    benchmark = process.CUDNN_BENCHMARK.of(objects)
-    if benchmark is not None:
-        line = process.CUDNN_BENCHMARK.line.format(value=bool(benchmark))
-        parts.append(f"\n\nimport torch\n\n{line}\n")
+    switches = process.code_lines(process.set_by_code(objects))
+    if switches:
+        parts.append("\n".join(["\n\nimport torch\n", *switches, ""]))
     if parts:
         body = textwrap.indent("".join(parts).replace("\n\n\n", "\n\n").lstrip("\n"), "    ")
         parts = [f"\n\ndef put_into_force():\n{_SAYS}{body}", _AFTER_TORCH]

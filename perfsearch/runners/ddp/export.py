@@ -78,8 +78,7 @@ def code(configuration: Mapping[str, Value], device: str) -> str:
     lines += ["from torch.nn.parallel import DistributedDataParallel", ""]
     if size:
         lines += [_HOOK]
-    if process.CUDNN_BENCHMARK.of(configuration):
-        lines += [process.CUDNN_BENCHMARK.line.format(value=True)]
+    lines += process.code_lines(process.changed(configuration))
     lines += model.code_lines(configuration)
     lines += ["model = DistributedDataParallel(", "    model,"]
     lines += ["    device_ids=[torch.cuda.current_device()],"] if on_gpu else []

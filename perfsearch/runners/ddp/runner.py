@@ -108,6 +108,7 @@ class DDP(Runner, HoldsDevices, TakesScripts):
             threads_today(environ, self.hardware),
             self.workload.traits.convolutional,
             self.workload.traits.draws_in_loader,
+            attends=self.workload.traits.attends,
         )
         declared, absent = declare(knobs.of(Use.DDP), self._job)
         settings, self.left_out = _applicable(options.knobs, declared, absent, environment)

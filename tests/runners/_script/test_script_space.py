@@ -252,3 +252,34 @@ def test_convolutions_are_tuned_where_there_may_be_some(seen, offered):
     there, absent = declare(job)
     assert ("cudnn_benchmark" in {k.name for k in there}) == offered
     assert absent.get("cudnn_benchmark", "").startswith("the model has no conv") != offered
+
+
+@pytest.mark.parametrize(
+    ("facts", "values"),
+    [
+        (Facts(attention=["flash"]), ("default", "flash", "efficient", "cudnn", "math")),
+        (Facts(attention=None), ("default", "flash", "efficient", "cudnn", "math")),
+        (Facts(attention=[]), None),
+        (Facts(attention=["flash"], compiled=True), None),
+        (Facts(values={"attention_backend": "cudnn"}, attention=["cudnn"]), "cudnn"),
+    ],
+)
+def test_attention_is_tuned_where_its_kernels_are_used(facts, values):
+    there, absent = declare(where(facts, device="cuda"))
+    knob = {k.name: k for k in there}.get("attention_backend")
+    if isinstance(values, str):
+        assert knob.default == values
+    else:
+        assert (knob and knob.values) == values
+    assert (knob is None) == ("attention_backend" in absent)
+
+
+def test_precision_is_searched_only_where_results_may_change():
+    facts = Facts(values={"float32_matmul_precision": "highest"})
+    wanted = {"float32_matmul_precision": "search"}
+    known = settled(facts, wanted=wanted, device="cuda")
+    assert "it is altering" in known.left_out["float32_matmul_precision"]
+    assert "numerics=altering searches it" in known.left_out["float32_matmul_precision"]
+    allowed = settled(facts, wanted=wanted, device="cuda", numerics=Numerics.ALTERING)
+    assert allowed.space.by_name["float32_matmul_precision"].values == ("highest", "high")
+    assert "on a CPU" in settled(facts, wanted=wanted).left_out["float32_matmul_precision"]

@@ -33,6 +33,7 @@ def declared(hardware, workload="gpt", environ=None, takes=TODAY):
         threads_today(environ, hardware),
         traits.convolutional,
         traits.draws_in_loader,
+        attends=traits.attends,
     )
     knobs, absent = declare(of(Use.DDP), job)
     return {k.name: k for k in knobs}, absent
@@ -196,6 +197,8 @@ def test_exported_code_is_python(device):
         "compile_mode": "max-autotune",
         "channels_last": True,
         "cudnn_benchmark": True,
+        "attention_backend": "flash",
+        "float32_matmul_precision": "high",
         "optimizer_implementation": "foreach",
         "dataloader_workers": 2,
         "prefetch_factor": 4,
@@ -204,6 +207,9 @@ def test_exported_code_is_python(device):
     text = export.code(configuration, device)
     ast.parse(text)
     assert "static_graph=True" in text
+    for line in ("cudnn.benchmark = True", "cuda.enable_mem_efficient_sdp(False)",
+                 "set_float32_matmul_precision('high')"):  # fmt: skip
+        assert f"{line}\n" in text
     assert "hierarchical_all_reduce(2)" in text
     assert "num_workers=2, prefetch_factor=4, pin_memory=True" in text
     assert ("device_ids" in text) == (device == "cuda")
