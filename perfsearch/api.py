@@ -253,6 +253,7 @@ def _prepare(knobs: Mapping[str, Value]) -> None:
     script.losses.keeping = False
     script.switches.put_into_force()
     script.optimizers.before_step = once(script.sharding.put_into_force)
+    script.optimizers.after_step = script.end_step
     variables = {n: v for n, v in planned.environment.items() if os.environ.get(n) != v}
     elsewhere = [f"start the script with {_assigned(variables)}"] if variables else []
     elsewhere += [f"{name}={value}" for name, value in planned.unreachable.items()]

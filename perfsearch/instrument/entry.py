@@ -147,17 +147,20 @@ class _Start:
         def after_step() -> None:
             nonlocal steps
             steps += 1
-            if steps == config.report_after_steps:
+            if config.knobs:
+                script.end_step()
+            if steps == config.report_after_steps and reports:
                 say_once()
-                script.optimizers.after_step = None
 
         script.optimizers.before_step = once(before_step)
         script.losses.keeping = False
         script.loaders.counting = False
         says = config.autotune is None or bool(config.knobs or config.mapped)
-        if config.report and says and os.environ.get("RANK", "0") == "0":
-            script.optimizers.after_step = after_step
+        reports = config.report and says and os.environ.get("RANK", "0") == "0"
+        if reports:
             atexit.register(say_once)
+        if reports or config.knobs:
+            script.optimizers.after_step = after_step
 
     def warn(self, text: str) -> None:
         """Say once that knobs do not reach what the script starts."""

@@ -29,7 +29,7 @@ class Facts:
         draws_in_loader: whether loading was seen to draw random numbers; ``None``: unknown.
         draws_in_forward: whether torch drew random numbers between a loader's batch and the
             backward pass; ``None``: unknown.
-        compiled: whether the model was compiled.
+        compiled: whether the script has compiled any of it.
         backend: of the process group, empty where there is none.
         framework: ``hf-trainer``, ``lightning``, ``accelerate``, ``deepspeed``, or empty.
         loss_dtype: of the losses that were seen, such as ``bfloat16``; empty before the first.
@@ -40,6 +40,8 @@ class Facts:
             ``None``: not known.
         parameters: numbers that its optimizers train on this rank.
         convolutional: whether its backward pass goes through convolutions; ``None``: not known.
+        modules: number of the outermost modules that it trains; 0 before its first step.
+        images: whether they have convolutions over images; ``None``: not known.
         attention: what computes scaled dot-product attention, other than plainly, such as
             ``flash``; ``None``: not known.
 
@@ -61,6 +63,8 @@ class Facts:
     implementations: list[str] | None = None
     parameters: int | None = None
     convolutional: bool | None = None
+    modules: int = 0
+    images: bool | None = None
     attention: list[str] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -95,6 +99,7 @@ class Facts:
             Taker.FULLY_SHARD: "fully_shard" if Taker.FULLY_SHARD in self.wrappers else "",
             Taker.FSDP1: "FullyShardedDataParallel" if Taker.FSDP1 in self.wrappers else "",
             Taker.LOADER: "DataLoader" if self.loaders else "",
+            Taker.MODULE: "torch.nn.Module" if self.modules else "",
             Taker.OPTIMIZER: " and ".join(sorted(set(self.optimizers))),
         }
         return {

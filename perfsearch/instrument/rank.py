@@ -107,7 +107,7 @@ class RankProtocol:
         if self.steps == 1:
             self.at_first_step()
         self._script.loaders.accounting.end_step()
-        self._script.operators.end_step()
+        self._script.end_step()
         if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
             self._script.loaders.tape.keeps_random = False
         loss = self._script.losses.take()
@@ -155,6 +155,7 @@ class RankProtocol:
         synchronize(device)
         transfers = self.timing.transfers
         self.timing.end()
+        self._script.models.end_window()
         seconds, by_step = phases.read()
         timing: dict[str, float] = {}
         counts = self._script.loaders.accounting.read()
@@ -229,6 +230,7 @@ class RankProtocol:
         device = self._device
         self._script.loaders.accounting.begin()
         self._losses = []
+        self._script.models.begin_window()
         self.timing.begin(device, count, each)
 
     def _change(self, knobs: dict[str, Any]) -> None:

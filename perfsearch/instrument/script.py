@@ -14,6 +14,7 @@ from perfsearch.instrument.deepspeed import Engines
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.fsdp import Sharding
 from perfsearch.instrument.loaders import Loaders
+from perfsearch.instrument.models import Models
 from perfsearch.instrument.operators import Operators
 from perfsearch.instrument.optimizers import Losses, Optimizers
 from perfsearch.instrument.parts import Parts
@@ -37,6 +38,7 @@ class Script:
         knobs: values to put into force; ``None`` and absent ones leave the script's own.
 
     Attributes:
+        steps: that the leading optimizer has made.
         backward_passes: that have begun, where losses are kept.
         on_backward: told of each.
 
@@ -48,11 +50,13 @@ class Script:
         self.sharding = Sharding(knobs)
         self.loaders = Loaders(knobs)
         self.optimizers = Optimizers(knobs)
+        self.models = Models(knobs, self.optimizers)
         self.engines = Engines(self.optimizers)
         self.switches = Switches(knobs)
         self.losses = Losses(lambda: bool(self.wrappers.live), self._note_backward)
         self.operators = Operators()
         self.calls = Calls()
+        self.steps = 0
         self.backward_passes = 0
         self.on_backward: Callable[[], None] | None = None
         self.parts = self.loaders.parts = self.losses.parts = Parts()
@@ -72,9 +76,20 @@ class Script:
         self.sharding.put_into_force()
         self.operators.look_again()
 
+    def end_step(self) -> None:
+        """Note that a step is over; after the first one it can be told what is trained."""
+        self.steps += 1
+        self.operators.end_step()
+        if self.steps == 1 and not (self.sharding.kinds or self.engines.seen):
+            if self.models.find() and not self.wrappers.why_not_again():
+                self.wrappers.wrap_again(self.knobs)  # buckets have the layout of the weights
+        elif self.steps == 2:
+            self.models.end_search()
+
     def change(self, knobs: Mapping[str, Value]) -> None:
         """Put the knobs of ``step`` scope into force, between two steps."""
         self.knobs = dict(knobs)
+        self.models.change(knobs)  # first, since buckets have the layout of the weights
         self.wrappers.wrap_again(knobs)
         self.sharding.change(knobs)
         self.optimizers.change(knobs)
@@ -97,6 +112,7 @@ class Script:
             **self.sharding.values(),
             **self.loaders.values(),
             **self.optimizers.values(),
+            **self.models.values(),
             **self.engines.values(),
         }
 
@@ -109,10 +125,14 @@ class Script:
             loaders=self.loaders.made,
             optimizers=[type(optimizer).__name__ for optimizer in self.optimizers.live],
             values=self.values(),
-            ignored={**self.optimizers.ignored, **self._not_attended()},
+            ignored={
+                **self.optimizers.ignored,
+                **self.models.ignored,
+                **self._not_attended(),
+            },
             draws_in_loader=self.loaders.draws,
             draws_in_forward=self.loaders.forward.draws,
-            compiled=self.is_compiled(),
+            compiled=self.is_compiled() and not self.models.compiles,
             backend=_backend(),
             framework=next((name for m, name in _FRAMEWORKS.items() if m in sys.modules), ""),
             loss_dtype=self.losses.dtype,
@@ -121,6 +141,8 @@ class Script:
             implementations=self.optimizers.implementations(),
             parameters=self.optimizers.parameters(),
             convolutional=self.operators.convolutional,
+            modules=len(self.models.live),
+            images=self.models.images,
             attention=self.operators.attention,
         )
 

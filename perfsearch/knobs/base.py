@@ -34,6 +34,7 @@ class Taker(StrEnum):
     FSDP1 = "fsdp1"
     LOADER = "loader"
     OPTIMIZER = "optimizer"
+    MODULE = "module"
     PROCESS = "process"
 
 
@@ -93,12 +94,16 @@ class Seen(Protocol):
         """Whether its backward pass goes through convolutions; ``None``: unknown."""
 
     @property
+    def images(self) -> bool | None:
+        """Whether modules that it trains have convolutions over images; ``None``: unknown."""
+
+    @property
     def attention(self) -> Sequence[str] | None:
         """What computes scaled dot-product attention, other than plainly; ``None``: unknown."""
 
     @property
     def compiled(self) -> bool:
-        """Whether torch has compiled any of it."""
+        """Whether it has torch compile any of it."""
 
     def changeable(self) -> Mapping[str, str]:
         """Knobs that can be changed from outside, and through what."""

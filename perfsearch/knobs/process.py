@@ -174,7 +174,7 @@ ATTENTION = ProcessSwitch(
     Knob(
         "attention_backend", Kind.CATEGORICAL, None, values=(None, *KERNELS, _MATH),
         numerics=Numerics.REORDERED, shortens=(Part.COMPUTING,), redraws=True,
-        help="what computes scaled_dot_product_attention, where it can; null: torch picks",
+        help="what computes scaled_dot_product_attention where it can; else torch picks",
     ),
     effect=79, fit=_attention_fits, get=_get_attention, put=_put_attention, code=_attention_code,
 )  # fmt: skip
@@ -226,7 +226,7 @@ PRECISION = ProcessSwitch(
     Knob(
         "float32_matmul_precision", Kind.CATEGORICAL, None, values=(None, "high"),
         numerics=Numerics.ALTERING, shortens=(Part.COMPUTING,),
-        help="high multiplies float32 matrices in TensorFloat-32; null: as the job has it",
+        help="high multiplies float32 matrices in TensorFloat-32",
     ),
     effect=77, fit=_precision_fits, get=_get_precision, put=_put_precision,
     code=_statement("torch.set_float32_matmul_precision({value!r})"),

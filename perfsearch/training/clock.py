@@ -51,6 +51,10 @@ _LEAST_DETAILED = 8
 """Steps of a window whose phases are timed, if it has as many: they are told with an error."""
 
 
+_COMPILING = 3.0
+"""A step of the warm-up that takes so many times the usual was compiling."""
+
+
 class Clock(ABC):
     """Points in time of one window, read as seconds once it is over."""
 
@@ -298,8 +302,9 @@ class StepWindow:
         made = len(self.warmup_s)
         if made < least:
             return False
-        # the first step may compile, which says nothing of how long steps take to be alike
-        enough = made >= most or sum(self.warmup_s[1:]) > 2 * self.rule.scored_seconds
+        # one step may compile, which says nothing of how long steps take to be alike
+        spent = sum(self.warmup_s) - max(self.warmup_s)
+        enough = made >= most or spent > 2 * self.rule.scored_seconds
         return enough or is_steady(self.warmup_s, least)
 
     @property
@@ -395,13 +400,24 @@ class StepWindow:
         """What they took."""
         return sum(self.warmup_s)
 
-    def result(self) -> dict[str, Any]:
-        """What a measurement holds of it, by the measurement's fields."""
-        return {
+    def result(self, compiles: bool = False) -> dict[str, Any]:
+        """What a measurement holds of it, by the measurement's fields.
+
+        Args:
+            compiles: whether long steps of the warm-up compiled, which is told apart.
+
+        """
+        found: dict[str, Any] = {
             "step_seconds": list(self.scored_s),
             "discarded_steps": self.discarded_steps,
             "discarded_seconds": self.discarded_seconds,
         }
+        if compiles:
+            typical = self.typical_s
+            compiling = sum(s - typical for s in self.warmup_s if s > _COMPILING * typical)
+            found["compile_seconds"] = compiling
+            found["discarded_seconds"] -= compiling
+        return found
 
 
 class StepTimer:

@@ -21,6 +21,8 @@ _CHUNK_BYTES = 2**28
 
 _ALIGNMENT = 64
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 class Snapshot:
     """Weights, buffers and flags of a model, kept on the host.
@@ -243,9 +245,8 @@ def to_device(
     """Copy each tensor of a nested batch; images also take the layout of the model."""
     if isinstance(batch, torch.Tensor):
         moved = batch.to(device, non_blocking=non_blocking)
-        if channels_last and moved.dim() == 4:
-            moved = moved.contiguous(memory_format=torch.channels_last)
-        return moved
+        layout = _CHANNELS_LAST.get(moved.dim()) if channels_last else None
+        return moved if layout is None else moved.contiguous(memory_format=layout)
     move: Callable[[Any], Any] = lambda part: to_device(part, device, non_blocking, channels_last)  # noqa: E731
     if isinstance(batch, dict):
         return {key: move(part) for key, part in batch.items()}

@@ -41,8 +41,6 @@ from perfsearch.workers.profile import most_steps, take_profile
 from perfsearch.workloads.base import Job, copy_job, empty_on
 from perfsearch.workloads.spec import WorkloadSpec
 
-_COMPILING = 3.0  # a discarded step that takes so many times the usual was compiling
-
 _EXAMINING = 10  # usual steps that an examination may take the time of
 
 
@@ -175,13 +173,8 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     phases_ms, evidence = window.read()
     if device.type != "cpu":
         evidence["host_ms"] = window.timer.host_s * 1e3
-    agreed.update(window.result())
+    agreed.update(window.result(step.compiles))
     agreed["first_losses"], diverged = losses.read(device)
-    if step.compiles:
-        typical = window.typical_s
-        compiling = [s - typical for s in window.warmup_s if s > _COMPILING * typical]
-        agreed["compile_seconds"] = sum(compiling)
-        agreed["discarded_seconds"] -= sum(compiling)
     result = RankResult(
         "diverged" if diverged else "ok",
         diverged,

@@ -4,6 +4,7 @@ Started once for all knobs: ``launch`` gives, for each use and knob, the value t
 and the one that was read back, or why the knob is not there.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -120,8 +121,14 @@ def in_a_script(records):
     from perfsearch.instrument.script import Script
 
     every = Facts([Taker.DDP, Taker.FULLY_SHARD, Taker.FSDP1], 1, ["AdamW"],
-                  {"find_unused_parameters": True, "zero_stage": 3})  # fmt: skip
-    chosen = {r.name: choose(r, Use.SCRIPT, every) for r in records}
+                  {"find_unused_parameters": True, "zero_stage": 3}, modules=1)  # fmt: skip
+    whole_models = dataclasses.replace(every, wrappers=[Taker.DDP])
+    of_models = knobs.names_of_taker(Taker.MODULE)
+    chosen = {
+        r.name: choose(r, Use.SCRIPT, whole_models if r.name in of_models else every)
+        for r in records
+    }
+    chosen["compile_mode"] = COMPILES
     asked = {}
     for one in chosen.values():
         asked.update({} if isinstance(one, str) else one)
@@ -141,11 +148,14 @@ def in_a_script(records):
     for layer in whole:
         fully_shard(layer)
     fully_shard(whole)
+    images = torch.nn.Conv2d(3, 4, 3)
+    optimizer.add_param_group({"params": list(images.parameters())})
     script.put_into_force()
     for (batch,) in data:
-        net(batch).sum().backward()
+        (net(batch).sum() + images(torch.ones(1, 3, 4, 4)).sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
+    script.models.find()  # as no script would be in which others are sharded
     found = script.facts().values
     assert old is not None  # lives until it was looked at
     script.loaders.close()

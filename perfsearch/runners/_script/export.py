@@ -10,7 +10,7 @@ from pathlib import Path
 
 from perfsearch.core import command as front
 from perfsearch.core.knob import Value
-from perfsearch.knobs import RECORDS, ddp, fsdp, loader, optimizer, process
+from perfsearch.knobs import RECORDS, ddp, fsdp, loader, model, optimizer, process
 from perfsearch.knobs.transport import Mapped, apply, plan
 from perfsearch.runners._script.ways import Way
 
@@ -92,7 +92,7 @@ def code_lines(objects: Mapping[str, Value]) -> list[str]:
     implementation = optimizer.IMPLEMENTATION.of(objects)
     if implementation not in (None, optimizer.DEFAULT):
         lines += [f"# optimizer = ...(parameters, ..., {implementation}=True)"]
-    return lines + process.code_lines(objects)
+    return lines + model.script_code_lines(objects) + process.code_lines(objects)
 
 
 def _sharding_lines(objects: Mapping[str, Value]) -> list[str]:
@@ -148,6 +148,8 @@ _HEAD = '''"""Starts a script with the settings that a search has found; it need
 Each constructor gets the arguments below in place of the script's own. `changes.py` says how to
 write them into the script instead, after which this file is not needed.
 """
+
+from __future__ import annotations
 
 import functools
 import inspect
@@ -271,9 +273,11 @@ def program(objects: Mapping[str, Value], wrappers: list[str], module: bool) -> 
     """
     parts = _ddp(objects) + _loader(objects) + _optimizer(objects)
     parts += sharding_parts(objects, wrappers)
+    parts.append(model.script_program(objects))
     switches = process.code_lines(process.set_by_code(objects))
     if switches:
         parts.append("\n".join(["\n\nimport torch\n", *switches, ""]))
+    parts = [part for part in parts if part]
     if parts:
         body = textwrap.indent("".join(parts).replace("\n\n\n", "\n\n").lstrip("\n"), "    ")
         parts = [f"\n\ndef put_into_force():\n{_SAYS}{body}", _AFTER_TORCH]

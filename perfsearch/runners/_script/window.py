@@ -16,6 +16,7 @@ from perfsearch.core.knob import Value
 from perfsearch.core.steps import read_window
 from perfsearch.core.trial import DRAWS_IN_FORWARD, PARAMETERS, Measurement, Outcome, Status, Trial
 from perfsearch.instrument.facts import Facts
+from perfsearch.knobs.model import is_compiled
 from perfsearch.knobs.transport import Mapped
 from perfsearch.metrics.slow_steps import SLOW_STEPS, merge_ranks, slow_steps
 from perfsearch.runners._script.group import EndedError, ScriptGroup
@@ -212,7 +213,7 @@ def _measurement(
     for result in results:
         result["evidence"].update(least)
     measurement = Measurement(
-        **window.result(),
+        **window.result(compiles=is_compiled(facts.values)),
         samples_per_step=_samples(messages, count),
         tokens_per_step=round(sum(m["tokens"] for m in messages) / count) or None,
     )

@@ -1,5 +1,9 @@
 """What a search over a script hands over."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import yaml
 
@@ -96,3 +100,61 @@ def test_offloading_is_handed_over_with_a_group_for_both_memories(tmp_path):
     program = (tmp_path / "start.py").read_text()
     compile(program, "start.py", "exec")
     assert "cpu:gloo,cuda:nccl" in program and "CPUOffloadPolicy" in program
+
+
+OF_MODELS = """
+import json, sys
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3), nn.Flatten())
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, images):
+        return self.head(self.body(images))
+
+torch.manual_seed(0)
+net = Net()
+optimizer = torch.optim.Adam(net.parameters())
+for step in range(4):
+    net(torch.randn(2, 3, 8, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dynamo = sys.modules.get("torch._dynamo.utils")
+print("FOUND", json.dumps({
+    "last": net.body[2].weight.is_contiguous(memory_format=torch.channels_last),
+    "graphs": dynamo.counters["stats"]["unique_graphs"] if dynamo else 0,
+    "attention": torch.backends.cuda.flash_sdp_enabled(),
+    "hooks": sum(len(m._forward_pre_hooks) for m in net.modules()),
+}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"channels_last": True}, {"last": True, "graphs": 0}),
+        ({"compile_mode": "default"}, {"last": False, "graphs": 1}),
+        ({"channels_last": True, "compile_mode": "default"}, {"last": True, "graphs": 1}),
+        ({"attention_backend": "math"}, {"last": False, "attention": False}),
+    ],
+)
+def test_what_becomes_of_a_model_is_handed_over(changed, found, tmp_path):
+    (tmp_path / "train.py").write_text(OF_MODELS)
+    way = Way(1, by_torchrun=False)
+    command = [str(tmp_path / "train.py")]
+    export.export_files(changed, [], way, 1, command, False, [], tmp_path / "apply")
+    done = subprocess.run(
+        [sys.executable, tmp_path / "apply" / "start.py", *command],
+        cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.partition("FOUND ")[2])
+    assert {name: said[name] for name in found} == found and said["hooks"] == 0
+    lines = (tmp_path / "apply" / "changes.py").read_text()
+    assert ("channels_last" in lines) == ("channels_last" in changed)
+    assert ("# model = torch.compile(model)" in lines) == ("compile_mode" in changed)

@@ -128,7 +128,7 @@ def test_gradients_that_are_accumulated_leave_no_static_graph():
         ((Mapped("foo", "--foo"),), {}, ["--map foo=--foo: only 3 is known.*foo=.A,B."]),
         ((Mapped("foo", "--foo"),), {"foo": [3, 4]}, []),
         ((), {"zero_stage": 2}, ["runner.knobs.zero_stage=2: the script makes no FSDP module"]),
-        ((), {"compile_mode": "default"}, ["runner.knobs.compile_mode=default: it cannot be"]),
+        ((), {"compile_mode": "default"}, ["runner.knobs.compile_mode=default: no torch module"]),
         ((), {"compile_mode": "none", "zero_stage": "search", "cpu_offload": False}, []),
     ],
 )
@@ -283,3 +283,35 @@ def test_precision_is_searched_only_where_results_may_change():
     allowed = settled(facts, wanted=wanted, device="cuda", numerics=Numerics.ALTERING)
     assert allowed.space.by_name["float32_matmul_precision"].values == ("highest", "high")
     assert "on a CPU" in settled(facts, wanted=wanted).left_out["float32_matmul_precision"]
+
+
+@pytest.mark.parametrize(
+    ("more", "layout", "compiles"),
+    [
+        ({"images": True}, "", ""),
+        ({"images": True, "wrappers": ["ddp"]}, "", ""),
+        ({"images": False}, "the model has no convolutions", ""),
+        ({"images": True, "compiled": True}, "compiles its model itself", "compiles its model"),
+        ({"images": True, "wrappers": ["fully_shard"]}, "its model is sharded", "is sharded"),
+        ({"modules": 0}, "no torch module was seen", "no torch module was seen"),
+    ],
+)
+def test_layout_and_compiling_are_there_where_modules_are_trained(more, layout, compiles):
+    there, absent = declare(where(Facts(**{"modules": 1, **more})))
+    scopes = {k.name: k.scope for k in there}
+    for name, why, scope in (
+        ("channels_last", layout, Scope.STEP),
+        ("compile_mode", compiles, Scope.PROCESS),
+    ):
+        assert why in absent.get(name, "") and (name in absent) == bool(why)
+        assert scopes.get(name, scope) == scope
+
+
+def test_compiling_takes_minutes_and_is_asked_for():
+    facts = Facts(modules=1, images=True)
+    files = {"compile_mode": "none", "channels_last": "search"}
+    assert set(settled(facts, wanted=files).space.by_name) >= {"channels_last"}
+    assert "compile_mode" not in settled(facts, wanted=files).space.by_name
+    asked = settled(facts, wanted={**files, "compile_mode": "search"})
+    assert asked.space.by_name["compile_mode"].values == ("none", "default", "max-autotune")
+    assert asked.scope({"compile_mode"}) == {Scope.PROCESS}
