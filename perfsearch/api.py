@@ -252,6 +252,7 @@ def _prepare(knobs: Mapping[str, Value]) -> None:
     script = Script(planned.objects)
     script.losses.keeping = False
     script.switches.put_into_force()
+    script.collection.put(planned.objects)
     script.optimizers.before_step = once(script.sharding.put_into_force)
     script.optimizers.after_step = script.end_step
     variables = {n: v for n, v in planned.environment.items() if os.environ.get(n) != v}
@@ -267,7 +268,7 @@ def _assigned(variables: Mapping[str, str]) -> str:
 
 def _elsewhere(knobs: Mapping[str, Value]) -> list[str]:
     """What a wrapper cannot bring about."""
-    from perfsearch.knobs import loader, nccl
+    from perfsearch.knobs import collection, loader, nccl
     from perfsearch.knobs import model as of_model
 
     variables = nccl.environment(knobs)
@@ -279,6 +280,7 @@ def _elsewhere(knobs: Mapping[str, Value]) -> list[str]:
     if given:
         text = ", ".join(f"{name}={value!r}" for name, value in given.items())
         found.append(f"DataLoader(..., {text})")
+    found += ["; ".join(collection.code_lines(knobs))] if collection.code_lines(knobs) else []
     if of_model.CHANNELS_LAST.of(knobs):
         found.append("give each batch of images memory_format=torch.channels_last")
     return found

@@ -20,6 +20,7 @@ from perfsearch.instrument.optimizers import Losses, Optimizers
 from perfsearch.instrument.parts import Parts
 from perfsearch.instrument.phases import Calls
 from perfsearch.knobs import process
+from perfsearch.knobs.collection import Collection
 
 _FRAMEWORKS = {
     "deepspeed": "deepspeed",
@@ -53,6 +54,7 @@ class Script:
         self.models = Models(knobs, self.optimizers)
         self.engines = Engines(self.optimizers)
         self.switches = Switches(knobs)
+        self.collection = Collection()
         self.losses = Losses(lambda: bool(self.wrappers.live), self._note_backward)
         self.operators = Operators()
         self.calls = Calls()
@@ -73,6 +75,7 @@ class Script:
     def put_into_force(self) -> None:
         """Set what goes after the script's own settings: called when its first step begins."""
         self.switches.put_into_force()
+        self.collection.put(self.knobs)
         self.sharding.put_into_force()
         self.operators.look_again()
 
@@ -80,6 +83,7 @@ class Script:
         """Note that a step is over; after the first one it can be told what is trained."""
         self.steps += 1
         self.operators.end_step()
+        self.collection.end_step()
         if self.steps == 1 and not (self.sharding.kinds or self.engines.seen):
             if self.models.find() and not self.wrappers.why_not_again():
                 self.wrappers.wrap_again(self.knobs)  # buckets have the layout of the weights
@@ -94,6 +98,7 @@ class Script:
         self.sharding.change(knobs)
         self.optimizers.change(knobs)
         self.switches.change(knobs)
+        self.collection.put(knobs)
         self.operators.look_again()
 
     def why_not_again(self) -> str:
@@ -108,6 +113,7 @@ class Script:
         """What is in force, by knob name, as the libraries themselves have it."""
         return {
             **self.switches.values(),
+            **self.collection.values(),
             **self.wrappers.values(),
             **self.sharding.values(),
             **self.loaders.values(),

@@ -4,7 +4,18 @@ A name of a knob stands as text nowhere else but in ``conf/``: other packages as
 torch here but inside functions, so that the controller can read what ranks apply.
 """
 
-from perfsearch.knobs import batch, ddp, fsdp, loader, model, nccl, optimizer, process, zero
+from perfsearch.knobs import (
+    batch,
+    collection,
+    ddp,
+    fsdp,
+    loader,
+    model,
+    nccl,
+    optimizer,
+    process,
+    zero,
+)
 from perfsearch.knobs.base import Record, Taker, Use, by_effect
 
 __all__ = ["RECORDS", "by_name", "effect_order", "names_of_taker", "of"]
@@ -16,6 +27,7 @@ RECORDS: tuple[Record, ...] = (
     *optimizer.RECORDS,
     *model.RECORDS,
     *process.RECORDS,
+    *collection.RECORDS,
     *nccl.RECORDS,
     *batch.RECORDS,
     *zero.RECORDS,

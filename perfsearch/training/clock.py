@@ -303,7 +303,7 @@ class StepWindow:
         if made < least:
             return False
         # one step may compile, which says nothing of how long steps take to be alike
-        spent = sum(self.warmup_s) - max(self.warmup_s)
+        spent = sum(self.warmup_s) - max(self.warmup_s, default=0.0)
         enough = made >= most or spent > 2 * self.rule.scored_seconds
         return enough or is_steady(self.warmup_s, least)
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from perfsearch.core.knob import Value
 from perfsearch.knobs import ddp, model, nccl, optimizer, process
 from perfsearch.knobs.base import Use
+from perfsearch.knobs.collection import Collection
 from perfsearch.training.base import (
     BuildContext,
     LoaderOptions,
@@ -39,6 +40,8 @@ class DdpStep(TrainStep):
         self.loader = LoaderOptions.of(configuration, context.local_batch)
         device = context.device
         process.apply(configuration)
+        self._collection = Collection()
+        self._collection.put(configuration)
         self.marks_communication = True
         self.compiles = model.is_compiled(configuration)
         self._mode = model.COMPILE.of(configuration) or model.NOT_COMPILED
@@ -72,6 +75,7 @@ class DdpStep(TrainStep):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         mark("optimizer")
+        self._collection.end_step()
         return loss.detach()
 
     def in_force(self) -> dict[str, Value]:
@@ -82,6 +86,7 @@ class DdpStep(TrainStep):
             **optimizer.values_of(self.optimizer, self._configuration),
             "optimizer_used": optimizer.implementation_of(self.optimizer),
             **process.values(),
+            **self._collection.values(),
             ddp.HIERARCHY.name: self._hook.size if self._hook else 0,
             model.CHANNELS_LAST.name: model.is_channels_last(self.job.model),
             model.COMPILE.name: self._mode,
@@ -115,6 +120,7 @@ class DdpStep(TrainStep):
         if self._hook is not None:
             self._hook.close()
         self.net._remove_autograd_hooks()
+        self._collection.put({})
         if self.compiles:
             torch._dynamo.reset()
 

@@ -115,6 +115,7 @@ def warmed(rule, times):
         (WindowRule(), [5.0, 0.1, 0.11, 0.1], 3),
         (WindowRule(), [5.0, 0.1, 0.2, 0.1, 0.2, 0.1, 0.2, 0.1, 0.2], 8),
         (WindowRule(scored_seconds=0.1), [5.0, 0.01, 0.1, 0.2, 0.1], 4),  # steps take too long
+        (WindowRule(), [0.1, 90.0, 0.1, 0.1, 0.1], 4),  # the second step compiles
         (WindowRule(warmup_steps=(5, 5)), [0.1] * 6, 5),
         (WindowRule(warmup_steps=(1, 1)), [9.0, 0.1], 1),
     ],
@@ -143,6 +144,15 @@ def test_what_was_made_before_belongs_to_the_warm_up():
 def test_a_window_covers_its_seconds_in_steps_as_long_as_the_last_ones(times, uneven, count):
     rule = WindowRule((4, 60), 1.0, warmup_steps=(len(times), len(times)), uneven=uneven)
     assert warmed(rule, times).count == count
+
+
+def test_seconds_of_compiling_are_told_apart():
+    window = warmed(WindowRule((1, 1)), [0.1, 90.0, 0.1, 0.1])
+    window.score([0.1])
+    plain, compiled = window.result(), window.result(compiles=True)
+    assert plain["discarded_seconds"] == pytest.approx(90.3) and "compile_seconds" not in plain
+    assert compiled["compile_seconds"] == pytest.approx(89.9)
+    assert compiled["discarded_seconds"] == pytest.approx(0.4)
 
 
 def test_slow_steps_are_not_scored():

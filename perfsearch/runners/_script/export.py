@@ -10,7 +10,16 @@ from pathlib import Path
 
 from perfsearch.core import command as front
 from perfsearch.core.knob import Value
-from perfsearch.knobs import RECORDS, ddp, fsdp, loader, model, optimizer, process
+from perfsearch.knobs import (
+    RECORDS,
+    collection,
+    ddp,
+    fsdp,
+    loader,
+    model,
+    optimizer,
+    process,
+)
 from perfsearch.knobs.transport import Mapped, apply, plan
 from perfsearch.runners._script.ways import Way
 
@@ -92,7 +101,8 @@ def code_lines(objects: Mapping[str, Value]) -> list[str]:
     implementation = optimizer.IMPLEMENTATION.of(objects)
     if implementation not in (None, optimizer.DEFAULT):
         lines += [f"# optimizer = ...(parameters, ..., {implementation}=True)"]
-    return lines + model.script_code_lines(objects) + process.code_lines(objects)
+    lines += model.script_code_lines(objects) + process.code_lines(objects)
+    return lines + collection.code_lines(objects)
 
 
 def _sharding_lines(objects: Mapping[str, Value]) -> list[str]:
@@ -273,7 +283,7 @@ def program(objects: Mapping[str, Value], wrappers: list[str], module: bool) -> 
     """
     parts = _ddp(objects) + _loader(objects) + _optimizer(objects)
     parts += sharding_parts(objects, wrappers)
-    parts.append(model.script_program(objects))
+    parts += [model.script_program(objects), collection.script_program(objects)]
     switches = process.code_lines(process.set_by_code(objects))
     if switches:
         parts.append("\n".join(["\n\nimport torch\n", *switches, ""]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from perfsearch.core.hardware import Hardware
 from perfsearch.core.knob import Value
-from perfsearch.knobs import ddp, loader, model, nccl, optimizer, process
+from perfsearch.knobs import collection, ddp, loader, model, nccl, optimizer, process
 
 _HOOK = '''
 def hierarchical_all_reduce(group_size):
@@ -79,6 +79,7 @@ def code(configuration: Mapping[str, Value], device: str) -> str:
     if size:
         lines += [_HOOK]
     lines += process.code_lines(process.changed(configuration))
+    lines += collection.code_lines(configuration)
     lines += model.code_lines(configuration)
     lines += ["model = DistributedDataParallel(", "    model,"]
     lines += ["    device_ids=[torch.cuda.current_device()],"] if on_gpu else []

@@ -198,6 +198,7 @@ def test_exported_code_is_python(device):
         "channels_last": True,
         "cudnn_benchmark": True,
         "attention_backend": "flash",
+        "gc_each_steps": 10,
         "float32_matmul_precision": "high",
         "optimizer_implementation": "foreach",
         "dataloader_workers": 2,
@@ -207,7 +208,7 @@ def test_exported_code_is_python(device):
     text = export.code(configuration, device)
     ast.parse(text)
     assert "static_graph=True" in text
-    for line in ("cudnn.benchmark = True", "cuda.enable_mem_efficient_sdp(False)",
+    for line in ("gc.disable()", "cudnn.benchmark = True", "cuda.enable_mem_efficient_sdp(False)",
                  "set_float32_matmul_precision('high')"):  # fmt: skip
         assert f"{line}\n" in text
     assert "hierarchical_all_reduce(2)" in text
