@@ -120,9 +120,10 @@ def _script_knobs() -> list[Knob]:
         Mapped("activation_checkpointing", "--checkpointing", default=False),
     ]
     found: dict[str, Knob] = {}
-    for device, cores in (("cuda", 64), ("cpu", 64)):
-        machine = Hardware(device, nproc=8, nnodes=1, gpus=(), cores=cores)
-        job = ScriptJob(machine, {}, _constructor(), facts=facts, maps=maps)
+    whole = dataclasses.replace(facts, wrappers=["ddp"], modules=1)
+    for device, seen in (("cuda", facts), ("cpu", facts), ("cuda", whole)):
+        machine = Hardware(device, nproc=8, nnodes=1, gpus=(), cores=64)
+        job = ScriptJob(machine, {}, _constructor(), facts=seen, maps=maps)
         for knob in declare(job)[0]:
             found.setdefault(knob.name, knob)
     return [knob for knob in found.values() if not knob.name.startswith("nccl_")]

@@ -19,6 +19,10 @@ COLLECT_EACH = Record(
 
 RECORDS = (COLLECT_EACH,)
 
+_WHOLE_EACH = 20
+"""Of so many collections one goes through all objects, which takes up to half a second; the others
+go through those of the two younger generations, as most garbage is young."""
+
 
 class Collection:
     """Collects garbage of this process at set steps, once that is asked for."""
@@ -41,7 +45,7 @@ class Collection:
         if self._each:
             self._steps += 1
             if self._steps % self._each == 0:
-                gc.collect()
+                gc.collect(1 if self._steps % (_WHOLE_EACH * self._each) else 2)
 
     def values(self) -> dict[str, Value]:
         """What is in force."""
@@ -51,7 +55,11 @@ class Collection:
 def code_lines(knobs: Mapping[str, Value]) -> list[str]:
     """What to do in a job's own code."""
     each = COLLECT_EACH.number(knobs)
-    return ["import gc", "gc.disable()", f"# after every {each} steps: gc.collect()"] * bool(each)
+    if not each:
+        return []
+    whole = _WHOLE_EACH * each
+    often = f"# after every {each} steps: gc.collect(1), and after every {whole}: gc.collect()"
+    return ["import gc", "gc.disable()", often]
 
 
 _PROGRAM = '''
@@ -71,7 +79,7 @@ def collect(optimizer, args, kwargs):
     if optimizer is stepped[0]:
         stepped[1] += 1
         if stepped[1] % {each} == 0:
-            gc.collect()
+            gc.collect(1 if stepped[1] % {whole} else 2)
 
 
 register_optimizer_step_post_hook(collect)
@@ -81,4 +89,4 @@ register_optimizer_step_post_hook(collect)
 def script_program(knobs: Mapping[str, Value]) -> str:
     """The part of a program that does so to a script; empty where nothing is to be done."""
     each = COLLECT_EACH.number(knobs)
-    return _PROGRAM.format(each=each) if each else ""
+    return _PROGRAM.format(each=each, whole=_WHOLE_EACH * each) if each else ""

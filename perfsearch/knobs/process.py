@@ -135,7 +135,9 @@ def _kernels_of(value: Value) -> set[str]:
 
 
 def _attention_fits(knob: Knob, job: Job) -> Knob | str:
-    if not job.may_attend:
+    # where the plain way is in force, attention shows no kernels
+    today = ATTENTION.of(job.seen.values) if job.seen is not None else None
+    if not job.may_attend and today in (None, _DEFAULT):
         return "nothing is computed by scaled_dot_product_attention's kernels"
     if job.seen is not None and job.seen.compiled:
         return "the script compiles its model, which keeps its kernels"

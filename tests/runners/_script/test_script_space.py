@@ -261,6 +261,7 @@ def test_convolutions_are_tuned_where_there_may_be_some(seen, offered):
         (Facts(attention=None), ("default", "flash", "efficient", "cudnn", "math")),
         (Facts(attention=[]), None),
         (Facts(attention=["flash"], compiled=True), None),
+        (Facts(values={"attention_backend": "math"}, attention=[]), "math"),
         (Facts(values={"attention_backend": "cudnn"}, attention=["cudnn"]), "cudnn"),
     ],
 )
