@@ -302,8 +302,8 @@ class StepWindow:
         made = len(self.warmup_s)
         if made < least:
             return False
-        # one step may compile, which says nothing of how long steps take to be alike
-        spent = sum(self.warmup_s) - max(self.warmup_s, default=0.0)
+        # one of the first may compile, which says nothing of how long steps take to be alike
+        spent = sum(self.warmup_s) - max(self.warmup_s[: WARMUP_STEPS[0]], default=0.0)
         enough = made >= most or spent > 2 * self.rule.scored_seconds
         return enough or is_steady(self.warmup_s, least)
 
@@ -413,7 +413,7 @@ class StepWindow:
             "discarded_seconds": self.discarded_seconds,
         }
         if compiles:
-            typical = self.typical_s
+            typical = statistics.median_low(self.scored_s or [self.typical_s])
             compiling = sum(s - typical for s in self.warmup_s if s > _COMPILING * typical)
             found["compile_seconds"] = compiling
             found["discarded_seconds"] -= compiling

@@ -188,7 +188,7 @@ def test_the_whole_step_bounds_nothing():
 def test_every_knob_of_the_runners_is_placed():
     names = {*effect_order(Use.DDP), *effect_order(Use.ZERO)}
     free = {name for name in names if affected_parts(by_name[name].knob) == tuple(Part)}
-    assert free == {"omp_num_threads", "gradient_accumulation"}
+    assert free == {"omp_num_threads", "gradient_accumulation", "gc_each_steps"}
 
 
 def test_what_a_script_does_beside_its_passes_is_the_rest():
