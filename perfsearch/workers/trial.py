@@ -144,6 +144,7 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
         look_steps=request.look_steps,
         look_seconds=request.look_seconds,
         limit_s=USABLE * request.timeout_s - rewrap_s,
+        grows=request.scored_steps[0] < request.scored_steps[1],
     )
     window = RankWindow(rule, device)
 
