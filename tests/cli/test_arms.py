@@ -110,12 +110,12 @@ def workshop(here):
 
 def test_arms_that_a_running_job_can_be_switched_between_need_one_start(here):
     searched(here / "one", {"optimizer_implementation": "foreach"})
-    searched(here / "two", {"optimizer_implementation": "fused", "bucket_cap_mb": 8})
+    searched(here / "two", {"optimizer_implementation": "fused", "gradient_as_bucket_view": True})
     texts = ["train.py --batch 4", "one/best/config.yaml", "two/best/config.yaml"]
     switched = workshop(here).switched(parse_arms(texts, None))
     assert list(switched.arms) == texts and switched.in_one_start
     searched_there = {knob.name for knob in switched._script.space.knobs}
-    assert {"optimizer_implementation", "bucket_cap_mb"} <= searched_there
+    assert {"optimizer_implementation", "gradient_as_bucket_view"} <= searched_there
 
 
 @pytest.mark.parametrize(

@@ -88,16 +88,17 @@ def test_a_layout_of_the_scripts_own_is_todays(optimizers):
 
 
 @pytest.mark.parametrize(
-    ("layer", "inputs", "images"),
+    ("kind", "sizes", "inputs", "images"),
     [
-        (nn.Conv3d(2, 4, 2), torch.ones(1, 2, 4, 4, 4), True),
-        (nn.ConvTranspose2d(3, 4, 2), IMAGES, True),
-        (nn.Conv1d(3, 4, 2), torch.ones(1, 3, 4), False),
-        (nn.Linear(3, 4), torch.ones(1, 3), False),
+        (nn.Conv3d, (2, 4, 2), torch.ones(1, 2, 4, 4, 4), True),
+        (nn.ConvTranspose2d, (3, 4, 2), IMAGES, True),
+        (nn.Conv1d, (3, 4, 2), torch.ones(1, 3, 4), False),
+        (nn.Linear, (3, 4), torch.ones(1, 3), False),
     ],
 )
 @pytest.mark.usefixtures("eager")
-def test_images_are_flat_or_solid(optimizers, layer, inputs, images):
+def test_images_are_flat_or_solid(optimizers, kind, sizes, inputs, images):
+    layer = kind(*sizes)  # here, as other tests freeze what Python's collector knows of before
     sgd = torch.optim.SGD(layer.parameters(), lr=1e-2)
     step(layer, sgd, inputs)
     models = Models({"channels_last": True}, optimizers)
