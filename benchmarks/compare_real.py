@@ -1,6 +1,7 @@
 """How often ``perfsearch compare`` is right on real starts, with other work beside them.
 
     python benchmarks/compare_real.py [--same 40] [--slower 10] [--load 1]
+    python benchmarks/compare_real.py --device cuda --same 10 --slower 5 --load 0
 
 A loop of known work is compared with itself (wanted: at most 2 of 40 claim a difference), and with
 the same loop 5% longer (wanted: found in at least 9 of 10). Meanwhile other processes work and
@@ -26,16 +27,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
-work = int(sys.argv[1])
-model = torch.nn.Linear(64, 1)
+work, device = int(sys.argv[1]), sys.argv[2]
+model = torch.nn.Linear(64, 1).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 data = TensorDataset(torch.randn(65536, 64), torch.randn(65536, 1))
-matrix = torch.randn(128, 128) / 12
+size = 2048 if device == "cuda" else 128
+matrix = torch.randn(size, size, device=device) / size**0.5
 for epoch in range(100):
     for x, y in DataLoader(data, batch_size=32):
         for _ in range(work):
             torch.mm(matrix, matrix)
-        loss = (model(x) - y).square().mean()
+        loss = (model(x.to(device)) - y.to(device)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -51,10 +53,14 @@ while os.getppid() == parent:
     time.sleep(generator.uniform(0.5, 10))
 """
 
-WORK = 200
+WORK = {"cpu": 200, "cuda": 60}
 """Products of matrices in a step: the step's time is theirs, so that 5% more are 5% longer."""
 
 NAMES = {0: "faster", 4: "no difference", 5: "slower"}
+
+
+def _work(options: argparse.Namespace) -> int:
+    return WORK[options.device]
 
 
 def compare(
@@ -65,7 +71,8 @@ def compare(
     done = subprocess.run(
         [
             *(sys.executable, "-m", "perfsearch.cli.search", "compare"),
-            *(f"work.py {WORK}", f"work.py {other}", "--no-tracking", "--seed", str(seed)),
+            *(f"work.py {work} {options.device}" for work in (_work(options), other)),
+            *("--no-tracking", "--seed", str(seed)),
             *("--max-starts", str(options.max_starts), "--json", "out.json"),
         ],
         cwd=directory, capture_output=True, text=True, check=False,
@@ -88,11 +95,13 @@ def main() -> int:
     parser.add_argument("--same", type=int, default=40, help="comparisons of a loop with itself")
     parser.add_argument("--slower", type=int, default=10, help="with the same 5%% longer")
     parser.add_argument("--load", type=int, default=1, help="processes of other work")
+    parser.add_argument("--device", choices=sorted(WORK), default="cpu")
     parser.add_argument("--max-starts", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    cases = [(WORK, "same")] * options.same + [(WORK * 105 // 100, "5% longer")] * options.slower
+    work = _work(options)
+    cases = [(work, "same")] * options.same + [(work * 105 // 100, "5% longer")] * options.slower
     random.Random(options.seed).shuffle(cases)
     counts: dict[str, Counter[str]] = {}
     beside = [subprocess.Popen([sys.executable, "-c", LOAD, str(n)]) for n in range(options.load)]
