@@ -14,6 +14,7 @@ COLLECT_EACH = Record(
         help="Python collects garbage every so many steps, and at no other time; 0: by itself",
     ),
     uses=frozenset({Use.DDP, Use.SCRIPT}), effect=20, takers=(Taker.PROCESS,),
+    searched=False,
 )  # fmt: skip
 """A rank that collects by itself keeps all others waiting, each time another one."""
 

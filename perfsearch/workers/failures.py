@@ -315,7 +315,9 @@ def refusal(tail: str) -> str:
     return one_line((_ARGUMENTS_REFUSED.findall(tail) or [""])[-1])
 
 
-_NO_WORDS = re.compile(r"^\[(?:rank\d+\]:)?\[?[WIE]\d|ScriptExitError: |^\[\d+\.\d+ s\] ")
+_NO_WORDS = re.compile(
+    r"^\[(?:rank\d+\]:)?\[?[WIE]\d|ScriptExitError: |^\[\d+\.\d+ s\] |^request \{"
+)
 """Lines of a log that a job has not written itself: torch's warnings, and our own."""
 
 

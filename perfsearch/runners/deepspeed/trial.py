@@ -292,8 +292,9 @@ def own_code(code: int) -> int:
 
 
 def _guilty(tails: Mapping[int, str]) -> int:
-    """The rank whose log speaks of an error, or the first."""
-    return next((r for r, text in sorted(tails.items()) if "Error" in text), min(tails, default=0))
+    """The rank whose log speaks of an error or a refusal, or the first."""
+    speaks = (r for r, text in sorted(tails.items()) if "Error" in text or refusal(text))
+    return next(speaks, min(tails, default=0))
 
 
 def _ended_early(logs: Path, ranks: int) -> Failure:
