@@ -114,7 +114,7 @@ def test_a_configuration_that_a_search_found_is_put_into_force(here, knobs, insi
     }
     (here / "config.yaml").write_text(json.dumps(plain))
     code, output = compared(
-        here, "train.py", "config.yaml", "--max-starts", "2", "--budget-seconds", "60",
+        here, "train.py", "config.yaml", "--max-starts", "2", "--budget-seconds", "600",
         "--no-tracking",
     )  # fmt: skip
     assert code in EVERYTHING, output
