@@ -301,17 +301,7 @@ def _disputed(session: Session, verdict: Verdict, finalist: int) -> str:
     """
     scored = session.objective.statistic
     other = Statistic.RATE if scored is Statistic.MEDIAN else Statistic.MEDIAN
-    windows = {
-        arm: [
-            t.measurement
-            for t in verdict.trials
-            if t.measurement is not None and key_of(t.configuration) == key_of(configuration)
-        ]
-        for arm, configuration in (
-            (BASELINE, session.runner.baseline),
-            (finalist, session.numbered(finalist).configuration),
-        )
-    }
+    windows = session.confirmed(verdict, finalist)
     if scored is Statistic.RATE and all(_recurs(m) for found in windows.values() for m in found):
         return ""
     before_s, after_s = (

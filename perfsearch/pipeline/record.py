@@ -15,7 +15,6 @@ from perfsearch.config.schema import to_plain
 from perfsearch.core.files import write_text
 from perfsearch.core.journal import JOURNAL
 from perfsearch.core.knob import Value
-from perfsearch.core.space import key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline import baseline, profile
 from perfsearch.pipeline.session import BASELINE, Result, Session, Verdict
@@ -285,17 +284,7 @@ def break_even_line(session: Session, verdict: Verdict) -> str:
     """After how many steps of training the search has paid for itself; empty without a gain."""
     if verdict.winner is None or BASELINE not in verdict.costs:
         return ""
-    measured = {
-        arm: [
-            t.measurement
-            for t in verdict.trials
-            if t.measurement is not None and key_of(t.configuration) == key_of(configuration)
-        ]
-        for arm, configuration in (
-            (BASELINE, session.runner.baseline),
-            (verdict.winner, session.numbered(verdict.winner).configuration),
-        )
-    }
+    measured = session.confirmed(verdict, verdict.winner)
     steps = {arm: statistics.median(m.step_time_s for m in each) for arm, each in measured.items()}
     samples = {arm: each[0].samples_per_step for arm, each in measured.items()}
     # with batch=free a step of the one may train more than a step of the other

@@ -155,6 +155,18 @@ class Session:
             raise JournalError(f"{self.journal.path}: trial {number} was told but never finished")
         return trial
 
+    def confirmed(self, verdict: Verdict, finalist: int) -> dict[int, list[Measurement]]:
+        """What was measured of the baseline and of a finalist where the gain was confirmed."""
+        arms = {BASELINE: self.runner.baseline, finalist: self.numbered(finalist).configuration}
+        return {
+            arm: [
+                t.measurement
+                for t in verdict.trials
+                if t.measurement is not None and key_of(t.configuration) == key_of(configuration)
+            ]
+            for arm, configuration in arms.items()
+        }
+
     def recorded(self, configuration: Mapping[str, Value]) -> Trial | None:
         """The trial that already answers ``configuration``, if there is one."""
         key = key_of(configuration)
