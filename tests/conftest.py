@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,14 @@ def pytest_unconfigure(config):
     own = os.environ.pop(_OWN_DIRECTORY, None)
     if own is not None and os.environ.get("PYTEST_XDIST_WORKER") is not None:
         shutil.rmtree(own, ignore_errors=True)
+
+
+@pytest.fixture
+def short_tmp():
+    """An empty directory for a ``TMPDIR`` of its own; pytest's are too long for sockets in them."""
+    directory = Path(tempfile.mkdtemp(prefix="pst-", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture

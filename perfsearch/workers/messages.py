@@ -177,6 +177,8 @@ def trace_file(directory: str | Path, rank: int) -> Path:
 # JSON lines over a Unix socket that only the same user can reach.
 
 _MAX_DIRECTORY = 70  # a Unix socket's path holds about 100 characters
+_LONGEST_SOCKET = 107
+_LOADER_SOCKET = len("/pymp-12345678/listener-12345678")  # multiprocessing's, to hand over tensors
 
 
 def socket_directory() -> Path:
@@ -184,6 +186,18 @@ def socket_directory() -> Path:
     base = tempfile.gettempdir()
     base = base if len(base) < _MAX_DIRECTORY else "/tmp"
     return Path(tempfile.mkdtemp(prefix="perfsearch-", dir=base))
+
+
+def caution_of_temporary_directory() -> str:
+    """What to know where a ``DataLoader``'s workers would wait for ever; else empty."""
+    base, longest = tempfile.gettempdir(), _LONGEST_SOCKET - _LOADER_SOCKET
+    if len(base) <= longest:
+        return ""
+    return (
+        f"TMPDIR={base} has {len(base)} characters: with more than {longest} the worker processes "
+        "of a DataLoader cannot hand over their batches, and whatever uses them waits for ever. "
+        "Set TMPDIR to a shorter directory"
+    )
 
 
 class ChannelClosed(ConnectionError):

@@ -19,20 +19,20 @@ EVERYTHING = (0, 4, 5)
 
 
 @pytest.fixture
-def here(tmp_path):
-    """A directory with the script, and one of its own for temporary files."""
+def here(tmp_path, short_tmp, monkeypatch):
+    """A directory with the script; ``TMPDIR`` is one of its own."""
+    monkeypatch.setenv("TMPDIR", str(short_tmp))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "work").mkdir()
-    (tmp_path / "tmp").mkdir()
     (tmp_path / "work" / "train.py").write_text(SCRIPT)
     return tmp_path / "work"
 
 
 def started(here, *words):
     """The command, under way."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(here.parent / "tmp")}
     return subprocess.Popen(
         [sys.executable, "-m", "perfsearch.cli.search", "compare", *words],
-        cwd=here, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
 
@@ -40,8 +40,12 @@ def compared(here, *words):
     """Exit code and output."""
     process = started(here, *words)
     output, _ = process.communicate(timeout=500)
-    assert not list((here.parent / "tmp").glob("perfsearch-compare-*")), output
+    assert not left_of_worktrees(), output
     return process.returncode, output
+
+
+def left_of_worktrees():
+    return list(Path(os.environ["TMPDIR"]).glob("perfsearch-compare-*"))
 
 
 def found(here):
@@ -114,8 +118,7 @@ def test_a_configuration_that_a_search_found_is_put_into_force(here, knobs, insi
     }
     (here / "config.yaml").write_text(json.dumps(plain))
     code, output = compared(
-        here, "train.py", "config.yaml", "--max-starts", "2", "--budget-seconds", "600",
-        "--no-tracking",
+        here, "train.py", "config.yaml", "--max-starts", "2", "--min-gain", "0.2", "--no-tracking",
     )  # fmt: skip
     assert code in EVERYTHING, output
     assert ("all are measured inside one start" in output) == inside_one
@@ -128,7 +131,7 @@ def test_a_configuration_that_a_search_found_is_put_into_force(here, knobs, insi
     assert of["config.yaml"] == set(knobs.values())
     assert of["train.py"].isdisjoint(of["config.yaml"]) and len(of["train.py"]) == 1
     fresh = [trial["fresh_process"] for trial in trials]
-    assert fresh == [inside_one is False or n == 0 for n in range(len(fresh))]
+    assert fresh[:4] == [True, *[not inside_one] * 3]  # the script may come to its end later on
 
 
 def test_an_interrupt_says_what_is_known_and_leaves_nothing(here):
@@ -149,7 +152,7 @@ def test_an_interrupt_says_what_is_known_and_leaves_nothing(here):
         process.kill()
     assert process.returncode == 130, lines
     assert "no verdict" in rest
-    assert not list((here.parent / "tmp").glob("perfsearch-compare-*"))
+    assert not left_of_worktrees()
     assert not (here / ".perfsearch-undo").exists()
     mine = str(here)
     seen = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

@@ -1,8 +1,16 @@
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from perfsearch.workers.messages import Channel, ChannelClosed, Listener
+from perfsearch.workers.messages import (
+    Channel,
+    ChannelClosed,
+    Listener,
+    caution_of_temporary_directory,
+)
 
 
 @pytest.fixture
@@ -46,3 +54,19 @@ def test_nobody_comes(tmp_path):
     with pytest.raises(TimeoutError):
         listener.accept(0.2, lambda: True)
     listener.close()
+
+
+LISTENS = "from multiprocessing.connection import Listener; Listener(family='AF_UNIX').close()"
+
+
+@pytest.mark.parametrize("length", [75, 76])
+def test_a_temporary_directory_too_long_for_workers_is_told(length, short_tmp, monkeypatch):
+    """At the very length from which no socket of ``multiprocessing`` can be in it any more."""
+    directory = short_tmp / ("x" * (length - len(str(short_tmp)) - 1))
+    directory.mkdir()
+    assert len(str(directory)) == length
+    monkeypatch.setenv("TMPDIR", str(directory))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    told = caution_of_temporary_directory()
+    done = subprocess.run([sys.executable, "-c", LISTENS], env=dict(os.environ), check=False)
+    assert (done.returncode == 0) == (not told) == (length == 75)

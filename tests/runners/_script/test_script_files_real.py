@@ -24,10 +24,9 @@ KNOBS = "runner.knobs={bucket_cap_mb:[1.0,25.0],dataloader_workers:[0,1]}"
 class Work:
     """A working directory with a script and files of the user's."""
 
-    def __init__(self, path, script):
+    def __init__(self, path, temporary, script):
         self.path, self.script = path, script.name
-        self.temporary = path.parent / "t"  # where searches wait for one another
-        self.temporary.mkdir()
+        self.temporary = temporary  # where searches wait for one another
         path.mkdir()
         shutil.copy(script, path)
         for name in ("ckpt.pt", "best.pt", "old.pt", "train.log"):
@@ -76,8 +75,8 @@ class Work:
             time.sleep(0.05)
 
 
-def test_a_search_leaves_the_files_as_they_were(tmp_path):
-    work = Work(tmp_path / "work", SUPPORT / "script_files.py")
+def test_a_search_leaves_the_files_as_they_were(tmp_path, short_tmp):
+    work = Work(tmp_path / "work", short_tmp, SUPPORT / "script_files.py")
     running = work.search()
     work.wait_until(lambda: (work.path / "snapshot.pt").exists(), running)
     assert running.wait(400) == 0, work.said
@@ -87,8 +86,8 @@ def test_a_search_leaves_the_files_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_search_leaves_them_too_and_goes_on(tmp_path, number):
-    work = Work(tmp_path / "work", SUPPORT / "script_files.py")
+def test_a_killed_search_leaves_them_too_and_goes_on(tmp_path, short_tmp, number):
+    work = Work(tmp_path / "work", short_tmp, SUPPORT / "script_files.py")
     running = work.search()
     work.wait_until(lambda: (work.path / "snapshot.pt").exists(), running)
     running.send_signal(number)
@@ -101,16 +100,16 @@ def test_a_killed_search_leaves_them_too_and_goes_on(tmp_path, number):
     work.check()
 
 
-def test_a_snapshot_of_one_start_is_none_of_the_next(tmp_path):
-    work = Work(tmp_path / "work", SCRIPTS / "resumes_from_own_snapshot.py")
+def test_a_snapshot_of_one_start_is_none_of_the_next(tmp_path, short_tmp):
+    work = Work(tmp_path / "work", short_tmp, SCRIPTS / "resumes_from_own_snapshot.py")
     assert work.search().wait(400) == 0, work.said
     logs = [log.read_text() for log in work.path.glob("run/logs/*/rank0.log")]
     assert logs and not any("resuming at epoch" in text for text in logs)
     work.check()
 
 
-def test_a_checkpoint_is_not_overwritten(tmp_path):
-    work = Work(tmp_path / "work", SCRIPTS / "overwrites_checkpoint.py")
+def test_a_checkpoint_is_not_overwritten(tmp_path, short_tmp):
+    work = Work(tmp_path / "work", short_tmp, SCRIPTS / "overwrites_checkpoint.py")
     (work.path / "out").mkdir()
     (work.path / "out" / "ckpt.pt").write_text("weeks of training")
     work.before = work.state()

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).parents[2] / "data" / "scripts"
 NOTHING_ELSE = {
     "runner.knobs.dataloader_workers": "null",
+    "runner.knobs.persistent_workers": "null",
+    "runner.knobs.prefetch_factor": "null",
     "runner.knobs.optimizer_implementation": "null",
     "runner.knobs.omp_num_threads": "null",
 }
@@ -48,8 +51,6 @@ class Searched:
     """A search that has ended."""
 
     def __init__(self, directory, script, *words, nproc=1, options=(), more=(), exit_code=0):
-        # a lock of its own: other searches of these tests may run on the same processors
-        (directory / "tmp").mkdir()
         settings = {
             **NOTHING_ELSE,
             "tracking.enabled": "false",
@@ -60,12 +61,14 @@ class Searched:
             **dict(options),
         }
         given = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
-        done = subprocess.run(
-            [sys.executable, "-m", "perfsearch.cli.run", "--search", f"--nproc-per-node={nproc}",
-             *given, *more, script, *words],
-            cwd=directory, capture_output=True, text=True, timeout=600, check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory / "tmp")},
-        )  # fmt: skip
+        # a lock of its own: other searches of these tests may run on the same processors
+        with tempfile.TemporaryDirectory(prefix="pst-", dir="/tmp") as temporary:
+            done = subprocess.run(
+                [sys.executable, "-m", "perfsearch.cli.run", "--search",
+                 f"--nproc-per-node={nproc}", *given, *more, script, *words],
+                cwd=directory, capture_output=True, text=True, timeout=600, check=False,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": temporary},
+            )  # fmt: skip
         self.said = done.stdout + done.stderr
         assert done.returncode == exit_code, self.said[-3000:]
         _, events = read(directory / "out" / "journal.jsonl")
