@@ -250,6 +250,10 @@ def _finite(value: Any) -> bool:
 DRAWS_IN_FORWARD = "draws_in_forward"
 """In a measurement's ``environment``: the forward pass draws random numbers, as dropout does."""
 
+PERTURBED = "perturbed"
+"""In a measurement's ``environment``: weights were changed after the first step, by as much as
+rounding does."""
+
 PARAMETERS = "trained_parameters"
 """In a measurement's ``environment``: numbers that the optimizers train on rank 0."""
 

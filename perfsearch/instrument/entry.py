@@ -258,7 +258,7 @@ class _Rank:
             from perfsearch.instrument.rank import RankProtocol
             from perfsearch.instrument.script import Script
 
-            script = Script(self.config.knobs)
+            script = Script(self.config.knobs, self.config.perturbed)
             self.protocol = RankProtocol(script, self._channel, self.rank)
             self.protocol.at_first_step = self.at_first_step
         return self.protocol

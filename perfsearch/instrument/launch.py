@@ -53,6 +53,7 @@ class LaunchConfig:
         controller_pid: the process whose death ends the script.
         controller_started: when that process was started.
         seed: of that search; its ranks' generators are seeded before the script begins.
+        perturbed: whether weights are changed after the first step by what rounding does.
         forked_from: the process that the start is forked from, and that outlives it.
         mapped: knobs that were given to the script by its own arguments or files, and how.
         given: their values.
@@ -74,6 +75,7 @@ class LaunchConfig:
     controller_pid: int = 0
     controller_started: float = 0.0
     seed: int = 0
+    perturbed: bool = False
     forked_from: int = 0
     mapped: dict[str, str] = field(default_factory=dict)
     given: dict[str, Value] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from perfsearch.instrument.operators import Operators
 from perfsearch.instrument.optimizers import Losses, Optimizers
 from perfsearch.instrument.parts import Parts
 from perfsearch.instrument.phases import Calls
+from perfsearch.instrument.rounding import Rounding
 from perfsearch.knobs import process
 from perfsearch.knobs.collection import Collection
 
@@ -37,6 +38,7 @@ class Script:
 
     Args:
         knobs: values to put into force; ``None`` and absent ones leave the script's own.
+        perturbed: whether weights are changed after the first step by what rounding does.
 
     Attributes:
         steps: that the leading optimizer has made.
@@ -45,13 +47,14 @@ class Script:
 
     """
 
-    def __init__(self, knobs: Mapping[str, Value]) -> None:
+    def __init__(self, knobs: Mapping[str, Value], perturbed: bool = False) -> None:
         self.knobs = dict(knobs)
         self.wrappers = Wrappers(knobs)
         self.sharding = Sharding(knobs)
         self.loaders = Loaders(knobs)
         self.optimizers = Optimizers(knobs)
         self.models = Models(knobs, self.optimizers)
+        self.rounding = Rounding(perturbed, self.optimizers)
         self.engines = Engines(self.optimizers)
         self.switches = Switches(knobs)
         self.collection = Collection()
@@ -84,6 +87,8 @@ class Script:
         self.steps += 1
         self.operators.end_step()
         self.collection.end_step()
+        if self.steps == 1:
+            self.rounding.perturb()
         if self.steps == 1 and not (self.sharding.kinds or self.engines.seen):
             if self.models.find() and not self.wrappers.why_not_again():
                 self.wrappers.wrap_again(self.knobs)  # buckets have the layout of the weights

@@ -27,6 +27,7 @@ from perfsearch.core.verdict import (
 )
 from perfsearch.pipeline.blocks import Blocks
 from perfsearch.pipeline.confirm import expectation, tell_two_kinds
+from perfsearch.pipeline.loss_check import largest_difference
 from perfsearch.pipeline.record import keep_series, summarise
 from perfsearch.pipeline.resume import restore
 from perfsearch.pipeline.search import Course
@@ -37,7 +38,6 @@ from perfsearch.pipeline.session import (
     Session,
     Verdict,
     View,
-    largest_difference,
 )
 from perfsearch.runners._arms import ARM, Arms
 from perfsearch.strategies.base import Strategy

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from perfsearch.core.journal import Journal, JournalError
-from perfsearch.core.knob import Configuration, Knob, Value, same_value
+from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import key_of
 from perfsearch.core.steps import ALIKE
 from perfsearch.core.trial import (
-    DRAWS_IN_FORWARD,
     Measurement,
     Outcome,
     Purpose,
@@ -30,6 +29,14 @@ from perfsearch.core.trial import (
 from perfsearch.core.verdict import Interval, leader
 from perfsearch.metrics.diagnosis import Thresholds, diagnose
 from perfsearch.metrics.slow_steps import SLOW_STEPS, THROTTLED, blame_quota
+from perfsearch.pipeline.loss_check import (
+    between_starts,
+    has_other_kernels,
+    is_perturbed,
+    loss_disagreement,
+    of_rounding,
+    other_draws,
+)
 from perfsearch.pipeline.transfer import Transfer
 from perfsearch.runners.base import Plan, Runner, StartsScripts
 from perfsearch.strategies.base import Strategy
@@ -186,6 +193,7 @@ class Session:
         number: int | None = None,
         seconds_left: float | None = None,
         profiled: bool = False,
+        perturbed: bool = False,
     ) -> Trial:
         """Measure a configuration, record how it ended, and return it; never raises for a failure.
 
@@ -201,6 +209,7 @@ class Session:
             seconds_left: what the stage may still spend. With the grace time on top it bounds the
                 trial, which is then ``interrupted``, as the configuration may be a good one.
             profiled: whether further steps are profiled, after those that are scored.
+            perturbed: whether weights are changed after the first step, by as much as rounding.
 
         """
         number = self.next_number if number is None else number
@@ -221,7 +230,7 @@ class Session:
                 if seconds_left is not None:
                     left = max(0.0, seconds_left - (time.monotonic() - begin))
                 plan = self._plan(number, purpose, attempt, fresh or self.recycle or attempt > 0)
-                plan = with_look(plan, self.baseline)
+                plan = replace(with_look(plan, self.baseline), perturbed=perturbed)
                 plan = self._bounded(with_profile(plan, self.settings.metrics, profiled), left)
                 outcome = measure_guarded(self.runner, configuration, plan)
                 if outcome.status is Status.TIMEOUT and plan.time_limit_s < self._trial_limit_s:
@@ -233,6 +242,8 @@ class Session:
             now = time.monotonic()
             if self._lacks_second_start(configuration, purpose, outcome):
                 self.measure_baseline_again(max(number + 1, self.next_number), fresh=True)
+            if self._lacks_perturbed_start(configuration, outcome):
+                self.measure_baseline_again(max(number + 1, self.next_number), perturbed=True)
         except BaseException:
             trial = Trial(number, configuration, purpose, Status.INTERRUPTED, reason="interrupted")
             trial.seconds = time.monotonic() - begin
@@ -343,6 +354,8 @@ class Session:
         if starts:
             today = [t for t in self.trials if self._is_todays(t.configuration)]
             allowance = max(between_starts(today), allowance)
+            if has_other_kernels(reference, configuration, self.runner.space.knobs):
+                allowance = max(of_rounding(today), allowance)
         if allowance.share > tolerance and allowance.kind not in self._said:
             self._said.add(allowance.kind)
             self.view.note(allowance.why)
@@ -387,19 +400,44 @@ class Session:
         agrees = measured is not None and not self._loss_check(configuration, measured)
         return not (purpose is Purpose.CONFIRM and agrees)
 
-    def measure_baseline_again(self, number: int | None = None, fresh: bool = False) -> Trial:
+    def _lacks_perturbed_start(self, configuration: Configuration, outcome: Outcome) -> bool:
+        """Whether what rounding makes of losses must be known before an outcome can be judged.
+
+        Which has other losses than the baseline, and was computed by other kernels.
+        """
+        baseline, measured = self.baseline, outcome.measurement
+        if not isinstance(self.runner, StartsScripts) or baseline is None:
+            return False
+        if outcome.status is not Status.OK or measured is None or measured.not_finite():
+            return False
+        if any(is_perturbed(t) for t in self.trials):
+            return False
+        return has_other_kernels(baseline, configuration, self.runner.space.knobs) and bool(
+            self._loss_check(configuration, measured)
+        )
+
+    def measure_baseline_again(
+        self, number: int | None = None, fresh: bool = False, perturbed: bool = False
+    ) -> Trial:
         """Measure the baseline once more in the search, and tell the strategy.
 
         Args:
             number: of the trial, where none of its kind was broken off; by default the next one.
             fresh: whether in new processes.
+            perturbed: whether in new processes, whose weights are changed as rounding changes them.
 
         """
         baseline = dict(self.runner.baseline)
         sentinels = [t for t in self.trials if t.purpose is Purpose.SENTINEL]
         broken_off = [t.number for t in sentinels if t.status is Status.INTERRUPTED]
         number = broken_off[0] if broken_off else number
-        trial = self.run(baseline, Purpose.SENTINEL, number=number, fresh=fresh)
+        trial = self.run(
+            baseline,
+            Purpose.SENTINEL,
+            number=number,
+            fresh=fresh or perturbed,
+            perturbed=perturbed,
+        )
         self.strategy.tell(trial)
         self.told(trial=trial.number)
         if trial.cost is None:
@@ -617,137 +655,3 @@ def measure_guarded(runner: Runner, configuration: Configuration, plan: Plan) ->
         status = Status.INFRASTRUCTURE if isinstance(error, OSError) else Status.CRASH
         reason = f"the runner raised {type(error).__name__}: {lines[0]}"
         return Outcome(status, reason=reason, log_path=str(log), fresh_process=plan.fresh)
-
-
-# -----------------------------------------------------------------------------
-# Loss check: whether two configurations train the same model the same way.
-
-_SMALL = 0.05
-"""An absolute tolerance is at most this share of the largest loss: losses of a thousandth would
-otherwise agree whatever was computed."""
-
-
-def loss_disagreement(
-    reference: Sequence[float],
-    losses: Sequence[float],
-    tolerance: float,
-    whose: str = "the baseline",
-    resolution: float = 0.0,
-    allowance: float = 0.0,
-) -> str:
-    """Compare the losses of the first steps after the common start, at the same global batch.
-
-    Args:
-        reference: means over ranks.
-        losses: the trial's; the shorter of both lengths is compared.
-        tolerance: largest allowed difference relative to the reference, or absolute where that is
-            below 1, but then at most a twentieth of the largest reference.
-        whose: the reference is, for people.
-        resolution: of the losses' type, relative to them, which they may differ by in any case.
-        allowance: difference relative to the reference that is allowed, too, whatever its size.
-
-    Returns:
-        One line saying where they part, empty when they agree.
-
-    """
-    if not losses:
-        return "no first losses were recorded, so the computation cannot be compared"
-    largest = max(map(abs, reference), default=0.0)
-    absolute = min(tolerance, _SMALL * largest) if largest else tolerance
-    for step, (expected, seen) in enumerate(zip(reference, losses, strict=False)):
-        size = abs(expected)
-        allowed = max(
-            tolerance * size, absolute, resolution * size, allowance * max(size, _SMALL * largest)
-        )
-        if not math.isfinite(seen) or abs(seen - expected) > allowed:
-            difference = abs(seen - expected) / max(1.0, size)
-            limit = allowed / max(1.0, size)
-            return (
-                f"loss of step {step} is {seen:.6g} where {whose}'s is {expected:.6g} "
-                f"(difference {difference:.2g}, tolerance {limit:.2g})"
-            )
-    return ""
-
-
-_SAFETY = 3.0
-"""Two starts show less of what starts can differ by than many would."""
-
-_LEAST_REDRAWN = 0.05
-"""What other random numbers in the forward pass may change in a loss in any case."""
-
-_MOST = 0.45
-"""Share of a loss beyond which no allowance goes: half the loss, or twice, is another loss. Unless
-the baseline's own starts are further apart.
-"""
-
-
-@dataclass(frozen=True, order=True)
-class Allowance:
-    """What first losses may differ by from the baseline's beyond ``limits.loss_tolerance``.
-
-    Attributes:
-        share: of the loss.
-        kind: which allowance it is.
-        why: one line for people.
-
-    """
-
-    share: float = 0.0
-    kind: str = ""
-    why: str = ""
-
-
-def between_starts(today: Sequence[Trial]) -> Allowance:
-    """What the baseline's own starts differ by.
-
-    Args:
-        today: trials of the baseline's configuration, trial 0 first.
-
-    """
-    seen = [t.measurement.first_losses for t in today if t.status is Status.OK and t.measurement]
-    apart = max((largest_difference(seen[0], again) for again in seen[1:]), default=0.0)
-    share = max(min(_SAFETY * apart, _MOST), _SAFETY / 2 * apart)
-    return Allowance(
-        share,
-        "starts",
-        f"the baseline's own losses differ by up to {_percent(apart)} between two starts, though "
-        f"nothing was changed: other configurations are held to {_percent(share)}",
-    )
-
-
-def other_draws(reference: Trial, configuration: Configuration, knobs: Sequence[Knob]) -> Allowance:
-    """What is allowed where the forward pass draws by nature other numbers than the reference's.
-
-    Nobody can tell what other masks of a dropout change. The steps of the reference itself have
-    other masks and other samples, so that their losses differ by as much at least.
-    """
-    measured = reference.measurement
-    changed = [
-        knob.name
-        for knob in knobs
-        if knob.redraws
-        and not same_value(configuration[knob.name], reference.configuration[knob.name])
-    ]
-    if not changed or measured is None or not measured.environment.get(DRAWS_IN_FORWARD):
-        return Allowance()
-    losses = measured.first_losses
-    spread = (max(losses) - min(losses)) / max(map(abs, losses)) if any(losses) else 0.0
-    share = min(max(_LEAST_REDRAWN, spread), _MOST)
-    return Allowance(
-        share,
-        "draws",
-        f"the forward pass draws random numbers (dropout, say), and others with another "
-        f"{' or '.join(changed)}: such configurations are held to {_percent(share)} of the loss, "
-        "as the baseline's own losses differ from step to step",
-    )
-
-
-def largest_difference(reference: Sequence[float], losses: Sequence[float]) -> float:
-    """Relative to the reference, as ``loss_disagreement`` has it."""
-    least = _SMALL * max(map(abs, reference), default=0.0)
-    pairs = zip(reference, losses, strict=False)
-    return max((abs(b - a) / (max(abs(a), least) or 1.0) for a, b in pairs), default=0.0)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g}%" if share < 1 else f"{100 * share:.0f}%"

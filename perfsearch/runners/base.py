@@ -45,6 +45,8 @@ class Plan:
         end_step: the last one.
         trace: whether the profile leaves a Chrome trace among the trial's logs.
         stop_above_cost_s: stop early once a step surely takes longer than this, in seconds.
+        perturbed: whether weights are changed after the first step by as much as rounding does, to
+            see what that makes of the losses. Only in a script's new start.
 
     """
 
@@ -63,6 +65,7 @@ class Plan:
     end_step: int | None = None
     trace: bool = False
     stop_above_cost_s: float | None = None
+    perturbed: bool = False
 
 
 class Runner(ABC):

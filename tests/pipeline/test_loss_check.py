@@ -6,7 +6,7 @@ import pytest
 
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.trial import DRAWS_IN_FORWARD, Measurement, Purpose, Status, Trial
-from perfsearch.pipeline.session import between_starts, loss_disagreement, other_draws
+from perfsearch.pipeline.loss_check import between_starts, loss_disagreement, other_draws
 
 TOLERANCE = 1e-3
 

@@ -10,7 +10,7 @@ from support.synthetic import SyntheticRunner
 from perfsearch.cli.view import result_cells
 from perfsearch.core.journal import read
 from perfsearch.core.trial import Measurement, Outcome, Purpose, Status
-from perfsearch.pipeline.session import loss_disagreement
+from perfsearch.pipeline.loss_check import loss_disagreement
 
 
 def oom_where(condition):

@@ -7,7 +7,10 @@ from support.small_search import Search
 from support.synthetic import SyntheticRunner
 
 from perfsearch.core.journal import read
-from perfsearch.core.trial import Outcome, Purpose, Status
+from perfsearch.core.knob import Numerics, Part
+from perfsearch.core.space import Space
+from perfsearch.core.trial import PERTURBED, Outcome, Purpose, Status
+from perfsearch.pipeline.loss_check import is_perturbed
 from perfsearch.pipeline.resume import RefusedError
 from perfsearch.runners.base import StartsScripts
 
@@ -134,3 +137,56 @@ def test_a_script_that_no_longer_starts_loses_nothing_of_its_search(search: Sear
     assert broken.plans == []
     whole = search(Starts())
     assert whole.run_dir == search.run_dir and len(whole.trials) > 4
+
+
+class OtherKernels(Starts):
+    """``view`` computes by other kernels; one step moves the losses by some percent of rounding.
+
+    Args:
+        grown: by how much, relative, where weights are perturbed or ``view`` is on.
+        wrong: how much more losses are changed where ``view`` is on.
+
+    """
+
+    def __init__(self, grown, wrong=0.0, **more):
+        super().__init__(**more)
+        self.grown, self.wrong = grown, wrong
+        bucket, view = self.space.knobs
+        kernels = {"numerics": Numerics.REORDERED, "shortens": (Part.COMPUTING,)}
+        self.space = Space([bucket, dataclasses.replace(view, **kernels)])
+
+    def measure(self, configuration, plan):
+        outcome = super().measure(configuration, plan)
+        first, *later = outcome.measurement.first_losses
+        apart = (1 + self.wrong) * self.grown if configuration["view"] else 0.0
+        if plan.perturbed:
+            apart = -self.grown
+            outcome.measurement.environment[PERTURBED] = True
+        outcome.measurement.first_losses = [first, *(v * (1 + apart) for v in later)]
+        return outcome
+
+
+def test_other_kernels_may_change_what_rounding_makes_of_the_baseline(search: Search) -> None:
+    result = search(OtherKernels(0.02), sentinel_every=0, strategy={"name": "grid"})
+    assert {t.status for t in result.trials} == {Status.OK}
+    perturbed = [t for t in result.trials if is_perturbed(t)]
+    assert [t.purpose for t in perturbed] == [Purpose.SENTINEL], "once, and only where it is needed"
+    told = [line for line in search.view.lines if "as other kernels round" in line]
+    assert len(told) == 1 and "differ by up to 2%" in told[0] and "held to 6%" in told[0]
+
+
+def test_what_rounding_does_not_explain_is_still_another_computation(search: Search) -> None:
+    result = search(OtherKernels(0.02, wrong=9.0), sentinel_every=0, strategy={"name": "grid"})
+    view = [t for t in result.trials if t.configuration["view"]]
+    assert view and {t.status for t in view} == {Status.DIVERGED}
+    assert {t.status for t in result.trials if not t.configuration["view"]} == {Status.OK}
+
+
+def test_knobs_that_change_no_kernel_are_held_to_the_tolerance(search: Search) -> None:
+    runner = OtherKernels(0.02)
+    bucket, view = runner.space.knobs
+    runner.space = Space([bucket, dataclasses.replace(view, shortens=(Part.COMMUNICATION,))])
+    result = search(runner, sentinel_every=0, strategy={"name": "grid"})
+    assert not any(is_perturbed(t) for t in result.trials)
+    view = [t for t in result.trials if t.configuration["view"]]
+    assert view and {t.status for t in view} == {Status.DIVERGED}

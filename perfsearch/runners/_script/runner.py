@@ -22,7 +22,7 @@ from perfsearch.core.narrow import SEARCH, KnobError, is_auto, narrow
 from perfsearch.core.objective import Objective
 from perfsearch.core.option import option
 from perfsearch.core.space import Space
-from perfsearch.core.trial import Outcome, Purpose, Status, Trial
+from perfsearch.core.trial import PERTURBED, Outcome, Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.instrument.outside import cautions
@@ -360,7 +360,8 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         )
         fresh = not goes_on
         if fresh:
-            goes_back = self._keeps and plan.purpose is not Purpose.CONFIRM  # each has a start
+            each_starts = plan.purpose is Purpose.CONFIRM or plan.perturbed
+            goes_back = self._keeps and not each_starts
             failed = runs.begin(knobs, plan, goes_back)
             if failed is not None:
                 return replace(failed, fresh_process=True)
@@ -382,6 +383,9 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
             runs.end(kill=True)
             raise
         measurement.environment.update(conditions)
+        if plan.perturbed:
+            measurement.environment[PERTURBED] = True
+            runs.end()  # nothing else is measured with such weights
         measurement.rewrap_seconds = 0.0 if fresh else ready_s
         measurement.samples_per_step = self._samples(measurement.samples_per_step, knobs)
         lost = without_effect(knobs, start.facts)

@@ -135,6 +135,7 @@ class Runs:
             planned.objects,
             report=False,
             seed=seed,
+            perturbed=plan.perturbed,
             mapped=told,
         )
         return ScriptGroup(
