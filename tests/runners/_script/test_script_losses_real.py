@@ -12,6 +12,7 @@ import pytest
 
 from perfsearch.core.journal import read
 from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.pipeline.loss_check import is_perturbed, largest_difference
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +106,40 @@ def test_a_script_without_a_seed_is_searched_and_another_loss_still_found(tmp_pa
     assert len(losses) == 2
     assert (losses[0] == pytest.approx(losses[1], rel=1e-5)) is not by_the_clock
     assert ("the baseline's own losses differ by up to" in found.said) is by_the_clock
+
+
+OTHER_KERNELS = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def block():
+    return [torch.nn.Conv2d(16, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU()]
+
+net = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 16, 3), *[layer for _ in range(8) for layer in block()],
+    torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(16, 10),
+)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+data = TensorDataset(torch.randn(8192, 3, 12, 12), torch.randint(0, 10, (8192,)))
+for x, y in DataLoader(data, batch_size=8):
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = net(x)
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(outputs.float(), y).backward()
+    optimizer.step()
+"""
+
+
+def test_other_kernels_are_held_to_what_rounding_makes_of_the_losses(tmp_path):
+    """Convolutions in bfloat16 with channels last: some percent after five steps."""
+    (tmp_path / "train.py").write_text(OTHER_KERNELS)
+    found = Searched(tmp_path, "train.py", options={"runner.knobs.channels_last": "search"})
+    (last,) = found.of(Purpose.SEARCH)
+    assert last.configuration["channels_last"] and last.status is Status.OK, found.said
+    perturbed = [t for t in found.trials if is_perturbed(t)]
+    first, *_ = found.trials
+    apart = largest_difference(first.measurement.first_losses, last.measurement.first_losses)
+    assert bool(perturbed) == (apart > 1e-3), found.said
 
 
 def test_a_dropout_lets_the_micro_batch_change_its_masks(tmp_path):
