@@ -15,16 +15,21 @@ from perfsearch.runners.base import Plan
 
 pytestmark = pytest.mark.slow
 
+SCRIPTS = Path(__file__).parents[2] / "data" / "scripts"
 SCRIPT = str(Path(__file__).parents[3] / "benchmarks" / "_uneven_job.py")
 
 
 def measured(directory, kind, workers=0, steps=400):
     """A baseline of the script, and its own clock's seconds of each step of the same window."""
-    clock = directory / "clock.json"
+    clock, scratch = directory / "clock.json", directory / "scratch.pt"
     arguments = (SCRIPT, kind, "--steps", str(steps), "--workers", str(workers))
-    options = Script.Options(
-        (*arguments, "--clock", str(clock), "--scratch", str(directory / "scratch.pt"))
-    )
+    words = (*arguments, "--clock", str(clock), "--scratch", str(scratch))
+    return measured_by_clock(directory, words, clock)
+
+
+def measured_by_clock(directory, words, clock):
+    """A baseline of a script that writes the ends of its steps to ``clock`` as a JSON list."""
+    options = Script.Options(words)
     environment = Environment(directory, nproc=1, limits=Limits(120, 120, 5))
     runner = Script("cpu", {}, options, environment)
     try:
@@ -65,6 +70,36 @@ def test_a_window_is_scored_as_the_scripts_own_clock_says(tmp_path, kind, worker
         assert cause in {kind["cause"] for kind in kinds}
     if period is not None:  # of bursts it is as even as the processors are free
         assert any(k["period_steps"] == pytest.approx(period, rel=0.25) for k in kinds)
+
+
+STAMPED = """\
+import json as _json, time as _time
+from torch.optim.optimizer import register_optimizer_step_post_hook as _hook
+_ends = []
+def _note(*_):
+    _ends.append(_time.perf_counter())
+    open({clock!r}, "w").write(_json.dumps(_ends))
+_hook(_note)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("periodic_pause.py", 0),
+        ("periodic_pause.py", 2),
+        ("worker_bursts_ok.py", 4),
+        ("uneven_lengths.py", 0),
+    ],
+)
+def test_a_script_of_uneven_steps_is_scored_within_a_tenth(tmp_path, monkeypatch, name, workers):
+    monkeypatch.setenv("WORKERS", str(workers))
+    clock = tmp_path / "clock.json"
+    text = (SCRIPTS / name).read_text()
+    (tmp_path / name).write_text(STAMPED.format(clock=str(clock)) + text)
+    found, own = measured_by_clock(tmp_path, (str(tmp_path / name),), clock)
+    assert found.step_time_s == pytest.approx(read_window(own).step_s, rel=0.1)
+    assert sum(found.step_seconds) == pytest.approx(sum(own), rel=0.1)
 
 
 def test_a_script_with_few_steps_is_still_measured(tmp_path):
