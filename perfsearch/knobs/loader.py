@@ -77,7 +77,7 @@ PREFETCH = LoaderArgument(
 PERSISTENT = LoaderArgument(
     Knob(
         "persistent_workers", Kind.BOOLEAN, False,
-        help="loader processes live on between epochs",
+        help="loader processes live on between epochs", shortens=(Part.LOADING,),
     ),
     uses=frozenset({Use.SCRIPT}), effect=44, fit=_beside_processes, of_processes=True,
 )  # fmt: skip
