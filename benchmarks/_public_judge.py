@@ -71,11 +71,10 @@ def _measured(
     if seen["rc"] != 0:
         return "", [*wrong, f"exit code {seen['rc']}: {_last(seen)}"]
     trials = seen.get("trials", [])
-    measured = [t["mean_s"] for t in trials if t["mean_s"] and t["baseline"]]
+    measured = [t for t in trials if t["mean_s"] and t["baseline"]]
     if not measured:
         return "", [*wrong, "nothing was measured"]
-    step_s = statistics.median(measured)
-    ratios = [step_s / clock for name in CLOCKS if (clock := before.get(name, {}).get("mean_s"))]
+    ratios = [r for n in CLOCKS if (r := _over_clock(measured, before.get(n, {}))) is not None]
     if ratios and (max(ratios) < 1 / NEAR or min(ratios) > NEAR):
         nearest = min(ratios, key=lambda ratio: abs(math.log(ratio)))
         wrong.append(f"a mean step of {nearest:.2f} times the clock's")
@@ -83,6 +82,18 @@ def _measured(
         return RIGHT, wrong
     verdict = (seen.get("summary") or {}).get("verdict")
     return f"right: {verdict}", [*wrong, *_search(trials), *([] if verdict else ["no verdict"])]
+
+
+def _over_clock(measured: list[dict[str, Any]], clock: dict[str, Any]) -> float | None:
+    """The told mean step over the clock's of the same steps; a learner's take ever longer."""
+    step_ms = clock.get("step_ms", [])
+    ratios = []
+    for trial in measured:
+        begin = max(0, trial["begin_step"] - 1) if trial["fresh"] else 0
+        same = step_ms[begin : begin + trial["steps"]] or step_ms
+        if same:
+            ratios.append(1e3 * trial["mean_s"] / statistics.fmean(same))
+    return statistics.median(ratios) if ratios else None
 
 
 def _search(trials: list[dict[str, Any]]) -> list[str]:

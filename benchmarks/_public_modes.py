@@ -199,14 +199,16 @@ def archive(case: Case, options: argparse.Namespace, into: Path) -> None:
     subprocess.run(["tar", "x", "-C", str(into)], input=packed.stdout, check=True)
 
 
+_MOST_STEPS = 1000
+"""Steps whose times are kept: no trial sees more."""
+
+
 def clock_of(times: list[float]) -> dict[str, Any]:
-    """Steps and seconds a step, of all and of those that a trial sees."""
+    """Steps, and the time that each of the first took."""
     gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
-    seen = gaps[7:68] or gaps
     return {
         "steps": len(times),
-        "mean_s": statistics.fmean(seen) if seen else None,
-        "median_s": statistics.median(seen) if seen else None,
+        "step_ms": [round(1e3 * gap, 3) for gap in gaps[:_MOST_STEPS]],
         "mean_of_all_s": statistics.fmean(gaps) if gaps else None,
     }
 
@@ -220,7 +222,8 @@ def trials_of(journal: Path) -> list[dict[str, Any]]:
         trial = event.get("trial") if isinstance(event.get("trial"), dict) else event
         if "status" not in trial:
             continue
-        seconds = (trial.get("measurement") or {}).get("step_seconds") or []
+        measured = trial.get("measurement") or {}
+        seconds = measured.get("step_seconds") or []
         configuration = trial.get("configuration")
         today = today if found else configuration
         found.append({
@@ -228,7 +231,8 @@ def trials_of(journal: Path) -> list[dict[str, Any]]:
             "status": trial["status"],
             "reason": trial.get("reason"),
             "mean_s": statistics.fmean(seconds) if seconds else None,
-            "median_s": statistics.median(seconds) if seconds else None,
+            "begin_step": measured.get("discarded_steps"), "steps": len(seconds),
+            "fresh": trial.get("fresh_process"),
         })  # fmt: skip
     return found
 

@@ -27,6 +27,7 @@ def seen(rc=0, **values):
 
 def trial(purpose, status="ok", mean_s=0.1, reason=""):
     kept = {"purpose": purpose, "status": status, "mean_s": mean_s, "reason": reason}
+    kept |= {"begin_step": 8, "steps": 60, "fresh": True}
     return {**kept, "baseline": purpose in ("baseline", "sentinel")}
 
 
@@ -97,15 +98,27 @@ SEARCHED = [trial("baseline"), trial("search")]
     ],
 )
 def test_a_mode_is_judged_by_what_it_did(case, mode, found, judged):
-    before = {"plain": seen(), "clock": {"mean_s": 0.1}}
+    before = {"plain": seen(), "clock": {"step_ms": [100.0] * 80}}
     assert judge(case, mode, found, before) == judged
 
 
 def test_a_rate_is_that_of_the_clock_before_or_after():
-    before = {"plain": seen(), "clock": {"mean_s": 0.1}, "clock-again": {"mean_s": 0.3}}
+    before = {
+        "plain": seen(),
+        "clock": {"step_ms": [100.0] * 80},
+        "clock-again": {"step_ms": [300.0] * 80},
+    }
     for mean_s, judged in ((0.07, "right"), (0.2, "right"), (0.4, "right"), (0.05, "wrong")):
         found = seen(trials=[trial("baseline", mean_s=mean_s)])
         assert judge(CASE, "profile", found, before).partition(":")[0] == judged
+
+
+def test_a_learners_steps_are_compared_with_the_same_ones_of_the_clock():
+    before = {"plain": seen(), "clock": {"step_ms": [10.0] * 70 + [50.0] * 300}}
+    late = {**trial("baseline", mean_s=0.05), "begin_step": 71, "steps": 200}
+    assert judge(CASE, "profile", seen(trials=[late]), before) == "right"
+    early = trial("baseline", mean_s=0.05)
+    assert judge(CASE, "profile", seen(trials=[early]), before).startswith("wrong: a mean step")
 
 
 def test_files_are_those_of_the_plain_start():
