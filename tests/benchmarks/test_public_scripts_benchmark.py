@@ -145,7 +145,7 @@ def test_the_clock_reads_the_steps_of_the_first_optimizer(tmp_path):
     subprocess.run([sys.executable, clock, times, script, "--lr", "1"], check=True, timeout=120)
     found = clock_of(json.loads(times.read_text()))
     assert found["steps"] == 12
-    assert found["mean_s"] >= 0.02
+    assert len(found["step_ms"]) == 11 and min(found["step_ms"]) >= 20
 
 
 def test_trials_are_read_from_a_journal(tmp_path):
