@@ -43,7 +43,6 @@ from perfsearch.runners.base import (
 )
 from perfsearch.strategies.base import Strategy
 from perfsearch.tracking import open_tracker
-from perfsearch.workers.messages import caution_of_temporary_directory
 from perfsearch.workloads.spec import SCRIPT
 
 if TYPE_CHECKING:
@@ -335,7 +334,7 @@ def _open(
     directory.mkdir(parents=True, exist_ok=True)
     stack.enter_context(run_directory_lock(directory))
     stack.enter_context(device_lock(_device_set(runner), view.note))
-    for caution in filter(None, [caution_of_temporary_directory(), *runner.cautions]):
+    for caution in runner.cautions:
         view.warning(caution)
     runner.open(directory)
     defined = resume.search_definition(settings, runner)

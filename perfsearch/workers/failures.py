@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,7 @@ def classify(evidence: Evidence) -> Failure:
         what = "start-up" if evidence.starting else "the trial"
         status = Status.INFRASTRUCTURE if evidence.starting else Status.TIMEOUT
         reason, stack_dump = f"{what} took longer than {evidence.timed_out:g} s", ""
+        reason += _cause_in_logs(evidence.log_tails)
         if evidence.places:
             stack_dump = in_words(evidence.places)
             reason += f"; {stack_dump}"
@@ -326,6 +327,20 @@ def last_words(tail: str) -> str:
     lines = (line.strip() for line in reversed(tail.splitlines()))
     line = next((line for line in lines if line and not _NO_WORDS.search(line)), "")
     return f'; its last line: "{one_line(line)}"' if line else ""
+
+
+_RAISED = re.compile(r"^\s*((?:[\w.]+\.)?\w*(?:Error|Exception): .+)$", re.MULTILINE)
+
+
+def _cause_in_logs(tails: Mapping[int, str]) -> str:
+    """The last error that a rank has logged, to go after what it led to; or empty.
+
+    A thread or a worker process that ends with one leaves its rank waiting.
+    """
+    for rank, tail in sorted(tails.items()):
+        if "Traceback" in tail and (found := _RAISED.findall(tail)):
+            return f"; rank {rank}'s log says: {one_line(found[-1])}"
+    return ""
 
 
 def one_line(text: str, limit: int = 300) -> str:

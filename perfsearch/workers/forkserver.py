@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -85,6 +86,7 @@ def _become(request: Request, run: Callable[[Request], int]) -> NoReturn:
         os.environ.update(request["environment"])
         for name in request["unset"]:
             os.environ.pop(name, None)
+        tempfile.tempdir = None  # found anew, in this environment
         nothing = os.open(os.devnull, os.O_RDONLY)
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):

@@ -40,6 +40,7 @@ from perfsearch.workers.messages import (
     RankError,
     Startup,
     TrialRequest,
+    short_temporary_directory,
     socket_directory,
 )
 from perfsearch.workers.preload import LauncherGone, Preloaded
@@ -272,7 +273,8 @@ class RankGroup(ABC):
         """Start the group, and wait until somebody has connected to each socket.
 
         Args:
-            environment: of its processes, given the group's directory; their mark is added.
+            environment: of its processes, given the group's directory; their mark is added, and a
+                short way to their temporary files.
             sockets: names in that directory.
 
         Returns:
@@ -291,6 +293,7 @@ class RankGroup(ABC):
         listeners = [Listener(directory / name) for name in sockets]
         try:
             marked = {**environment(directory), TOKEN_VARIABLE: self.token}
+            marked.update(short_temporary_directory(marked, directory))
             self.process = self._launch.start(directory, marked, self.launcher_log, limit_s)
             for listener in listeners:
                 left = max(0.0, deadline - time.monotonic())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import selectors
 import socket
 import tempfile
@@ -178,6 +179,7 @@ def trace_file(directory: str | Path, rank: int) -> Path:
 
 _MAX_DIRECTORY = 70  # a Unix socket's path holds about 100 characters
 _LONGEST_SOCKET = 107
+_TEMPORARY = ("TMPDIR", "TEMP", "TMP")  # as tempfile looks for them
 _LOADER_SOCKET = len("/pymp-12345678/listener-12345678")  # multiprocessing's, to hand over tensors
 
 
@@ -188,16 +190,24 @@ def socket_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="perfsearch-", dir=base))
 
 
-def caution_of_temporary_directory() -> str:
-    """What to know where a ``DataLoader``'s workers would wait for ever; else empty."""
-    base, longest = tempfile.gettempdir(), _LONGEST_SOCKET - _LOADER_SOCKET
-    if len(base) <= longest:
-        return ""
-    return (
-        f"TMPDIR={base} has {len(base)} characters: with more than {longest} the worker processes "
-        "of a DataLoader cannot hand over their batches, and whatever uses them waits for ever. "
-        "Set TMPDIR to a shorter directory"
-    )
+def short_temporary_directory(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """What to set for processes that could have no sockets among their temporary files; else empty.
+
+    The worker processes of a ``DataLoader`` hand their batches over by such sockets, and where one
+    cannot be made, whoever waits for a batch waits for ever. A link leads to the same place.
+
+    Args:
+        environment: of the processes.
+        directory: from ``socket_directory``, where the link is made, and goes with it.
+
+    """
+    given = (environment.get(name) for name in _TEMPORARY)
+    base = os.path.abspath(next((path for path in given if path and os.path.isdir(path)), "/"))
+    if len(os.fsencode(base)) <= _LONGEST_SOCKET - _LOADER_SOCKET:
+        return {}
+    link = directory / "tmp"
+    link.symlink_to(base)
+    return dict.fromkeys(_TEMPORARY, str(link))
 
 
 class ChannelClosed(ConnectionError):

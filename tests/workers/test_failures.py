@@ -24,6 +24,7 @@ def error(message, type_="RuntimeError", rank=0, time=1.0, phase="train", nearly
     return RankError(rank, time, type_, message, phase=phase, out_of_memory=ran_out)
 
 
+TOO_LONG = "OSError: AF_UNIX path too long"
 OOM_TEXTS = [
     "CUDA out of memory. Tried to allocate 20.00 MiB",
     "HIP out of memory. Tried to allocate 20.00 MiB",
@@ -134,6 +135,16 @@ def test_killed_loader_process():
             Status.TIMEOUT,
             "the trial took longer than 9 s; rank 0 stands at a.py:1 in wait, rank 1 at "
             "b.py:2 in step",
+        ),
+        (
+            Evidence(
+                timed_out=9.0,
+                log_tails={0: "step 3", 1: f"Traceback (most recent call last):\n{TOO_LONG}\nmore"},
+                places={0: "a.py:1 in wait"},
+            ),
+            Status.TIMEOUT,
+            f"the trial took longer than 9 s; rank 1's log says: {TOO_LONG}; rank 0 stands at "
+            "a.py:1 in wait",
         ),
         (
             Evidence(timed_out=9.0, starting=True, places={1: "b.py:2 in build"}),

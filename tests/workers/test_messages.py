@@ -1,7 +1,9 @@
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +11,7 @@ from perfsearch.workers.messages import (
     Channel,
     ChannelClosed,
     Listener,
-    caution_of_temporary_directory,
+    short_temporary_directory,
 )
 
 
@@ -59,14 +61,23 @@ def test_nobody_comes(tmp_path):
 LISTENS = "from multiprocessing.connection import Listener; Listener(family='AF_UNIX').close()"
 
 
-@pytest.mark.parametrize("length", [75, 76])
-def test_a_temporary_directory_too_long_for_workers_is_told(length, short_tmp, monkeypatch):
-    """At the very length from which no socket of ``multiprocessing`` can be in it any more."""
+@pytest.mark.parametrize("length", [75, 76, 240])
+def test_a_temporary_directory_is_short_enough_for_workers(length, short_tmp):
+    """At the very length from which no socket of ``multiprocessing`` can be in it any more, too.
+
+    riga/law#184
+    """
     directory = short_tmp / ("x" * (length - len(str(short_tmp)) - 1))
     directory.mkdir()
-    assert len(str(directory)) == length
-    monkeypatch.setenv("TMPDIR", str(directory))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    told = caution_of_temporary_directory()
-    done = subprocess.run([sys.executable, "-c", LISTENS], env=dict(os.environ), check=False)
-    assert (done.returncode == 0) == (not told) == (length == 75)
+    environment = {**os.environ, "TMPDIR": str(directory)}
+    own = short_tmp / "own"
+    own.mkdir()
+    more = short_temporary_directory(environment, own)
+    assert bool(more) == (length > 75)
+    words = [sys.executable, "-c", LISTENS]
+    assert (subprocess.run(words, env=environment, check=False).returncode == 0) == (not more)
+    assert subprocess.run(words, env={**environment, **more}, check=False).returncode == 0
+    if more:
+        (Path(more["TMPDIR"]) / "kept").touch()
+        shutil.rmtree(own)
+        assert (directory / "kept").exists()

@@ -98,7 +98,9 @@ def enter_trial(path: str, rank: int) -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     above = Path(error_file).parents if error_file else ()  # DIRECTORY/RUN/ATTEMPT/RANK/error.json
     if rank == 0 and len(above) > 3:  # unless it is the user's own
-        write_whole(torch_logs_file(me.request.log_directory), {"directory": str(above[3])})
+        write_whole(
+            torch_logs_file(me.request.log_directory), {"directory": str(above[3].resolve())}
+        )
     watch_controller(*me.request.controller, os.environ[TOKEN_VARIABLE], Path(directory))
     seed_process(me.request.seed, rank)
     if me.request.undo:

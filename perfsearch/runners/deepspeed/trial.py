@@ -225,7 +225,9 @@ def _remove_torch_logs(logs: Path) -> None:
     if told.exists():
         made = Path(json.loads(told.read_text())["directory"])
         told.unlink()
-        if made.parent == Path(tempfile.gettempdir()) and made.name.startswith("torchelastic_"):
+        if made.parent == Path(tempfile.gettempdir()).resolve() and made.name.startswith(
+            "torchelastic_"
+        ):
             shutil.rmtree(made, ignore_errors=True)
 
 

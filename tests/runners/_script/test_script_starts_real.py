@@ -100,3 +100,23 @@ def test_what_cannot_be_measured_is_answered_in_the_first_start(begin, tmp_path,
     outcome = measured(begin(name, nproc), tmp_path, seconds=5.0)
     assert outcome.status is Status.INVALID
     assert says in outcome.reason and "\n" not in outcome.reason
+
+
+def test_loader_processes_work_whatever_the_temporary_directory(tmp_path, short_tmp, monkeypatch):
+    """riga/law#184"""
+    long = short_tmp / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    asked = Script.Options((str(SCRIPTS / "single_process.py"),))
+    where = Environment(tmp_path, nproc=None, limits=Limits(60, 60, 5))
+    runner = Script("cpu", {"dataloader_workers": "search"}, asked, where, "fixed")
+    runner.open(tmp_path)
+    try:
+        plan = Plan(
+            0, Purpose.SEARCH, 60.0, scored_seconds=0.02, log_directory=tmp_path / "logs" / "1"
+        )
+        outcome = runner.measure({**runner.baseline, "dataloader_workers": 1}, plan)
+        assert (outcome.status, outcome.reason) == (Status.OK, "")
+    finally:
+        runner.close()
+    assert not [path for path in Path("/tmp").glob("perfsearch-*/tmp") if path.resolve() == long]
