@@ -21,9 +21,10 @@ from perfsearch.core.command import Command, carried_out
 from perfsearch.core.docstrings import attribute_help
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.knob import Value
+from perfsearch.core.python import module_command
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.version import version
-from perfsearch.instrument.launch import ENTRY, LaunchConfig, python_arguments
+from perfsearch.instrument.launch import ENTRY, LaunchConfig, by_python, python_arguments
 from perfsearch.knobs.transport import (
     FILE_KEYS,
     KnobFile,
@@ -166,8 +167,8 @@ def start(asked: RunArguments) -> int:
         sys.stdout.flush()
         command = [sys.executable, *python_arguments(), "-m", ENTRY, asked.script, *arguments]
         os.execv(sys.executable, command)
-    options = argparse.Namespace(**{**vars(asked.parsed), "module": True, "run_path": False})
-    return _torchrun(options, ENTRY, [asked.script, *arguments])
+    options = by_python(asked.parsed, asked.script, *arguments)
+    return _torchrun(options, options.training_script, options.training_script_args)
 
 
 def _asks_for_torchrun(asked: RunArguments) -> bool:
@@ -182,7 +183,7 @@ def _by_torchrun(asked: RunArguments) -> list[str]:
     module = ["--module"] if asked.parsed.module else []
     options = ["--standalone", "--nproc-per-node=1", *module, *asked.own]
     words = [*options, "--", asked.script, *asked.arguments]
-    return [sys.executable, "-m", "perfsearch.cli.run", *words]
+    return module_command("perfsearch.cli.run", *words)
 
 
 def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
@@ -285,7 +286,7 @@ def tuned(
 def _deepspeed_workload(found: KnobFile, asked: RunArguments, ranks: int) -> dict[str, Any]:
     """``workload.*`` of this start: what the search was given, and what the command line says."""
     recorded: Mapping[str, Any] = found.workload
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    launch = module_command("torch.distributed.run", f"--nproc-per-node={ranks}")
     module = ["-m"] if asked.parsed.module else []
     return {
         "command": [*launch, *module, asked.script, *asked.arguments],

@@ -77,11 +77,13 @@ def main() -> int:
 def run_script(config: LaunchConfig, arguments: list[str]) -> None:
     """Run the script as ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` would."""
     sys.argv = [config.script, *arguments]
+    path = os.path.join(os.getcwd(), config.script)  # not tidied up, as Python does not
+    if not os.environ.get("PYTHONSAFEPATH"):
+        first = os.getcwd() if config.module else os.path.dirname(os.path.realpath(path))
+        sys.path.insert(0, first)
     if config.module:
         runpy.run_module(config.script, run_name="__main__", alter_sys=True)
         return
-    path = os.path.join(os.getcwd(), config.script)  # not tidied up, as Python does not
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
     main = types.ModuleType("__main__")  # kept, so that workers and pickles find its classes
     main.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins)
     main.__loader__ = SourceFileLoader("__main__", path)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfsearch.core.knob import Value
+from perfsearch.core.python import OPTIONS
 from perfsearch.workers.messages import TORCH_LOGS
 
 VARIABLE = "PERFSEARCH_SCRIPT"
@@ -143,7 +144,7 @@ def torchrun_arguments(directory: Path, nproc: int) -> list[str]:
 
 def python_arguments() -> list[str]:
     """What one process is given that is started as ``python`` starts it."""
-    return ["-u"]
+    return ["-u", *OPTIONS]
 
 
 def run_start(directory: Path, arguments: list[str]) -> int:
@@ -192,8 +193,24 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
         options = parser.parse_args(arguments[:after])
     except ValueError as error:  # a variable PET_... that is none of its values
         raise UsageError(str(error)) from error
-    options.training_script_args = arguments[after:]
-    return options
+    return by_python(options, *arguments[after:])
+
+
+def by_python(options: argparse.Namespace, *arguments: str) -> argparse.Namespace:
+    """Torchrun's options, changed to run our entry.
+
+    torchrun itself cannot give Python options.
+
+    Args:
+        options: as its parser made them.
+        arguments: of our entry.
+
+    """
+    python = os.environ.get("PYTHON_EXEC", sys.executable)  # which is torchrun's own variable
+    words = [*python_arguments(), "-m", ENTRY, *arguments]
+    changed = {"no_python": True, "module": False, "run_path": False}
+    changed.update(training_script=python, training_script_args=words)
+    return argparse.Namespace(**{**vars(options), **changed})
 
 
 def _refuse(message: str) -> NoReturn:

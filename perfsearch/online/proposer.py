@@ -20,6 +20,7 @@ from typing import IO, Any
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Value, same_value
+from perfsearch.core.python import module_command
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Trial
 from perfsearch.online.controller import ProposerEndedError
@@ -160,7 +161,7 @@ class ProposerProcess:
         environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_JOB}
         environment.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "perfsearch.online.proposer"],
+            module_command("perfsearch.online.proposer"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

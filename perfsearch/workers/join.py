@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perfsearch.core.hardware import GroupSpec
+from perfsearch.core.python import module_command
 from perfsearch.workers import processes
 from perfsearch.workers.messages import TOKEN_VARIABLE, Startup
 
@@ -72,7 +73,7 @@ def serve_one(options: argparse.Namespace) -> None:
     try:
         with open(logs / "launcher.log", "ab") as log:
             subprocess.run(
-                [sys.executable, "-m", "perfsearch.workers.forkserver", str(directory)],
+                module_command("perfsearch.workers.forkserver", str(directory)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

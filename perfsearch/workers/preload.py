@@ -8,13 +8,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.python import module_command
 from perfsearch.workers import processes
 from perfsearch.workers.messages import EXIT_FILE, TOKEN_VARIABLE
 
@@ -104,13 +104,7 @@ class Preloaded:
         me = os.getpid()
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                [
-                    python or sys.executable,
-                    "-m",
-                    module,
-                    str(me),
-                    repr(processes.started_at(me)),
-                ],
+                module_command(module, str(me), repr(processes.started_at(me)), python=python),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

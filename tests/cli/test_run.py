@@ -1,4 +1,5 @@
 import dataclasses
+import sys
 
 import pytest
 from torch.distributed import run as torchrun
@@ -6,7 +7,7 @@ from torch.distributed import run as torchrun
 from perfsearch.cli import run
 from perfsearch.cli.run import split
 from perfsearch.core.errors import BadInputError
-from perfsearch.instrument.launch import ENTRY, VARIABLE
+from perfsearch.instrument.launch import ENTRY, VARIABLE, python_arguments
 from perfsearch.online import AutotuneOptions
 
 ODD = ["--", "--lr=1e-3", "--data", "a,b", "k={}", "it's", '"', "", " ", "--search", "-o", "\udcff"]
@@ -149,6 +150,7 @@ def test_torchruns_parser_never_sees_the_scripts_arguments(options, tmp_path, mo
     words = ["--log", "x", "--nproc", "-m", "--", "--rdzv", *ODD]  # --log: --log-dir or --log_dir?
     assert run.main(["--nproc-per-node", "2", *options, "train.py", *words]) == 0
     plain = options == ["--no-python"]
-    assert started[0].training_script == ("train.py" if plain else ENTRY)
-    assert started[0].training_script_args == (words if plain else ["train.py", *words])
-    assert (started[0].nproc_per_node, started[0].module) == ("2", not plain)
+    python = [*python_arguments(), "-m", ENTRY]
+    assert started[0].training_script == ("train.py" if plain else sys.executable)
+    assert started[0].training_script_args == (words if plain else [*python, "train.py", *words])
+    assert (started[0].nproc_per_node, started[0].module) == ("2", False)

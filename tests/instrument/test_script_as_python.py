@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from perfsearch.core.python import module_command
 from perfsearch.instrument.entry import run_script
 from perfsearch.instrument.launch import ENTRY, LaunchConfig
 from perfsearch.runners._script.export import program
@@ -61,7 +62,7 @@ def test_what_a_script_sets_for_torch_before_it_imports_it_is_heeded(tmp_path, m
     (tmp_path / "train.py").write_text(BEFORE_TORCH)
     environment = {**os.environ, **LaunchConfig("train.py", **more).to_environment()}
     done = subprocess.run(
-        [sys.executable, "-m", ENTRY, "train.py"], cwd=tmp_path, env=environment,
+        [*module_command(ENTRY), "train.py"], cwd=tmp_path, env=environment,
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "DETAIL\n"), done.stderr
@@ -86,8 +87,38 @@ def test_a_script_without_torch_is_told_of_it(tmp_path):
     (tmp_path / "count.py").write_text("import sys\nprint(sum(range(3)))\nsys.exit(4)\n")
     environment = {**os.environ, **LaunchConfig("count.py").to_environment()}
     done = subprocess.run(
-        [sys.executable, "-m", ENTRY, "count.py"], cwd=tmp_path, env=environment,
+        [*module_command(ENTRY), "count.py"], cwd=tmp_path, env=environment,
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (4, "3\n")
     assert "perfsearch: " in done.stderr
+
+
+SHADOW = "raise ImportError('random.py of the current directory')"
+TELL = "import json, random, sys\njson.dump([sys.path, random.__file__], open(sys.argv[1], 'w'))\n"
+
+
+@pytest.mark.parametrize(("module", "safe"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("ranks", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_path_is_the_one_without_us(tmp_path, ranks, module, safe):
+    """pytorch/pytorch#19943, meta-pytorch/torchtune#1540: ``random.py`` beside the user."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "tell.py").write_text(TELL)
+    if not module:
+        (tmp_path / "random.py").write_text(SHADOW)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib"), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONSAFEPATH": "1"} if safe else {}
+    torchrun = str(Path(sys.executable).parent / "torchrun")
+    one = ["--standalone", "--nproc-per-node=1"] if ranks else []
+    script = ["-m", "src.tell"] if module else ["src/tell.py"]
+    ways = {
+        "alone.json": [torchrun, *one] if ranks else [sys.executable],
+        "ours.json": [str(Path(sys.executable).parent / "perfsearch-run"), *one],
+    }
+    for name, words in ways.items():
+        done = subprocess.run(
+            [*words, *script, str(tmp_path / name)], cwd=tmp_path, env=environment,
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "alone.json").read_text() == (tmp_path / "ours.json").read_text()

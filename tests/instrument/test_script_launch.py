@@ -1,6 +1,7 @@
 """The launcher of a search over a script: whose argument is whose."""
 
 import json
+import sys
 
 from perfsearch.instrument import launch
 from perfsearch.instrument.launch import ENTRY
@@ -11,8 +12,10 @@ from perfsearch.workers.messages import LAUNCHER_REPORT
 def test_the_scripts_arguments_are_kept_from_torchruns_parser(tmp_path):
     words = ["train.py", "--log", "x", "--nproc", "-m", ENTRY, "--", "--rdzv-conf"]
     options = launch.options_of([*launch.torchrun_arguments(tmp_path, 3), "-m", ENTRY, *words])
-    assert (options.training_script, options.training_script_args) == (ENTRY, words)
-    assert (options.module, options.nproc_per_node) == (True, "3")
+    python = [*launch.python_arguments(), "-m", ENTRY]
+    assert options.training_script == sys.executable
+    assert options.training_script_args == [*python, *words]
+    assert (options.no_python, options.nproc_per_node) == (True, "3")
 
 
 def test_a_usage_error_of_the_launcher_is_reported(tmp_path, capfd):

@@ -239,7 +239,7 @@ def _launcher_of(words: Sequence[str]) -> tuple[str, int]:
     """Which launcher, and where its options begin."""
     name, place = Path(words[0]).name, 1
     if re.fullmatch(r"python[\d.]*", name):
-        rest = [w for w in words[1:3] if w != "-u"]
+        rest = [w for w in words[1:4] if w not in ("-u", "-P")]
         if rest and rest[0] == "-m":
             module = words[words.index("-m") + 1] if words.index("-m") + 1 < len(words) else ""
             name, place = MODULES.get(module, module), words.index("-m") + 2

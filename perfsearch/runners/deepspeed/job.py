@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
 from perfsearch.core.narrow import SEARCH
+from perfsearch.core.python import module_command
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.transport import FILE_KEYS, PRESETS, Mapped, parse_map, parse_map_file, preset
@@ -213,7 +214,7 @@ def command_of(
         ranks = (
             detect_hardware(device_today(), Environment(Path())).nproc if nproc is None else nproc
         )
-        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        launch = module_command("torch.distributed.run", f"--nproc-per-node={ranks}")
         given = [*launch, *(["-m"] if module else []), *words]
     command = Command.parse(given)
     named = command.config_path

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import torch_version
 from perfsearch.core.hints import Prediction
 from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.python import module_command
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.core.units import GIB
@@ -285,7 +285,7 @@ class FactsSource:
         if self._settled or self._process is not None or self._from_file():
             return
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "perfsearch.training.memory_probe"],
+            module_command("perfsearch.training.memory_probe"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

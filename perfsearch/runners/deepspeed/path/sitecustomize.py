@@ -22,13 +22,15 @@ def _run_the_users_own() -> None:
 def _take_part() -> None:
     if "RANK" not in os.environ or "PERFSEARCH_DEEPSPEED" not in os.environ:
         return  # a launcher, or a process that the job started with an environment of its own
-    root = str(next(above.parent for above in _HERE.parents if above.name == "perfsearch"))
-    if root not in sys.path:
-        sys.path.append(root)
+    if importlib.util.find_spec("perfsearch") is None:
+        root = next(above.parent for above in _HERE.parents if above.name == "perfsearch")
+        sys.path.append(str(root))
     from perfsearch.runners.deepspeed.rank import enter_trial
 
     enter_trial(os.environ["PERFSEARCH_DEEPSPEED"], int(os.environ["RANK"]))
 
 
+# the script is to have the path that it has without this; what it starts has the variable
+sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != _HERE]
 _run_the_users_own()
 _take_part()

@@ -1,0 +1,63 @@
+"""Our own processes, in a directory whose files have the names of standard modules."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perfsearch.core.python import module_command
+
+PACKAGE = Path(__file__).parents[2] / "perfsearch"
+SHADOWS = ("random", "json", "types", "torch", "yaml", "hydra", "psutil")
+
+
+@pytest.fixture
+def shadowed(tmp_path):
+    for name in SHADOWS:
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name}.py of this directory')")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        module_command("perfsearch.online.proposer"),
+        module_command("perfsearch.workers.join", "--help"),
+        module_command("perfsearch", "--version"),
+    ],
+)
+def test_nothing_of_the_current_directory_is_imported(shadowed, words):
+    """pytorch/pytorch#19943"""
+    done = subprocess.run(
+        words, cwd=shadowed, capture_output=True, text=True, timeout=60, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_dash_m_is_the_command(tmp_path):
+    """python-gitlab/python-gitlab#713"""
+    (tmp_path / "hydra.py").write_text("raise ImportError('hydra.py of this directory')")
+
+    def ended(*words):
+        return subprocess.run(
+            [sys.executable, "-m", "perfsearch", *words], cwd=tmp_path, capture_output=True,
+            text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    assert ended("--version").stdout.startswith("perfsearch ")
+    refused = ended("stratgy=grid")
+    assert (refused.returncode, "strategy" in refused.stderr) == (2, True), refused.stderr
+
+
+def test_python_is_started_for_our_modules_in_one_place():
+    """A start without its options would import from the user's directory."""
+    starts = re.compile(r"sys\.executable,[^\]]*\"-m\"")
+    found = {
+        str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")
+        if starts.search(file.read_text())
+    }  # fmt: skip
+    # the last is a command that is shown
+    assert found == {"core/python.py", "cli/run.py", "tracking/store.py"}
