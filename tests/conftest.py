@@ -8,21 +8,25 @@ from pathlib import Path
 import pytest
 
 _OWN_DIRECTORY = "PERFSEARCH_TESTS_TMPDIR"
+_LOCKS = "PERFSEARCH_LOCK_DIRECTORY"
 
 
 def pytest_configure(config):
-    """Give each of several parallel workers a ``TMPDIR``, where searches lock the devices."""
+    """Give each worker a directory where searches lock the devices, and several a ``TMPDIR``."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is not None and _OWN_DIRECTORY not in os.environ:
-        os.environ[_OWN_DIRECTORY] = tempfile.mkdtemp(prefix=f"pst-{worker}-")
-        os.environ["TMPDIR"] = tempfile.tempdir = os.environ[_OWN_DIRECTORY]
+    if _OWN_DIRECTORY in os.environ and os.environ.get("PERFSEARCH_TESTS_WORKER") == str(worker):
+        return  # pytest that a test has started
+    own = tempfile.mkdtemp(prefix=f"pst-{worker or 'main'}-", dir="/tmp")
+    os.environ.update({_OWN_DIRECTORY: own, "PERFSEARCH_TESTS_WORKER": str(worker)})
+    os.environ[_LOCKS] = f"{own}/locks"
+    config.perfsearch_own = own
+    if worker is not None:
+        os.environ["TMPDIR"] = tempfile.tempdir = own
 
 
 def pytest_unconfigure(config):
     """Remove it."""
-    own = os.environ.pop(_OWN_DIRECTORY, None)
-    if own is not None and os.environ.get("PYTEST_XDIST_WORKER") is not None:
-        shutil.rmtree(own, ignore_errors=True)
+    shutil.rmtree(getattr(config, "perfsearch_own", ""), ignore_errors=True)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 from perfsearch.config.options import ConfigError, leaves, show
 from perfsearch.core.errors import nearest
 
-PATH_KEYS = ("run_dir", "tracking.uri")
+PATH_KEYS = ("run_dir", "tracking.uri", "limits.lock_directory")
 """Keys of our own that decide where something is written."""
 
 _FREE = (

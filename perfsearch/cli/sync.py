@@ -64,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_DONE
 
 
+def _warn(text: str) -> None:
+    print(f"perfsearch-sync: {text}", file=sys.stderr)
+
+
 class SyncError(ValueError):
     """A run directory that cannot be uploaded; the message says why and what to do."""
 
@@ -89,7 +93,7 @@ def rebuild(run_dir: Path, uri: str | None = None) -> Store:
         raise SyncError(f"{run_dir / JOURNAL} does not exist. Give the run directory of a search.")
     with ExitStack() as held:
         try:
-            held.enter_context(run_directory_lock(run_dir))
+            held.enter_context(run_directory_lock(run_dir, _warn))
         except LockError as error:
             raise SyncError(
                 f"{run_dir}: a search, or another upload, is running there; it uploads by itself. "

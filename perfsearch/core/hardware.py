@@ -263,6 +263,23 @@ def conditions(gpus: Sequence[Gpu], own_pids: frozenset[int], nvml: Any = None) 
         return {f"gpu_{i}": _condition(library, gpu, own_pids) for i, gpu in enumerate(gpus)}
 
 
+def occupants(gpus: Sequence[Gpu], nvml: Any = None) -> str:
+    """Which GPUs other processes use now, for people; empty where none is known to.
+
+    Args:
+        gpus: those to be used.
+        nvml: stands in for ``pynvml``, initialised; for tests.
+
+    """
+    found = conditions(gpus, frozenset({os.getpid()}), nvml)
+    busy = [
+        f"{gpu.uuid} ({gpu.name}) is used by process {', '.join(map(str, state))}"
+        for gpu, condition in zip(gpus, found.values(), strict=False)
+        if (state := condition.get("foreign_processes"))
+    ]
+    return "; ".join(busy)
+
+
 def used_gib(gpus: Sequence[Gpu], nvml: Any = None) -> list[float]:
     """Memory in use on each GPU now, read from the driver anew."""
     if not gpus:

@@ -6,6 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from perfsearch.core.option import option
 from perfsearch.core.steps import Statistic
@@ -152,6 +153,9 @@ class Limits:
             trial still counts as the same computation. Where that loss is below 1 it is absolute,
             but at most 5% of the largest of them; what the loss's type can tell (0.8% in
             bfloat16) is allowed in any case.
+        lock_directory: where searches lock the devices that they use, one directory for all users
+            of the host; ``null`` is the variable PERFSEARCH_LOCK_DIRECTORY, or
+            /tmp/perfsearch-locks.
 
     """
 
@@ -160,3 +164,4 @@ class Limits:
     grace_s: float = option(10.0, low=0)
     consecutive_failures: int = option(8, low=1)
     loss_tolerance: float = option(1e-3, above=0)
+    lock_directory: Path | None = None

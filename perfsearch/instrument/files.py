@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.locks import lock, unlock
 from perfsearch.instrument.patching import after_import, wrap
 from perfsearch.instrument.undo import ORDERS, RECORD, Deed, Entry
 
@@ -120,14 +121,12 @@ class Record:
         """Keep the other processes and threads out, and learn what they have written."""
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)  # of this opening: a fork has its own
+            lock(descriptor)  # of this opening: a fork has its own
             self._learn(descriptor)
             self._open = descriptor
             yield
         finally:
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # though a fork may still have it open
+            unlock(descriptor)
             os.close(descriptor)
 
     def say(self, deed: Deed, path: str = "", **more: Any) -> None:

@@ -7,7 +7,6 @@ that starts are forked from, or a later search in the same directory reads it ba
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core.files import write_json
+from perfsearch.core.locks import lock
 from perfsearch.workers import processes
 
 ROOM = ".perfsearch-undo"
@@ -526,8 +526,7 @@ def _held(room: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor)
         yield (room / _OWNER).exists()
     finally:
         os.close(descriptor)

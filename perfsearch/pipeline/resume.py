@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import os
 import re
-import tempfile
+import stat
 import time
 import uuid
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from perfsearch.core import command
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.journal import JOURNAL, Event, Journal, legible, measured_as, read
 from perfsearch.core.knob import Value, same_value
+from perfsearch.core.locks import lock
 from perfsearch.core.narrow import is_auto
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Purpose, Status, Trial
@@ -380,29 +380,54 @@ class LockError(BadInputError):
 
 
 @contextmanager
-def run_directory_lock(run_dir: Path) -> Iterator[None]:
+def run_directory_lock(run_dir: Path, warn: Callable[[str], None] = print) -> Iterator[None]:
     """Hold ``run_dir`` for as long as the context lasts.
+
+    Args:
+        run_dir: the directory.
+        warn: called with a line to show where its file system has no locks.
 
     Raises:
         LockError: another process works in it.
 
     """
-    with _locked(run_dir / ".lock", None) as holder:
-        if holder:
-            raise LockError(
-                f"run_dir={run_dir}: process {holder} is running this search, or uploading it to "
-                "MLflow. Wait for it, or set run_dir to another directory."
+
+    def refuse(holder: str) -> None:
+        raise LockError(
+            f"run_dir={run_dir}: process {holder} is running this search, or uploading it to "
+            "MLflow. Wait for it, or set run_dir to another directory."
+        )
+
+    with _locked(run_dir / ".lock", refuse) as locked:
+        if not locked:
+            warn(
+                f"{run_dir}: its file system has no locks, so that nothing keeps a second search "
+                "out of this directory. Set run_dir to a directory of another file system, or see "
+                "to it that none is started in it"
             )
         yield
 
 
+LOCKS_VARIABLE = "PERFSEARCH_LOCK_DIRECTORY"
+"""Environment variable for ``limits.lock_directory`` where that is not set."""
+
+LOCKS = Path("/tmp/perfsearch-locks")
+"""Where searches of all users of a host lock its devices, whatever ``TMPDIR`` each of them has."""
+
+
 @contextmanager
-def device_lock(device_set: str, on_wait: Callable[[str], None]) -> Iterator[None]:
+def device_lock(
+    device_set: str, on_wait: Callable[[str], None], directory: Path | None = None
+) -> Iterator[None]:
     """Hold every device of ``device_set`` (names apart by commas), waiting for its turn.
 
     Args:
         device_set: empty for nothing to hold.
         on_wait: called once for each device with a line to show, before waiting for it.
+        directory: ``limits.lock_directory``.
+
+    Raises:
+        LockError: there is no place for the locks.
 
     """
     devices = sorted({name for name in device_set.split(",") if name})
@@ -411,45 +436,79 @@ def device_lock(device_set: str, on_wait: Callable[[str], None]) -> Iterator[Non
         return
     # Sorted order, so that two searches over overlapping sets cannot wait for each other.
     first, rest = devices[0], ",".join(devices[1:])
-    with (
-        _locked(_lock_file(first), lambda pid: on_wait(_waiting(first, pid))),
-        device_lock(rest, on_wait),
-    ):
-        yield
+    file = _lock_file(first, directory)
+
+    def wait(pid: str) -> None:
+        on_wait(f"waiting for {first}: the search of process {pid} is using it")
+
+    with _locked(file, wait) as locked:
+        if not locked:
+            raise LockError(f"{file.parent}: its file system has no locks. {_OTHER_PLACE}")
+        with device_lock(rest, on_wait, directory):
+            yield
 
 
-def _waiting(device: str, pid: str) -> str:
-    return f"waiting for {device}: the search of process {pid} is using it"
+_OTHER_PLACE = (
+    "Searches on the same devices must wait for each other: set limits.lock_directory to a "
+    "directory of this host that all of them can write"
+)
 
 
-def _lock_file(device: str) -> Path:
-    directory = Path(tempfile.gettempdir()) / f"perfsearch-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    if directory.lstat().st_uid != os.getuid():  # nor a link that another user laid
-        raise LockError(f"{directory} belongs to another user; set TMPDIR to a directory of yours.")
+def _lock_file(device: str, asked: Path | None) -> Path:
+    directory = asked or Path(os.environ.get(LOCKS_VARIABLE) or LOCKS)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        made = directory.lstat()
+        if stat.S_ISLNK(made.st_mode) and made.st_uid not in (os.getuid(), 0):
+            raise LockError(f"{directory} is a link of another user's. {_OTHER_PLACE}")
+        if directory == LOCKS and made.st_uid == os.getuid():
+            directory.chmod(0o1777)  # every user's, and nobody takes another's files away
+    except OSError as error:
+        raise LockError(f"{directory} cannot be made: {error.strerror}. {_OTHER_PLACE}") from error
     return directory / f"{hashlib.sha256(device.encode()).hexdigest()[:16]}.lock"
 
 
+def _open_lock(path: Path) -> int:
+    """Open a lock's file, which is made where there is none.
+
+    Another user's is not opened as one that could be made: in a directory of all users that is
+    refused (``fs.protected_regular``).
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags)
+    except FileNotFoundError:
+        pass
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:  # made in between
+        return os.open(path, flags)
+    if path.parent == LOCKS:
+        os.fchmod(descriptor, 0o666)
+    return descriptor
+
+
 @contextmanager
-def _locked(path: Path, wait: Callable[[str], None] | None) -> Iterator[str]:
-    """Hold ``path``; without ``wait`` yield the holder's pid instead of waiting for it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    holder = ""
+def _locked(path: Path, wait: Callable[[str], None]) -> Iterator[bool]:
+    """Hold ``path``; ``wait`` is told the holder's pid before it is waited for.
+
+    Yields whether it is held: ``False`` where the file system has no locks.
+    """
+    try:
+        descriptor = _open_lock(path)
+    except OSError as error:
+        raise LockError(f"{path}: cannot be opened: {error.strerror}.") from error
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = lock(descriptor, wait=False)
         except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode().strip() or "another"
-            if wait is not None:
-                wait(holder)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                holder = ""
-        if not holder:
+            wait(os.pread(descriptor, 32, 0).decode().strip() or "another")
+            locked = lock(descriptor)
+        try:
             os.ftruncate(descriptor, 0)
-            try:
-                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-            except OSError as error:
-                raise LockError(f"{path}: cannot be written: {error.strerror}.") from error
-        yield holder
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            raise LockError(f"{path}: cannot be written: {error.strerror}.") from error
+        yield locked
     finally:
         os.close(descriptor)

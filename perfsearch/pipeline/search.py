@@ -22,6 +22,7 @@ from perfsearch import runners, strategies
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import Settings, default_run_dir
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.hardware import occupants
 from perfsearch.core.hints import Hints
 from perfsearch.core.journal import JOURNAL, JournalWriteError
 from perfsearch.core.narrow import is_auto
@@ -332,8 +333,12 @@ def _open(
     if directory != asked.absolute():
         view.note(f"{asked} holds a finished search; this one is in {directory}")
     directory.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(run_directory_lock(directory))
-    stack.enter_context(device_lock(_device_set(runner), view.note))
+    stack.enter_context(run_directory_lock(directory, view.warning))
+    places = settings.limits.lock_directory
+    stack.enter_context(device_lock(_device_set(runner), view.note, places))
+    occupied = occupants(runner.hardware.gpus) if isinstance(runner, HoldsDevices) else ""
+    if occupied:  # no search of this host, as that would hold the lock
+        view.warning(f"{occupied}: what runs beside it is measured too. Wait for it, or end it")
     for caution in runner.cautions:
         view.warning(caution)
     runner.open(directory)

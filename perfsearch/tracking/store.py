@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import platform
@@ -25,6 +24,7 @@ from uuid import uuid4
 
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.journal import Event
+from perfsearch.core.locks import lock
 from perfsearch.core.trial import Trial
 from perfsearch.tracking import names
 from perfsearch.tracking.names import Redactor
@@ -541,7 +541,7 @@ def _initialising(location: StoreLocation) -> Iterator[Path | None]:
     directory.mkdir(parents=True, exist_ok=True)
     handle = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        lock(handle)
         yield Path(path) if "?" not in path else None
     finally:
         os.close(handle)

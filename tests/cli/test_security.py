@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 from pathlib import Path
 
 import pytest
@@ -184,12 +183,25 @@ def test_torchs_launcher_leaves_its_logs_where_they_are_removed(tmp_path):
         assert config.logs_specs.root_log_dir == str(tmp_path / "torch")
 
 
-def test_locks_are_not_laid_in_another_users_directory(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with device_lock("cpu", lambda line: None):
-        made = tmp_path / f"perfsearch-{os.getuid()}"
-        assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    monkeypatch.setattr(os, "getuid", lambda: 4242)
-    (tmp_path / "perfsearch-4242").symlink_to(made)
-    with pytest.raises(LockError, match="belongs to another user"), device_lock("cpu", print):
+def test_locks_are_not_laid_behind_another_users_link(monkeypatch, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "locks").symlink_to(tmp_path / "theirs")
+    with device_lock("cpu", print, tmp_path / "locks"):
+        pass  # one of our own
+    (tmp_path / "file").touch()
+    for lock in (tmp_path / "theirs").iterdir():
+        lock.unlink()
+        lock.symlink_to(tmp_path / "file")
+    with (
+        pytest.raises(LockError, match="cannot be opened"),
+        device_lock("cpu", print, tmp_path / "theirs"),
+    ):
         pass
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    link = os.lstat(tmp_path / "locks").st_uid
+    if link:  # root's are trusted
+        with (
+            pytest.raises(LockError, match="another user"),
+            device_lock("cpu", print, tmp_path / "locks"),
+        ):
+            pass
