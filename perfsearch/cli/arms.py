@@ -11,14 +11,10 @@ import re
 import shlex
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.narrow import SEARCH
@@ -246,28 +242,6 @@ def _is_of(settings: Settings, arm: Arm) -> bool:
 
 # -----------------------------------------------------------------------------
 # Where arms that are not the files as they are have theirs, for as long as they are measured.
-
-_PREFIX = "perfsearch-compare-"
-
-
-@contextmanager
-def temporary_directory() -> Iterator[Path]:
-    """A directory that is removed at the end; those that killed comparisons left go, too."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        pid = left.name.removeprefix(_PREFIX).partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)) and left.owner() == _me():
-            shutil.rmtree(left, ignore_errors=True)
-    directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _me() -> str:
-    import pwd
-
-    return pwd.getpwuid(os.getuid()).pw_name
 
 
 def check_out(revision: str, directory: Path) -> Path:

@@ -173,8 +173,9 @@ class Baseline:
 
 
 def _compare(asked: argparse.Namespace) -> int:
-    from perfsearch.cli.arms import Workshop, parse_arms, temporary_directory
+    from perfsearch.cli.arms import Workshop, parse_arms
     from perfsearch.cli.view import open_view
+    from perfsearch.core.files import remove_left_directories, temporary_directory
     from perfsearch.instrument.undo import UserFiles
     from perfsearch.pipeline.compare import Question, compare
     from perfsearch.runners._arms import Arms
@@ -196,6 +197,7 @@ def _compare(asked: argparse.Namespace) -> int:
         seconds=asked.budget_seconds,
         json_file=asked.json,
     )
+    remove_left_directories()
     with temporary_directory() as directory:
         stores = store_files(settings)
         workshop = Workshop(environment, options, stores, UserFiles(), directory, asked.link or [])

@@ -1,28 +1,36 @@
-"""Files that are either whole or not there: the one atomic write of the project."""
+"""Files that are either whole or not there, and directories that go with their process."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.locks import lock
 
-def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file in one move; its directory is made where there is none.
+
+def write_text(path: Path, text: str, *, durable: bool = False, make: bool = True) -> None:
+    """Replace a file in one move.
 
     Args:
         path: the file.
         text: its content, written as UTF-8 with line ends as they are.
         durable: whether it is on disk when this returns. Without, a crash of the machine may lose
             it; one of the process never does.
+        make: whether its directory is made where there is none.
 
     Raises:
         OSError: it cannot be written; the old file is then unchanged.
 
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if make:
+        path.parent.mkdir(parents=True, exist_ok=True)
     # Beside the file, as a move between file systems is a copy; its name ends otherwise, so that
     # no pattern for the finished files finds it.
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -68,3 +76,66 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# -----------------------------------------------------------------------------
+# Temporary directories, whose owner holds a lock in each: what a killed process leaves can be told.
+
+_PREFIX = "perfsearch-"
+_OWNER = "owner.lock"
+_owned: dict[Path, int] = {}
+
+
+def make_temporary_directory(base: str | None = None) -> Path:
+    """A new directory of this user's own, until ``remove_temporary_directory``.
+
+    Args:
+        base: where; by default among the temporary files.
+
+    """
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    draft = directory / f".{_OWNER}"
+    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if lock(descriptor):
+        draft.rename(directory / _OWNER)  # under this name it is never seen unlocked
+        _owned[directory] = descriptor
+    else:
+        os.close(descriptor)
+        draft.unlink()
+    return directory
+
+
+def remove_temporary_directory(directory: Path) -> None:
+    """Remove it with all that is in it."""
+    shutil.rmtree(directory, ignore_errors=True)
+    descriptor = _owned.pop(directory, None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+@contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """A directory for as long as the context lasts."""
+    directory = make_temporary_directory()
+    try:
+        yield directory
+    finally:
+        remove_temporary_directory(directory)
+
+
+def remove_left_directories() -> int:
+    """Remove those of processes that were killed; return how many there were."""
+    removed = 0
+    for base in {tempfile.gettempdir(), "/tmp"}:
+        for owner in Path(base).glob(f"{_PREFIX}*/{_OWNER}"):
+            if owner.parent in _owned:
+                continue
+            with suppress(OSError):  # another user's, or held
+                descriptor = os.open(owner, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    if lock(descriptor, wait=False):
+                        shutil.rmtree(owner.parent, ignore_errors=True)
+                        removed += 1
+                finally:
+                    os.close(descriptor)
+    return removed

@@ -17,7 +17,7 @@ from typing import Any
 from perfsearch.core.option import option
 from perfsearch.core.trial import Measurement
 from perfsearch.core.units import GIB, MEGA
-from perfsearch.metrics.slow_steps import SLOW_STEPS, Cause, slow_steps, told
+from perfsearch.metrics.slow_steps import SLOW_STEPS, THROTTLED, Cause, slow_steps, told
 from perfsearch.metrics.throughput import mfu_of
 
 
@@ -219,6 +219,23 @@ def _memory(facts: Facts) -> Finding | None:
         Severity.HIGH,
         ", ".join(words),
         "Use a smaller micro-batch with more accumulation, activation checkpointing, or sharding.",
+    )
+
+
+_QUOTA_MODERATE_PERCENT = 5.0
+_QUOTA_HIGH_PERCENT = 20.0
+
+
+def _quota(facts: Facts) -> Finding | None:
+    """A job that its container's CPU quota stops. Each processor that is stopped counts."""
+    held = facts.system(THROTTLED) or 0.0
+    if held < _QUOTA_MODERATE_PERCENT:
+        return None
+    return Finding(
+        "cpu_quota",
+        Severity.HIGH if held >= _QUOTA_HIGH_PERCENT else Severity.MODERATE,
+        f"the CPU quota of the container stopped processes for {held:.0f}% of the time (cpu.stat)",
+        "Raise the quota, or start fewer threads and loader processes than it has processors for.",
     )
 
 
@@ -647,6 +664,7 @@ _OF_SLOW_STEPS = {
 
 _RULES: tuple[Callable[[Facts], Finding | None], ...] = (
     _memory,
+    _quota,
     _input,
     _copy,
     straggler,

@@ -15,7 +15,7 @@ from perfsearch.tracking.store import (
     Client,
     StoreLocation,
     connect,
-    is_reachable,
+    why_unreachable,
     without_credentials,
 )
 
@@ -92,8 +92,9 @@ class PriorSearches:
 
     def __init__(self, location: StoreLocation) -> None:
         self._where = without_credentials(location.uri)
-        if location.is_server and not is_reachable(location.uri):
-            raise StoreError(f"nothing answers at {self._where}")
+        why = why_unreachable(location.uri) if location.is_server else ""
+        if why:
+            raise StoreError(why)
         with self._asking():
             self._client: Client = connect(location)
 

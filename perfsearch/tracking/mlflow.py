@@ -75,6 +75,7 @@ class Tracker:
         self._before: list[Event] = []
         self._opened = False
         self._warned = False
+        self._why = ""
 
     @property
     def destination(self) -> Mapping[str, str]:
@@ -116,8 +117,9 @@ class Tracker:
         self._writer = None
         if not self.complete:
             _log.warning(
-                "MLflow does not have all of this search yet; nothing is lost. "
+                "MLflow does not have all of this search yet%s; nothing is lost. "
                 "Upload the rest with: perfsearch-sync %s",
+                f" ({self._why})" if self._why else "",
                 self.run_dir,
             )
 
@@ -128,9 +130,9 @@ class Tracker:
     def how_to_open(self) -> str:
         """The command that opens MLflow's UI on the store, or the address of a server.
 
-        Empty where the store took nothing of the search, so that there is nothing to look at.
+        Empty where the store took nothing of the search, or is gone: there is nothing to look at.
         """
-        if not self._store.has_run:
+        if not self._store.has_run or self.location.is_gone:
             return ""
         return how_to_open(self.location, self._store.experiment_id)
 
@@ -155,13 +157,14 @@ class Tracker:
             self._warn(f"it has not answered for {silent_s:.0f} s")
 
     def _warn(self, why: str) -> None:
+        self._why = self._redact.text(why)
         if not self._warned:
             self._warned = True
             _log.warning(
                 "the MLflow store %s is not available (%s). The search goes on; results are kept "
                 "in %s and uploaded later",
                 without_credentials(self.location.uri),
-                self._redact.text(why),
+                self._why,
                 self.run_dir,
             )
 
@@ -235,7 +238,8 @@ class Writer:
     def _is_reachable(self) -> bool:
         try:
             self._store.check_reachable()
-        except ConnectionError:
+        except ConnectionError as error:
+            self._failed(str(error))
             return False
         return True
 
@@ -289,7 +293,8 @@ class Writer:
             except Exception as error:  # the search must not end because its view does
                 self._store.forget()
                 lines = str(error).splitlines()
-                self._failed(f"{type(error).__name__}: {lines[0] if lines else ''}")
+                kind = "" if isinstance(error, ConnectionError) else f"{type(error).__name__}: "
+                self._failed(f"{kind}{lines[0] if lines else ''}")
                 _log.debug("writing %s failed", item.what, exc_info=True)
                 if not self._store.alive():
                     return False

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import atexit
+import http.client
 import logging
 import os
 import platform
 import re
 import shlex
 import shutil
-import socket
+import ssl
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from glob import escape
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.files import (
+    make_temporary_directory,
+    remove_temporary_directory,
+    temporary_directory,
+)
 from perfsearch.core.journal import Event
 from perfsearch.core.locks import lock
 from perfsearch.core.trial import Trial
@@ -112,11 +121,14 @@ class Store:
         """Fail at once where MLflow itself would try again for minutes.
 
         Raises:
-            ConnectionError: nothing listens at the server's address.
+            ConnectionError: the server does not answer as one that works, or the database is gone.
 
         """
-        if self.location.is_server and not is_reachable(self.location.uri):
-            raise ConnectionError("nothing answers at its address")
+        why = why_unreachable(self.location.uri) if self.location.is_server else ""
+        if self._client is not None and self.location.is_gone:
+            why = f"{self.location.database} is gone"
+        if why:
+            raise ConnectionError(why)
 
     @property
     def client(self) -> Client:
@@ -278,8 +290,8 @@ class Store:
             self._upload(run_id, re.sub(r"[^\w.-]", "_", key) + ".txt", value.encode(), "long")
 
     def _upload(self, run_id: str, name: str, content: bytes, folder: str) -> None:
-        with tempfile.TemporaryDirectory(prefix="perfsearch-") as directory:
-            copy = Path(directory) / name
+        with temporary_directory() as directory:
+            copy = directory / name
             copy.write_bytes(self._redact.data(content))
             self.client.upload(run_id, copy, None if folder in ("", ".") else folder)
 
@@ -345,12 +357,30 @@ class StoreLocation:
         return self.uri.startswith(("http://", "https://"))
 
     @property
+    def database(self) -> Path | None:
+        """The file of a database; its directory may have any name, and a query follows the file."""
+        if not self.uri.startswith("sqlite:///"):
+            return None
+        folder, _, name = self.uri.removeprefix("sqlite:///").rpartition("/")
+        return Path(folder or "/") / name.partition("?")[0]
+
+    @property
+    def query(self) -> str:
+        """What follows the file of a database, for SQLAlchemy."""
+        return self.uri.rpartition("/")[2].partition("?")[2]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is a database whose file is not there."""
+        return self.database is not None and not self.query and not self.database.exists()
+
+    @property
     def files(self) -> list[Path]:
         """Files and directories of this host that MLflow writes to."""
         found = []
-        if self.uri.startswith("sqlite:///"):
-            database = self.uri.removeprefix("sqlite:///")
-            found += [Path(database + ending) for ending in ("", "-journal", "-wal", "-shm")]
+        if self.database is not None:
+            endings = ("", "-journal", "-wal", "-shm")
+            found += [Path(f"{self.database}{ending}") for ending in endings]
         for place in (self.uri, self.artifact_location or ""):
             if place.startswith("file:"):
                 found.append(Path(urllib.request.url2pathname(urllib.parse.urlparse(place).path)))
@@ -378,9 +408,10 @@ def locate(uri: str | None, directory: Path | None = None) -> StoreLocation:
                 f"tracking.uri={uri}: not a database file. Use sqlite:///mlflow.db or an absolute "
                 "sqlite:////path/mlflow.db."
             )
-        file = base / path
-        _require_usable(uri, file)
-        return StoreLocation(f"sqlite:///{file}", (file.parent / "mlruns").as_uri())
+        found = StoreLocation(f"sqlite:///{base / path}", None)
+        assert found.database is not None
+        _require_usable(uri, found.database)
+        return replace(found, artifact_location=(found.database.parent / "mlruns").as_uri())
     is_path = scheme is None and uri not in ("databricks", "databricks-uc")
     if is_path or uri.startswith("file:"):
         if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("1", "true"):
@@ -458,26 +489,82 @@ def how_to_open(location: StoreLocation, experiment_id: str | None = None) -> st
     if location.is_server:
         return f"{shown.rstrip('/')}/#/experiments/{experiment_id or ''}"
     program = ["mlflow"] if shutil.which("mlflow") else [sys.executable, "-m", "mlflow"]
-    return shlex.join([*program, "ui", "--backend-store-uri", shown])
+    words = [*program, "ui", "--backend-store-uri"]
+    database = location.database
+    if database is not None and _is_odd(database.parent):
+        here = shlex.join(["cd", str(database.parent)])
+        return f"{here} && {shlex.join([*words, f'sqlite:///{database.name}'])}"
+    return shlex.join([*words, shown])
 
 
-def is_reachable(uri: str, timeout_s: float = 3.0) -> bool:
-    """Whether the server's port takes connections; behind a proxy that cannot be told so."""
+_PATIENCE_S = 3.0
+"""How long a server may take to say that it works."""
+
+_DOWN = (407, 502, 503, 504)
+"""What proxies, and servers that cannot work now, answer; MLflow would ask again for minutes."""
+
+
+def why_unreachable(uri: str, timeout_s: float = _PATIENCE_S) -> str:
+    """Why a server cannot be used now, asked as MLflow asks but once; empty where it can.
+
+    Whatever else it answers, such as that it wants a password, is for MLflow to tell.
+    """
     parts = urllib.parse.urlsplit(uri)
+    shown, proxy = without_credentials(uri), _proxy_of(parts)
+    through = f" through the proxy {without_credentials(proxy)}" if proxy else ""
+    if proxy and not proxy.startswith(("http://", "https://")):
+        return ""  # one that only MLflow's client can use
+    plain = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
+    asked = urllib.request.Request(
+        plain._replace(path=f"{parts.path.rstrip('/')}/health").geturl(),
+        headers={"User-Agent": "perfsearch"},
+    )
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({parts.scheme: proxy} if proxy else {}),
+        urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
+        _NoRedirects,
+    )
+    try:
+        opener.open(asked, timeout=timeout_s).close()
+    except urllib.error.HTTPError as error:
+        return f"{shown} answers {error.code} {error.reason}{through}" * (error.code in _DOWN)
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            return f"{shown} has not answered within {timeout_s:g} s{through}"
+        if proxy:
+            return f"{shown} cannot be reached{through}: {reason}. Past it goes no_proxy=HOST"
+        if isinstance(reason, ssl.SSLError | http.client.HTTPException):
+            return ""
+        return f"nothing answers at {shown} ({reason})"
+    return ""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Takes a redirect as the answer."""
+
+    def redirect_request(self, *args: Any) -> None:
+        """Nothing else is asked."""
+
+
+def _proxy_of(parts: urllib.parse.SplitResult) -> str:
+    """The proxy by which a server is reached; empty for none."""
     host = parts.hostname or ""
-    proxied = parts.scheme in urllib.request.getproxies()
-    if proxied and not urllib.request.proxy_bypass(host):
-        return True
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    with suppress(OSError), socket.create_connection((host, port), timeout=timeout_s):
-        return True
-    return False
+    if _is_local(host) or urllib.request.proxy_bypass(host):
+        return ""
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all", "")
+    return proxy if "://" in proxy or not proxy else f"http://{proxy}"
+
+
+def _is_local(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 # -----------------------------------------------------------------------------
 # MLflow's client of a store.
 
-_QUIET = ("mlflow", "alembic")
+_QUIET = ("mlflow", "alembic", "sqlalchemy")
 
 
 def connect(location: StoreLocation) -> Client:
@@ -488,18 +575,77 @@ def connect(location: StoreLocation) -> Client:
         Exception: whatever the store raises when it cannot be opened.
 
     """
-    from mlflow.tracking import MlflowClient
+    with _some_home():
+        from mlflow.tracking import MlflowClient
 
     for name in _QUIET:
-        # Their news (tables created, migrations run) would tear the terminal's live view.
-        logger = logging.getLogger(name)
-        logger.setLevel(max(logging.WARNING, logger.level))
+        # Their news (tables created, migrations run) would tear the terminal's live view, and what
+        # fails is raised as well: a store that is gone would else be thousands of lines.
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    uri = location.uri
+    if location.database is not None:
+        uri = _sqlite(location.database, location.query)
+    _keep_from_proxies(location)
     with _initialising(location) as file:
         if file is not None and not file.exists():
             _make(file)
-        client = MlflowClient(tracking_uri=location.uri)
+        client = MlflowClient(tracking_uri=uri)
         client.search_experiments(max_results=1)
     return Client(client)
+
+
+def _is_odd(directory: Path) -> bool:
+    """Whether a URI with the directory's name might mean another one.
+
+    SQLAlchemy takes some characters of a path as signs, which of them depends on its version.
+    """
+    return any(sign in str(directory) for sign in "%?#")
+
+
+def _sqlite(file: Path, query: str = "") -> str:
+    """The URI of a database for SQLAlchemy, by a link where the directory has an odd name."""
+    directory = _link_to(file.parent) if _is_odd(file.parent) else file.parent
+    return f"sqlite:///{directory / file.name}" + (f"?{query}" if query else "")
+
+
+@cache
+def _link_to(directory: Path) -> Path:
+    """A link to the directory that is there as long as this process."""
+    base = tempfile.gettempdir()
+    own = make_temporary_directory("/tmp" if _is_odd(Path(base)) else base)
+    atexit.register(remove_temporary_directory, own)
+    link = own / "store"
+    link.symlink_to(directory)
+    return link
+
+
+def _keep_from_proxies(location: StoreLocation) -> None:
+    """Have MLflow reach a server of this host itself, whatever proxy the environment names."""
+    host = urllib.parse.urlsplit(location.uri).hostname or ""
+    if not (location.is_server and _is_local(host)):
+        return
+    for name in ("no_proxy", "NO_PROXY"):
+        known = os.environ.get(name, "")
+        if name == "no_proxy" and not known:
+            known = os.environ.get("NO_PROXY", "")
+        if host not in known.split(","):
+            os.environ[name] = ",".join(filter(None, [known, host]))
+
+
+@contextmanager
+def _some_home() -> Iterator[None]:
+    """Give a user without HOME and without an entry in the password file a home meanwhile.
+
+    MLflow looks for one when it is imported, and fails where there is none.
+    """
+    if os.path.expanduser("~") != "~":
+        yield
+        return
+    os.environ["HOME"] = tempfile.gettempdir()
+    try:
+        yield
+    finally:
+        os.environ.pop("HOME", None)
 
 
 def _make(file: Path) -> None:
@@ -514,7 +660,7 @@ def _make(file: Path) -> None:
         left.unlink()  # of one that was killed
     # MLflow keeps a connection to each path that it ever opened, so no path is used twice.
     new = file.with_name(f".{file.name}.{uuid4().hex}.new")
-    client = MlflowClient(tracking_uri=f"sqlite:///{new}")
+    client = MlflowClient(tracking_uri=_sqlite(new))
     client.search_experiments(max_results=1)
     # closed before the file is moved; no public function of MLflow's does it
     store = getattr(getattr(client, "_tracking_client", None), "store", None)
@@ -533,16 +679,15 @@ def _initialising(location: StoreLocation) -> Iterator[Path | None]:
 
     Yields the file, ``None`` for a store that is none.
     """
-    path = location.uri.removeprefix("sqlite:///")
-    if path == location.uri:
+    if location.database is None:
         yield None
         return
-    directory = Path(path).parent
+    directory = location.database.parent
     directory.mkdir(parents=True, exist_ok=True)
     handle = os.open(directory, os.O_RDONLY)
     try:
         lock(handle)
-        yield Path(path) if "?" not in path else None
+        yield None if location.query else location.database
     finally:
         os.close(handle)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib
 import json
@@ -108,8 +109,10 @@ def _reap(directories: dict[int, Path]) -> None:
         if not pid:
             return
         directory = directories.pop(pid, None)  # none of an orphan that came to this process
-        if directory is not None and directory.exists():
-            write_text(directory / EXIT_FILE, str(os.waitstatus_to_exitcode(status)))
+        if directory is not None:
+            with contextlib.suppress(FileNotFoundError):  # the group is gone
+                code = os.waitstatus_to_exitcode(status)
+                write_text(directory / EXIT_FILE, str(code), make=False)
 
 
 def _become_subreaper() -> None:

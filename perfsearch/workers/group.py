@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import shlex
-import shutil
 import subprocess
 import time
 import uuid
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from perfsearch.core import hardware
+from perfsearch.core.files import remove_temporary_directory
 from perfsearch.core.hardware import Gpu, GroupSpec
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
@@ -404,7 +404,7 @@ class RankGroup(ABC):
             if self._gpus:
                 hardware.wait_until_free(self._gpus, self._used_before, self._limits.grace_s)
         self._launch.forget()
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_temporary_directory(directory)
         self.process = self.directory = None  # only now: an interrupt leaves it to be ended again
 
     @abstractmethod

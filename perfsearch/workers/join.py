@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from perfsearch.core.files import make_temporary_directory, remove_temporary_directory
 from perfsearch.core.hardware import GroupSpec
 from perfsearch.core.python import module_command
 from perfsearch.workers import processes
@@ -62,7 +61,7 @@ def serve_one(options: argparse.Namespace) -> None:
         interface=options.interface,
     )
     token = uuid.uuid4().hex
-    directory = Path(tempfile.mkdtemp(prefix="perfsearch-"))
+    directory = make_temporary_directory()
     logs = options.logs.absolute()
     logs.mkdir(parents=True, exist_ok=True)
     pid = os.getpid()
@@ -83,7 +82,7 @@ def serve_one(options: argparse.Namespace) -> None:
             )
     finally:
         processes.end_all(token, grace_s=2.0)
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_temporary_directory(directory)
 
 
 def main(arguments: Sequence[str]) -> int:

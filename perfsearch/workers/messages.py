@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.files import make_temporary_directory
 from perfsearch.core.hardware import GroupSpec
 
 TOKEN_VARIABLE = "PERFSEARCH_GROUP"
@@ -187,7 +188,7 @@ def socket_directory() -> Path:
     """A new directory of this user's own, whose path is short enough for sockets in it."""
     base = tempfile.gettempdir()
     base = base if len(base) < _MAX_DIRECTORY else "/tmp"
-    return Path(tempfile.mkdtemp(prefix="perfsearch-", dir=base))
+    return make_temporary_directory(base)
 
 
 def short_temporary_directory(environment: Mapping[str, str], directory: Path) -> dict[str, str]:

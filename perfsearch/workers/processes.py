@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from perfsearch.core.files import write_text
+from perfsearch.core.files import remove_left_directories, write_text
 from perfsearch.workers.messages import TOKEN_VARIABLE
 
 _KILL_ROUNDS = 50
@@ -161,9 +161,10 @@ def reap_groups(run_dir: Path, grace_s: float = 2.0) -> int:
     Processes are found by the token in their environment, so that a reused pid is never hit and
     one that was started just before the end is not missed.
     Groups of other hosts that share the directory, and those of another controller that is still
-    alive, are left alone.
+    alive, are left alone. Temporary directories of killed processes go, whatever they ran.
     """
     ended = 0
+    remove_left_directories()
     for path in sorted((run_dir / _DIRECTORY).glob("*.json")):
         try:
             entry = json.loads(path.read_text())

@@ -1,7 +1,6 @@
 """What ``perfsearch compare`` understands of the words that it is given."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +14,9 @@ from perfsearch.cli.arms import (
     check_out,
     parse_arms,
     parse_command,
-    temporary_directory,
 )
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.files import temporary_directory
 from perfsearch.core.hardware import Environment
 from perfsearch.instrument.undo import UserFiles
 
@@ -220,14 +219,3 @@ def test_a_revision_that_is_not_there_is_named(repository, revision):
 def test_without_a_repository_there_are_no_commits(here):
     with pytest.raises(BadInputError, match="git:HEAD: git rev-parse: fatal: not a git repository"):
         check_out("HEAD", here / "out")
-
-
-def test_what_a_killed_comparison_left_is_removed_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    left, runs = (tmp_path / f"perfsearch-compare-{pid}-x" for pid in (gone.pid, os.getpid()))
-    left.mkdir()
-    runs.mkdir()
-    with temporary_directory() as directory:
-        assert directory.is_dir() and not left.exists() and runs.exists()

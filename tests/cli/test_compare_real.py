@@ -45,7 +45,7 @@ def compared(here, *words):
 
 
 def left_of_worktrees():
-    return list(Path(os.environ["TMPDIR"]).glob("perfsearch-compare-*"))
+    return list(Path(os.environ["TMPDIR"]).glob("perfsearch-*/owner.lock"))
 
 
 def found(here):

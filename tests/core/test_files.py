@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +56,36 @@ def test_no_other_function_writes_a_file_and_moves_it_into_place() -> None:
                 if moves and writes:
                     found.append(f"{path.stem}.{node.name}")
     assert found == ["files.write_text"]
+
+
+KILLED = """
+import os, signal, sys
+from perfsearch.core.files import make_temporary_directory
+print(make_temporary_directory(), make_temporary_directory(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_directories_of_killed_processes_go_and_those_of_others_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    mine = files.make_temporary_directory()
+    alive = subprocess.Popen(
+        [sys.executable, "-c", KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "input()")],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    theirs = alive.stdout.readline().split()
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, check=False
+    )
+    left = killed.stdout.split()
+    (tmp_path / "perfsearch-of-a-user").mkdir()
+    assert len(left) == 2 and all(os.path.isdir(path) for path in left)
+    assert files.remove_left_directories() >= 2
+    assert not any(os.path.exists(path) for path in left)
+    assert len(theirs) == 2 and all(os.path.isdir(path) for path in [*theirs, mine])
+    assert (tmp_path / "perfsearch-of-a-user").exists()
+    alive.communicate("\n")
+    files.remove_left_directories()
+    files.remove_temporary_directory(mine)
+    assert [path.name for path in tmp_path.iterdir()] == ["perfsearch-of-a-user"]

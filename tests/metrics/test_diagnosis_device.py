@@ -6,6 +6,8 @@ import pytest
 from support.diagnosis_jobs import NO_OTHER, first, job, names
 
 from perfsearch.metrics.diagnosis import Severity, diagnose
+from perfsearch.metrics.slow_steps import THROTTLED
+from perfsearch.metrics.system import cgroup_throttled_s
 
 
 def test_waiting_for_values_counts_its_calls():
@@ -100,3 +102,23 @@ def test_a_device_that_idles_in_other_work_does_not_wait_for_launches():
 def test_a_device_that_communicates_is_not_waiting_for_the_host():
     found = diagnose(job({"comm_exposed": 30.0}, bottleneck_evidence={"device_busy_ms": 70.0}))
     assert {f.name for f in found} == {"communication_bound", "launch_bound"}
+
+
+@pytest.mark.parametrize(("percent", "expected"), [(4.0, None), (6.0, "moderate"), (40.0, "high")])
+def test_a_cpu_quota_is_named(percent, expected):
+    """python/cpython#80235"""
+    measured = job({"forward": 60.0, "backward": 40.0}, system={THROTTLED: percent})
+    found = {f.name: f for f in diagnose(measured)}
+    assert found.get("cpu_quota") is None if expected is None else (
+        found["cpu_quota"].severity == expected and f"{percent:.0f}%" in found["cpu_quota"].evidence
+    )  # fmt: skip
+
+
+def test_the_quota_is_that_of_the_own_group(tmp_path):
+    own = tmp_path / "cgroup" / "jobs" / "ours"
+    own.mkdir(parents=True)
+    (own / "cpu.stat").write_text("nr_throttled 3\nthrottled_usec 2500000\n")
+    (own.parent / "other").mkdir()
+    (own.parent / "other" / "cpu.stat").write_text("throttled_usec 90000000\n")
+    (tmp_path / "self").write_text("0::/jobs/ours\n")
+    assert cgroup_throttled_s(tmp_path / "cgroup", tmp_path / "self") == 2.5

@@ -205,7 +205,7 @@ def _break_build_locks(begin: float) -> bool:
 
     """
     found = False
-    default = Path.home() / ".cache" / "torch_extensions"
+    default = os.path.expanduser("~/.cache/torch_extensions")
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
     for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
         with contextlib.suppress(FileNotFoundError):
