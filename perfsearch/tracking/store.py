@@ -622,7 +622,7 @@ def _link_to(directory: Path) -> Path:
 def _keep_from_proxies(location: StoreLocation) -> None:
     """Have MLflow reach a server of this host itself, whatever proxy the environment names."""
     host = urllib.parse.urlsplit(location.uri).hostname or ""
-    if not (location.is_server and _is_local(host)):
+    if not (location.is_server and _is_local(host) and urllib.request.getproxies()):
         return
     for name in ("no_proxy", "NO_PROXY"):
         known = os.environ.get(name, "")

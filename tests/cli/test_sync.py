@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from support.fake_server import fake_server
 from support.search_runs import LocalStore, Search, journal_in, trial
 
 from perfsearch.cli import sync
@@ -211,6 +212,15 @@ def test_a_store_that_is_down_ends_with_1(tmp_path, capsys):
     journal_in(tmp_path, "s1")
     assert sync.main([str(tmp_path), "--uri", f"http://127.0.0.1:{free_port()}"]) == 1
     assert "Nothing is lost" in capsys.readouterr().err
+
+
+def test_a_server_that_answers_503_is_told_in_one_line(tmp_path, capsys):
+    """mlflow/mlflow#545"""
+    journal_in(tmp_path, "s1")
+    with fake_server("is down") as uri:
+        assert sync.main([str(tmp_path), "--uri", uri]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and f"{uri} answers 503 Service Unavailable" in told
 
 
 def test_a_password_that_was_not_recorded_is_asked_for(store, capsys):

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.fake_server import fake_server
 from support.search_runs import Search, journal_in, measurement, trial
 
 from perfsearch.core.knob import Kind, Knob
@@ -105,6 +106,36 @@ def test_a_store_that_is_down_costs_one_warning_and_no_time(tmp_path, caplog, st
     assert len([w for w in warnings if "not available" in w]) == 1
     assert len(warnings) == 2
     assert f"perfsearch-sync {search.run_dir}" in warnings[1]
+    assert search.tracker.how_to_open() == ""
+
+
+@pytest.mark.parametrize(("mode", "says"), [("is down", "503"), ("hangs", "has not answered")])
+def test_a_server_that_cannot_work_is_told_with_the_cause(store, caplog, monkeypatch, mode, says):
+    """mlflow/mlflow#11551"""
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.5)
+    with fake_server(mode) as uri:
+        search = Search(store, uri=uri)
+        search.trials(trial(0))
+        assert not search.end(timeout_s=60)
+    first, last = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+    for told in (first, last):
+        assert uri in told and says in told
+    assert f"perfsearch-sync {search.run_dir}" in last
+
+
+def test_a_database_that_is_deleted_meanwhile_is_told_once(store, caplog, monkeypatch):
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.5)
+    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.1)
+    search = Search(store)
+    search.trials(trial(0))
+    assert search.tracker.flush(60)
+    database = search.tracker.location.database
+    database.unlink()
+    search.trials(trial(1), trial(2))
+    assert not search.end(timeout_s=60)
+    first, last = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+    assert f"{database} is gone" in first
+    assert f"perfsearch-sync {search.run_dir}" in last
     assert search.tracker.how_to_open() == ""
 
 

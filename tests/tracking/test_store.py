@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.fake_server import fake_server
 from support.search_runs import trial
 
 from perfsearch.core.journal import Event
@@ -16,13 +19,14 @@ from perfsearch.tracking.store import (
     PID,
     START,
     TrackingError,
+    _keep_from_proxies,
     connect,
     how_to_open,
     is_dead,
-    is_reachable,
     liveness_tags,
     locate,
     shown,
+    why_unreachable,
     without_credentials,
 )
 
@@ -71,21 +75,107 @@ def test_opening_names_the_store_and_hides_passwords(tmp_path):
     assert without_credentials("http://host/path") == "http://host/path"
 
 
-def test_a_port_that_nothing_listens_on_is_seen_at_once(monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY"):
+@pytest.fixture
+def no_proxy(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        ("works", ""),
+        ("wants a password", ""),  # which is for MLflow to tell
+        ("forbids", ""),
+        ("sends elsewhere", ""),
+        ("is down", "answers 503 Service Unavailable"),
+        ("hangs", "has not answered within 0.5 s"),
+    ],
+)
+def test_why_a_server_cannot_be_used_is_known_at_once(no_proxy, mode, says):
+    """mlflow/mlflow#11551, #545"""
+    with fake_server(mode) as uri:
+        patience = 0.5 if mode == "hangs" else 30.0
+        assert why_unreachable(uri, patience) == (f"{uri} {says}" if says else "")
+
+
+def test_a_port_that_nothing_listens_on_is_seen_at_once(no_proxy):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert not is_reachable(uri)
-        server.listen()
-        assert is_reachable(uri)
+        uri = f"http://me:secret@127.0.0.1:{server.getsockname()[1]}"
+        why = why_unreachable(uri, 30.0)
+        assert why.startswith("nothing answers at http://***@127.0.0.1:") and "refused" in why
 
 
-def test_behind_a_proxy_the_port_tells_nothing(monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    monkeypatch.setenv("no_proxy", "")
-    assert is_reachable("http://example.invalid")
+@pytest.mark.parametrize("name", ["http_proxy", "all_proxy"])
+def test_a_proxy_is_named_and_a_server_of_this_host_is_asked_without(no_proxy, monkeypatch, name):
+    monkeypatch.setenv(name, "http://me:secret@127.0.0.1:9")
+    why = why_unreachable("http://example.invalid", 30.0)
+    assert "http://example.invalid" in why and "through the proxy http://***@127.0.0.1:9" in why
+    with fake_server("works") as uri:
+        assert why_unreachable(uri, 30.0) == ""
+        _keep_from_proxies(locate(uri))
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "127.0.0.1"
+    with fake_server("is down") as proxy:
+        monkeypatch.setenv(name, proxy)
+        why = why_unreachable("http://example.invalid/mlflow", 30.0)
+        assert why == (
+            "http://example.invalid/mlflow answers 503 Service Unavailable through the proxy "
+            f"{proxy}"
+        )
+
+
+def test_without_a_proxy_no_environment_is_changed(no_proxy):
+    _keep_from_proxies(locate("http://localhost:5000"))
+    assert "no_proxy" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a%2Fb", "a?b", "a#b", "it's 100%?#"])
+def test_the_store_is_in_the_directory_whatever_its_name(
+    tmp_path, migrated_database, monkeypatch, name
+):
+    """cachix/devenv#2492, treeverse/dvc#2885"""
+    here = tmp_path / name
+    here.mkdir()
+    shutil.copy(migrated_database, here / "mlflow.db")
+    location = locate(None, here)
+    assert locate(location.uri, tmp_path) == location
+    assert (location.database, location.query) == (here / "mlflow.db", "")
+    client = connect(location)
+    run_id = client.create(client.experiment("exp", location), "run", 1, {})
+    (tmp_path / "note.txt").write_text("hello")
+    client.upload(run_id, tmp_path / "note.txt", None)
+    (uploaded,) = here.rglob("note.txt")
+    assert uploaded.read_text() == "hello"
+    assert {path.name for path in tmp_path.iterdir()} == {name, "note.txt"}
+    command = shlex.split(how_to_open(location))
+    assert command[:3] == ["cd", str(here), "&&"] and command[-1] == "sqlite:///mlflow.db"
+    monkeypatch.chdir(here)
+    assert connect(locate(command[-1])).run(run_id) is not None
+
+
+NO_HOME = """
+import os, pwd, sys
+from pathlib import Path
+def nobody(uid): raise KeyError(uid)
+pwd.getpwuid = nobody
+os.environ.pop("HOME", None)
+from perfsearch.tracking.store import connect, locate
+location = locate(None, Path(sys.argv[1]))
+client = connect(location)
+print(client.create(client.experiment("exp", location), "run", 1, {}), "HOME" in os.environ)
+"""
+
+
+def test_a_user_without_a_home_has_a_store(tmp_path, migrated_database):
+    """pytorch/pytorch#140765"""
+    shutil.copy(migrated_database, tmp_path / "mlflow.db")
+    done = subprocess.run(
+        [sys.executable, "-c", NO_HOME, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1] == "False"
 
 
 def test_a_kind_of_store_that_mlflow_lacks_is_refused_before_anything_starts(tmp_path):
