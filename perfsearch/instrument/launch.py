@@ -208,7 +208,7 @@ def by_python(options: argparse.Namespace, *arguments: str) -> argparse.Namespac
     """
     python = os.environ.get("PYTHON_EXEC", sys.executable)  # which is torchrun's own variable
     words = [*python_arguments(), "-m", ENTRY, *arguments]
-    changed = {"no_python": True, "module": False, "run_path": False}
+    changed: dict[str, Any] = {"no_python": True, "module": False, "run_path": False}
     changed.update(training_script=python, training_script_args=words)
     return argparse.Namespace(**{**vars(options), **changed})
 

@@ -534,7 +534,7 @@ def why_unreachable(uri: str, timeout_s: float = _PATIENCE_S) -> str:
             return f"{shown} has not answered within {timeout_s:g} s{through}"
         if proxy:
             return f"{shown} cannot be reached{through}: {reason}. Past it goes no_proxy=HOST"
-        if isinstance(reason, ssl.SSLError | http.client.HTTPException):
+        if isinstance(reason, ssl.SSLError):
             return ""
         return f"nothing answers at {shown} ({reason})"
     return ""
@@ -564,7 +564,7 @@ def _is_local(host: str) -> bool:
 # -----------------------------------------------------------------------------
 # MLflow's client of a store.
 
-_QUIET = ("mlflow", "alembic", "sqlalchemy")
+_QUIET = ("mlflow", "alembic", "sqlalchemy", "urllib3")
 
 
 def connect(location: StoreLocation) -> Client:
