@@ -8,7 +8,6 @@ import gzip
 import math
 import os
 import shutil
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ import psutil
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from perfsearch.core.files import temporary_directory
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import Finished
 from perfsearch.instrument.optimizers import OPTIMIZER
@@ -577,8 +577,8 @@ class Trace:
     def _write(self) -> None:
         self._profiler.stop()
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as directory:
-            plain = Path(directory) / "trace.json"
+        with temporary_directory() as directory:
+            plain = directory / "trace.json"
             self._profiler.export_chrome_trace(str(plain))
             with plain.open("rb") as source, gzip.open(self._file, "wb") as target:
                 shutil.copyfileobj(source, target)

@@ -11,18 +11,17 @@ import math
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 import torch
 
+from perfsearch.core.files import temporary_directory
 from perfsearch.metrics.reading import Guard
 from perfsearch.metrics.throughput import DeviceTime, device_time
 from perfsearch.training import clock
@@ -234,8 +233,8 @@ def _traced(step: TrainStep, feed: Feed, request: TrialRequest, guard: Guard) ->
 
 def _stop(profiler: Any, feed: Feed, request: TrialRequest) -> DeviceTime | None:
     profiler.stop()
-    with tempfile.TemporaryDirectory() as directory:
-        trace = Path(directory) / "trace.json"
+    with temporary_directory() as directory:
+        trace = directory / "trace.json"
         profiler.export_chrome_trace(str(trace))
         if request.trace:
             kept = trace_file(request.log_directory, feed.rank)

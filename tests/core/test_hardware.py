@@ -172,3 +172,10 @@ def test_a_torch_without_cuda_runs_on_the_cpu(two_gpus, monkeypatch, tmp_path):
     assert detect_hardware("auto", Environment(tmp_path)).device == "cpu"
     with pytest.raises(ValueError, match=r"torch 2.13.0\+cpu is built for CPUs only"):
         detect_hardware("cuda", Environment(tmp_path))
+
+
+def test_who_else_uses_a_gpu_is_told(monkeypatch):
+    monkeypatch.setattr(hardware.os, "getpid", lambda: 5)
+    told = hardware.occupants([CARD], FakeNvml(pids=(5, 6, 7)))
+    assert told == f"{CARD.uuid} ({CARD.name}) is used by process 6, 7"
+    assert hardware.occupants([CARD], FakeNvml(pids=(5,))) == ""

@@ -254,7 +254,8 @@ _SCRIPT = """
 
 sys.argv = sys.argv[1:]
 path = os.path.join(os.getcwd(), sys.argv[0])
-sys.path[0] = os.path.dirname(os.path.realpath(path))
+if not sys.flags.safe_path:
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
 main = types.ModuleType("__main__")
 main.__dict__.update(__file__=path, __cached__=None, __builtins__=__builtins__)
 main.__loader__ = SourceFileLoader("__main__", path)
@@ -267,7 +268,8 @@ exec(code, main.__dict__)
 _MODULE = """
 
 sys.argv = sys.argv[1:]
-sys.path[0] = os.getcwd()
+if not sys.flags.safe_path:
+    sys.path[0] = os.getcwd()
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
