@@ -36,7 +36,8 @@ def search(*overrides: str, **keys: Any) -> Result:
         overrides: ``KEY=VALUE``, as on the command line.
         keys: top-level keys with plain values. ``runner``, ``strategy`` and ``workload`` are the
             name of an option or a mapping with ``name`` and its keys; ``workload`` can also be a
-            function of a module, which builds the job.
+            function of a module, which builds the job, and ``strategy`` one that proposes what to
+            try next, as a program of ``strategy=external`` does.
 
     Raises:
         BadInputError: it cannot be done; the message is the command's, and nothing was started.
@@ -51,7 +52,8 @@ def search(*overrides: str, **keys: Any) -> Result:
 
     settings = validate(compose(overrides, keys, why_no_knobs))
     with _interruptible():
-        return assemble.run_search(settings, open_view)
+        strategy = keys.get("strategy")
+        return assemble.run_search(settings, open_view, strategy if callable(strategy) else None)
 
 
 @contextmanager

@@ -81,6 +81,8 @@ def _option(group: str, value: Any) -> tuple[str, Any]:
         return str(value.get("name", "")), rest
     if group == "workload" and callable(value):
         return "custom", {"factory": _factory(value)}
+    if group == "strategy" and callable(value):
+        return "external", {"command": _named(value)}
     raise ConfigError(
         group, f"{group}={value!r}: the name of an option, or a mapping with name and its keys."
     )
@@ -97,6 +99,12 @@ def _factory(function: Any) -> str:
             "my_job.py) and give workload=my_job.build.",
         )
     return f"{module}:{name}"
+
+
+def _named(function: Any) -> str:
+    """``module:function``, or the class of what can be called without being a function."""
+    known = function if hasattr(function, "__qualname__") else type(function)
+    return f"{known.__module__ or ''}:{known.__qualname__}"
 
 
 @contextmanager

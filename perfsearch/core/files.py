@@ -56,8 +56,17 @@ def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
         TypeError: the value holds something that is no plain value.
 
     """
-    text = json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
-    write_text(path, text, durable=durable)
+    write_text(path, json_text(value, indent=2) + "\n", durable=durable)
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: numbers that it lacks become null.
+
+    Raises:
+        TypeError: the value holds something that is no plain value.
+
+    """
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -170,12 +170,18 @@ def _check_bounds(knob: Knob, asked: str, low: Any, high: Any) -> None:
 
 
 def _allowed(knob: Knob) -> str:
+    values = values_in_words(knob)
+    if knob.is_range:
+        return f"allowed is {values}, a list, or a range {{min, max, log, step}}."
+    return f"allowed: {values}, or a list of these."
+
+
+def values_in_words(knob: Knob) -> str:
+    """The values that a knob can take, with their unit: ``1, 8, 25 MiB``, ``0 to 16``."""
     unit = f" {knob.unit}" if knob.unit else ""
     if knob.is_range:
-        bounds = f"{knob.low:g} to {knob.high:g}{unit}"
-        return f"allowed is {bounds}, a list, or a range {{min, max, log, step}}."
-    choices = ", ".join(_written(v) for v in knob.values)
-    return f"allowed: {choices}{unit}, or a list of these."
+        return f"{knob.low:g} to {knob.high:g}{unit}"
+    return ", ".join(_written(v) for v in knob.values) + unit
 
 
 def _written(value: object) -> str:

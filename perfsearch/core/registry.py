@@ -1,4 +1,4 @@
-"""Implementations that a package holds, a public module or sub-package each.
+"""Implementations that a package holds, a public module or sub-package each, and a user's own code.
 
 They are imported when used; their names are read from the package's directory alone.
 """
@@ -6,9 +6,10 @@ They are imported when used; their names are read from the package's directory a
 from __future__ import annotations
 
 import importlib.util
+import os
 import pkgutil
 import sys
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from perfsearch.core.errors import nearest
 
@@ -59,3 +60,16 @@ def load(package: str, key: str, name: str, kind: type[Contract]) -> type[Contra
         if isinstance(item, type) and issubclass(item, kind) and item.__module__ == module.__name__:
             return item
     raise LookupError(f"{module.__name__} defines no subclass of {kind.__name__}")
+
+
+def imported(reference: str) -> Any:
+    """What ``MODULE:NAME`` stands for; the current directory can be imported from.
+
+    Raises:
+        Exception: whatever importing it raises, ``AttributeError`` where the module has none.
+
+    """
+    module, _, name = reference.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return getattr(importlib.import_module(module), name)

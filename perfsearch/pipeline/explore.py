@@ -14,6 +14,7 @@ from perfsearch.core.knob import Value
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.session import BreakerError, Session
 from perfsearch.runners.base import Screens
+from perfsearch.strategies.base import StrategyError
 
 MAX_SERVED = 200
 """Proposals answered from the record, or screened, in a row before the search ends."""
@@ -26,7 +27,8 @@ def run(session: Session) -> str:
     """Search until something says stop, and return what did.
 
     Raises:
-        BreakerError: too many failures in a row, or any failure with ``on_failure=stop``.
+        BreakerError: too many failures in a row, any failure with ``on_failure=stop``, or a
+            strategy that cannot go on.
 
     """
     session.view.stage("search", session.strategy.describe())
@@ -53,6 +55,7 @@ def run(session: Session) -> str:
             return unprofitable
         if number is None and _answered_without_running(session, configuration):
             served += 1
+            session.search_seconds += time.monotonic() - begin
             continue
         served = 0
         left = budget.seconds_left(session.search_seconds, session.runner.devices)
@@ -72,7 +75,10 @@ def _next(session: Session) -> tuple[dict[str, Value] | None, int | None]:
     """The trial that a kill left unfinished, or else a new proposal."""
     if session.rerun:
         return session.rerun.pop(0)
-    configuration = session.strategy.ask()
+    try:
+        configuration = session.strategy.ask()
+    except StrategyError as error:
+        raise BreakerError(str(error)) from error
     _show_chains(session)
     if configuration is not None:
         session.journal.append("asked", configuration=configuration)

@@ -267,7 +267,7 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
         elif event.name == "asked":
             with legible(journal, event):
                 pending = dict(data["configuration"])
-            proposal = strategy.ask()
+            proposal = strategy.ask_again(pending)
             if proposal is None or key_of(proposal) != key_of(pending):
                 session.view.warning("the strategy proposes otherwise than when this was recorded")
         elif event.name == "screened":

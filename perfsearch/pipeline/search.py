@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,9 @@ from perfsearch.runners.base import (
     SettlesSettings,
     TakesScripts,
 )
-from perfsearch.strategies.base import Strategy
+from perfsearch.strategies.base import Strategy, Surroundings
 from perfsearch.tracking import open_tracker
+from perfsearch.workers.processes import OtherPrograms, reap_groups
 from perfsearch.workloads.spec import SCRIPT
 
 if TYPE_CHECKING:
@@ -78,12 +80,15 @@ def run(settings: Settings, open_view: ViewFactory) -> int:
     return _run(settings, open_view)[1]
 
 
-def run_search(settings: Settings, open_view: ViewFactory) -> Result:
+def run_search(
+    settings: Settings, open_view: ViewFactory, function: Callable[..., Any] | None = None
+) -> Result:
     """The same, returning what the search came to.
 
     Args:
         settings: the checked configuration.
         open_view: as ``run`` takes it.
+        function: that proposes, where ``settings.strategy`` names it.
 
     Raises:
         BadInputError: something asked for cannot be done, or ``settings.mode`` is none of the
@@ -96,17 +101,19 @@ def run_search(settings: Settings, open_view: ViewFactory) -> Result:
         raise ConfigError(
             "mode", f"mode={settings.mode}: it has no result. From Python there is mode={allowed}."
         )
-    result, _ = _run(settings, open_view)
+    result, _ = _run(settings, open_view, function)
     assert result is not None
     return result
 
 
-def _run(settings: Settings, open_view: ViewFactory) -> tuple[Result | None, int]:
+def _run(
+    settings: Settings, open_view: ViewFactory, function: Callable[..., Any] | None = None
+) -> tuple[Result | None, int]:
     """What the search came to, where there was one, and the exit code."""
     runner_class = _runner(settings)
     if issubclass(runner_class, SettlesSettings):
         settings = runner_class.settle(settings)
-    strategy = strategy_factory(settings)
+    strategy = strategy_factory(settings, function)
     directory = settings.run_dir or default_run_dir(settings)
     _require_writable(directory)
     foreign = _foreign_file(directory)
@@ -135,8 +142,14 @@ def _run(settings: Settings, open_view: ViewFactory) -> tuple[Result | None, int
 # Before anything is started: the strategy and the runner are built, the directory is checked.
 
 
-def strategy_factory(settings: Settings) -> StrategyFactory:
+def strategy_factory(
+    settings: Settings, function: Callable[..., Any] | None = None
+) -> StrategyFactory:
     """The strategy that ``settings`` names, its options checked.
+
+    Args:
+        settings: the checked configuration.
+        function: given from Python to a strategy that calls one.
 
     Raises:
         BadInputError: no such strategy, a wrong option, or an optional package is missing.
@@ -145,14 +158,16 @@ def strategy_factory(settings: Settings) -> StrategyFactory:
     name = settings.strategy.name
     strategy: type[Strategy] = _load(strategies.load, "strategy", name)
     options = build_options(strategy.Options, settings.strategy.options, "strategy")
-    return _Factory(strategy, settings.seed, options, is_auto(settings.runner.options))
+    staged = is_auto(settings.runner.options) and not strategy.sees_all_knobs
+    make = strategy if function is None else partial(strategy, function=function)
+    return _Factory(make, settings.seed, options, staged)
 
 
 @dataclass(frozen=True)
 class _Factory:
     """A strategy's class with everything but the space; can be sent to another process."""
 
-    strategy: type[Strategy]
+    strategy: Callable[..., Strategy]
     seed: int
     options: Any
     staged: bool = False
@@ -341,6 +356,7 @@ def _open(
         view.warning(f"{occupied}: what runs beside it is measured too. Wait for it, or end it")
     for caution in runner.cautions:
         view.warning(caution)
+    reap_groups(directory)
     runner.open(directory)
     defined = resume.search_definition(settings, runner)
     prior = transfer.find(settings, runner, defined, directory / JOURNAL if resuming else None)
@@ -353,7 +369,10 @@ def _open(
     trials: list[Trial] = []  # the runner's hints read this very list as it grows
     hints = replace(runner.hints(trials), prior_search=prior.prior_search)
     strategy = strategy_factory(runner.space, hints)
+    stack.callback(_close, strategy)
     session = Session(settings, runner, strategy, journal, view, tracker, directory, trials, prior)
+    programs = OtherPrograms(directory)
+    strategy.open(Surroundings(directory, session.budget_left, programs))
     session.sampler = _start_sampler(settings, runner)
     if session.sampler is not None:
         stack.callback(session.sampler.stop)
@@ -378,9 +397,9 @@ def _device_set(runner: Runner) -> str:
     return runner.device_set() if isinstance(runner, HoldsDevices) else ""
 
 
-def _close(runner: Runner) -> None:
+def _close(part: Runner | Strategy) -> None:
     with deferred():
-        runner.close()
+        part.close()
 
 
 def _is_full_disk(error: BaseException) -> bool:
@@ -410,6 +429,8 @@ def _stages(session: Session) -> Result:
     else:
         if not profiled:  # the verdict says the same
             session.view.note(f"search ended: {reason}")
+    finally:
+        _close(session.strategy)  # nothing of it runs beside the confirmation
     if not any(t.status is Status.OK for t in session.trials):
         exit_code = ExitCode.NO_TRIAL_SUCCEEDED
         verdict.reason = _nothing_succeeded(session)

@@ -134,6 +134,15 @@ class Session:
         valid = [t for t in self.search_trials if t.status is Status.OK and t.cost is not None]
         return min(valid, key=lambda t: t.cost or 0.0, default=None)
 
+    def budget_left(self) -> dict[str, float | None]:
+        """Search trials and seconds that are left; ``None`` where there is no limit."""
+        budget = self.settings.budget
+        trials = budget.trials
+        return {
+            "trials": None if trials is None else max(0, trials - len(self.search_trials)),
+            "seconds": budget.seconds_left(self.search_seconds, self.runner.devices),
+        }
+
     @property
     def next_number(self) -> int:
         """Number of the next trial."""

@@ -67,6 +67,13 @@ class History:
         """Whether the configuration of that key was told or is outstanding."""
         return key in self._told or key in self.outstanding
 
+    def is_exhausted(self) -> bool:
+        """Whether a space that can be listed has nothing left to propose."""
+        listed = self.space.listed()
+        if listed is None or len(listed) > len(self._told | set(self.outstanding)):
+            return False
+        return all(self.taken(point) for point in listed)
+
     def generator(self, salt: int = 0) -> np.random.Generator:
         """A generator that depends on the seed, the numbers told and outstanding, and ``salt``."""
         return np.random.default_rng(

@@ -10,6 +10,7 @@ import socket
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -184,6 +185,33 @@ def reap_groups(run_dir: Path, grace_s: float = 2.0) -> int:
             shutil.rmtree(control, ignore_errors=True)
         forget_group(run_dir, token)
     return ended
+
+
+class OtherPrograms:
+    """Processes of a program that is not ours, and whatever it starts, for as long as a search.
+
+    Args:
+        run_dir: of the search, where a later start finds what a kill has left of them.
+
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._token = ""
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables to start one with."""
+        if not self._token:
+            self._token = uuid.uuid4().hex
+            record_group(self._run_dir, self._token, Path())  # no directory goes with them
+        return {**os.environ, TOKEN_VARIABLE: self._token}
+
+    def end(self) -> None:
+        """End all of them."""
+        if self._token:
+            end_all(self._token, grace_s=0.0)
+            forget_group(self._run_dir, self._token)
+            self._token = ""
 
 
 # -----------------------------------------------------------------------------

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-
+from perfsearch.core.registry import imported
 from perfsearch.workloads.base import Job, as_job
 from perfsearch.workloads.spec import WorkloadSpec
 
@@ -26,11 +23,8 @@ def build(spec: WorkloadSpec, seed: int) -> Job:
 
     """
     assert spec.factory is not None
-    module_name, _, function = spec.factory.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        factory = getattr(importlib.import_module(module_name), function)
+        factory = imported(spec.factory)
     except Exception as error:
         raise FactoryError(
             f"workload.factory={spec.factory}: its module cannot be imported: "

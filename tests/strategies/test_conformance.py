@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -39,11 +39,12 @@ NEVER_STOP: dict[str, dict[str, object]] = {
 def test_yaml_lists_the_options_with_their_defaults(name: str) -> None:
     yaml = pytest.importorskip("yaml")
     written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    options = load(name).Options()
+    options = load(name).Options
     assert is_dataclass(options)
     assert written.pop("name") == name
     assert list(written) == [f.name for f in fields(options)]
-    assert written == {f.name: getattr(options, f.name) for f in fields(options)}
+    defaults = {f.name: "???" if f.default is MISSING else f.default for f in fields(options)}
+    assert written == defaults
 
 
 def test_proposes_feasible_configurations_only_and_none_twice(name: str) -> None:

@@ -1,6 +1,7 @@
 """The keys ``strategy.*``: their ranges, and that a wrong one is named."""
 
 import pytest
+from support.strategy_spaces import REQUIRED
 
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.strategies import load
@@ -14,6 +15,8 @@ WRONG = [
     ("bayes", "max_samples", 0, ">= 1 or null"),
     ("bayes", "min_gain", 1.0, ">= 0 and < 1"),
     ("bayes", "xi", -0.1, ">= 0 and < 1"),
+    ("external", "answer_s", 0, "> 0"),
+    ("external", "retries", -1, ">= 0"),
     ("fast", "early_stopping", 0, ">= 1"),
     ("fast", "num_trials", 0, ">= 1"),
     ("fast", "num_micro_batches", 0, ">= 1"),
@@ -36,7 +39,7 @@ def test_a_wrong_option_is_named_with_what_is_allowed(name, key, value, allowed)
     if name in ("nevergrad", "optuna"):
         pytest.importorskip(name)
     with pytest.raises(ConfigError) as caught:
-        build_options(load(name).Options, {key: value}, "strategy")
+        build_options(load(name).Options, {**REQUIRED.get(name, {}), key: value}, "strategy")
     assert str(caught.value).startswith(f"strategy.{key}={value}: ")
     assert str(caught.value).endswith(f"{allowed}.")
 
@@ -46,5 +49,6 @@ def test_the_default_is_in_range(name, key):
     if name in ("nevergrad", "optuna"):
         pytest.importorskip(name)
     options = load(name).Options
-    default = getattr(options(), key)
-    assert build_options(options, {key: default}, "strategy") == options()
+    needed = REQUIRED.get(name, {})
+    default = getattr(options(**needed), key)
+    assert build_options(options, {**needed, key: default}, "strategy") == options(**needed)

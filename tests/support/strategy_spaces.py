@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,12 +17,20 @@ from perfsearch.strategies import Strategy, load
 NEEDS = {"optuna": "optuna", "nevergrad": "nevergrad"}
 """Strategies that need a package of that name."""
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+REQUIRED: dict[str, dict[str, object]] = {
+    "external": {"command": (sys.executable, str(EXAMPLES / "propose.py"))}
+}
+"""Options without a default, by strategy."""
+
 
 def make(name: str, space: Space, seed: int = 0, **options: object) -> Strategy:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     kind = load(name)
-    return kind(space, Hints(baseline_of(space)), seed, kind.Options(**options))
+    chosen = kind.Options(**{**REQUIRED.get(name, {}), **options})
+    return kind(space, Hints(baseline_of(space)), seed, chosen)
 
 
 def baseline_of(space: Space) -> dict[str, Value]:
