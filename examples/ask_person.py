@@ -1,8 +1,8 @@
 """Asks a person at the terminal what to try next.
 
-    perfsearch strategy=external strategy.command='python examples/ask_person.py' budget.seconds=null
+    perfsearch strategy=external strategy.command='python examples/ask_person.py'
 
-With ``strategy.answer_s=3600`` the person has an hour for an answer, and with
+With ``strategy.answer_s=3600 budget.seconds=null`` the person has an hour for an answer, and with
 ``strategy.retries=99`` as many mistypings.
 """
 

@@ -336,9 +336,13 @@ def _text(text: str = "", style: str = "", row: bool = False) -> Text:
 
 
 def open_view(settings: Settings) -> View:
-    """The view that suits standard output: live in a terminal, plain lines elsewhere."""
+    """The view that suits standard output: live in a terminal, plain lines elsewhere.
+
+    Lines, too, where a program proposes: it may ask a person at the same terminal.
+    """
     objective = settings.objective
-    if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    if is_terminal and settings.strategy.name != "external":
         return LiveView(objective, settings.budget.trials)
     return View(objective, settings.budget.trials)
 

@@ -159,7 +159,9 @@ def strategy_factory(
     strategy: type[Strategy] = _load(strategies.load, "strategy", name)
     options = build_options(strategy.Options, settings.strategy.options, "strategy")
     staged = is_auto(settings.runner.options) and not strategy.sees_all_knobs
-    make = strategy if function is None else partial(strategy, function=function)
+    make: Callable[..., Strategy] = strategy
+    if function is not None:
+        make = partial(make, function=function)
     return _Factory(make, settings.seed, options, staged)
 
 
