@@ -126,7 +126,7 @@ def test_ctrl_c_is_the_callers_keyboard_interrupt(table, monkeypatch):
     from perfsearch.core.signals import Interrupted
     from perfsearch.pipeline import search as assemble
 
-    def interrupted(settings, open_view):
+    def interrupted(settings, open_view, function):
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("the signal came to nothing")
 

@@ -236,7 +236,9 @@ class External(Strategy):
         return None if self._surroundings is None else self._surroundings.run_dir / LOG
 
     def _ended(self, why: str) -> StrategyError:
-        """End it, and say in one line for people why."""
+        """End it at once, and say in one line for people why."""
+        if self._proposer is not None:
+            self._proposer.kill()
         self.close()
         log = self._log()
         where = ""
@@ -466,7 +468,10 @@ class _Proposer(Protocol):
         """
 
     def close(self) -> None:
-        """End it."""
+        """Let it end."""
+
+    def kill(self) -> None:
+        """End it as far as that is possible, before ``close``."""
 
 
 def _function_of(reference: str) -> Function:
@@ -522,6 +527,9 @@ class _InProcess:
         """Let the thread end, once the function has returned."""
         self._questions.put(None)
 
+    def kill(self) -> None:
+        """Nothing: no thread can be ended from outside."""
+
 
 def _call(
     function: Function,
@@ -570,7 +578,7 @@ class _Program:
         self._input, self._output = process.stdin.fileno(), process.stdout.fileno()
         os.set_blocking(self._input, False)
         os.set_blocking(self._output, False)
-        self._kill = weakref.finalize(self, _kill, process)
+        self._end = weakref.finalize(self, _kill, process)
 
     def answer(self, question: bytes, limit_s: float) -> bytes:
         """Send a line, and return the next one."""
@@ -654,7 +662,11 @@ class _Program:
             self._stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
-        self._kill()
+        self.kill()
+
+    def kill(self) -> None:
+        """End it by force."""
+        self._end()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
