@@ -643,7 +643,7 @@ class _Program:
         except subprocess.TimeoutExpired:
             return _FailedError("it closed its standard input or output")
         how = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
-        said = self._last_words()
+        said = self._last_words() or ("it should answer line after line" if code == 0 else "")
         return _FailedError(f"it ended {how}{f': {said}' if said else ''}")
 
     def _last_words(self) -> str:

@@ -4,8 +4,10 @@ import gc
 import json
 import math
 import os
+import re
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -392,6 +394,20 @@ def test_a_program_reads_the_same_question_as_a_function(place):
     place.strategy(keep).ask()
     kept = json.loads((place.directory / "kept").read_text())
     assert [kept] == questions
+
+
+def test_the_page_has_every_key_of_a_question(place):
+    questions = []
+    strategy = place.function(lambda question: questions.append(question))
+    strategy.tell(ended(0, strategy.hints.baseline, 0.02))
+    strategy.ask()
+    question = questions[0]
+    page = (Path(__file__).parents[2] / "docs" / "external.md").read_text()
+    documented = set(re.findall(r"`([a-z_.]+)`", page))
+    told = {*question, *question["history"][0], *question["hints"], *question["budget"]}
+    told |= {key for knob in question["space"]["knobs"] for key in knob}
+    told |= {f"space.{key}" for key in question["space"]} | set(question["diagnosis"])
+    assert told - {"space"} - documented == set()
 
 
 def test_asking_again_after_a_kill_starts_no_program(place):
