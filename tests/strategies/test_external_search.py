@@ -17,6 +17,9 @@ from perfsearch.core.hints import Hints
 from perfsearch.pipeline.search import strategy_factory
 from perfsearch.strategies.external import LOG, External
 
+WAIT_S = 600
+"""Far longer than anything here takes."""
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 TABLE = """bucket,algorithm,status,samples_per_s,step_ms
@@ -106,7 +109,7 @@ def test_a_program_that_dies_ends_a_search_in_one_line_and_what_was_found_is_con
         'print(json.dumps({"configuration": {"bucket": 4}}))\n'
         "sys.stdin.readline()\nraise SystemExit('out of ideas')\n"
     )
-    done = subprocess.run(words(program(text)), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words(program(text)), capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 3, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if "search ended" in line]
     assert "it ended with exit code 1: out of ideas" in line
@@ -117,7 +120,7 @@ def test_a_program_that_dies_ends_a_search_in_one_line_and_what_was_found_is_con
 
 def test_the_example_of_twenty_lines_searches(table):
     command = f"strategy.command=[{sys.executable},{EXAMPLES / 'propose.py'}]"
-    done = subprocess.run(words(command), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words(command), capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "search ended: space exhausted" in done.stdout
     assert {(c["bucket"], c["algorithm"]) for c in trials()} == {
@@ -144,7 +147,7 @@ def test_a_person_is_asked_at_the_terminal(table):
             seen = read_until(here, b"to stop: ", seen)
             os.write(here, typed)
         seen += read_until(here, b"the person has enough", b"")
-        assert process.wait(60) == 0, seen.decode()
+        assert process.wait(WAIT_S) == 0, seen.decode()
     finally:
         process.kill()
         process.wait()
@@ -155,7 +158,7 @@ def test_a_person_is_asked_at_the_terminal(table):
 
 def read_until(descriptor, wanted, before):
     """What a terminal shows up to ``wanted``, after ``before``."""
-    seen, end = b"", time.monotonic() + 120
+    seen, end = b"", time.monotonic() + WAIT_S
     while wanted not in seen:
         assert time.monotonic() < end, seen
         seen += os.read(descriptor, 4096)
@@ -174,7 +177,7 @@ def test_what_a_kill_leaves_of_a_program_is_ended_by_the_next_search(table, tmp_
     killed.wait()
     assert left.is_running()
     command = program('print(\'{"stop": ""}\')')
-    done = subprocess.run(words(command), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words(command), capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     left.wait(10)
 
@@ -188,12 +191,12 @@ def test_an_interrupt_ends_the_program_with_the_search(table, tmp_path):
     search = subprocess.Popen(words(program(text)), stdout=subprocess.DEVNULL)
     left = psutil.Process(wait_for_pid(tmp_path / "pid"))
     search.send_signal(signal.SIGTERM)
-    assert search.wait(60) == 143
+    assert search.wait(WAIT_S) == 143
     assert not left.is_running()
 
 
 def wait_for_pid(file):
-    end = time.monotonic() + 120
+    end = time.monotonic() + WAIT_S
     while not (file.exists() and file.read_text()):
         assert time.monotonic() < end
         time.sleep(0.05)
