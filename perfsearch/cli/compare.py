@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from perfsearch.cli.words import OwnParser, positive, share, whole
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.signals import ExitCode
 
@@ -57,67 +57,30 @@ def command(arguments: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's own words."""
-    parser = _Parser(
+    parser = OwnParser(
         prog="perfsearch compare",
         usage="perfsearch compare [options] REFERENCE OTHER [OTHER ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("arms", nargs="*", metavar="ARM", help=argparse.SUPPRESS)
     add("--command", metavar="'SCRIPT ...'", help="what is started at a commit or by a Python")
-    add("--nproc-per-node", type=_whole(1), metavar="N", help="ranks, where torchrun is not named")
-    add("--max-starts", type=_whole(2), metavar="N", help="most starts of each (default 8)")
-    add("--budget-seconds", type=_positive, metavar="S", help="time for all of it")
-    add("--min-gain", type=_share, metavar="X", help="relative difference that matters (0.02: 2%%)")
-    add("--allowed-slowdown", type=_share, metavar="X", help="up to which nothing counts as slower")
+    add("--nproc-per-node", type=whole(1), metavar="N", help="ranks, where torchrun is not named")
+    add("--max-starts", type=whole(2), metavar="N", help="most starts of each (default 8)")
+    add("--budget-seconds", type=positive, metavar="S", help="time for all of it")
+    add("--min-gain", type=share, metavar="X", help="relative difference that matters (0.02: 2%%)")
+    add("--allowed-slowdown", type=share, metavar="X", help="up to which nothing counts as slower")
     add("--baseline", type=Path, metavar="FILE", help="what to compare with, for CI: see the docs")
     add("--json", type=Path, metavar="FILE", help="write the result there, too")
-    add("--seed", type=_whole(0), default=0, metavar="N", help="of orders and random numbers")
-    add("--samples-per-step", type=_whole(1), metavar="N", help="over all ranks, if not counted")
-    add("--loss-tolerance", type=_positive, metavar="X", help="as limits.loss_tolerance")
+    add("--seed", type=whole(0), default=0, metavar="N", help="of orders and random numbers")
+    add("--samples-per-step", type=whole(1), metavar="N", help="over all ranks, if not counted")
+    add("--loss-tolerance", type=positive, metavar="X", help="as limits.loss_tolerance")
     add("--preset", metavar="NAME", help="silences a framework's loggers, as perfsearch-run's")
     add("--link", action="append", metavar="PATH", help="data that commits do not have (git:)")
     add("--run-dir", type=Path, metavar="DIR", help="where its files go (outputs/compare)")
     add("--no-tracking", action="store_true", help="without MLflow")
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadInputError(f"{message}. See perfsearch compare --help.")
-
-
-def _whole(low: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not text.isdigit() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text!r}: allowed: a whole number >= {low}")
-        return int(text)
-
-    return whole
-
-
-def _positive(text: str) -> float:
-    value = _number(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed: a number > 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed: a number from 0 to 1, 0.02 being 2%")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ Usage: perfsearch [GROUP=OPTION ...] [KEY=VALUE ...]     search
        perfsearch -m strategy=bayes,random seed=1,2      one search for each combination
        perfsearch --cfg job [KEY=VALUE ...]              show the configuration, run nothing
        perfsearch --config-dir DIRECTORY ...             take option files of your own as well
+       perfsearch space [KEY=VALUE ...]                  what can be tuned; searches nothing
        perfsearch compare A B                            which of two jobs is faster; see its --help
        perfsearch --version | --help | --hydra-help
 """

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from perfsearch.cli.terminal import open_standard_streams, require_current_directory
+from perfsearch.core import command
 from perfsearch.core.command import Command, carried_out
 from perfsearch.core.docstrings import attribute_help
 from perfsearch.core.errors import BadInputError
@@ -333,8 +334,19 @@ def search(asked: RunArguments) -> int:
         BadInputError: an option that a search cannot honour.
 
     """
-    from perfsearch.cli.search import main as command
+    from perfsearch.cli.search import main as perfsearch
 
+    with carried_out(command_line(asked)):
+        return perfsearch(*as_search(asked))
+
+
+def as_search(asked: RunArguments) -> tuple[list[str], dict[str, Any]]:
+    """The words by which ``perfsearch`` searches over the script, and the keys taken as they are.
+
+    Raises:
+        BadInputError: an option that a search cannot honour.
+
+    """
     _require_one_node(asked)
     overrides = list(asked.overrides)
     keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
@@ -343,7 +355,9 @@ def search(asked: RunArguments) -> int:
         raise BadInputError(f"-o {taken[0]}=...: the script and its arguments stand after it.")
     if "runner" not in keys:
         runner = runner_for(asked)
-        print(f"perfsearch-run: runner={runner}, as the script calls for it", file=sys.stderr)
+        print(
+            f"{command.given().name}: runner={runner}, as the script calls for it", file=sys.stderr
+        )
         overrides.insert(0, f"runner={runner}")
     if asked.profile:
         if "mode" in keys:
@@ -352,11 +366,8 @@ def search(asked: RunArguments) -> int:
     nproc = _nproc(asked)
     if nproc is not None and "nproc" not in keys:
         overrides.append(f"nproc={nproc}")
-    with carried_out(command_line(asked)):
-        return command(
-            ["workload=script", "workload.command=[SCRIPT]", *overrides],
-            {"workload": workload(asked)},
-        )
+    words = ["workload=script", "workload.command=[SCRIPT]", *overrides]
+    return words, {"workload": workload(asked)}
 
 
 def command_line(asked: RunArguments) -> Command:
@@ -405,13 +416,17 @@ def runner_for(asked: RunArguments) -> str:
     runner = _called_for(asked)
     if runner == "deepspeed" and not _is_configured(asked):
         print(
-            "perfsearch-run: no argument names the script's DeepSpeed configuration, so only what "
-            "is around DeepSpeed is searched. To search its settings: -o runner=deepspeed "
-            "-o runner.ds_config=FILE.json",
+            f"{command.given().name}: no argument names the script's DeepSpeed configuration, so "
+            "only what is around DeepSpeed is searched. To search its settings: "
+            f"{_keys('runner=deepspeed', 'runner.ds_config=FILE.json')}",
             file=sys.stderr,
         )
         return "ddp"
     return runner
+
+
+def _keys(*keys: str) -> str:
+    return " ".join(map(command.given().key, keys))
 
 
 def _called_for(asked: RunArguments) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import resources
+from importlib import import_module, resources
 from typing import TYPE_CHECKING, Any
 
 from perfsearch.cli.sweep import (
@@ -39,6 +39,15 @@ if TYPE_CHECKING:
 _SIGPIPE = 141
 """What a shell reports of a command whose reader went away."""
 
+COMMANDS = {
+    "compare": "perfsearch.cli.compare",
+    "space": "perfsearch.cli.space",
+}
+"""First words that make another command, and the module of each, which has a ``command``."""
+
+Act = Callable[[Settings], int]
+"""Does what a command is for with checked settings; returns the exit code."""
+
 
 def main(argv: Sequence[str] | None = None, given: Mapping[str, Any] | None = None) -> int:
     """Run the command and return its exit code; see ``ExitCode``.
@@ -66,22 +75,20 @@ def main(argv: Sequence[str] | None = None, given: Mapping[str, Any] | None = No
 
 
 def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
-    compares = arguments[:1] == ["compare"]
-    if not compares and _answered(arguments):
+    word = next((word for word in arguments[:1] if word in COMMANDS), "")
+    if not word and _answered(arguments):
         return ExitCode.DONE
     try:
         require_supported_python()
         require_current_directory()
         with interruptible():
-            if compares:
-                from perfsearch.cli import compare
-
-                return compare.command(arguments[1:])
-            return _command(arguments, given)
+            if word:
+                return int(import_module(COMMANDS[word]).command(arguments[1:]))
+            return with_settings(arguments, given, _search)
     except Interrupted as interrupted:
         return interrupted.exit_code
     except BadInputError as error:
-        print(f"perfsearch{' compare' * compares}: {error}", file=sys.stderr)
+        print(f"{f'perfsearch {word}'.rstrip()}: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT
 
 
@@ -98,12 +105,24 @@ def _answered(arguments: list[str]) -> bool:
     return False
 
 
-def _command(arguments: list[str], given: Mapping[str, Any]) -> int:
+def with_settings(arguments: Sequence[str], given: Mapping[str, Any], act: Act) -> int:
+    """Compose the settings that a command line asks for, and do something with them.
+
+    Args:
+        arguments: ``GROUP=OPTION`` and ``KEY=VALUE``, and Hydra's own options.
+        given: keys whose values are taken as they are.
+        act: what is done, for each job where there are several.
+
+    Raises:
+        BadInputError: nothing could be composed, and nothing was done.
+        Interrupted: a signal came.
+
+    """
     arguments = _overrides_first(open_knobs(arguments))
     flags = _parse(arguments)
     if flags.config_path is not None:
         _take_recorded_configuration(arguments, flags)
-    job = Job(given)
+    job = Job(given, act)
     try:
         if flags.config_dir is not None:
             _take_option_directory(arguments, flags)
@@ -134,16 +153,17 @@ class Job:
 
     Args:
         given: keys that go before the composed ones, values as they are.
+        act: what is done with the settings; by default a search.
 
     """
 
-    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
-        self.given = dict(given or {})
+    def __init__(self, given: Mapping[str, Any], act: Act | None = None) -> None:
+        self.given, self.act = dict(given), act or _search
         self.exit_codes: list[int] = []
         self.process = os.getpid()
 
     def __call__(self, config: Any) -> None:
-        """Run the search that ``config`` asks for, and note its exit code.
+        """Do what is to be done with the settings in ``config``, and note the exit code.
 
         Raises:
             Interrupted: a signal ended it, so that no further job is started.
@@ -151,7 +171,7 @@ class Job:
 
         """
         os.environ.pop("HYDRA_FULL_ERROR", None)
-        code = _exit_code(config, self.given)
+        code = _exit_code(config, self.given, self.act)
         self.exit_codes.append(code)
         if code in (ExitCode.SIGHUP, ExitCode.SIGINT, ExitCode.SIGTERM):
             raise Interrupted(ExitCode(code))
@@ -172,7 +192,7 @@ class JobFailedError(Exception):
         self.exit_code = exit_code
 
 
-def _exit_code(config: Any, given: Mapping[str, Any]) -> int:
+def _exit_code(config: Any, given: Mapping[str, Any], act: Act) -> int:
     try:
         try:
             settings = validate(merged(plain(config), given))
@@ -183,7 +203,7 @@ def _exit_code(config: Any, given: Mapping[str, Any]) -> int:
             if message is None:
                 raise
             raise BadInputError(message) from error
-        return _search(settings)
+        return act(settings)
     except BadInputError as error:
         print(f"perfsearch: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -205,6 +205,25 @@ class Knob:
         if self.log:
             return self._cast(self.low * (self.high / self.low) ** position)
         return self._cast(self.low + (self.high - self.low) * position)
+
+    def to_plain(self) -> dict[str, Any]:
+        """What it is, as plain values for programs; ``today`` is its default."""
+        return {
+            "name": self.name,
+            "kind": str(self.kind),
+            "today": self.default,
+            "values": None if self.is_range else list(self.values),
+            "low": self.low,
+            "high": self.high,
+            "log": self.log,
+            "step": self.step,
+            "unit": self.unit,
+            "scope": str(self.scope),
+            "numerics": str(self.numerics),
+            "shortens": [str(part) for part in self.shortens],
+            "when": {other: list(values) for other, values in self.when.items()},
+            "help": self.help,
+        }
 
     def _cast(self, number: float) -> Value:
         return round(number) if self.kind is Kind.INTEGER else float(number)

@@ -110,9 +110,7 @@ def _run(
     settings: Settings, open_view: ViewFactory, function: Callable[..., Any] | None = None
 ) -> tuple[Result | None, int]:
     """What the search came to, where there was one, and the exit code."""
-    runner_class = _runner(settings)
-    if issubclass(runner_class, SettlesSettings):
-        settings = runner_class.settle(settings)
+    settings = settled(settings)
     strategy = strategy_factory(settings, function)
     directory = settings.run_dir or default_run_dir(settings)
     _require_writable(directory)
@@ -140,6 +138,17 @@ def _run(
 
 # -----------------------------------------------------------------------------
 # Before anything is started: the strategy and the runner are built, the directory is checked.
+
+
+def settled(settings: Settings) -> Settings:
+    """The settings with what the runner takes from files of its own.
+
+    Raises:
+        BadInputError: no such runner, or a file says what cannot be.
+
+    """
+    runner = _runner(settings)
+    return runner.settle(settings) if issubclass(runner, SettlesSettings) else settings
 
 
 def strategy_factory(

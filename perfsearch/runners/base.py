@@ -14,7 +14,7 @@ from perfsearch.config.schema import default_run_dir
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment, Hardware
 from perfsearch.core.hints import Hints
-from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.knob import Configuration, Knob, Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Outcome, Purpose, Trial
 from perfsearch.workloads.spec import WorkloadSpec
@@ -89,6 +89,9 @@ class Runner(ABC):
     devices: int = 1  # ranks
     remarks: Sequence[str] = ()  # lines for the user to see before trial 0
     cautions: Sequence[str] = ()  # what the user should know before anything is started
+    declared: Mapping[str, Knob] = {}  # every knob that this job has, searched or not
+    left_out: Mapping[str, str] = {}  # knobs that are not searched although asked for, and why
+    unseen: ClassVar[str] = ""  # what of its knobs is only known once it is open
 
     @dataclass(frozen=True)
     class Options:
@@ -132,6 +135,10 @@ class Runner(ABC):
     def identity(self) -> dict[str, str]:
         """What a result depends on apart from knobs: model, world size, device names, versions."""
         return {}
+
+    def not_searched(self) -> dict[str, str]:
+        """Knobs that this job has not, or that are not searched, and why."""
+        return dict(self.left_out)
 
     def hints(self, trials: Sequence[Trial]) -> Hints:
         """What is known of the space; predictions may use ``trials``, which grows."""

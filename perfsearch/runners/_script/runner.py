@@ -87,6 +87,11 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
 
     """
 
+    unseen = (
+        "the script was not started: what it builds decides which of these knobs it has, and what "
+        "their values are today"
+    )
+
     @dataclass(frozen=True)
     class Options:
         """The ``workload.*`` keys of ``workload=script``.
@@ -258,6 +263,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         self._known = sort_script_knobs(self._where, self.environment.numerics)
         self.space, self.baseline = self._known.space, self._known.baseline
         self.pinned, self.left_out = self._known.pinned, self._known.left_out
+        self.declared = self._known.declared
 
     def open(self, run_dir: Path) -> None:
         """End what a killed controller left behind, and start the script to see what it builds."""
@@ -397,6 +403,10 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
             str(group.log),
             fresh,
         )
+
+    def not_searched(self) -> dict[str, str]:
+        """Knobs that this script has not, or that are not searched, and why."""
+        return self._known.not_searched(self._where.wanted)
 
     def takes_between_steps(self, names: set[str]) -> bool:
         """Whether these knobs can be changed between two steps of a running script."""
@@ -707,25 +717,28 @@ class ScriptSpace:
             )
         return {**asked, ACCUMULATION.name: share // int(micro)}
 
-    def left_out_lines(self, wanted: Mapping[str, Any]) -> list[str]:
-        """Which knobs are not searched, and why: those that cannot apply here in one line.
+    def not_searched(self, wanted: Mapping[str, Any]) -> dict[str, str]:
+        """Each knob that is not searched, and why.
 
         Args:
             wanted: ``runner.knobs``; what is fixed there is not left out.
 
         """
-        mapped = {one.name: one for one in self._maps}
-        apart: dict[str, list[str]] = {}
-        lines: dict[str, list[str]] = {}
+        mapped = {one.name for one in self._maps}
         reasons = {**self.absent, **self.left_out}
         if MICRO_BATCH.name in self.baseline.keys() | self.pinned.keys():
             reasons.pop(ACCUMULATION.name, None)  # it follows
-        for name in sorted(
-            (mapped.keys() & self.declared.keys()) - self.baseline.keys() - {*wanted}
-        ):
+        for name in sorted((mapped & self.declared.keys()) - self.baseline.keys() - {*wanted}):
             key = command.given().key("runner.knobs.NAME=[A,B]")
             reasons.setdefault(name, f"only today's value is known. {key} names others")
-        for name, why in reasons.items():
+        return reasons
+
+    def left_out_lines(self, wanted: Mapping[str, Any]) -> list[str]:
+        """The same for people, a line a reason: those that cannot apply here in one line."""
+        mapped = {one.name: one for one in self._maps}
+        apart: dict[str, list[str]] = {}
+        lines: dict[str, list[str]] = {}
+        for name, why in self.not_searched(wanted).items():
             is_apart = why == _NOT_FROM_OUTSIDE or (name in self.absent and name not in mapped)
             (apart if is_apart else lines).setdefault(why, []).append(name)
         told = [f"not searched: {', '.join(names)}: {why}" for why, names in lines.items()]

@@ -116,7 +116,7 @@ class DDP(Runner, HoldsDevices, TakesScripts):
         rules = nccl.constraints([knob.name for knob in searched], self.pinned)
         self.space = Space(searched, rules)
         self.baseline = {knob.name: knob.default for knob in searched}
-        self._scopes = {knob.name: knob.scope for knob in declared}
+        self.declared = {knob.name: knob for knob in declared}
         self._pool = Pool(environment, self.hardware.gpus)
 
     def open(self, run_dir: Path) -> None:
@@ -128,7 +128,7 @@ class DDP(Runner, HoldsDevices, TakesScripts):
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Train the configuration in a group of ranks that fits it."""
         whole = {**self.pinned, **configuration}
-        group_scope = {n: v for n, v in whole.items() if self._scopes[n] is Scope.GROUP}
+        group_scope = {n: v for n, v in whole.items() if self.declared[n].scope is Scope.GROUP}
         assert self.workload.global_batch is not None
         request = TrialRequest(
             serial=0,

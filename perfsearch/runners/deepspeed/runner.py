@@ -163,6 +163,7 @@ class DeepSpeed(
         searched, self.pinned = narrow(declared, settings, Numerics.ALTERING)
         self.space = Space(searched, [self.batch.constraint(self.pinned)])
         self.baseline = {knob.name: knob.default for knob in searched}
+        self.declared = {knob.name: knob for knob in declared}
         self.remarks = job.remarks(self.autotuning, self.batch)
         self.memory = Memory(
             self.file,

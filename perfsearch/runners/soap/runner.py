@@ -71,6 +71,7 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
 
     requires: ClassVar = {"numba": "soap"}
     own_modes = ("estimate", "simulate")
+    unseen = "its knobs are the operators of the model, which is captured when a search begins"
 
     @dataclass(frozen=True)
     class Options:

@@ -169,7 +169,7 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
         searched, self.pinned = narrow(declared, settings, Numerics.ALTERING)
         self.space = Space(searched, [self.batch.constraint(self.pinned)])
         self.baseline = {knob.name: knob.default for knob in searched}
-        self._scopes = {knob.name: knob.scope for knob in declared}
+        self.declared = {knob.name: knob for knob in declared}
         self._facts = FactsSource(self.workload, environment.seed, device, environment.run_dir)
         self.memory = Memory(
             self._facts,
@@ -198,11 +198,12 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
         key = key_of(configuration)
         is_baseline = key == key_of(self.baseline)
         survive = plan.purpose is Purpose.CONFIRM and not is_baseline and key not in self._survived
+        of_group = {n for n, knob in self.declared.items() if knob.scope is Scope.GROUP}
         request = TrialRequest(
             serial=0,
             recipe="training.zero",
             configuration=whole,
-            group_values={n: v for n, v in whole.items() if self._scopes.get(n) is Scope.GROUP},
+            group_values={n: v for n, v in whole.items() if n in of_group},
             samples_per_step=samples,
             recipe_options={"survive": survive},
         )
