@@ -24,6 +24,8 @@ Usage: perfsearch [GROUP=OPTION ...] [KEY=VALUE ...]     search
        perfsearch --cfg job [KEY=VALUE ...]              show the configuration, run nothing
        perfsearch --config-dir DIRECTORY ...             take option files of your own as well
        perfsearch space [KEY=VALUE ...]                  what can be tuned; searches nothing
+       perfsearch session [KEY=VALUE ...]                holds a job open for the next command
+       perfsearch try KEY=VALUE ...                      one configuration beside the baseline
        perfsearch compare A B                            which of two jobs is faster; see its --help
        perfsearch --version | --help | --hydra-help
 """

@@ -41,7 +41,9 @@ _SIGPIPE = 141
 
 COMMANDS = {
     "compare": "perfsearch.cli.compare",
+    "session": "perfsearch.cli.session",
     "space": "perfsearch.cli.space",
+    "try": "perfsearch.cli.tries",
 }
 """First words that make another command, and the module of each, which has a ``command``."""
 

@@ -68,7 +68,7 @@ def narrow(
         elif isinstance(setting, Mapping):
             searched.append(_from_range(knob, setting))
         else:
-            pinned[knob.name] = _checked(knob, setting)
+            pinned[knob.name] = checked(knob, setting)
     for knob in searched:
         if knob.numerics.rank > allowed.rank:
             raise KnobError(
@@ -96,7 +96,13 @@ def _without_fixed_parents(
     return replace(knob, when=when)
 
 
-def _checked(knob: Knob, value: Any) -> Value:
+def checked(knob: Knob, value: Any) -> Value:
+    """The value, where the knob can be set to it; an ordinal one between two others counts, too.
+
+    Raises:
+        KnobError: it cannot.
+
+    """
     if value is None or isinstance(value, bool | int | float | str):
         if knob.contains(value) or value == knob.default or value is None:
             return value
@@ -116,12 +122,12 @@ def _inside(knob: Knob, value: Value) -> bool:
 def _from_list(knob: Knob, values: list[Any]) -> Knob:
     if not values:
         raise KnobError(f"runner.knobs.{knob.name}=[]: a list needs at least one choice.")
-    checked = [_checked(knob, value) for value in values]
+    choices = [checked(knob, value) for value in values]
     if knob.kind in (Kind.BOOLEAN, Kind.CATEGORICAL):
-        return replace(knob, values=tuple(checked))
-    numbers = [v for v in checked if v is not None]
+        return replace(knob, values=tuple(choices))
+    numbers = [v for v in choices if v is not None]
     ordered = tuple(sorted(numbers, key=lambda v: float(v)))
-    if None in checked:
+    if None in choices:
         return replace(
             knob, kind=Kind.CATEGORICAL, values=(None, *ordered), low=None, high=None, step=None
         )
@@ -146,7 +152,7 @@ def _from_range(knob: Knob, setting: Mapping[str, Any]) -> Knob:
     if not knob.is_range:
         raise KnobError(f"{asked}: it has no range. {_allowed(knob)}")
     for bound in (low, high):
-        _checked(knob, bound)
+        checked(knob, bound)
     _check_bounds(knob, asked, low, high)
     try:
         return replace(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,10 +11,8 @@ from typing import Any
 
 from perfsearch.config.schema import Settings
 from perfsearch.core.files import write_json
-from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Value
 from perfsearch.core.signals import ExitCode
-from perfsearch.core.space import Space
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.core.verdict import (
     Plan,
@@ -25,10 +22,10 @@ from perfsearch.core.verdict import (
     plan_of_steps,
     told,
 )
+from perfsearch.pipeline import record
 from perfsearch.pipeline.blocks import Blocks
 from perfsearch.pipeline.confirm import expectation, tell_two_kinds
 from perfsearch.pipeline.loss_check import largest_difference
-from perfsearch.pipeline.record import keep_series, summarise
 from perfsearch.pipeline.resume import restore
 from perfsearch.pipeline.search import Course
 from perfsearch.pipeline.search import search as run_session
@@ -40,8 +37,8 @@ from perfsearch.pipeline.session import (
     View,
 )
 from perfsearch.runners._arms import ARM, Arms
-from perfsearch.strategies.base import Strategy
-from perfsearch.tracking import export, report
+from perfsearch.strategies._nothing import Nothing
+from perfsearch.tracking import export
 
 _HOPED_FOR = 0.03
 """Gain by which it is said what is to be expected, where none is named."""
@@ -84,21 +81,7 @@ def compare(settings: Settings, arms: Arms, question: Question, view: View) -> R
         Interrupted: a signal came; what is known is shown first.
 
     """
-    return run_session(settings, arms, _Nothing, view, course=_Comparison(arms, question))
-
-
-class _Nothing(Strategy):
-    """Has nothing to propose."""
-
-    def __init__(self, space: Space, hints: Hints) -> None:
-        super().__init__(space, hints, seed=0)
-
-    def ask(self) -> dict[str, Value] | None:
-        """Nothing."""
-        return None
-
-    def tell(self, trial: Trial) -> None:
-        """Take no note."""
+    return run_session(settings, arms, Nothing, view, course=_Comparison(arms, question))
 
 
 class _Comparison(Course):
@@ -243,35 +226,16 @@ class _Comparison(Course):
 
     def close_record(self, session: Session, result: Result) -> None:
         """Write the files, finish the MLflow view, and show the table."""
-        run_dir, knobs = session.run_dir, session.runner.space.knobs
-        export.write_trials(run_dir, session.trials, knobs, {})
-        sampler = session.sampler
-        samples = [] if sampler is None else sampler.series()
-        series = keep_series(run_dir, samples, session.settings.metrics.interval_s)
-        report.write_report(
-            run_dir / "report.html",
-            session.trials,
-            result.verdict,
-            session.objective,
-            title=f"perfsearch {run_dir.name}",
-            system_series=series,
-            knobs=knobs,
-        )
+        run_dir = session.run_dir
+        record.write_views(session, result.verdict)
         found = self._found(session, result.verdict.reason, int(result.exit_code))
         files = [run_dir / "comparison.json"]
         if self.question.json_file is not None:
             files.append(self.question.json_file)
         for file in files:
             write_json(file, found, durable=True)
-        numbers = summarise(session, result.verdict)
-        session.journal.append(
-            "summarised",
-            unix_s=time.time(),
-            numbers={name: value for name, value in numbers.items() if math.isfinite(value)},
-            tags={"perfsearch.verdict": result.exit_code.name.lower()},
-            note=result.verdict.reason,
-            files=["journal.jsonl", "trials.csv", "report.html", "comparison.json", "logs"],
-        )
+        tags = {"perfsearch.verdict": result.exit_code.name.lower()}
+        record.append_summary(session, result.verdict, tags, result.verdict.reason)
         for line in self.arms.not_as_before():
             session.view.note(line)
         self._show(session)

@@ -157,15 +157,20 @@ def _answered_without_running(session: Session, configuration: dict[str, Value])
         session.strategy.tell(known)
         session.told(trial=known.number, served=True)
         return True
+    return screened(session, configuration) is not None
+
+
+def screened(session: Session, configuration: dict[str, Value]) -> str | None:
+    """Why arithmetic refuses it, which is then on record; ``None`` where it may run."""
     runner = session.runner
     refusal = runner.screen(configuration) if isinstance(runner, Screens) else None
     if refusal is None:
-        return False
+        return None
     session.screened += 1
     session.journal.append("screened", configuration=configuration, reason=refusal)
     session.strategy.tell(screened_trial(configuration, refusal))
     session.view.note(f"screened: {refusal}")
-    return True
+    return refusal
 
 
 def screened_trial(configuration: dict[str, Value], reason: str) -> Trial:

@@ -28,6 +28,7 @@ _ARTIFACTS = (
     JOURNAL,
     "trials.csv",
     "report.html",
+    "comparison.json",
     SYSTEM_SERIES,
     "best",
     "trace",
@@ -43,32 +44,12 @@ def open_record(session: Session) -> None:
 
 def close_record(session: Session, result: Result) -> None:
     """Write every file, finish the MLflow view, and show the closing table."""
-    run_dir, runner = session.run_dir, session.runner
-    export.write_trials(run_dir, session.trials, runner.space.knobs, runner.pinned)
+    runner = session.runner
     searched = session.settings.mode == "search"
     files = _best_files(session, result) if searched and result.exit_code != 1 else []
-    summary = summarise(session, result.verdict)
-    series = _keep_series(session)
-    report.write_report(
-        run_dir / "report.html",
-        session.trials,
-        result.verdict,
-        session.objective,
-        title=f"perfsearch {run_dir.name}",
-        system_series=series,
-        memory_limit_gib=runner.hints(session.trials).memory_limit_gib,
-        headroom=baseline.headroom(session),
-        knobs=runner.space.knobs,
-    )
+    write_views(session, result.verdict)
     traces = profile.keep_traces(session, result.verdict)
-    session.journal.append(
-        "summarised",
-        unix_s=time.time(),
-        numbers={name: value for name, value in summary.items() if math.isfinite(value)},
-        tags=_tags(session, result),
-        note=_note(session, result),
-        files=[name for name in _ARTIFACTS if (run_dir / name).exists()],
-    )
+    append_summary(session, result.verdict, _tags(session, result), _note(session, result))
     files += traces
     for text in profile.explanations(session, result.verdict)[1:]:  # the baseline's was said before
         session.view.note(text)
@@ -86,6 +67,36 @@ def close_record(session: Session, result: Result) -> None:
     session.view.result(_rows(session, result.verdict), result.verdict.reason, files)
     session.tracker.close("FINISHED" if result.exit_code == 0 else "FAILED")
     session.view.note(session.tracker.how_to_open())
+
+
+def write_views(session: Session, verdict: Verdict) -> None:
+    """Write the trials as a table and as a page, and the system metrics."""
+    run_dir, runner = session.run_dir, session.runner
+    export.write_trials(run_dir, session.trials, runner.space.knobs, runner.pinned)
+    report.write_report(
+        run_dir / "report.html",
+        session.trials,
+        verdict,
+        session.objective,
+        title=f"perfsearch {run_dir.name}",
+        system_series=_keep_series(session),
+        memory_limit_gib=runner.hints(session.trials).memory_limit_gib,
+        headroom=baseline.headroom(session),
+        knobs=runner.space.knobs,
+    )
+
+
+def append_summary(session: Session, verdict: Verdict, tags: Mapping[str, str], note: str) -> None:
+    """Journal what came of it, and which files MLflow is to have."""
+    summary = summarise(session, verdict)
+    session.journal.append(
+        "summarised",
+        unix_s=time.time(),
+        numbers={name: value for name, value in summary.items() if math.isfinite(value)},
+        tags=dict(tags),
+        note=note,
+        files=[name for name in _ARTIFACTS if (session.run_dir / name).exists()],
+    )
 
 
 def interrupted(session: Session) -> None:

@@ -113,14 +113,7 @@ def _run(
     settings = settled(settings)
     strategy = strategy_factory(settings, function)
     directory = settings.run_dir or default_run_dir(settings)
-    _require_writable(directory)
-    foreign = _foreign_file(directory)
-    if foreign and settings.run_dir is not None and settings.mode in _PIPELINE_MODES:
-        raise ConfigError(
-            "run_dir",
-            f"run_dir={directory}: it holds {foreign!r} and no search of perfsearch, and files of "
-            "a search would be written among them. Name a new or an empty directory.",
-        )
+    foreign = check_directory(settings)
     runner = build_runner(settings)
     with open_view(settings) as view:
         if not isinstance(runner, OwnModes) or settings.mode not in runner.own_modes:
@@ -247,6 +240,25 @@ _OWN_MODE = ".perfsearch"
 
 _MARKS = (JOURNAL, ".lock", _OWN_MODE)
 """Files that a directory has which a search worked in, or may work in."""
+
+
+def check_directory(settings: Settings) -> str:
+    """A file in the run directory that is not perfsearch's; empty: there is none.
+
+    Raises:
+        ConfigError: it cannot be written, or the user named one that holds something else.
+
+    """
+    directory = settings.run_dir or default_run_dir(settings)
+    _require_writable(directory)
+    foreign = _foreign_file(directory)
+    if foreign and settings.run_dir is not None and settings.mode in _PIPELINE_MODES:
+        raise ConfigError(
+            "run_dir",
+            f"run_dir={directory}: it holds {foreign!r} and no search of perfsearch, and files of "
+            "a search would be written among them. Name a new or an empty directory.",
+        )
+    return foreign
 
 
 def _require_writable(directory: Path) -> None:
@@ -429,7 +441,7 @@ def _stages(session: Session) -> Result:
     exit_code, verdict = ExitCode.DONE, Verdict()
     confirm.caution(session)
     profiled = session.settings.mode == "profile"
-    _resume(session)  # stage 1
+    start_record(session)  # stage 1
     try:
         baseline.run(session)  # stage 2
         reason = PROFILED if profiled else baseline.reason_to_stop(session)
@@ -457,7 +469,7 @@ def _stages(session: Session) -> Result:
     return Result(exit_code, session.run_dir, session.trials, verdict, whole, dict(best), reason)
 
 
-def _resume(session: Session) -> None:
+def start_record(session: Session) -> None:
     """Show what the search starts from, and bring it to where its journal ends."""
     for remark in session.runner.remarks:
         session.view.note(remark)

@@ -178,8 +178,8 @@ def _left_out(runner: Runner) -> Iterator[Tunable]:
     for name, why in runner.not_searched().items():
         if name not in runner.space.by_name and name not in runner.pinned:
             record = knobs.by_name.get(name)
-            declared = runner.declared.get(name) or (record and record.knob)
-            yield Tunable(name, State.LEFT_OUT, knob=declared, why=why)
+            known = None if record is None else record.knob
+            yield Tunable(name, State.LEFT_OUT, knob=runner.declared.get(name, known), why=why)
 
 
 # -----------------------------------------------------------------------------

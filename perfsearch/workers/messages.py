@@ -179,7 +179,9 @@ def trace_file(directory: str | Path, rank: int) -> Path:
 # JSON lines over a Unix socket that only the same user can reach.
 
 _MAX_DIRECTORY = 70  # a Unix socket's path holds about 100 characters
-_LONGEST_SOCKET = 107
+LONGEST_SOCKET = 107
+"""Characters that a Unix socket's path may have on Linux."""
+
 _TEMPORARY = ("TMPDIR", "TEMP", "TMP")  # as tempfile looks for them
 _LOADER_SOCKET = len("/pymp-12345678/listener-12345678")  # multiprocessing's, to hand over tensors
 
@@ -204,7 +206,7 @@ def short_temporary_directory(environment: Mapping[str, str], directory: Path) -
     """
     given = (environment.get(name) for name in _TEMPORARY)
     base = os.path.abspath(next((path for path in given if path and os.path.isdir(path)), "/"))
-    if len(os.fsencode(base)) <= _LONGEST_SOCKET - _LOADER_SOCKET:
+    if len(os.fsencode(base)) <= LONGEST_SOCKET - _LOADER_SOCKET:
         return {}
     link = directory / "tmp"
     link.symlink_to(base)
