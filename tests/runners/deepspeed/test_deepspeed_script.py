@@ -15,7 +15,7 @@ from perfsearch.runners.deepspeed.command import Command
 from perfsearch.runners.deepspeed.job import command_of, names_configuration
 
 FILE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node=2")
 
 
 @pytest.mark.parametrize(
