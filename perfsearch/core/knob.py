@@ -207,22 +207,20 @@ class Knob:
         return self._cast(self.low + (self.high - self.low) * position)
 
     def to_plain(self) -> dict[str, Any]:
-        """What it is, as plain values for programs; ``today`` is its default."""
+        """What it is, as plain values for programs: its values, or the bounds of its range."""
+        values: dict[str, Any] = {"values": list(self.values)}
+        if self.is_range:
+            values = {"low": self.low, "high": self.high, "log": self.log, "step": self.step}
         return {
             "name": self.name,
             "kind": str(self.kind),
-            "today": self.default,
-            "values": None if self.is_range else list(self.values),
-            "low": self.low,
-            "high": self.high,
-            "log": self.log,
-            "step": self.step,
+            **values,
             "unit": self.unit,
+            "help": self.help,
             "scope": str(self.scope),
             "numerics": str(self.numerics),
             "shortens": [str(part) for part in self.shortens],
-            "when": {other: list(values) for other, values in self.when.items()},
-            "help": self.help,
+            "when": {other: list(allowed) for other, allowed in self.when.items()},
         }
 
     def _cast(self, number: float) -> Value:

@@ -324,7 +324,7 @@ def _space_told(space: Space, hints: Hints) -> dict[str, Any]:
     """What stays the same from question to question."""
     return {
         "space": {
-            "knobs": [_knob_told(knob) for knob in space.knobs],
+            "knobs": [knob.to_plain() for knob in space.knobs],
             "constraints": [c.explain or c.name for c in space.constraints],
         },
         "baseline": dict(hints.baseline),
@@ -333,23 +333,6 @@ def _space_told(space: Space, hints: Hints) -> dict[str, Any]:
             "monotonic": dict(hints.monotonic),
             "memory_limit_gib": hints.memory_limit_gib,
         },
-    }
-
-
-def _knob_told(knob: Knob) -> dict[str, Any]:
-    values: dict[str, Any] = {"values": list(knob.values)}
-    if knob.is_range:
-        values = {"low": knob.low, "high": knob.high, "log": knob.log, "step": knob.step}
-    return {
-        "name": knob.name,
-        "kind": str(knob.kind),
-        **values,
-        "unit": knob.unit,
-        "help": knob.help,
-        "scope": str(knob.scope),
-        "numerics": str(knob.numerics),
-        "shortens": [str(part) for part in knob.shortens],
-        "when": {other: list(allowed) for other, allowed in knob.when.items()},
     }
 
 
