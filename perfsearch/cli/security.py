@@ -1,21 +1,34 @@
 """What a configuration file may not do, though the same words on the command line may.
 
-A file can come from somebody else. It must not name code to run, and what it names to write must
-stay below the current directory, where runs go by default.
+A file can come from somebody else. It must not name code to run, nor a server to talk to; it cannot
+read the environment, and what it names to write must stay below the current directory, where runs
+go by default.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from perfsearch.config.options import ConfigError, leaves, show
+from perfsearch.config.compose import MISSING
+from perfsearch.config.options import ConfigError, join, leaves, show
+from perfsearch.config.schema import GROUPS
 from perfsearch.core.errors import nearest
 
-PATH_KEYS = ("run_dir", "tracking.uri", "limits.lock_directory")
+PATH_KEYS = ("run_dir", "tracking.uri", "limits.lock_directory", "runner.export_to", "runner.cache")
 """Keys of our own that decide where something is written."""
+
+CODE_KEYS = (
+    *("workload.command", "workload.module", "workload.factory", "workload.silence"),
+    *("workload.map", "workload.map_file", "runner.ds_config"),
+)
+"""Keys of our own that decide which code runs, or with which arguments."""
+
+_PLAIN_REFERENCE = re.compile(r"\$\{\.*[\w.\-\[\]]+\}")
+"""What stands for another key's value, and asks nothing else for one."""
 
 _FREE = (
     "sweeper.params",
@@ -30,6 +43,9 @@ _FREE = (
 """Parts of Hydra's own node that a file may set, or that tell of the command line itself."""
 
 _LOCAL_STORES = ("file", "sqlite")
+
+_SERVER_NAMES = ("databricks", "databricks-uc", "uc")
+"""Stores elsewhere that MLflow knows by a name alone."""
 
 
 def check_hydra(composed: Mapping[str, Any], by_command_line: Mapping[str, Any]) -> None:
@@ -84,11 +100,13 @@ def check_hydra_keys(composed: Mapping[str, Any], added: Iterable[str]) -> None:
                 break  # a plugin's own settings
 
 
-def check_paths(composed: Mapping[str, Any], overridden: Iterable[str]) -> None:
-    """Refuse paths of a configuration file that lead out of the current directory.
+def check_resolvers(raw: Mapping[str, Any], overridden: Iterable[str]) -> None:
+    """Refuse values of a configuration file that ask for more than another key's value.
+
+    ``${oc.env:NAME}`` reads the environment, and so may what others resolve.
 
     Args:
-        composed: the configuration as plain values.
+        raw: the configuration as plain values, nothing in it resolved.
         overridden: keys that the command line sets itself.
 
     Raises:
@@ -96,16 +114,50 @@ def check_paths(composed: Mapping[str, Any], overridden: Iterable[str]) -> None:
 
     """
     own = set(overridden)
-    for key in PATH_KEYS:
-        parts = key.split(".")
-        if own & {".".join(parts[: n + 1]) for n in range(len(parts))}:
+    for key, value in _texts(raw):
+        if "${" not in _PLAIN_REFERENCE.sub("", value) or _is_set(key, own):
             continue
-        value: Any = composed
-        for part in parts:
-            value = value.get(part) if isinstance(value, Mapping) else None
-        path = _local_path(str(value)) if value is not None else None
+        raise ConfigError(
+            key,
+            f"{key}={value}: a configuration file may refer to other keys, as in ${{seed}}, and "
+            "not read the environment. "
+            f"If you mean it, give {key}='{value}' on the command line.",
+        )
+
+
+def check_values(composed: Mapping[str, Any], overridden: Iterable[str]) -> None:
+    """Refuse what a configuration file may not say: code, servers, and places elsewhere.
+
+    Args:
+        composed: the configuration as plain values, resolved.
+        overridden: keys that the command line sets itself.
+
+    Raises:
+        ConfigError: naming the key.
+
+    """
+    own = set(overridden)
+    for key in CODE_KEYS:
+        value = _value(composed, key)
+        if value and value != MISSING and not _is_set(key, own):
+            raise ConfigError(
+                key,
+                f"{key}={show(value)}: a configuration file may not say which code runs, nor with "
+                f"which arguments. If you mean it, give {key}=... on the command line.",
+            )
+    for key in PATH_KEYS:
+        value = _value(composed, key)
+        if value is None or _is_set(key, own):
+            continue
+        path = _local_path(str(value))
+        if path is None:
+            raise ConfigError(
+                key,
+                f"{key}={value}: a configuration file may not name a server. If you mean it, give "
+                f"{key}=... on the command line, or set MLFLOW_TRACKING_URI.",
+            )
         here = Path.cwd().resolve()
-        if path is not None and not (here / path).resolve().is_relative_to(here):
+        if not (here / path).resolve().is_relative_to(here):
             raise ConfigError(
                 key,
                 f"{key}={value}: a configuration file may only name places below the current "
@@ -113,9 +165,61 @@ def check_paths(composed: Mapping[str, Any], overridden: Iterable[str]) -> None:
             )
 
 
+def check_swept(params: Iterable[str], overridden: Iterable[str]) -> None:
+    """Refuse keys that a configuration file sweeps over and whose values cannot be seen before.
+
+    Args:
+        params: keys of the sweep, as ``hydra.sweeper.params`` has them.
+        overridden: keys that the command line sets itself.
+
+    Raises:
+        ConfigError: naming the key.
+
+    """
+    own = set(overridden)
+    for param in params:
+        key = param.lstrip("+~")
+        if key in (*CODE_KEYS, *PATH_KEYS, *GROUPS) and not _is_set(key, own):
+            raise ConfigError(
+                f"hydra.sweeper.params.{key}",
+                f"hydra.sweeper.params.{key}: a configuration file may not sweep over it. "
+                f"Remove it there; on the command line -m {key}=A,B may stand.",
+            )
+
+
+def _is_set(key: str, own: set[str]) -> bool:
+    """Whether the command line gives a key, or one that it is part of; a group's name does not."""
+    parts = re.split(r"[.\[]", key)
+    above = {".".join(parts[: n + 1]) for n in range(len(parts))}
+    return bool((own - set(GROUPS)) & above)
+
+
+def _value(tree: Mapping[str, Any], key: str) -> Any:
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text below a node, keys of mappings among them, with the key that it stands under."""
+    if isinstance(node, str):
+        yield key, node
+    elif isinstance(node, Mapping):
+        for name, value in node.items():
+            here = join(key, name)
+            yield here, str(name)
+            yield from _texts(value, here)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _texts(value, key)
+
+
 def _local_path(text: str) -> Path | None:
     """Where a path or a store's URI writes on this machine; ``None`` for a server."""
     scheme, separator, rest = text.partition(":")
+    if text in _SERVER_NAMES:
+        return None
     if not separator or "/" in scheme:
         return Path(text)
     if scheme.partition("+")[0] not in _LOCAL_STORES:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perfsearch.cli.security import check_hydra, check_hydra_keys, check_paths
+from perfsearch.cli.security import (
+    check_hydra,
+    check_hydra_keys,
+    check_resolvers,
+    check_swept,
+    check_values,
+)
 from perfsearch.config.compose import composed, initialized, plain
 from perfsearch.config.messages import explain
 from perfsearch.config.options import ConfigError
@@ -49,19 +56,28 @@ def check_before_anything_starts(flags: argparse.Namespace) -> None:
                 "hydra.callbacks",
                 "hydra.callbacks: nothing is built from names in a configuration. Remove it.",
             )
-        check_paths(OmegaConf.to_container(config), overridden)
-        node = OmegaConf.to_container(config.hydra)
-        assert isinstance(node, dict)
+        raw = OmegaConf.to_container(config)
+        assert isinstance(raw, dict)
+        node = raw.pop("hydra")
+        check_resolvers({**raw, "hydra": {"sweeper": {"params": _params(node)}}}, overridden)
+        check_values(plain(copy.deepcopy(config), complete=False), overridden)
         added = [o.key_or_group for o in overrides if o.is_add() and _is_hydras(o)]
         check_hydra_keys(node, [key.removeprefix("hydra.") for key in added])
         if sweeps and config.hydra.runtime.choices["hydra/sweeper"] == "basic":
             by_file = [f"{k}={v}" for k, v in (config.hydra.sweeper.params or {}).items()]
             for job in _jobs([*parsed(by_file), *overrides]):
                 values = plain(composed(job, name))
-                check_paths(values, overridden)
+                check_values(values, overridden)
                 _check_job(values)
+        elif sweeps:  # whose jobs are known only as they come
+            check_swept(_params(node), overridden)
     if flags.config_path or node["searchpath"]:  # files that are not ours had a say
         check_hydra(node, _by_command_line(overrides))
+
+
+def _params(node: Mapping[str, Any]) -> dict[str, Any]:
+    """What Hydra's own node sweeps over, by key, where a file may set it."""
+    return dict((node.get("sweeper") or {}).get("params") or {})
 
 
 def parsed(overrides: Sequence[str]) -> list[Any]:

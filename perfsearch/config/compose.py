@@ -16,7 +16,7 @@ from perfsearch.config.options import ConfigError, join, plain_value
 from perfsearch.config.schema import GROUPS
 from perfsearch.core.errors import BadInputError
 
-_MISSING = "???"
+MISSING = "???"
 """What OmegaConf holds for a key that still needs a value."""
 
 CONFIG_MODULE = "perfsearch.conf"
@@ -147,7 +147,7 @@ def _refuse_missing(node: Any, key: str) -> None:
     if isinstance(node, Mapping):
         for name, value in node.items():
             _refuse_missing(value, join(key, name))
-    elif node == _MISSING:
+    elif node == MISSING:
         raise ConfigError(key, f"{key}: it needs a value, and has no default. Set {key}=VALUE.")
 
 

@@ -23,6 +23,7 @@ from perfsearch.core.errors import nearest
 from perfsearch.core.knob import Numerics
 from perfsearch.core.objective import Budget, Limits, Objective
 from perfsearch.core.option import option
+from perfsearch.core.secrets import Redactor
 from perfsearch.metrics.diagnosis import Thresholds
 
 SCHEMA_VERSION = 1
@@ -281,14 +282,17 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def to_plain(settings: Settings) -> dict[str, Any]:
-    """Plain values that ``validate`` turns back into the same settings; for ``config.yaml``."""
+    """Plain values that ``validate`` turns back into the same settings; for ``config.yaml``.
+
+    Secrets are masked, since such files are handed on.
+    """
     plain = plain_value(dataclasses.asdict(settings))
     uri = settings.tracking.uri
     if uri is not None and _has_credentials(uri):
         plain["tracking"]["uri"] = None  # files are handed on; MLflow reads them from variables
     for group in GROUPS:
         chosen = plain[group]
-        plain[group] = {"name": chosen["name"], **chosen["options"]}
+        plain[group] = Redactor().tree({"name": chosen["name"], **chosen["options"]})
     return {"schema_version": SCHEMA_VERSION, **plain}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,6 +18,8 @@ from perfsearch.core.locks import lock
 
 def write_text(path: Path, text: str, *, durable: bool = False, make: bool = True) -> None:
     """Replace a file in one move.
+
+    Others of the machine cannot read it.
 
     Args:
         path: the file.
@@ -35,7 +38,7 @@ def write_text(path: Path, text: str, *, durable: bool = False, make: bool = Tru
     # no pattern for the finished files finds it.
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("w", encoding="utf-8", newline="") as file:
+        with open(draft, "w", encoding="utf-8", newline="", opener=private) as file:
             file.write(text)
             if durable:
                 file.flush()
@@ -46,6 +49,18 @@ def write_text(path: Path, text: str, *, durable: bool = False, make: bool = Tru
         draft.unlink(missing_ok=True)
     if durable:
         _sync_directory(path.parent)
+
+
+def private(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file, for ``open``; where it is made, others of the machine cannot read it."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that only the user may enter, where there is none."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:

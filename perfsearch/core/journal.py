@@ -13,6 +13,7 @@ from typing import Any
 
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.files import write_text
+from perfsearch.core.secrets import Redactor
 
 JOURNAL = "journal.jsonl"
 """Its name in a run directory."""
@@ -78,8 +79,8 @@ def legible(path: Path, event: Event) -> Iterator[None]:
 class Journal:
     """JSON lines, each on disk before ``append`` returns.
 
-    Views of a search are told of each event through ``followers``, once it is on disk; they must
-    neither raise nor take long.
+    Secrets are masked in what is written. Views of a search are told of each event through
+    ``followers``, once it is on disk; they must neither raise nor take long.
 
     The first line is a header with the schema version. A line that a kill tore in the middle is
     dropped when the journal is opened again; nothing else is ever removed.
@@ -93,7 +94,8 @@ class Journal:
 
         """
         self.path = path
-        self.header: dict[str, Any] = {"schema": SCHEMA, **header}
+        self._redact = Redactor()
+        self.header: dict[str, Any] = {"schema": SCHEMA, **self._redact.tree(header)}
         self.events: list[Event] = []
         self.followers: list[Callable[[Event], None]] = []
         self.dropped_line = ""
@@ -118,6 +120,7 @@ class Journal:
         journal = cls.__new__(cls)
         journal.path, journal.header, journal.events = path, header, events
         journal.dropped_line, journal.followers = torn, []
+        journal._redact = Redactor()
         try:
             journal._file = os.open(path, os.O_WRONLY | os.O_APPEND)
             if torn:
@@ -137,10 +140,10 @@ class Journal:
         if name not in EVENTS:
             raise ValueError(f"unknown journal event {name!r}")
         count, size = len(self.events), os.fstat(self._file).st_size
-        event = Event(count + 1, name, data)
+        event = Event(count + 1, name, self._redact.tree(data))
         try:
             self.events.append(event)
-            self._write({"n": event.number, "event": name, **data})
+            self._write({"n": event.number, "event": name, **event.data})
         except BaseException as error:
             # Also where a signal raises in between: the file and this record of it stay the same.
             del self.events[count:]

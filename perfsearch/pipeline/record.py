@@ -145,6 +145,8 @@ def _best_files(session: Session, result: Result) -> list[str]:
     origin = {**export.provenance(), "identity": session.runner.identity()}
     export.write_summary(directory / "summary.json", summary, origin)
     written = session.runner.export(best, directory / "apply")
+    for path in (p for p in directory.rglob("*") if p.is_file()):
+        path.chmod(path.stat().st_mode & 0o700)  # changed copies of the user's files are among them
     return [str(p) for p in (directory / "config.yaml", directory / "summary.json", *written)]
 
 

@@ -23,6 +23,7 @@ from perfsearch import runners, strategies
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import Settings, default_run_dir
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.files import make_private
 from perfsearch.core.hardware import occupants
 from perfsearch.core.hints import Hints
 from perfsearch.core.journal import JOURNAL, JournalWriteError
@@ -370,7 +371,8 @@ def _open(
     directory, resuming = resume.choose_run_dir(asked.absolute(), settings.resume, named)
     if directory != asked.absolute():
         view.note(f"{asked} holds a finished search; this one is in {directory}")
-    directory.mkdir(parents=True, exist_ok=True)
+    make_private(directory)
+    make_private(directory / "logs")
     stack.enter_context(run_directory_lock(directory, view.warning))
     places = settings.limits.lock_directory
     stack.enter_context(device_lock(_device_set(runner), view.note, places))

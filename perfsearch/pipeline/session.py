@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from perfsearch.core.files import private
 from perfsearch.core.journal import Journal, JournalError
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.objective import Objective, log_cost_error
@@ -658,7 +659,7 @@ def measure_guarded(runner: Runner, configuration: Configuration, plan: Plan) ->
         log = plan.log_directory / LOG
         with contextlib.suppress(OSError):  # a full disk may be the very cause
             log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("a") as file:
+            with open(log, "a", opener=private) as file:
                 traceback.print_exc(file=file)
         lines = str(error).strip().splitlines() or [""]
         status = Status.INFRASTRUCTURE if isinstance(error, OSError) else Status.CRASH

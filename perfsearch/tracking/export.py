@@ -15,6 +15,7 @@ from typing import Any
 
 from perfsearch.core.files import write_json, write_text
 from perfsearch.core.knob import Knob, Value
+from perfsearch.core.secrets import Redactor
 from perfsearch.core.trial import Trial
 from perfsearch.core.version import version
 from perfsearch.metrics import gpu
@@ -72,7 +73,7 @@ def write_trials(
         row += [plain(values[name]) if name in values else "" for name in names]
         writer.writerow(row + _outcomes(trial))
     path = run_dir / TRIALS_FILE
-    write_text(path, text.getvalue(), durable=True)
+    write_text(path, Redactor().text(text.getvalue()), durable=True)
     return path
 
 
@@ -109,7 +110,7 @@ def write_summary(path: Path, summary: Mapping[str, Any], provenance: Mapping[st
 
     """
     found = {"schema": SUMMARY_SCHEMA, **summary, "provenance": dict(provenance)}
-    write_json(path, found, durable=True)
+    write_json(path, Redactor().tree(found), durable=True)
 
 
 def _outcomes(trial: Trial) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perfsearch.core.journal import Event, Journal
-from perfsearch.tracking.names import Redactor
+from perfsearch.core.secrets import Redactor
 from perfsearch.tracking.store import (
     SHOWN,
     Store,

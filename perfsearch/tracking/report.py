@@ -15,6 +15,7 @@ import numpy as np
 from perfsearch.core.files import write_text
 from perfsearch.core.knob import Knob
 from perfsearch.core.objective import Objective
+from perfsearch.core.secrets import Redactor
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.metrics.bounds import gain_text, profiled_measurement, upper_bounds
 from perfsearch.metrics.diagnosis import diagnose
@@ -89,7 +90,7 @@ def write_report(
         rows=rows,
         left_out=len(trials) - len(rows),
     )
-    write_text(path, page + "\n", durable=True)
+    write_text(path, Redactor().text(page) + "\n", durable=True)
 
 
 class Verdict(Protocol):

@@ -34,9 +34,9 @@ from perfsearch.core.files import (
 )
 from perfsearch.core.journal import Event
 from perfsearch.core.locks import lock
+from perfsearch.core.secrets import Redactor
 from perfsearch.core.trial import Trial
 from perfsearch.tracking import names
-from perfsearch.tracking.names import Redactor
 
 SEARCH_ID = "perfsearch.search_id"
 

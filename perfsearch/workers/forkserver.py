@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from perfsearch.core.files import write_text
+from perfsearch.core.files import private, write_text
 from perfsearch.workers import processes
 from perfsearch.workers.messages import EXIT_FILE, LAUNCHER_REPORT, TORCH_LOGS, Startup
 from perfsearch.workers.processes import EXIT_ORPHANED, watch_controller
@@ -89,7 +89,7 @@ def _become(request: Request, run: Callable[[Request], int]) -> NoReturn:
             os.environ.pop(name, None)
         tempfile.tempdir = None  # found anew, in this environment
         nothing = os.open(os.devnull, os.O_RDONLY)
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = private(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         code = run(request)

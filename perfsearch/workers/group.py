@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from perfsearch.core import hardware
-from perfsearch.core.files import remove_temporary_directory
+from perfsearch.core.files import private, remove_temporary_directory
 from perfsearch.core.hardware import Gpu, GroupSpec
 from perfsearch.core.objective import Limits
+from perfsearch.core.secrets import Redactor
 from perfsearch.core.trial import Status
 from perfsearch.workers import processes
 from perfsearch.workers.failures import (
@@ -185,8 +186,8 @@ class Command:
         self, directory: Path, environment: Mapping[str, str], log: Path, limit_s: float
     ) -> Process:
         """See ``Launch``."""
-        with log.open("ab") as file:
-            file.write(f"{shlex.join(self.words)}\n".encode())
+        with open(log, "ab", opener=private) as file:
+            file.write(f"{shlex.join(Redactor().words(self.words))}\n".encode())
             file.flush()
             try:
                 return subprocess.Popen(

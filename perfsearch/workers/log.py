@@ -9,6 +9,7 @@ import time
 import traceback
 from dataclasses import asdict
 
+from perfsearch.core.files import private
 from perfsearch.workers.failures import is_out_of_memory
 from perfsearch.workers.messages import RankError, rank_error_file, rank_log
 
@@ -32,7 +33,7 @@ def switch_log(directory: str, rank: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    target = private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.files import private
 from perfsearch.core.python import module_command
 from perfsearch.workers import processes
 from perfsearch.workers.messages import EXIT_FILE, TOKEN_VARIABLE
@@ -102,7 +103,7 @@ class Preloaded:
         self.record()
         log.parent.mkdir(parents=True, exist_ok=True)
         me = os.getpid()
-        with log.open("ab") as stderr:
+        with open(log, "ab", opener=private) as stderr:
             self._process = subprocess.Popen(
                 module_command(module, str(me), repr(processes.started_at(me)), python=python),
                 stdin=subprocess.PIPE,

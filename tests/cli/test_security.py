@@ -8,7 +8,7 @@ import pytest
 from support import front_fakes
 
 import perfsearch
-from perfsearch.cli.security import check_hydra, check_hydra_keys, check_paths
+from perfsearch.cli.security import check_hydra, check_hydra_keys, check_swept, check_values
 from perfsearch.config.options import ConfigError
 from perfsearch.pipeline.resume import LockError, device_lock
 
@@ -37,6 +37,19 @@ PWN = '{version: 1, handlers: {h: {"()": os.mkdir, path: pwned}}, root: {handler
         ("hydra: {sweeper: {_target_: os.getcwd}}", "hydra.sweeper._target_"),
         ("run_dir: ../outside", "run_dir=../outside"),
         ("tracking: {uri: 'sqlite:////tmp/outside.db'}", "tracking.uri=sqlite"),
+        ("tracking: {uri: 'http://host/x'}", "tracking.uri=http://host/x"),
+        ("tracking: {uri: 'http://host/${oc.env:HOME}'}", "tracking.uri=http://host/${oc.env"),
+        ("tracking: {experiment: '${oc.env:HOME}'}", "tracking.experiment=${oc.env:HOME}"),
+        ("tracking: {experiment: '${oc.${strategy.name}:HOME}'}", "tracking.experiment=${oc."),
+        ("run_dir: '${workload.name}/../../x'\nseed: 1", "run_dir=script/../../x"),
+        ("seed: '${oc.decode:1}'", "seed=${oc.decode:1}"),
+        ("workload: {command: [evil.py]}", "workload.command=[evil.py]"),
+        ("workload: {module: true}", "workload.module=true"),
+        ("workload: {silence: [--hook=evil]}", "workload.silence=[--hook=evil]"),
+        (
+            "hydra: {sweeper: {params: {seed: '1,${oc.env:HOME}'}}, mode: MULTIRUN}",
+            "hydra.sweeper.params.seed=1,${oc.env",
+        ),
         (
             "hydra: {sweeper: {params: {run_dir: '/tmp/a,/tmp/b'}}, mode: MULTIRUN}",
             "run_dir=/tmp/a",
@@ -93,17 +106,22 @@ def test_a_file_may_name_places_inside_and_the_command_line_any(command, tmp_pat
 def test_local_stores_outside_are_recognised(monkeypatch, tmp_path, uri):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"tracking\.uri"):
-        check_paths({"tracking": {"uri": uri}}, ["run_dir"])
-    check_paths({"tracking": {"uri": uri}}, ["tracking"])
+        check_values({"tracking": {"uri": uri}}, ["run_dir"])
+    check_values({"tracking": {"uri": uri}}, ["tracking"])
 
 
-@pytest.mark.parametrize(
-    "uri", ["http://h:5000", "postgresql://u@h/db", "databricks", "sqlite:///x.db", "mlruns",
-            "file:mlruns", "sqlite:///sub/x.db"],
-)  # fmt: skip
-def test_servers_and_places_inside_are_taken(monkeypatch, tmp_path, uri):
+@pytest.mark.parametrize("uri", ["http://h:5000", "postgresql://u@h/db", "databricks"])
+def test_only_the_command_line_names_servers(monkeypatch, tmp_path, uri):
     monkeypatch.chdir(tmp_path)
-    check_paths({"run_dir": "outputs/mine", "tracking": {"uri": uri}}, [])
+    with pytest.raises(ConfigError, match=f"tracking.uri={uri}: .* may not name a server"):
+        check_values({"tracking": {"uri": uri}}, ["run_dir"])
+    check_values({"tracking": {"uri": uri}}, ["tracking.uri"])
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///x.db", "mlruns", "file:mlruns", "sqlite:///sub/x.db"])
+def test_places_inside_are_taken(monkeypatch, tmp_path, uri):
+    monkeypatch.chdir(tmp_path)
+    check_values({"run_dir": "outputs/mine", "tracking": {"uri": uri}}, [])
 
 
 def test_a_symbolic_link_does_not_lead_out(monkeypatch, tmp_path):
@@ -112,9 +130,38 @@ def test_a_symbolic_link_does_not_lead_out(monkeypatch, tmp_path):
     (tmp_path / "in" / "link").symlink_to(tmp_path / "out")
     monkeypatch.chdir(tmp_path / "in")
     with pytest.raises(ConfigError, match="below the current directory"):
-        check_paths({"run_dir": "link/x"}, [])
-    check_paths({"run_dir": "link/x"}, ["run_dir"])
-    check_paths({"run_dir": None, "tracking": {"uri": None}}, [])
+        check_values({"run_dir": "link/x"}, [])
+    check_values({"run_dir": "link/x"}, ["run_dir"])
+    check_values({"run_dir": None, "tracking": {"uri": None}}, [])
+
+
+def test_the_command_line_may_name_code_servers_and_the_environment(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("NAMED", "by_me")
+    text = "tracking: {uri: 'http://theirs'}\nworkload: {command: [theirs.py]}\nseed: ${nnodes}"
+    theirs = experiment(tmp_path, text)
+    mine = ["tracking.uri=http://mine", "workload.command=[mine.py]"]
+    code, _, errors = command(*theirs, *mine, "workload=script", "run_dir='${oc.env:NAMED}'")
+    assert code == 0, errors
+    found = front_fakes.calls[0]
+    assert (found.workload.options["command"], found.seed) == (["mine.py"], 1)
+    assert (str(found.run_dir), found.tracking.uri) == ("by_me", "http://mine")
+
+
+def test_a_group_of_their_own_is_no_leave_to_run_its_command(command, tmp_path):
+    directory = tmp_path / "given" / "workload"
+    directory.mkdir(parents=True)
+    (directory / "theirs.yaml").write_text("name: script\ncommand: [timeit]\nmodule: true\n")
+    code, _, errors = command("hydra.searchpath=[file://given]", "workload=theirs")
+    assert code == 2
+    assert errors.startswith("perfsearch: workload.command=[timeit]: ")
+    assert front_fakes.calls == []
+
+
+def test_what_is_swept_by_others_than_hydras_own_sweeper_names_no_code():
+    check_swept({"runner.knobs.bucket_cap_mb": "1,2"}, [])
+    check_swept({"+workload.command": "[a.py],[b.py]"}, ["workload.command"])
+    with pytest.raises(ConfigError, match=r"hydra\.sweeper\.params\.workload\.command"):
+        check_swept({"+workload.command": "[a.py],[b.py]"}, [])
 
 
 def test_hydras_own_settings_are_compared_leaf_by_leaf():

@@ -209,3 +209,15 @@ def test_settings_are_frozen():
     with pytest.raises(AttributeError):
         found.seed = 1  # type: ignore[misc]
     assert replace(found, seed=1).seed == 1
+
+
+def test_secrets_among_a_scripts_arguments_are_in_no_file():
+    command = ["train.py", "--token=a9SECRET", "--api_key", "b9SECRET"]
+    found = settings(workload={"name": "script", "command": command})
+    assert found.workload.options["command"] == command
+    plain = to_plain(found)
+    assert plain["workload"]["command"] == ["train.py", "--token=***", "--api_key", "***"]
+    again = [train.replace("9SECRET", "9OTHER") for train in command]
+    assert search_hash(settings(workload={"name": "script", "command": again})) == search_hash(
+        found
+    )

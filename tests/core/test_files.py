@@ -89,3 +89,14 @@ def test_directories_of_killed_processes_go_and_those_of_others_stay(tmp_path, m
     files.remove_left_directories()
     files.remove_temporary_directory(mine)
     assert [path.name for path in tmp_path.iterdir()] == ["perfsearch-of-a-user"]
+
+
+def test_others_of_the_machine_can_read_neither_files_nor_directories(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    files.make_private(place)
+    files.make_private(place)
+    files.write_text(place / "a", "x", durable=True)
+    with open(place / "b", "a", opener=files.private) as log:
+        log.write("y")
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert [p.stat().st_mode & 0o777 for p in sorted(place.iterdir())] == [0o600, 0o600]

@@ -169,3 +169,13 @@ def test_numbers_that_are_not_finite_never_reach_the_file(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="JSON compliant"):
         journal.append("finished", cost=float("nan"))
     assert len(read(journal.path)[1]) == 2
+
+
+def test_secrets_are_masked_in_header_and_events(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", {"identity": {"workload": "script t.py --token=a9SECRET"}})
+    journal.append("opened", parameters={"a": ["--api_key", "b9SECRET"], "password": "c9SECRET"})
+    journal.close()
+    again = Journal.reopen(journal.path)
+    again.append("told", reason="postgres://u:d9SECRET@h/x refused")
+    assert "SECRET" not in journal.path.read_text()
+    assert again.events[1].data["reason"] == "postgres://***@h/x refused"

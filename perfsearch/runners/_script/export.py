@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from perfsearch.core import command as front
+from perfsearch.core import secrets
 from perfsearch.core.knob import Value
 from perfsearch.knobs import (
     RECORDS,
@@ -39,7 +41,8 @@ def export_files(
     """Write ``run.sh``, ``start.py`` that it uses, and ``changes.py``; none needs perfsearch.
 
     ``run.sh`` has environment and command, ``start.py`` gives constructors the arguments
-    that were found, and ``changes.py`` has the lines that would do so in the script itself.
+    that were found, and ``changes.py`` has the lines that would do so in the script itself. Secrets
+    among the arguments are in none of them: ``run.sh`` reads them from variables, or asks.
 
     Args:
         changed: knobs that are not as the script has them.
@@ -65,8 +68,8 @@ def export_files(
         files[NAME] = program(planned.objects, wrappers, module)
     words = [shlex.quote(word) for word in way.words(module and not code)]
     words += [f'"$(dirname "$0")/{NAME}"'] if code else []
-    words += [shlex.quote(word) for word in [script, *arguments]]
-    lines += [" ".join(words), ""]
+    own_words, asks, _ = secrets.in_shell([script, *arguments], os.environ)
+    lines += [*asks, " ".join([*words, *own_words]), ""]
     files["run.sh"] = "\n".join(lines)
     for name, text in files.items():
         (directory / name).write_text(text)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import MetricsSettings
-from perfsearch.core import command, hardware
+from perfsearch.core import command, hardware, secrets
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.hardware import Environment, detect_hardware, threads_today
 from perfsearch.core.hints import Hints
@@ -136,8 +136,9 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
 
         @property
         def words(self) -> list[str]:
-            """The command as text."""
-            return [str(w).lower() if isinstance(w, bool) else str(w) for w in self.command]
+            """The command as text, whole."""
+            words = [str(w).lower() if isinstance(w, bool) else str(w) for w in self.command]
+            return secrets.filled(words, os.environ, "workload.command")
 
         @property
         def names_mapped(self) -> list[str]:
@@ -200,6 +201,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         files: UserFiles | None = None,
     ) -> None:
         super().__init__(options, environment)
+        secrets.learn(options.words)
         self._stores = stores
         self.files = files or UserFiles(directory=environment.directory or Path.cwd())
         self._timings = timings or TimingOptions()
@@ -431,7 +433,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
     def identity(self) -> dict[str, str]:
         """Command, ranks, devices and versions: what a result holds for."""
         return {
-            "workload": "script " + " ".join(self.options.words),
+            "workload": "script " + " ".join(secrets.Redactor().words(self.options.words)),
             **self.hardware.identity(),
             **self._ways.way.to_identity(),
         }

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from perfsearch.core import secrets
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
 from perfsearch.core.narrow import SEARCH
@@ -204,7 +205,9 @@ def command_of(
 
     """
     given, module = options.get("command"), bool(options.get("module"))
-    words = _words(given)
+    words = secrets.filled(_words(given), os.environ, "workload.command")
+    given = words or given
+    secrets.learn(words)
     if module and words and Path(words[0]).name in LAUNCHERS:
         raise BadInputError(
             f"workload.module=true: {words[0]} is a launcher, which has its own --module. Leave "

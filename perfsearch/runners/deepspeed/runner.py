@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from perfsearch.config.options import build_options
-from perfsearch.core import hardware
+from perfsearch.core import hardware, secrets
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment
 from perfsearch.core.hints import Hints, Prediction
@@ -264,7 +264,7 @@ class DeepSpeed(
         """Command, configuration, ranks, devices and versions: what a result holds for."""
         text = config.dump_json({k: v for k, v in self.file.items() if k != SECTION})
         return {
-            "command": shlex.join(self.command.words),
+            "command": shlex.join(secrets.Redactor().words(self.command.words)),
             "ds_config": hashlib.sha256(text.encode()).hexdigest()[:16],
             "global_batch": f"{self.batch.global_batch} {self.batch.rule}",
             "world_size": str(self.devices),
@@ -369,7 +369,8 @@ def export_files(
     """
     results = autotuning.results_dir.absolute()
     tuned = results / TUNED
-    words = shlex.join(tuned_command(command, tuned, options)) + "\n"
+    quoted, _, _ = secrets.in_shell(tuned_command(command, tuned, options), os.environ)
+    words = " ".join(quoted) + "\n"
     summary = export.tuning_summary(trials, batch, pinned)
     written: list[Path] = []
     for place in (results, directory):

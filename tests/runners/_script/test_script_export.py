@@ -1,6 +1,7 @@
 """What a search over a script hands over."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -158,3 +159,20 @@ def test_what_becomes_of_a_model_is_handed_over(changed, found, tmp_path):
     lines = (tmp_path / "apply" / "changes.py").read_text()
     assert ("channels_last" in lines) == ("channels_last" in changed)
     assert ("# model = torch.compile(model)" in lines) == ("compile_mode" in changed)
+
+
+def test_no_file_holds_a_secret_and_the_command_still_runs(tmp_path):
+    (tmp_path / "show.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    command = [str(tmp_path / "show.py"), "--token=a9SECRET", "--api_key", "b9SECRET", "--lr=1"]
+    way = Way(1, by_torchrun=False)
+    apply = tmp_path / "apply"
+    export.export_files({"bucket_cap_mb": 4.0}, [], way, 1, command, False, ["ddp"], apply)
+    assert all("SECRET" not in file.read_text() for file in apply.iterdir())
+    done = subprocess.run(
+        [str(apply / "run.sh")],
+        env={**os.environ, "TOKEN": "a9SECRET", "API_KEY": "b9SECRET"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == str(command[1:]), done.stderr
