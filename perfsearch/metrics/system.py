@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core import cgroup
 from perfsearch.core.units import MEGA
 from perfsearch.metrics.gpu import GpuReader, NvlinkReader
 from perfsearch.metrics.reading import Guard
@@ -569,42 +570,15 @@ def cgroup_headroom_bytes(cgroup_root: Path, membership: Path) -> float | None:
     Reads version 2 (``memory.max``) and version 1 (``memory.limit_in_bytes``). Inactive page cache
     counts as free, as the kernel gives it back.
     """
-    if not membership.exists():
-        return None
     headroom: list[float] = []
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            names = ("memory.max", "memory.current", "inactive_file")
-            roots = [cgroup_root, cgroup_root / "unified"]
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            roots = [cgroup_root / "memory"]
-        else:
+    for directory, files in cgroup.memory_groups(cgroup_root, membership):
+        bound = cgroup.limit(directory, files)
+        used = cgroup.number(directory / files.usage)
+        if bound is None or used is None:
             continue
-        for root in roots:
-            headroom += _along(root, path, *names)
-    return min(headroom) if headroom else None
-
-
-def _along(root: Path, path: str, limit: str, usage: str, inactive: str) -> list[float]:
-    """Headroom at each level from ``path`` up to ``root``; inside a container often the root."""
-    found = []
-    level = root / path.lstrip("/")
-    for directory in [level, *level.parents]:
-        if directory != root and root not in directory.parents:
-            break
-        if not ((directory / limit).exists() and (directory / usage).exists()):
-            continue
-        bound = (directory / limit).read_text().strip()
-        if bound == "max" or int(bound) >= 1 << 60:
-            continue
-        used = int((directory / usage).read_text())
-        stat = directory / "memory.stat"
-        pairs = stat.read_text().split("\n") if stat.exists() else []
-        cache = next((int(p.split()[1]) for p in pairs if p.startswith(f"{inactive} ")), 0)
-        found.append(float(max(0, int(bound) - max(0, used - cache))))
-    return found
+        cache = cgroup.number(directory / "memory.stat", files.inactive) or 0
+        headroom.append(float(max(0, bound - max(0, used - cache))))
+    return min(headroom, default=None)
 
 
 # -----------------------------------------------------------------------------

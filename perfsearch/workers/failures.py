@@ -1,7 +1,8 @@
 """What failed ranks leave, and from it the status of a trial and its cause in one line.
 
-``FailureFiles``, ``launcher_report`` and ``oom_kills`` read what ranks, their launcher and the
-kernel leave behind; ``classify`` is a pure function of all of that.
+``FailureFiles`` and ``launcher_report`` read what ranks and their launcher leave behind, and
+``KernelMemory``
+what the kernel does; ``classify`` is a pure function of all of that.
 """
 
 from __future__ import annotations
@@ -32,12 +33,6 @@ _LOADER_TAIL = 4000  # characters of a log in which a loader process has left it
 
 _TAIL_BYTES = 16_384
 _PROBE_BYTES = 8_192  # what a rank may need to write down why it failed
-
-_KILL_COUNTS = (
-    "/sys/fs/cgroup/memory.events",
-    "/sys/fs/cgroup/memory/memory.oom_control",
-    "/proc/vmstat",
-)
 
 SHARED_MEMORY = "shared memory of dataloader workers is used up"
 
@@ -125,6 +120,7 @@ class Evidence:
         launcher_error: why the launcher failed, when not for a rank.
         log_tails: end of each rank's log, by rank.
         oom_kills: processes that the host's OOM killer ended meanwhile.
+        memory: what the kernel says of the host's memory: peak and limit of the control group.
         timed_out: seconds of the limit that was exceeded.
         starting: whether it was still starting up.
         disk_full: why nothing can be written beside the logs; empty if it can. The cause may then
@@ -138,6 +134,7 @@ class Evidence:
     launcher_error: str = ""
     log_tails: dict[int, str] = field(default_factory=dict)
     oom_kills: int = 0
+    memory: str = ""
     timed_out: float | None = None
     starting: bool = False
     disk_full: str = ""
@@ -239,8 +236,9 @@ def _of_error(error: RankError, evidence: Evidence) -> Failure:
         if is_oom(evidence.log_tails.get(error.rank, "")[-_LOADER_TAIL:]):
             return Failure(Status.OOM, reason, error.rank)
         if killed:
-            status = Status.OOM if evidence.oom_kills else Status.KILLED
-            return Failure(status, reason, error.rank)
+            if evidence.oom_kills:
+                return Failure(Status.OOM, f"{reason}; {_oom_killer(evidence)}", error.rank)
+            return Failure(Status.KILLED, reason, error.rank)
         return Failure(Status.CRASH, reason, error.rank)
     if _matches(_INFRASTRUCTURE, text):
         return Failure(Status.INFRASTRUCTURE, reason, error.rank)
@@ -266,6 +264,9 @@ def _refused(error: RankError) -> bool:
 
 def _of_end(end: ProcessEnd, evidence: Evidence) -> Failure:
     tail = evidence.log_tails.get(end.rank, "")
+    if evidence.oom_kills and end.exit_code in _SIGKILLED:
+        reason = f"rank {end.rank} was ended by {_oom_killer(evidence)}"
+        return Failure(Status.OOM, reason, end.rank)
     if end.exit_code >= 0:
         if is_oom(tail):
             line = one_line(_line_of(tail, _OOM))
@@ -273,9 +274,6 @@ def _of_end(end: ProcessEnd, evidence: Evidence) -> Failure:
         reason = f"rank {end.rank} ended with exit code {end.exit_code}{last_words(tail)}"
         return Failure(Status.CRASH, reason, end.rank)
     name = signal_name(-end.exit_code)
-    if evidence.oom_kills and end.exit_code == -signal.SIGKILL:
-        reason = f"rank {end.rank} was ended by the host's OOM killer"
-        return Failure(Status.OOM, reason, end.rank)
     if end.exit_code == -signal.SIGBUS and _matches(_SHARED_MEMORY, tail):
         return Failure(Status.OOM, f"rank {end.rank}: {SHARED_MEMORY}", end.rank)
     if end.exit_code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP):
@@ -286,8 +284,19 @@ def _of_end(end: ProcessEnd, evidence: Evidence) -> Failure:
     return Failure(Status.CRASH, f"rank {end.rank} died of {name}", end.rank)
 
 
+_SIGKILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit codes of what the kernel has ended, by itself or below a shell."""
+
+
+def _oom_killer(evidence: Evidence) -> str:
+    memory = f" ({evidence.memory})" if evidence.memory else ""
+    return f"the host's OOM killer{memory}"
+
+
 def _of_launcher(evidence: Evidence) -> Failure:
     text = one_line(evidence.launcher_error)
+    if evidence.oom_kills and text.endswith(signal_name(signal.SIGKILL)):
+        return Failure(Status.OOM, f"launcher: it was ended by {_oom_killer(evidence)}")
     if text.startswith("UsageError: "):
         return Failure(Status.INVALID, f"launcher: {text}")  # the next start would end the same
     if _matches(_INFRASTRUCTURE, text) or evidence.starting:
@@ -430,17 +439,3 @@ def launcher_report(directory: Path, code: int | None) -> tuple[list[ProcessEnd]
     if code is not None and code < 0:
         return [], f"it was ended by {signal_name(-code)}"
     return [], ""
-
-
-def oom_kills() -> int:
-    """Processes that the OOM killer has ended so far, in this cgroup or on this host."""
-    for path in _KILL_COUNTS:
-        try:
-            lines = Path(path).read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            key, _, value = line.partition(" ")
-            if key == "oom_kill" and value.strip().isdigit():
-                return int(value)
-    return 0

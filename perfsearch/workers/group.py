@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from perfsearch.core import hardware
+from perfsearch.core.cgroup import KernelMemory
 from perfsearch.core.files import private, remove_temporary_directory
 from perfsearch.core.hardware import Gpu, GroupSpec
 from perfsearch.core.objective import Limits
@@ -29,7 +30,6 @@ from perfsearch.workers.failures import (
     ProcessEnd,
     classify,
     launcher_report,
-    oom_kills,
 )
 from perfsearch.workers.messages import (
     NCCL_LOG_FILE,
@@ -238,7 +238,7 @@ class RankGroup(ABC):
         self._gone: ProcessEnd | None = None
         self._gone_until = math.inf
         self._used_before: list[float] = []
-        self._oom_kills_before = oom_kills()
+        self._memory_before = KernelMemory.read()
 
     @property
     def runs(self) -> bool:
@@ -266,7 +266,7 @@ class RankGroup(ABC):
         self.logs = logs.absolute()
         self.logs.mkdir(parents=True, exist_ok=True)
         self.failure_files.clear()
-        self._oom_kills_before = oom_kills()
+        self._memory_before = KernelMemory.read()
 
     def launch(
         self, environment: Callable[[Path], Mapping[str, str]], sockets: Sequence[str] = ()
@@ -371,11 +371,12 @@ class RankGroup(ABC):
 
     def _evidence(self, errors: Sequence[RankError] | None = None, **more: Any) -> Evidence:
         """What ranks and the kernel have left, and what else is known."""
-        files = self.failure_files
+        files, memory = self.failure_files, KernelMemory.read()
         return Evidence(
             errors=files.errors() if errors is None else errors,
             log_tails=files.tails(),
-            oom_kills=max(0, oom_kills() - self._oom_kills_before),
+            oom_kills=memory.kills_since(self._memory_before),
+            memory=str(memory),
             starting=self._is_starting(),
             disk_full=files.cannot_be_written(),
             **more,

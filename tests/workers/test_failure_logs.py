@@ -1,6 +1,6 @@
 import json
 
-from perfsearch.workers.failures import FailureFiles, ProcessEnd, launcher_report, oom_kills
+from perfsearch.workers.failures import FailureFiles, ProcessEnd, launcher_report
 from perfsearch.workers.messages import LAUNCHER_REPORT, rank_error_file, rank_log
 
 
@@ -41,7 +41,3 @@ def test_what_the_launcher_says(tmp_path):
     error = {"type": "RendezvousConnectionError", "message": "refused"}
     (tmp_path / LAUNCHER_REPORT).write_text(json.dumps({"failures": [], "error": error}))
     assert launcher_report(tmp_path, 1) == ([], "RendezvousConnectionError: refused")
-
-
-def test_the_kernels_count_is_a_number():
-    assert oom_kills() >= 0

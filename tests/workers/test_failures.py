@@ -114,6 +114,16 @@ def test_killed_loader_process():
             Status.OOM,
             "rank 1 was ended by the host's OOM killer",
         ),
+        (
+            Evidence(ends=[ProcessEnd(1, 137, 5.0)], oom_kills=1, memory="peak 3.99 GiB"),
+            Status.OOM,
+            "rank 1 was ended by the host's OOM killer (peak 3.99 GiB)",
+        ),
+        (
+            Evidence(launcher_error="it was ended by SIGKILL", oom_kills=1),
+            Status.OOM,
+            "launcher: it was ended by the host's OOM killer",
+        ),
         (Evidence(ends=[ProcessEnd(0, -11, 5.0)]), Status.CRASH, "rank 0 died of SIGSEGV"),
         (Evidence(ends=[ProcessEnd(0, 3, 5.0)]), Status.CRASH, "rank 0 ended with exit code 3"),
         (Evidence(ends=[ProcessEnd(0, -15, 5.0)]), Status.KILLED, "rank 0 was ended by SIGTERM"),
