@@ -1,7 +1,8 @@
 """The control groups that this process is in with those that it starts, and their memory.
 
-Both versions are read: a group's directory lies below the mount, by the path in `/proc/self/cgroup`;
-inside a container that path often is the host's, and the mount itself is the container's group.
+Both versions are read. A group's directory lies below the mount by the path in
+``/proc/self/cgroup``; inside a container that path often is the host's, and the mount itself is the
+container's group.
 """
 
 from __future__ import annotations

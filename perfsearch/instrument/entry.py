@@ -37,7 +37,7 @@ from perfsearch.instrument.report import lines
 from perfsearch.instrument.seeds import seed_process
 from perfsearch.workers.log import report_error, switch_log
 from perfsearch.workers.messages import Channel
-from perfsearch.workers.processes import watch_controller
+from perfsearch.workers.processes import started_at, watch_controller
 from perfsearch.workers.stack_dumps import answer_stack_requests
 
 if TYPE_CHECKING:
@@ -250,8 +250,9 @@ class _Rank:
         self.rank = rank
         self.protocol: RankProtocol | None = None
         self.at_first_step: Callable[[], None] = lambda: None
+        pid = os.getpid()
         self._channel = Channel.connect(socket_path(config.directory, rank))
-        self._channel.send({"event": "hello", "pid": os.getpid()})
+        self._channel.send({"event": "hello", "pid": pid, "started": started_at(pid)})
 
     def attach(self) -> RankProtocol:
         """Make the instruments, unless there are some."""

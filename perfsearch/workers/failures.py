@@ -1,8 +1,7 @@
 """What failed ranks leave, and from it the status of a trial and its cause in one line.
 
 ``FailureFiles`` and ``launcher_report`` read what ranks and their launcher leave behind, and
-``KernelMemory``
-what the kernel does; ``classify`` is a pure function of all of that.
+``KernelMemory`` what the kernel does; ``classify`` is a pure function of all of that.
 """
 
 from __future__ import annotations

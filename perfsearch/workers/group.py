@@ -52,6 +52,11 @@ POLL_S = 0.25
 
 Message = dict[str, Any]
 
+_LOOK_S = 0.05
+
+_NOTICES_S = 1.0
+"""Time in which a launcher sees that a rank has ended with another code than 0."""
+
 _TERM_S = 1.0
 """How long what is left of a group has for SIGTERM, before SIGKILL."""
 
@@ -352,8 +357,7 @@ class RankGroup(ABC):
         missed = self._gone if gone.limit_s is not None else None
         timed_out = gone.limit_s if missed is None else None
         if process is not None and timed_out is None and not (missed and self._some_run()):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(self._limits.grace_s)
+            missed = self._wait_for_launcher(process) or missed
         places = {}
         if timed_out is not None:
             places = ask_for_stacks(directory, self.logs, self._world_size)
@@ -368,6 +372,21 @@ class RankGroup(ABC):
         )
         self.end(kill=True)
         return self._classify(evidence, code)
+
+    def _wait_for_launcher(self, process: Process) -> ProcessEnd | None:
+        """Wait until the first process has ended; the rank that ended before, where one has.
+
+        It takes no notice of a rank that ended with 0, and ends the others at once for any other:
+        while those go on, there is nothing to wait for.
+        """
+        deadline, seen = time.monotonic() + self._limits.grace_s, math.inf
+        ended = self._ended()
+        while process.poll() is None and time.monotonic() < min(deadline, seen + _NOTICES_S):
+            if ended and seen == math.inf and self._some_run():
+                seen = time.monotonic()
+            time.sleep(_LOOK_S)
+            ended = ended or self._ended()
+        return ended[0] if ended else None
 
     def _evidence(self, errors: Sequence[RankError] | None = None, **more: Any) -> Evidence:
         """What ranks and the kernel have left, and what else is known."""

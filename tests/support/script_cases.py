@@ -76,6 +76,9 @@ def main():
         for (inputs,) in one_ahead(loader) if args.ahead else loader:
             if args.fault == "hangs" and rank == 1 and made == 3:
                 time.sleep(600)
+            if args.fault == "leaves" and rank == 1 and made == 3:
+                print("enough of this", flush=True)
+                os._exit(0)
             if args.fault == "hungry" and args.bs > 4:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()

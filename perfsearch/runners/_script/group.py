@@ -20,7 +20,15 @@ from perfsearch.instrument.launch import (
 )
 from perfsearch.runners._script.ways import Way
 from perfsearch.workers import processes
-from perfsearch.workers.group import POLL_S, Fork, GroupGone, Message, RankGroup
+from perfsearch.workers.failures import ProcessEnd
+from perfsearch.workers.group import (
+    POLL_S,
+    Fork,
+    GroupGone,
+    Message,
+    RankGroup,
+    RankProcesses,
+)
 from perfsearch.workers.messages import ChannelClosed, rank_log
 from perfsearch.workers.preload import Preloaded
 
@@ -80,6 +88,7 @@ class ScriptGroup(RankGroup):
         self.nproc = way.ranks
         self.steps = [0] * way.ranks
         self.ended: list[int] = []
+        self._ranks = RankProcesses()
         self._way = way
         self._orders = replace(orders, undo=undo(self.token))
         self._arguments, self._variables = arguments, variables
@@ -114,7 +123,9 @@ class ScriptGroup(RankGroup):
 
         """
         self.launch(self._environ, [socket_path("", rank).name for rank in range(self.nproc)])
-        self.receive("hello", self._limits.startup_s)
+        here = os.uname().nodename
+        told = self.receive("hello", self._limits.startup_s)
+        self._ranks = RankProcesses([{"host": here, **message} for message in told])
 
     @property
     def log(self) -> Path:
@@ -164,6 +175,13 @@ class ScriptGroup(RankGroup):
     def _ask_to_end(self) -> None:
         """At the boundary where the script waits."""
         self.send({"op": "end"})
+
+    def _ended(self) -> list[ProcessEnd]:
+        """Ranks that are gone and have not said that the script came to its end."""
+        return [end for end in self._ranks.ended() if end.rank not in self.ended]
+
+    def _some_run(self) -> bool:
+        return self._ranks.some_run()
 
     def _is_starting(self) -> bool:
         return not self.channels

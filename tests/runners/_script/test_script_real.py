@@ -176,6 +176,7 @@ def test_a_start_has_in_force_what_takes_the_whole_model(bench):
     [
         (["--fault", "raises"], Status.CRASH, "FileNotFoundError: no such data"),
         (["--fault", "exits"], Status.CRASH, 'code 3; its last line: "the licence server said no"'),
+        (["--fault", "leaves"], Status.CRASH, 'rank 1 ended with exit code 0; its last line: "en'),
         (["--fault", "spawns"], Status.CRASH, "starts ranks of its own"),
         (["--fault", "apart"], Status.INVALID, "train apart from each other"),
         (["--steps", "4"], Status.INVALID, "made 4 steps and ended"),
