@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from perfsearch.core.errors import printable
 from perfsearch.core.knob import Configuration, same_value
 from perfsearch.core.objective import Objective
 from perfsearch.core.trial import Purpose, Status, Trial
@@ -135,7 +136,7 @@ class View:
         if self.unread:
             return
         try:
-            print(text, file=self.stream or sys.stdout, flush=True)
+            print(printable(text), file=self.stream or sys.stdout, flush=True)
         except OSError:
             self.unread = True
 
@@ -332,7 +333,7 @@ def _text(text: str = "", style: str = "", row: bool = False) -> Text:
     """Text that is drawn as it is, without markup; a row of the block is cut to the width."""
     from rich.text import Text
 
-    return Text(text, style, no_wrap=row, overflow="ellipsis" if row else None)
+    return Text(printable(text), style, no_wrap=row, overflow="ellipsis" if row else None)
 
 
 def open_view(settings: Settings) -> View:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -12,6 +13,24 @@ class BadInputError(ValueError):
     The message is for people and complete: the key, its value, what is allowed, the next step.
     Commands print it alone and end with exit code 2; every other exception is a bug of ours.
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+_UNPRINTABLE = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u200b-\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
+)
+"""What steers a terminal, or changes the order in which text is shown."""
+
+
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+"""How what a spreadsheet would compute begins; a quote before it makes it text."""
+
+
+def printable(text: str) -> str:
+    """A text of any origin as a terminal may show it: control characters are spelled out."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def nearest(word: str, allowed: Iterable[str], prefix: str = "") -> str:

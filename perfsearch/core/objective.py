@@ -21,6 +21,13 @@ class Metric(StrEnum):
     FLOPS = "flops"
 
 
+REWARDS_LESS = (
+    "objective.metric=latency: with batch=free a step that trains less is a faster one. Set "
+    "objective.metric=throughput, or batch=fixed"
+)
+"""Why steps of different batches are not compared by their time."""
+
+
 @dataclass(frozen=True)
 class Objective:
     """What is optimised, in its own direction for people and as a cost for strategies.

@@ -28,6 +28,7 @@ from perfsearch.core.hardware import occupants
 from perfsearch.core.hints import Hints
 from perfsearch.core.journal import JOURNAL, JournalWriteError
 from perfsearch.core.narrow import is_auto
+from perfsearch.core.objective import REWARDS_LESS, Metric
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Status, Trial
@@ -200,6 +201,8 @@ def build_runner(settings: Settings) -> Runner:
     if settings.mode not in (*modes, *own):
         has = " and mode=".join([*modes, *own])
         raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
+    if settings.batch == "free" and settings.objective.metric is Metric.LATENCY:
+        raise ConfigError("objective.metric", REWARDS_LESS)
     if settings.workload.name == SCRIPT and issubclass(runner, TakesScripts):
         from perfsearch.runners._script.runner import Script
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import math
+import stat
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.config.options import build_options
+from perfsearch.core.errors import FORMULAS, BadInputError, nearest, printable
 from perfsearch.core.hardware import Environment
 from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Configuration, Kind, Knob, Value
-from perfsearch.core.objective import Metric
+from perfsearch.core.objective import REWARDS_LESS, Metric
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.steps import Statistic, read_window, step_time_s, whole_periods
@@ -32,7 +34,7 @@ from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.loader import PREFETCH
 from perfsearch.knobs.starts import starts
 from perfsearch.metrics.memory import MemoryFacts
-from perfsearch.runners.base import NoKnobs, Plan, Runner
+from perfsearch.runners.base import NoKnobs, Plan, Runner, environment_of
 from perfsearch.runners.deepspeed import config
 from perfsearch.runners.zero.memory import FACTS_FILE, HEADROOM, Memory
 from perfsearch.training.clock import USABLE, State, StepWindow, WindowRule
@@ -61,6 +63,8 @@ class Replay(Runner, NoKnobs):
     Args:
         options: the table and how to serve it.
         environment: its seed is the noise's.
+        keeps_batch: whether only rows with the baseline's global batch are served, where the
+            table tells it.
 
     Raises:
         ValueError: the table or the baseline cannot be used; the message names the key.
@@ -76,7 +80,8 @@ class Replay(Runner, NoKnobs):
                 search is one. Columns are described in ``perfsearch.runners.replay``.
             baseline: the configuration to start from, all knobs named; ``None`` takes the row
                 nearest to the libraries' defaults.
-            batch: ``free`` serves every row; ``fixed`` those with the baseline's global batch.
+            batch: ``free`` serves every row; ``fixed`` those with the baseline's global batch;
+                ``null``: as ``batch`` says, where the table tells batches.
             noise: factor on the spread of the recorded step times; 0 serves their mean.
             process_noise: relative standard deviation of a factor that all steps of a trial share,
                 as between two starts of the same job.
@@ -89,7 +94,7 @@ class Replay(Runner, NoKnobs):
 
         table: str
         baseline: Mapping[str, Value] | None = None
-        batch: str = "free"
+        batch: str | None = None
         noise: float = 1.0
         process_noise: float = 0.0
         model_facts: str | None = None
@@ -98,7 +103,7 @@ class Replay(Runner, NoKnobs):
         def __post_init__(self) -> None:
             if not self.table:
                 raise ValueError("runner.table: name a CSV file of measured configurations.")
-            if self.batch not in ("fixed", "free"):
+            if self.batch not in (None, "fixed", "free"):
                 raise ValueError(f"runner.batch={self.batch}: allowed: fixed, free.")
             for key in ("noise", "process_noise"):
                 value = getattr(self, key)
@@ -121,9 +126,21 @@ class Replay(Runner, NoKnobs):
                 "objective.metric=flops: a table does not count operations. "
                 "Allowed with runner=replay: throughput, latency."
             )
-        return super().build(settings)
+        options = build_options(cls.Options, settings.runner.options, "runner")
+        keeps = options.batch is None and settings.batch == "fixed"
+        made = cls(options, environment_of(settings), keeps)
+        if made.batches > 1 and settings.objective.metric is Metric.LATENCY:
+            raise BadInputError(REWARDS_LESS.replace("batch=free", "rows of several batches"))
+        if made.batches > 1 and settings.batch == "fixed":
+            raise BadInputError(
+                f"runner.batch=free: rows of {made.batches} batches would be compared as one "
+                "computation. Set batch=free too, or leave runner.batch out for the baseline's"
+            )
+        return made
 
-    def __init__(self, options: Options, environment: Environment) -> None:
+    def __init__(
+        self, options: Options, environment: Environment, keeps_batch: bool = False
+    ) -> None:
         super().__init__(options, environment)
         table = read_table(Path(options.table))
         if options.baseline is None:
@@ -131,7 +148,8 @@ class Replay(Runner, NoKnobs):
         else:
             start = find_entry(table, options.baseline)
         entries = list(table.entries)
-        if options.batch == "fixed":
+        told = start.samples_per_step is not None
+        if options.batch == "fixed" or (keeps_batch and told):
             entries = _of_same_batch(entries, start)
         knobs = [replace(knob, default=start.configuration[knob.name]) for knob in table.knobs]
         self.space = Space(knobs, points=[entry.configuration for entry in entries])
@@ -139,6 +157,8 @@ class Replay(Runner, NoKnobs):
         self.devices = start.world_size
         self._entries = {key_of(entry.configuration): entry for entry in entries}
         self._digest = table.digest
+        self._batch = options.batch or ("fixed" if keeps_batch and told else "free")
+        self.batches = len({e.samples_per_step for e in entries if e.samples_per_step is not None})
         self._memory: Memory | None = None
         beside = Path(options.table).parent / FACTS_FILE
         if options.model_facts is not None or beside.is_file():
@@ -154,7 +174,7 @@ class Replay(Runner, NoKnobs):
         """The table's content and how noise is added to it."""
         return {
             "table": self._digest,
-            "batch": self.options.batch,
+            "batch": self._batch,
             "noise": f"{self.options.noise:g}",
             "process_noise": f"{self.options.process_noise:g}",
         }
@@ -666,6 +686,10 @@ def _of(rows: Sequence[Row], column: str) -> list[float]:
 _EXPECTED = "Name a CSV file of measured configurations, such as a search's trials.csv."
 
 
+_LARGEST_TABLE = 256 * 2**20
+"""Bytes; reading takes several times as much memory."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One row.
@@ -683,7 +707,8 @@ class Row:
 
     def text(self, column: str) -> str:
         """A cell's text; empty where there is none."""
-        return (self.cells.get(column) or "").strip()
+        text = (self.cells.get(column) or "").strip()
+        return text[1:] if text[:1] == "'" and text[1:2] in FORMULAS else text
 
     @property
     def status(self) -> Status:
@@ -753,7 +778,15 @@ def read_rows(path: Path) -> tuple[str, list[str], Iterator[Row]]:
 
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"runner.table={path}: it is no regular file. {_EXPECTED}")
+        if found.st_size > _LARGEST_TABLE:
+            raise ValueError(
+                f"runner.table={path}: it has {found.st_size / 2**20:.0f} MiB, and a table may "
+                f"have {_LARGEST_TABLE / 2**20:.0f}. Leave rows or recorded steps out."
+            )
+        text = printable(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
             f"runner.table={path}: it cannot be read ({error.strerror}). {_EXPECTED}"

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.errors import FORMULAS, printable
 from perfsearch.core.files import write_json, write_text
 from perfsearch.core.knob import Knob, Value
 from perfsearch.core.secrets import Redactor
@@ -66,15 +67,21 @@ def write_trials(
         raise ValueError(f"the knob {doubled} has the name of an outcome in {TRIALS_FILE}")
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
+    writer.writerow([as_cell(name) for name in header])
     for trial in trials:
         values = {**fixed, **trial.configuration}
         row = [str(trial.number), trial.purpose.value, trial.status.value]
-        row += [plain(values[name]) if name in values else "" for name in names]
+        row += [as_cell(values[name]) if name in values else "" for name in names]
         writer.writerow(row + _outcomes(trial))
     path = run_dir / TRIALS_FILE
     write_text(path, Redactor().text(text.getvalue()), durable=True)
     return path
+
+
+def as_cell(value: Value) -> str:
+    """A value as a cell that a spreadsheet takes for no formula, without control characters."""
+    text = printable(plain(value))
+    return f"'{text}" if isinstance(value, str) and text[:1] in FORMULAS else text
 
 
 def write_config(path: Path, settings: Mapping[str, Any]) -> None:
@@ -118,7 +125,7 @@ def _outcomes(trial: Trial) -> list[str]:
     values: dict[str, Any] = {
         "objective": trial.objective,
         "trial_seconds": round(trial.seconds, 3),
-        "reason": " ".join(trial.reason.split()),
+        "reason": as_cell(" ".join(trial.reason.split())),
     }
     if found is not None:
         values.update(

@@ -25,6 +25,9 @@ SERIES_LIMIT = 200
 _UNSHOWN = ("_rank", "_error_ms")
 """Evidence that is not shown: each key is a card in the UI, which slows down with many."""
 
+_EXACT = 2.0**53
+"""Whole numbers below are written as such."""
+
 _KEY = re.compile(r"[^/\w.\- ]")
 
 
@@ -194,6 +197,8 @@ def plain(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, list | tuple | dict):
         return json.dumps(value, default=str)
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        return str(int(value))  # one value is one text, whoever proposed it
     return "null" if value is None else str(value)
 
 

@@ -78,6 +78,9 @@ _PEER_LOST = (
 _REFUSAL_TYPES = frozenset(
     {"ValueError", "TypeError", "NotImplementedError", "AssertionError", "KeyError"}
 )
+_NO_ALGORITHM = re.compile(r"no algorithm/protocol available[^\n]*", re.IGNORECASE)
+"""What NCCL says, or only its log, where its variables leave no way for an operation."""
+
 _UNUSED = "Expected to have finished reduction"
 _UNUSED_REASON = (
     "DistributedDataParallel waits for gradients of parameters that the loss does not use. Freeze "
@@ -245,6 +248,8 @@ def _of_error(error: RankError, evidence: Evidence) -> Failure:
         connecting = evidence.starting or error.phase == "connect"
         kind = Status.INFRASTRUCTURE if connecting else Status.CRASH
         return Failure(kind, reason, error.rank)
+    if unheard := _NO_ALGORITHM.search(f"{text}\n{evidence.log_tails.get(error.rank, '')}"):
+        return Failure(Status.INVALID, f"rank {error.rank}: NCCL: {unheard[0]}", error.rank)
     if error.phase in ("build", "train") and (
         (error.phase == "build" and error.type in _REFUSAL_TYPES)
         or (error.type in ("RuntimeError", *_REFUSAL_TYPES) and _refused(error))

@@ -98,6 +98,19 @@ def loader_died(signal):
     return replace(error(text), traceback=f"{cause}\nThe above exception was the direct cause")
 
 
+def test_a_choice_that_nccl_has_no_way_for_is_invalid():
+    """NVIDIA/nccl#653; the exception's first line tells only of an internal error."""
+    said = "Error : no algorithm/protocol available"
+    whole = f"NCCL error in: x.cpp:9, internal error, NCCL version 2.21.5\nLast error:\n{said}"
+    for found in (
+        Evidence(errors=[error(whole)]),
+        Evidence(errors=[error("NCCL error in: x.cpp:9")], log_tails={0: f"NCCL WARN {said}\n"}),
+    ):
+        failure = classify(found)
+        assert failure.status is Status.INVALID
+        assert failure.reason == "rank 0: NCCL: no algorithm/protocol available"
+
+
 def test_killed_loader_process():
     assert classify(Evidence(errors=[loader_died("Killed")])).status is Status.KILLED
     assert classify(Evidence(errors=[loader_died("Killed")], oom_kills=1)).status is Status.OOM

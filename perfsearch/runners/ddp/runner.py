@@ -25,6 +25,7 @@ from perfsearch.core.space import Space
 from perfsearch.core.trial import Outcome, Trial
 from perfsearch.knobs import nccl
 from perfsearch.knobs.base import Job, Use, declare
+from perfsearch.knobs.process import THREADS
 from perfsearch.knobs.starts import starts
 from perfsearch.runners._ranks import group_spec, measure_in_group
 from perfsearch.runners.base import (
@@ -111,7 +112,9 @@ class DDP(Runner, HoldsDevices, TakesScripts):
             attends=self.workload.traits.attends,
         )
         declared, absent = declare(knobs.of(Use.DDP), self._job)
-        settings, self.left_out = _applicable(options.knobs, declared, absent, environment)
+        today = {THREADS.name: self._job.threads}
+        today |= {r.name: r.default for r in knobs.of(Use.DDP) if r.name not in today}
+        settings, self.left_out = _applicable(options.knobs, declared, absent, today, environment)
         searched, self.pinned = narrow(declared, settings, environment.numerics)
         rules = nccl.constraints([knob.name for knob in searched], self.pinned)
         self.space = Space(searched, rules)
@@ -190,16 +193,21 @@ def _applicable(
     knobs: Mapping[str, Any],
     declared: Sequence[Knob],
     absent: Mapping[str, str],
+    today: Mapping[str, Value],
     environment: Environment,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Drop what is searched by default but cannot be here; refuse what was asked for expressly."""
+    """Drop what is searched by default but cannot be here; refuse what was asked for expressly.
+
+    What is in force today can be asked for in any case.
+    """
     by_name = {knob.name: knob for knob in declared}
     settings: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for name, setting in knobs.items():
         searched = isinstance(setting, str) and setting == SEARCH
         if name in absent:
-            if not searched and setting is not None and setting is not False and setting != 0:
+            is_todays = not setting or setting == today.get(name)
+            if not (searched or is_todays):
                 raise KnobError(
                     f"runner.knobs.{name}={setting}: {absent[name]}. Leave the key out."
                 )
