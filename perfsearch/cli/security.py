@@ -74,11 +74,11 @@ def check_hydra(composed: Mapping[str, Any], by_command_line: Mapping[str, Any])
 
 
 def check_hydra_keys(composed: Mapping[str, Any], added: Iterable[str]) -> None:
-    """Refuse what the command line adds to Hydra's own node and Hydra would never read.
+    """Refuse what the command line says of Hydra's own node and Hydra would never read.
 
     Args:
         composed: the node ``hydra`` as it was composed.
-        added: keys below ``hydra`` that were given with a plus sign, as ``job.name``.
+        added: keys below ``hydra`` that were given, as ``job.name``.
 
     Raises:
         ConfigError: naming the first such key and the nearest valid one.

@@ -44,6 +44,8 @@ def check_before_anything_starts(flags: argparse.Namespace) -> None:
     overrides = parsed(flags.overrides)
     overridden = [o.key_or_group for o in overrides]
     name = flags.config_name or "config"
+    if added := [key.removeprefix("hydra.") for key in overridden if key.startswith("hydra.")]:
+        check_hydra_keys(_by_command_line([]), added)
     with initialized(flags.config_path):
         # Hydra composes no sweep outside of its own command: the first job stands for all of them.
         several = any(o.is_sweep_override() for o in overrides)
@@ -61,8 +63,6 @@ def check_before_anything_starts(flags: argparse.Namespace) -> None:
         node = raw.pop("hydra")
         check_resolvers({**raw, "hydra": {"sweeper": {"params": _params(node)}}}, overridden)
         check_values(plain(copy.deepcopy(config), complete=False), overridden)
-        added = [o.key_or_group for o in overrides if o.is_add() and _is_hydras(o)]
-        check_hydra_keys(node, [key.removeprefix("hydra.") for key in added])
         if sweeps and config.hydra.runtime.choices["hydra/sweeper"] == "basic":
             by_file = [f"{k}={v}" for k, v in (config.hydra.sweeper.params or {}).items()]
             for job in _jobs([*parsed(by_file), *overrides]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -162,15 +162,29 @@ class Knob:
             return tuple(self._cast(self.low * step**i) for i in range(count))
         return tuple(self._cast(self.low + step * i) for i in range(count))
 
-    @property
+    @cached_property
     def numbers(self) -> list[int | float]:
         """Those of its values that are numbers: what the user has set may be null or a word."""
         return [v for v in self.values if isinstance(v, int | float) and not isinstance(v, bool)]
 
+    @cached_property
+    def _places(self) -> dict[tuple[bool, Value], int]:
+        """Where each value stands, as ``same_value`` tells them apart; a table may have many."""
+        places: dict[tuple[bool, Value], int] = {}
+        for place, value in enumerate(self.values):
+            places.setdefault((isinstance(value, bool), value), place)
+        return places
+
+    @cached_property
+    def _is_positive(self) -> bool:
+        """Whether its values are positive numbers in order."""
+        numbers = self.numbers
+        return len(numbers) == len(self.values) and numbers == sorted(numbers) and numbers[0] > 0
+
     def contains(self, value: Value) -> bool:
         """Whether ``value`` is one that this knob can take, type included."""
         if not self.is_range:
-            return any(same_value(value, choice) for choice in self.values)
+            return isinstance(value, Hashable) and (isinstance(value, bool), value) in self._places
         if value is None or isinstance(value, bool | str):
             return False
         if self.kind is Kind.INTEGER and value != int(value):
@@ -186,12 +200,11 @@ class Knob:
         if self.is_range:
             assert self.low is not None and self.high is not None
             return _position(float(value or 0), self.low, self.high, self.log)
-        place = next((i for i, c in enumerate(self.values) if same_value(value, c)), 0)
+        place = self._places.get((isinstance(value, bool), value), 0)
         if len(self.values) < 2:
             return 0.0
         numbers = self.numbers
-        ordered = len(numbers) == len(self.values) and numbers == sorted(numbers)
-        if self.kind is Kind.ORDINAL and ordered and numbers[0] > 0:
+        if self.kind is Kind.ORDINAL and self._is_positive:
             return _position(numbers[place], numbers[0], numbers[-1], log=True)
         return place / (len(self.values) - 1)
 

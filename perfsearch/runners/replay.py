@@ -556,10 +556,12 @@ def default_baseline(table: Table) -> Entry:
     if marked:
         return marked[0]
 
+    targets = [(knob, _library_default(knob)) for knob in table.knobs]
+
     def distance(entry: Entry) -> float:
         total = 0.0
-        for knob in table.knobs:
-            value, target = entry.configuration[knob.name], _library_default(knob)
+        for knob, target in targets:
+            value = entry.configuration[knob.name]
             if knob.is_ordered:
                 total += abs(knob.unit_position(value) - knob.unit_position(target))
             else:
@@ -609,7 +611,7 @@ def _knob(name: str, column: Sequence[Value]) -> Knob:
         return Knob(name, Kind.BOOLEAN, default=False, values=(False, True))
     numbers = [v for v in distinct if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) < len(distinct):
-        others = [v for v in distinct if v not in numbers]
+        others = [v for v in distinct if isinstance(v, bool) or not isinstance(v, int | float)]
         values = (*others, *sorted(numbers))
         return Knob(name, Kind.CATEGORICAL, default=values[0], values=values)
     kind = Kind.ORDINAL if len(numbers) >= 3 else Kind.CATEGORICAL

@@ -252,3 +252,12 @@ def test_locks_are_not_laid_behind_another_users_link(monkeypatch, tmp_path):
             device_lock("cpu", print, tmp_path / "locks"),
         ):
             pass
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_a_typo_below_hydra_is_told_with_hydras_nearest(command, plus):
+    code, _, errors = command(f"{plus}hydra.verbos=true")
+    assert code == 2
+    start = "perfsearch: hydra.verbos: no such key. Did you mean 'hydra.verbose'? Allowed: hydra."
+    assert errors.startswith(start)
+    assert front_fakes.calls == []

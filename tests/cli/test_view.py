@@ -244,3 +244,8 @@ def test_the_view_suits_the_output(monkeypatch, terminal, term, kind):
     assert type(view) is kind
     assert view.trials == 7
     assert view.objective.metric is Metric.LATENCY
+
+
+def test_escape_sequences_do_not_reach_the_terminal(capsys):
+    View().line("a\x1b[31mb\u202ec\td")
+    assert capsys.readouterr().out == "a\\x1b[31mb\\u202ec\td\n"

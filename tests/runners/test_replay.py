@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from perfsearch.config.schema import validate
+from perfsearch.config.schema import Settings, validate
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment
 from perfsearch.core.knob import Kind
 from perfsearch.core.trial import Status
+from perfsearch.pipeline.search import build_runner
 from perfsearch.runners import load
+from perfsearch.runners import replay as replay_module
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay
 
@@ -325,3 +327,63 @@ def test_the_batch_is_found_whatever_step_a_tables_rate_is_of(tmp_path: Path, ra
     runner = replay(write(tmp_path, "\n".join(["workers,step_ms,samples_per_s", *rows, ""])))
     measured = runner.measure({"workers": 2}, Plan(number=1)).measurement
     assert measured is not None and measured.samples_per_step == 16
+
+
+BATCHES = """a,samples_per_s,step_ms,first_losses,purpose
+1,8000,1.0,2.5 2.4,baseline
+2,8000,1.0,2.5 2.4,
+3,16000,1.0,2.1 2.0,
+64,8000,1.0,2.5 2.4,
+"""
+
+
+def settings_of_a_table(tmp_path: Path, **changes: Any) -> Settings:
+    (tmp_path / "t.csv").write_text(BATCHES)
+    runner = {"name": "replay", "table": str(tmp_path / "t.csv"), **changes.pop("runner", {})}
+    base = {"strategy": {"name": "random"}, "workload": {"name": "gpt"}}
+    return validate({**base, "runner": runner, **changes})
+
+
+def test_rows_of_one_batch_are_compared_unless_others_are_asked_for(tmp_path: Path) -> None:
+    kept = Replay.from_settings(settings_of_a_table(tmp_path))
+    assert [p["a"] for p in kept.space.listed() or []] == [1, 2, 64]
+    free = Replay.from_settings(settings_of_a_table(tmp_path, batch="free"))
+    assert free.space.size == 4
+    with pytest.raises(BadInputError, match="Set batch=free too"):
+        Replay.from_settings(settings_of_a_table(tmp_path, runner={"batch": "free"}))
+
+
+def test_a_latency_over_several_batches_is_refused_with_the_metric_to_use(tmp_path: Path) -> None:
+    """facebookresearch/spdl#1457: less work in a step is no gain."""
+    latency = {"metric": "latency"}
+    with pytest.raises(BadInputError, match="objective.metric=throughput"):
+        build_runner(settings_of_a_table(tmp_path, batch="free", objective=latency))
+    several = settings_of_a_table(tmp_path, runner={"batch": "free"}, objective=latency)
+    with pytest.raises(BadInputError, match="objective.metric=throughput"):
+        Replay.from_settings(several)
+    Replay.from_settings(settings_of_a_table(tmp_path, objective=latency))
+
+
+def test_a_table_is_a_file_of_a_bounded_size(tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(ValueError, match="no regular file"):
+        replay(table="/dev/zero")
+    monkeypatch.setattr(replay_module, "_LARGEST_TABLE", 10)
+    with pytest.raises(ValueError, match="MiB, and a table may have"):
+        replay(table=ZERO)
+
+
+def test_each_knobs_default_is_looked_up_once_however_many_rows(monkeypatch: Any) -> None:
+    calls = []
+    found = replay_module._library_default
+    monkeypatch.setattr(
+        replay_module, "_library_default", lambda knob: calls.append(knob.name) or found(knob)
+    )
+    made = replay(table=ZERO)
+    assert len(calls) == len(set(calls)) == len(made.space.knobs)
+
+
+def test_escape_sequences_in_a_table_are_spelled_out(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("a,step_ms\n\x1b]0;owned\x07,1.0\n'=1+1,2.0\n")
+    values = [p["a"] for p in replay(table=str(table)).space.listed() or []]
+    assert values == ["\\x1b]0;owned\\x07", "=1+1"]

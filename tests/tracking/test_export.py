@@ -11,7 +11,7 @@ import yaml
 from support.search_runs import measurement, trial
 
 from perfsearch.core.knob import Kind, Knob
-from perfsearch.core.trial import Status
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.core.version import version
 from perfsearch.tracking import export
 from perfsearch.tracking.export import commit, provenance
@@ -133,3 +133,17 @@ def test_what_it_tells_is_plain_and_has_no_environment(monkeypatch, tmp_path):
     assert "driver" not in found
     assert "code" not in found
     assert "do-not-tell" not in json.dumps(found)
+
+
+def test_no_cell_is_a_formula_and_the_same_value_is_read_back(tmp_path):
+    knob = Knob("a", Kind.CATEGORICAL, "=1+1", ("=1+1", "-x", 64, -1.5))
+    rows = [
+        Trial(n, {"a": v}, Purpose.SEARCH, Status.OK, reason="\x1b[31m@x")
+        for n, v in enumerate(knob.values)
+    ]
+    path = export.write_trials(tmp_path, rows, [knob])
+    with path.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["a"] for row in found] == ["'=1+1", "'-x", "64", "-1.5"]
+    assert found[0]["reason"] == "\\x1b[31m@x"
+    assert export.as_cell(64.0) == export.as_cell(64) == "64"

@@ -116,6 +116,16 @@ def test_pins_apply_to_the_baseline_too(tmp_path):
     assert made.space.feasible(made.baseline)
 
 
+def test_what_is_in_force_today_can_be_pinned_where_it_is_the_only_value(tmp_path):
+    every_core = len(os.sched_getaffinity(0))
+    made = runner(tmp_path, {"omp_num_threads": 1, "bucket_cap_mb": 8}, nproc=every_core)
+    assert made.left_out == {
+        "omp_num_threads": f"{every_core} ranks on {every_core} cores leave one"
+    }
+    with pytest.raises(KnobError, match="omp_num_threads=2: .* leave one"):
+        runner(tmp_path, {"omp_num_threads": 2}, nproc=every_core)
+
+
 def test_default_space(tmp_path):
     made = runner(tmp_path)
     assert made.space.feasible(made.baseline)
