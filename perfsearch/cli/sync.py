@@ -20,6 +20,7 @@ from perfsearch.pipeline.resume import LockError, run_directory_lock
 from perfsearch.tracking.store import (
     Store,
     how_to_open,
+    is_elsewhere,
     locate,
     shown,
     without_credentials,
@@ -120,11 +121,19 @@ def _upload(run_dir: Path, uri: str | None) -> Store:
 
 
 def _usable(uri: str | None) -> str | None:
-    """The recorded URI, unless its password was kept out of the record."""
+    """The recorded URI, unless its password was kept out of the record, or it is a server's.
+
+    The journal may be somebody else's, and MLflow would give its server the user's credentials.
+    """
     if uri is not None and "***@" in uri:
         raise SyncError(
             f"the search used {uri}, whose password is not recorded. Give the store with --uri, or "
             "set MLFLOW_TRACKING_URI and --uri env."
+        )
+    if uri is not None and is_elsewhere(uri) and uri != os.environ.get("MLFLOW_TRACKING_URI"):
+        raise SyncError(
+            f"the journal names the server {without_credentials(uri)}, and a file may not send you "
+            f"to one. If you mean it, give --uri {without_credentials(uri)}."
         )
     return uri
 

@@ -17,6 +17,7 @@ from perfsearch.tracking.store import (
     SHOWN,
     Store,
     how_to_open,
+    is_elsewhere,
     locate,
     shown,
     without_credentials,
@@ -113,14 +114,16 @@ class Tracker:
             return
         if self._opened:
             self._put(Item("the end", lambda: self._store.finish(status)))
+        uri = self.location.uri
         self.complete = self._writer.close(timeout_s)
         self._writer = None
         if not self.complete:
             _log.warning(
                 "MLflow does not have all of this search yet%s; nothing is lost. "
-                "Upload the rest with: perfsearch-sync %s",
+                "Upload the rest with: perfsearch-sync %s%s",
                 f" ({self._why})" if self._why else "",
                 self.run_dir,
+                f" --uri {without_credentials(uri)}" if is_elsewhere(uri) else "",
             )
 
     def flush(self, timeout_s: float) -> bool:

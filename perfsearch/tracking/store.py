@@ -483,6 +483,14 @@ def without_credentials(uri: str) -> str:
     return parts._replace(netloc="***@" + parts.netloc.rsplit("@", 1)[1]).geturl()
 
 
+def is_elsewhere(uri: str) -> bool:
+    """Whether a store is a server's that is not on this machine."""
+    parts = urllib.parse.urlsplit(uri)
+    if parts.scheme.partition("+")[0] in ("", "file", "sqlite"):
+        return uri.startswith("databricks") or uri == "uc"
+    return parts.hostname not in ("localhost", "127.0.0.1", "::1")
+
+
 def how_to_open(location: StoreLocation, experiment_id: str | None = None) -> str:
     """The address of a server's experiment, or the command that opens the UI on the store."""
     shown = without_credentials(location.uri)

@@ -8,8 +8,17 @@ import pytest
 from support import front_fakes
 
 import perfsearch
-from perfsearch.cli.security import check_hydra, check_hydra_keys, check_swept, check_values
+from perfsearch.cli import sync
+from perfsearch.cli.security import (
+    CODE_KEYS,
+    PATH_KEYS,
+    check_hydra,
+    check_hydra_keys,
+    check_swept,
+    check_values,
+)
 from perfsearch.config.options import ConfigError
+from perfsearch.core.secrets import Redactor
 from perfsearch.pipeline.resume import LockError, device_lock
 
 PACKAGE = Path(perfsearch.__file__).parent
@@ -261,3 +270,39 @@ def test_a_typo_below_hydra_is_told_with_hydras_nearest(command, plus):
     start = "perfsearch: hydra.verbos: no such key. Did you mean 'hydra.verbose'? Allowed: hydra."
     assert errors.startswith(start)
     assert front_fakes.calls == []
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+
+
+def rows(title):
+    """Cells of the tables below a title of the page on trust."""
+    part = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in part.splitlines() if line.startswith("| `")]
+    return [[cell.strip().strip("`") for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_the_page_on_trust_lists_what_only_the_command_line_sets():
+    keys = {row[0].strip("` |") for row in rows("A configuration file from somebody else")}
+    assert keys == {*CODE_KEYS, *PATH_KEYS}
+    for key in keys:
+        group, _, name = key.rpartition(".")
+        tree = {group: {name: "../x"}} if group else {name: "../x"}
+        with pytest.raises(ConfigError, match=f"^{re.escape(key)}="):
+            check_values(tree, [])
+        check_values(tree, [key])
+
+
+@pytest.mark.parametrize(("written", "kept"), rows("What is masked"))
+def test_the_page_on_trust_lists_what_is_masked(written, kept):
+    assert Redactor({}).text(written.strip("` |")) == kept.strip("` |")
+
+
+def test_a_journal_sends_nobody_to_a_server(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for uri in (None, "sqlite:////x/mlflow.db", "http://127.0.0.1:5000"):
+        assert sync._usable(uri) == uri
+    with pytest.raises(sync.SyncError, match="give --uri http://theirs:5000"):
+        sync._usable("http://theirs:5000")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mine:5000")
+    assert sync._usable("http://mine:5000") == "http://mine:5000"

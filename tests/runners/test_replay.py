@@ -356,10 +356,10 @@ def test_rows_of_one_batch_are_compared_unless_others_are_asked_for(tmp_path: Pa
 def test_a_latency_over_several_batches_is_refused_with_the_metric_to_use(tmp_path: Path) -> None:
     """facebookresearch/spdl#1457: less work in a step is no gain."""
     latency = {"metric": "latency"}
-    with pytest.raises(BadInputError, match="objective.metric=throughput"):
+    with pytest.raises(BadInputError, match=r"objective\.metric=throughput"):
         build_runner(settings_of_a_table(tmp_path, batch="free", objective=latency))
     several = settings_of_a_table(tmp_path, runner={"batch": "free"}, objective=latency)
-    with pytest.raises(BadInputError, match="objective.metric=throughput"):
+    with pytest.raises(BadInputError, match=r"objective\.metric=throughput"):
         Replay.from_settings(several)
     Replay.from_settings(settings_of_a_table(tmp_path, objective=latency))
 
