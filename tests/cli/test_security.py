@@ -50,7 +50,7 @@ PWN = '{version: 1, handlers: {h: {"()": os.mkdir, path: pwned}}, root: {handler
         ("tracking: {uri: 'http://host/${oc.env:HOME}'}", "tracking.uri=http://host/${oc.env"),
         ("tracking: {experiment: '${oc.env:HOME}'}", "tracking.experiment=${oc.env:HOME}"),
         ("tracking: {experiment: '${oc.${strategy.name}:HOME}'}", "tracking.experiment=${oc."),
-        ("run_dir: '${workload.name}/../../x'\nseed: 1", "run_dir=script/../../x"),
+        ("run_dir: '${runner.name}/../../x'", "run_dir=fake/../../x"),
         ("seed: '${oc.decode:1}'", "seed=${oc.decode:1}"),
         ("workload: {command: [evil.py]}", "workload.command=[evil.py]"),
         ("workload: {module: true}", "workload.module=true"),
@@ -151,7 +151,7 @@ def test_the_command_line_may_name_code_servers_and_the_environment(command, tmp
     mine = ["tracking.uri=http://mine", "workload.command=[mine.py]"]
     code, _, errors = command(*theirs, *mine, "workload=script", "run_dir='${oc.env:NAMED}'")
     assert code == 0, errors
-    found = front_fakes.calls[0]
+    found, *_ = front_fakes.calls[0]
     assert (found.workload.options["command"], found.seed) == (["mine.py"], 1)
     assert (str(found.run_dir), found.tracking.uri) == ("by_me", "http://mine")
 
