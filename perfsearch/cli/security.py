@@ -23,7 +23,7 @@ PATH_KEYS = ("run_dir", "tracking.uri", "limits.lock_directory", "runner.export_
 
 CODE_KEYS = (
     *("workload.command", "workload.module", "workload.factory", "workload.silence"),
-    *("workload.map", "workload.map_file", "runner.ds_config"),
+    *("workload.map", "workload.map_file", "runner.ds_config", "strategy.command"),
 )
 """Keys of our own that decide which code runs, or with which arguments."""
 
