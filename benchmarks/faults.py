@@ -124,9 +124,9 @@ def report(outcomes: Sequence[Outcome], commit: str) -> str:
         "# Faults",
         "",
         f"`python benchmarks/faults.py run` at commit {commit}, on {os.cpu_count()} CPU cores "
-        f"({platform.machine()}), Python {platform.python_version()}, torch {_torch()}, without a "
-        "GPU. Each fault is one search of its own, started by the command and, where the fault "
-        "ends it, started again by the same command.",
+        f"({platform.machine()}), Python {platform.python_version()}, torch {torch_version()}, "
+        "without a GPU. Each fault is one search of its own, started by the command and, where the "
+        "fault ends it, started again by the same command.",
         "",
         "- *real*: `runner=ddp`, two gloo processes that train a small model; the fault strikes in "
         "the middle of a training step of a drawn trial (baseline, search, sentinel or "
@@ -162,13 +162,13 @@ def report(outcomes: Sequence[Outcome], commit: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _commit() -> str:
+def commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     here = Path(__file__).parent
     return subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip()
 
 
-def _torch() -> str:
+def torch_version() -> str:
     from importlib.metadata import version
 
     return version("torch")
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reporting.add_argument("--commit", help="at which the store was made; the present one")
     options = parser.parse_args(arguments)
     if options.command == "report":
-        print(report(load(options.store), options.commit or _commit()), end="")
+        print(report(load(options.store), options.commit or commit()), end="")
         return 0
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # servers are ended too
     if options.short:
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="faults-") as temporary:
         home = (options.home or Path(temporary)).absolute()
         outcomes = run(faults, options.store, home)
-    print("\n" + report(outcomes, _commit()), end="")
+    print("\n" + report(outcomes, commit()), end="")
     return int(any(o.findings for o in outcomes))
 
 

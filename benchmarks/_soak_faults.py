@@ -1,0 +1,222 @@
+"""What strikes the processes of a search from outside, at a drawn moment, and how it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import sqlite3
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from _fault_strikes import fill
+from _soak_room import Room
+
+KINDS = ("kill", "disk", "clock", "store", "descriptors", "processes")
+_SHARES = (8, 3, 3, 3, 3, 2)
+_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+_CONTROLLER = 0.35
+"""Share of the kills that meet the controller."""
+_PIDS = Path("/sys/fs/cgroup/pids")
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One fault.
+
+    Attributes:
+        kind: one of ``KINDS``.
+        at_s: seconds after the command's start.
+        lasts_s: after so long it is over, where it can be.
+        seed: of what else is drawn for it.
+
+    """
+
+    kind: str
+    at_s: float
+    lasts_s: float
+    seed: int
+
+
+def draw_strikes(draw: random.Random, kinds: tuple[str, ...], within_s: float) -> list[Strike]:
+    """One to three strikes of kinds out of ``kinds``, in order."""
+    shares = [_SHARES[KINDS.index(kind)] for kind in kinds]
+    drawn = draw.choices(kinds, shares, k=draw.choice((1, 1, 2, 3)))
+    moments = sorted(draw.uniform(0.0, within_s) for _ in drawn)
+    return [
+        Strike(kind, round(at_s, 2), round(draw.uniform(0.5, 12.0), 1), draw.randrange(2**31))
+        for kind, at_s in zip(drawn, moments, strict=True)
+    ]
+
+
+class Striker:
+    """Strikes a command while it runs.
+
+    Attributes:
+        done: what was struck, in words.
+        skipped: strikes that are not possible here, and why.
+        controller: whether the controller itself was sent a signal.
+
+    """
+
+    def __init__(self, room: Room, pid: int, strikes: list[Strike], clock: Path) -> None:
+        self.done: list[str] = []
+        self.skipped: list[str] = []
+        self.controller = False
+        self._room, self._pid, self._clock = room, pid, clock
+        self._begin, self._ended = time.monotonic(), threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(s,)) for s in strikes]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """The command has ended: nothing more is struck, and what goes on is over."""
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, strike: Strike) -> None:
+        if self._ended.wait(max(0.0, self._begin + strike.at_s - time.monotonic())):
+            return
+        draw = random.Random(strike.seed)
+        try:
+            with getattr(self, f"_{strike.kind}")(draw, strike.lasts_s) as what:
+                self.done.append(f"{strike.at_s:.1f} s {what}")
+                self._ended.wait(strike.lasts_s)
+        except psutil.NoSuchProcess:
+            self.skipped.append(f"{strike.kind}: the process had ended")
+        except OSError as error:
+            self.skipped.append(f"{strike.kind}: {error}")
+
+    def _family(self) -> list[psutil.Process]:
+        return psutil.Process(self._pid).children(recursive=True)
+
+    def _one(self, draw: random.Random) -> psutil.Process:
+        family = sorted(self._family(), key=lambda process: process.pid)
+        if not family or draw.random() < _CONTROLLER:
+            return psutil.Process(self._pid)
+        return draw.choice(family)
+
+    @contextlib.contextmanager
+    def _kill(self, draw: random.Random, lasts_s: float) -> Iterator[str]:
+        number, target = draw.choice(_SIGNALS), self._one(draw)
+        name = self._name(target)
+        self.controller |= target.pid == self._pid
+        target.send_signal(number)
+        yield f"{number.name} to {name}"
+
+    def _name(self, process: psutil.Process) -> str:
+        if process.pid == self._pid:
+            return "the controller"
+        generation, above = 1, process
+        while above.ppid() != self._pid and generation < 6:
+            above, generation = psutil.Process(above.ppid()), generation + 1
+        words = [word.rpartition("/")[2] for word in process.cmdline() if word]
+        return f"generation {generation} ({' '.join(words)[:60]})"
+
+    @contextlib.contextmanager
+    def _disk(self, draw: random.Random, lasts_s: float) -> Iterator[str]:
+        if not self._room.apart:
+            raise OSError("a small disk cannot be mounted here")
+        place = draw.choice((self._room.work, self._room.work, self._room.temporary))
+        fill(place)
+        try:
+            yield f"{place.name} full for {lasts_s:g} s"
+        finally:
+            (place / "filler").unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _clock(self, draw: random.Random, lasts_s: float) -> Iterator[str]:
+        jump = round(10 ** draw.uniform(0.5, 6.0)) * draw.choice((-1, 1))
+        now = int.from_bytes(self._clock.read_bytes(), "little", signed=True)
+        with self._clock.open("r+b") as file:
+            file.write((now + jump).to_bytes(8, "little", signed=True))
+        yield f"clock {jump:+d} s"
+
+    @contextlib.contextmanager
+    def _store(self, draw: random.Random, lasts_s: float) -> Iterator[str]:
+        database = self._room.work / "mlflow.db"
+        if draw.random() < 0.5:
+            lock = sqlite3.connect(database, timeout=5.0, isolation_level=None)
+            try:
+                with contextlib.suppress(sqlite3.OperationalError):
+                    lock.execute("begin exclusive")
+                yield f"store locked for {lasts_s:g} s"
+            finally:
+                lock.close()
+            return
+        aside = self._room.work / "mlflow.db-aside"
+        database.rename(aside)
+        try:
+            yield f"store away for {lasts_s:g} s"
+        finally:
+            aside.rename(database)
+
+    @contextlib.contextmanager
+    def _descriptors(self, draw: random.Random, lasts_s: float) -> Iterator[str]:
+        target, more = self._one(draw), draw.randrange(6)
+        _, hard = resource.prlimit(target.pid, resource.RLIMIT_NOFILE)
+        number = max(int(path.name) for path in Path(f"/proc/{target.pid}/fd").iterdir()) + 1
+        resource.prlimit(target.pid, resource.RLIMIT_NOFILE, (number + more, hard))
+        try:
+            yield f"{more} descriptors left to {self._name(target)} for {lasts_s:g} s"
+        finally:
+            for pid in [self._pid, *(p.pid for p in self._living())]:  # forks have inherited it
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
+
+    def _living(self) -> list[psutil.Process]:
+        try:
+            return self._family()
+        except psutil.NoSuchProcess:
+            return []
+
+    @contextlib.contextmanager
+    def _processes(self, draw: random.Random, lasts_s: float) -> Iterator[str]:
+        more, group = draw.randrange(4), _PIDS / f"soak-{os.getpid()}-{self._pid}"
+        if not _PIDS.is_dir():
+            raise OSError("processes cannot be limited here")
+        group.mkdir()
+        try:
+            for pid in [self._pid, *(p.pid for p in self._family())]:
+                with contextlib.suppress(OSError):
+                    (group / "cgroup.procs").write_text(str(pid))
+            there = int((group / "pids.current").read_text())
+            (group / "pids.max").write_text(str(there + more))
+            yield f"{more} processes and threads left for {lasts_s:g} s"
+        finally:
+            _dissolve(group)
+
+
+def _dissolve(group: Path) -> None:
+    """Give its processes back to the group above, and remove it."""
+    (group / "pids.max").write_text("max")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):
+                (_PIDS / "cgroup.procs").write_text(pid)
+        with contextlib.suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.1)
+
+
+def clock_shim(home: Path) -> Path | None:
+    """The compiled library that lets a clock jump; ``None`` without a compiler."""
+    library = home / "clock.so"
+    if not library.exists():
+        command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library)]
+        try:
+            subprocess.run([*command, str(_HERE / "_soak_clock.c"), "-ldl"], check=True)
+        except (FileNotFoundError, subprocess.CalledProcessError):
+            return None
+    return library
