@@ -71,7 +71,7 @@ class Striker:
         self.done: list[str] = []
         self.skipped: list[str] = []
         self.controller = False
-        self._room, self._pid, self._clock = room, pid, clock
+        self._room, self._pid, self._clock_file = room, pid, clock
         self._begin, self._ended = time.monotonic(), threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(s,)) for s in strikes]
         for thread in self._threads:
@@ -136,8 +136,8 @@ class Striker:
     @contextlib.contextmanager
     def _clock(self, draw: random.Random, lasts_s: float) -> Iterator[str]:
         jump = round(10 ** draw.uniform(0.5, 6.0)) * draw.choice((-1, 1))
-        now = int.from_bytes(self._clock.read_bytes(), "little", signed=True)
-        with self._clock.open("r+b") as file:
+        now = int.from_bytes(self._clock_file.read_bytes(), "little", signed=True)
+        with self._clock_file.open("r+b") as file:
             file.write((now + jump).to_bytes(8, "little", signed=True))
         yield f"clock {jump:+d} s"
 

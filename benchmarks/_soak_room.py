@@ -164,8 +164,8 @@ def left_in(directory: Path, spared: Sequence[str] = ()) -> list[tuple[str, bool
 
 def check_left(room: Room, before: State, run_dirs: Sequence[Path]) -> dict[str, list[str]]:
     """What commands that have all ended have left, by the counts of the report."""
-    locks = f"perfsearch-{os.getuid()}"  # one for each set of devices: they are kept
-    temporary = left_in(room.temporary, (locks, "filler"))
+    kept = (f"perfsearch-{os.getuid()}", "torchinductor_")  # locks of devices; a cache of torch
+    temporary = left_in(room.temporary, (*kept, "filler"))
     shared = left_in(room.shared, ("filler",)) if room.apart else []
     groups = [f"{d.name}/{name}" for d in run_dirs for name, _ in left_in(d) if "groups" in name]
     sockets = [name for d in run_dirs for name, is_socket in left_in(d) if is_socket]

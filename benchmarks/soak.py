@@ -130,9 +130,14 @@ class _Course:
         striker = Striker(self.room, process.pid, strikes, self.clock)
         reader = threading.Thread(target=self._read, args=(process,))
         reader.start()
-        code = rooms.wait(process, watch, self.found)
-        striker.stop()
-        reader.join()
+        try:
+            code = rooms.wait(process, watch, self.found)
+        finally:
+            if process.poll() is None:  # the soak itself is ended
+                process.kill()
+                process.wait()
+            striker.stop()
+            reader.join()
         self.done += striker.done
         self.skipped += striker.skipped
         self.codes.append(code)

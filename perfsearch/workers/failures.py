@@ -59,13 +59,21 @@ _SHARED_MEMORY = (
     r"insufficient shared memory",
     r"unable to (?:open|resize|allocate|mmap) .*shared memory|unable to write to file </torch_",
 )
+_USED_UP = (
+    r"Too many open files|received 0 items of ancdata",
+    r"can't start new thread|Resource temporarily unavailable",
+)
+"""Descriptors, processes or threads that the machine or its limits have no more of."""
+
 _INFRASTRUCTURE = (
+    *_USED_UP,
     r"EADDRINUSE|[Aa]ddress already in use",
     r"Rendezvous\w*(?:Error|Exception)",
     r"DistNetworkError|DistStoreError",
     r"The server socket has failed to (?:listen|bind)",
     r"TCPStore.{0,80}(?:timed out|Connection refused|failed)",
-    r"No space left on device|\[Errno 28\]",
+    r"No space left on device|\[Errno 28\]|Disk quota exceeded|database or disk is full",
+    r"PytorchStreamWriter failed writing|inline_container.*unexpected pos",  # so says torch.save
     r"Read-only file system|\[Errno 30\]",
 )
 _ARGUMENTS_REFUSED = re.compile(r"^.*\berror: .*$", re.MULTILINE)
@@ -227,6 +235,10 @@ def is_oom(text: str) -> bool:
 def _of_error(error: RankError, evidence: Evidence) -> Failure:
     text = f"{error.type}: {error.message}"
     reason = f"rank {error.rank}: {one_line(text)}"
+    if error.type == "KeyboardInterrupt":
+        return Failure(Status.KILLED, f"rank {error.rank} was ended by SIGINT", error.rank)
+    if _matches(_USED_UP, text):  # before shared memory, which a descriptor is needed for, too
+        return Failure(Status.INFRASTRUCTURE, reason, error.rank)
     of_loader = "DataLoader worker" in text
     # the signal that ended a loader process stands in the cause, not in the message
     if _matches(_SHARED_MEMORY, f"{text}\n{error.traceback}" if of_loader else text):
@@ -271,6 +283,9 @@ def _of_end(end: ProcessEnd, evidence: Evidence) -> Failure:
     if evidence.oom_kills and end.exit_code in _SIGKILLED:
         reason = f"rank {end.rank} was ended by {_oom_killer(evidence)}"
         return Failure(Status.OOM, reason, end.rank)
+    if _matches(_USED_UP, last_words(tail)):  # to write down why takes a descriptor, too
+        reason = f"rank {end.rank} ended{last_words(tail)}"
+        return Failure(Status.INFRASTRUCTURE, reason, end.rank)
     if end.exit_code >= 0:
         if is_oom(tail):
             line = one_line(_line_of(tail, _OOM))

@@ -213,6 +213,9 @@ def test_ends_without_an_exception(evidence, status, reason):
         ("[Errno 98] Address already in use", "OSError"),
         ("The client socket has timed out after 60000ms", "DistNetworkError"),
         ("[Errno 28] No space left on device", "OSError"),
+        ("[Errno 122] Disk quota exceeded", "OSError"),
+        ("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534", "RuntimeError"),
+        ("PytorchStreamWriter failed writing file data/0: file write failed", "RuntimeError"),
     ],
 )
 def test_infrastructure(text, type_):
@@ -304,3 +307,35 @@ def test_unused_parameters_come_with_what_to_do():
     failure = classify(Evidence(errors=[error(text, rank=1)]))
     assert failure.status is Status.INVALID
     assert failure.reason.startswith("rank 1: ") and "requires_grad_(False)" in failure.reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[Errno 24] Too many open files: 'log.txt'",
+        "Too many open files. Communication with the workers is no longer possible. Please "
+        "increase the limit using `ulimit -n` in the shell",
+        "unable to open shared memory object </torch_1_2> in read-write mode: Too many open files",
+        "received 0 items of ancdata",
+        "can't start new thread",
+        "[Errno 11] Resource temporarily unavailable",
+    ],
+)
+def test_used_up_descriptors_and_processes_are_no_fault_of_a_configuration(text):
+    failure = classify(Evidence(errors=[error(text, rank=1)]))
+    assert failure.status is Status.INFRASTRUCTURE
+    assert failure.reason.startswith(f"rank 1: RuntimeError: {text[:20]}")
+    # a rank that cannot open the file for its error leaves its last words alone
+    evidence = Evidence(
+        ends=[ProcessEnd(1, 1, 1.0)], log_tails={1: f"Traceback\nOSError: {text}\n"}
+    )
+    assert classify(evidence).status is Status.INFRASTRUCTURE
+    aborted = replace(evidence, ends=[ProcessEnd(1, -6, 1.0)])
+    assert classify(aborted).status is Status.INFRASTRUCTURE
+    earlier = {1: f"warning: {text}\nValueError: boom\n"}
+    assert classify(replace(evidence, log_tails=earlier)).status is Status.CRASH
+
+
+def test_an_interrupt_of_one_rank_is_no_fault_of_its_configuration():
+    failure = classify(Evidence(errors=[error("", "KeyboardInterrupt", rank=1)]))
+    assert (failure.status, failure.reason) == (Status.KILLED, "rank 1 was ended by SIGINT")

@@ -302,11 +302,17 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
     def _begin(self, plan: Plan) -> list[str]:
         """Start the script the way that it is meant to be; what to say of how that was found."""
         remarks: list[str] = []
+        again = True
         while True:
             knobs = self._changed(self.baseline)
             self._failure = self._runs.begin(knobs, plan, self._keeps)
             if self._failure is None:
                 return remarks
+            if self._failure.status.is_from_outside and again:
+                # A later attempt at the baseline may well run, but the space is settled by now.
+                again = False
+                remarks.append(f"warning: first start: {self._failure.reason}; starting it again")
+                continue
             why = self._ways.other(self._failure, self._runs.apart, self._runs.made)
             if not why:
                 return remarks

@@ -21,10 +21,10 @@ SCRIPTS = Path(__file__).parents[2] / "data" / "scripts"
 def begin(tmp_path):
     made = []
 
-    def begin(name, nproc=None, batch="fixed", arguments=(), **options):
+    def begin(name, nproc=None, batch="fixed", arguments=(), knobs=None, **options):
         where = Environment(tmp_path, nproc=nproc, limits=Limits(180, 180, 5))
         asked = Script.Options((str(SCRIPTS / name), *arguments), **options)
-        made.append(Script("cpu", {"pin_memory": "search"}, asked, where, batch))
+        made.append(Script("cpu", knobs or {"pin_memory": "search"}, asked, where, batch))
         made[-1].open(tmp_path)
         return made[-1]
 
@@ -120,3 +120,16 @@ def test_loader_processes_work_whatever_the_temporary_directory(tmp_path, short_
     finally:
         runner.close()
     assert not [path for path in Path("/tmp").glob("perfsearch-*/tmp") if path.resolve() == long]
+
+
+def test_a_first_start_that_is_struck_from_outside_keeps_its_knobs(begin, tmp_path):
+    """Found by benchmarks/soak.py: the retried baseline ran, in a space that had no knobs."""
+    struck = tmp_path / "struck"
+    runner = begin(
+        "struck_once.py", arguments=[str(struck)], knobs={"optimizer_implementation": "search"}
+    )
+    assert struck.exists()
+    assert any("was ended by SIGKILL; starting it again" in line for line in runner.remarks)
+    assert not runner.start_failure
+    assert runner.space.by_name
+    assert measured(runner, tmp_path).status is Status.OK
