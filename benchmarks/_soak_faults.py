@@ -24,6 +24,8 @@ _SHARES = (8, 3, 3, 3, 3, 2)
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _CONTROLLER = 0.35
 """Share of the kills that meet the controller."""
+_MEAN_S = 4.0
+"""Mean time between an event of the journal and a strike."""
 _PIDS = Path("/sys/fs/cgroup/pids")
 _HERE = Path(__file__).parent
 
@@ -34,26 +36,34 @@ class Strike:
 
     Attributes:
         kind: one of ``KINDS``.
-        at_s: seconds after the command's start.
+        at_event: it waits until the journal has so many, however busy the machine is,
+        after_s: and then so many seconds.
         lasts_s: after so long it is over, where it can be.
         seed: of what else is drawn for it.
 
     """
 
     kind: str
-    at_s: float
+    at_event: int
+    after_s: float
     lasts_s: float
     seed: int
 
 
-def draw_strikes(draw: random.Random, kinds: tuple[str, ...], within_s: float) -> list[Strike]:
-    """One to three strikes of kinds out of ``kinds``, in order."""
+def draw_strikes(draw: random.Random, kinds: tuple[str, ...], events: int) -> list[Strike]:
+    """One to three strikes of kinds out of ``kinds``, in order, before so many events."""
     shares = [_SHARES[KINDS.index(kind)] for kind in kinds]
     drawn = draw.choices(kinds, shares, k=draw.choice((1, 1, 2, 3)))
-    moments = sorted(draw.uniform(0.0, within_s) for _ in drawn)
+    moments = sorted(draw.randrange(events) for _ in drawn)
     return [
-        Strike(kind, round(at_s, 2), round(draw.uniform(0.5, 12.0), 1), draw.randrange(2**31))
-        for kind, at_s in zip(drawn, moments, strict=True)
+        Strike(
+            kind,
+            event,
+            round(draw.expovariate(1 / _MEAN_S), 2),
+            round(draw.uniform(0.5, 12.0), 1),
+            draw.randrange(2**31),
+        )
+        for kind, event in zip(drawn, moments, strict=True)
     ]
 
 
@@ -72,7 +82,7 @@ class Striker:
         self.skipped: list[str] = []
         self.controller = False
         self._room, self._pid, self._clock_file = room, pid, clock
-        self._begin, self._ended = time.monotonic(), threading.Event()
+        self._ended = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(s,)) for s in strikes]
         for thread in self._threads:
             thread.start()
@@ -84,17 +94,24 @@ class Striker:
             thread.join()
 
     def _run(self, strike: Strike) -> None:
-        if self._ended.wait(max(0.0, self._begin + strike.at_s - time.monotonic())):
+        while self._events() < strike.at_event:
+            if self._ended.wait(0.2):
+                return
+        if self._ended.wait(strike.after_s):
             return
         draw = random.Random(strike.seed)
         try:
             with getattr(self, f"_{strike.kind}")(draw, strike.lasts_s) as what:
-                self.done.append(f"{strike.at_s:.1f} s {what}")
+                self.done.append(f"event {strike.at_event} + {strike.after_s:.1f} s: {what}")
                 self._ended.wait(strike.lasts_s)
         except psutil.NoSuchProcess:
             self.skipped.append(f"{strike.kind}: the process had ended")
         except OSError as error:
             self.skipped.append(f"{strike.kind}: {error}")
+
+    def _events(self) -> int:
+        journals = list(self._room.work.glob("run*/journal.jsonl"))
+        return max((path.read_bytes().count(b"\n") for path in journals), default=0)
 
     def _family(self) -> list[psutil.Process]:
         return psutil.Process(self._pid).children(recursive=True)

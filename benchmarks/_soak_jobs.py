@@ -23,7 +23,7 @@ class Job:
 
     Attributes:
         make: puts the user's files into a directory, and returns arguments.
-        lasts_s: about how long it takes without faults.
+        events: how many its journal has before the end, about.
         kinds: what may strike it.
         good: exit codes with which it is done.
         resumes: whether the same command goes on with what was broken off.
@@ -32,7 +32,7 @@ class Job:
     """
 
     make: Callable[[Path, random.Random], list[str]]
-    lasts_s: float
+    events: int
     kinds: tuple[str, ...] = KINDS
     good: tuple[int, ...] = (0,)
     resumes: bool = True
@@ -46,8 +46,8 @@ _REAL = (
     "runner.device=cpu",
     "nproc=2",
     "strategy=random",
-    "budget.trials=3",
-    "sentinel_every=2",
+    "budget.trials=2",
+    "sentinel_every=1",
     "confirm.max_repeats=2",
     "objective.min_gain=0",
     "limits.startup_s=240",
@@ -102,7 +102,7 @@ def _replay(work: Path, draw: random.Random) -> list[str]:
         "runner.table=table.csv",
         "runner.baseline={bucket: 1, view: false, algorithm: ring}",
         f"strategy={strategy}",
-        "budget.trials=24",
+        "budget.trials=16",
         "sentinel_every=4",
         "confirm.max_repeats=3",
     ]
@@ -129,9 +129,9 @@ def _long_replay(work: Path, draw: random.Random) -> list[str]:
 
 
 JOBS = {
-    "ddp": Job(_built_in, 50.0),
-    "script": Job(_script, 90.0),
-    "replay": Job(_replay, 20.0),
-    "compare": Job(_compare, 70.0, good=_COMPARED, resumes=False, share=2),
-    "long replay": Job(_long_replay, 60.0, kinds=("clock", "store"), share=1),
+    "ddp": Job(_built_in, 28),
+    "script": Job(_script, 26),
+    "replay": Job(_replay, 130),
+    "compare": Job(_compare, 14, good=_COMPARED, resumes=False, share=2),
+    "long replay": Job(_long_replay, 1600, kinds=("clock", "store"), share=1),
 }

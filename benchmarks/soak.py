@@ -177,7 +177,7 @@ def run_episode(name: str, seed: int, home: Path, keep: Path | None) -> Episode:
         course = _Course(job, room, arguments, clock, clock_shim(home), Left())
         for number in range(_MOST_COMMANDS):
             again = number == 0 or (number == 1 and draw.random() < 0.5)
-            strikes = draw_strikes(draw, job.kinds, job.lasts_s) if again else []
+            strikes = draw_strikes(draw, job.kinds, job.events) if again else []
             if course.command(strikes) in job.good:
                 break
         else:
@@ -185,7 +185,7 @@ def run_episode(name: str, seed: int, home: Path, keep: Path | None) -> Episode:
         episode = Episode(Fault(name, "soak", 0, seed), exit_codes=course.codes)
         _check(course, episode, files)
         episode.detail = "; ".join([*course.done, *(f"not {line}" for line in course.skipped)])
-        episode.strikes = [line.split()[2] for line in course.done]
+        episode.strikes = [line.partition(": ")[2].split()[0] for line in course.done]
         episode.findings = {k: v for k, v in vars(course.found).items() if v}
         episode.seconds = time.monotonic() - begin
         if episode.findings and keep is not None:
