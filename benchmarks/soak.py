@@ -348,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("--job", choices=list(JOBS), help="this one alone")
     running.add_argument("--store", type=Path, help="where episodes are added, a line each")
     running.add_argument("--keep", type=Path, help="where what was wrong leaves its logs")
-    running.add_argument("--home", type=Path, help="where it all runs; one in /var/tmp")
+    running.add_argument("--home", type=Path, help="where it all runs, not in /tmp")
     reporting = commands.add_parser("report")
     reporting.add_argument("--store", type=Path, nargs="+", required=True)
     reporting.add_argument("--commit", help="at which the store was made; the present one")
@@ -356,6 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "report":
         print(report(load(options.store), options.commit or commit()), end="")
         return 0
+    if options.home is not None and options.home.absolute().is_relative_to("/tmp"):
+        parser.error(f"--home {options.home}: commands have another /tmp; name one elsewhere")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # rooms are left in order
     with tempfile.TemporaryDirectory(prefix="soak-", dir="/var/tmp") as temporary:
         episodes = run(options, (options.home or Path(temporary)).absolute())
