@@ -335,7 +335,14 @@ def search(
     begin, course = time.monotonic(), course or Course()
     with ExitStack() as stack:
         stack.callback(_close, runner)
-        session = _open(stack, settings, runner, strategy_factory, view, tracker_factory)
+        try:
+            session = _open(stack, settings, runner, strategy_factory, view, tracker_factory)
+        except Exception as error:
+            if not _lacking(error):
+                raise
+            view.warning(f"{error}. {_lacking(error)}, then give the same command to go on.")
+            directory = settings.run_dir or default_run_dir(settings)
+            return Result(ExitCode.CIRCUIT_BREAKER, directory, [], reason=str(error))
         try:
             record.open_record(session)
             result = course.stages(session)
@@ -349,10 +356,10 @@ def search(
             if isinstance(error, BadInputError):  # the same command would be refused again
                 session.tracker.close("FAILED")
                 raise
-            if not _is_full_disk(error):
+            if not _lacking(error):
                 course.interrupted(session)
                 raise
-            view.warning(f"{error}. Free some space, then give the same command to go on.")
+            view.warning(f"{error}. {_lacking(error)}, then give the same command to go on.")
             course.interrupted(session)
             return Result(
                 ExitCode.CIRCUIT_BREAKER, session.run_dir, session.trials, reason=str(error)
@@ -430,11 +437,25 @@ def _close(part: Runner | Strategy) -> None:
         part.close()
 
 
-def _is_full_disk(error: BaseException) -> bool:
-    """Whether the run directory cannot be written any more: nothing is wrong with the search."""
-    causes = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-    is_written = isinstance(error, OSError) and error.errno in causes
-    return is_written or isinstance(error, JournalWriteError)
+def _lacking(error: BaseException) -> str:
+    """What to do where the machine has no more of something; empty for any other error.
+
+    Nothing is wrong with the search then, and its journal is as good as before.
+    """
+    if isinstance(error, JournalWriteError):
+        return _FREE_SPACE
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        number = errno.EAGAIN
+    return _REMEDIES.get(number, "")
+
+
+_FREE_SPACE = "Free some space"
+_REMEDIES: dict[int | None, str] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO), _FREE_SPACE),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n)"),
+    errno.EAGAIN: "End other processes, or raise the limit of processes (ulimit -u)",
+}
 
 
 # -----------------------------------------------------------------------------

@@ -171,6 +171,34 @@ def test_a_full_disk_at_any_moment_is_told_and_gone_on_from(search: Search, monk
     assert search.run_dir == search.runner.opened
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(28, "No space left on device"), "Free some space, then give the same command"),
+        (OSError(24, "Too many open files"), "ulimit -n"),
+        (BlockingIOError(11, "Resource temporarily unavailable"), "ulimit -u"),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+    ],
+)
+def test_what_the_machine_has_no_more_of_is_told_and_gone_on_from(
+    search: Search, monkeypatch, error, says
+) -> None:
+    """Found by benchmarks/soak.py: a traceback, when a command began or in the middle of it."""
+    from perfsearch.pipeline import record
+
+    def lacking(*arguments, **options):
+        raise error
+
+    for place in ((SyntheticRunner, "open"), (record, "close_record")):
+        monkeypatch.setattr(*place, lacking)
+        result = search()
+        assert (result.exit_code, result.run_dir) == (3, search.run_dir)
+        assert says in search.view.text
+        assert search.runner.closed
+        monkeypatch.undo()
+    assert search().exit_code == 0
+
+
 def test_processes_are_ended_before_the_view_is(search: Search) -> None:
     """Nothing holds a GPU while MLflow is being waited for."""
     seen = []
