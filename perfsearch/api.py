@@ -160,7 +160,7 @@ def read_knobs(source: str | Path | Mapping[str, Any]) -> dict[str, Value]:
         BadInputError: there are none to be had from it.
 
     """
-    from perfsearch.knobs import effect_order
+    from perfsearch.knobs import by_name, effect_order
     from perfsearch.knobs.base import Use
 
     knobs = dict(source) if isinstance(source, Mapping) else _from_file(Path(source))
@@ -170,6 +170,7 @@ def read_knobs(source: str | Path | Mapping[str, Any]) -> dict[str, Value]:
             raise BadInputError(f"{name}={value}: no such knob. {nearest(name, names)}")
         if isinstance(value, list | dict) or value == "search":
             raise BadInputError(f"{name}={value}: it was searched over; give one value.")
+        by_name[name].require(value, name)
     return knobs
 
 

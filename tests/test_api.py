@@ -91,6 +91,8 @@ def test_a_thread_may_search(table):
         ((), {"strategy": 7}, "strategy=7"),
         ((), {"workload": lambda: None}, "other processes"),
         (("mode=simulate",), {}, "mode=simulate"),
+        ((5,), {}, "5: KEY=VALUE is needed, as text"),
+        ((["seed=1"],), {}, "['seed=1']: KEY=VALUE is needed, as text"),
     ],
 )
 def test_bad_input_is_refused_with_the_commands_words(

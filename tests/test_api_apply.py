@@ -61,11 +61,30 @@ print(*(w.message for w in caught if "perfsearch" in str(w.message)))
         ({"bucket_cap": 1}, "bucket_cap_mb"),
         ({"bucket_cap_mb": [1, 2]}, "give one value"),
         ({"bucket_cap_mb": "search"}, "give one value"),
+        ({"bucket_cap_mb": "x"}, "bucket_cap_mb=x: allowed is a number above 0 MiB"),
+        ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1: allowed is a number above 0 MiB"),
+        ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan: allowed"),
+        ({"gradient_as_bucket_view": "maybe"}, "gradient_as_bucket_view=maybe: allowed: false"),
+        ({"gradient_as_bucket_view": 1}, "gradient_as_bucket_view=1: allowed: false, true"),
+        ({"optimizer_implementation": "quick"}, "=quick: allowed: default, foreach, fused"),
+        ({"attention_backend": "flush"}, "=flush: allowed: null, flash"),
+        ({"dataloader_workers": 1.5}, "=1.5: allowed is a whole number of 0 or more processes"),
+        ({"prefetch_factor": 0}, "=0: allowed is a whole number above 0 batches"),
     ],
 )
 def test_knobs_that_are_none_are_refused(source, message):
     with pytest.raises(BadInputError, match=message):
         read_knobs(source)
+
+
+def test_what_other_machines_and_scripts_have_is_taken():
+    found = {
+        "bucket_cap_mb": 600.0, "dataloader_workers": 24, "omp_num_threads": 48,
+        "attention_backend": "flash+math", "float32_matmul_precision": "highest",
+        "nccl_algo": "Ring,Tree", "nccl_buffsize": "8M", "hierarchical_group_size": 4,
+        "first_bucket_mb": None,
+    }  # fmt: skip
+    assert read_knobs(found) == found
 
 
 def test_files_that_are_none_are_refused(tmp_path):

@@ -26,6 +26,7 @@ from perfsearch.core.python import module_command
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.version import version
 from perfsearch.instrument.launch import ENTRY, LaunchConfig, by_python, python_arguments
+from perfsearch.knobs import by_name
 from perfsearch.knobs.transport import (
     FILE_KEYS,
     KnobFile,
@@ -198,6 +199,9 @@ def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
     named = {mapped.name for mapped in maps}
     maps += [m for m in _recorded_maps(found.workload, asked) if m.name not in named]
     planned = plan(found.knobs, maps)
+    for name, value in found.knobs.items():
+        if name in by_name and name not in planned.mapped:
+            by_name[name].require(value, f"--knobs {asked.knobs}: {name}")
     directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-")) if maps else Path()
     arguments, told = apply(asked.arguments, maps, planned.mapped, directory)
     return planned, arguments, told

@@ -49,6 +49,9 @@ def compose(
         BadInputError: the message is the command's.
 
     """
+    odd = next((word for word in overrides if not isinstance(word, str)), None)
+    if odd is not None:
+        raise BadInputError(f"{odd!r}: KEY=VALUE is needed, as text, such as 'seed=1'.")
     words, given = list(overrides), {}
     for key, value in values.items():
         if key in GROUPS:

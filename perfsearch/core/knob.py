@@ -104,6 +104,7 @@ class Knob:
     def __post_init__(self) -> None:
         if self.kind is Kind.BOOLEAN and not self.values:
             object.__setattr__(self, "values", (False, True))
+        object.__setattr__(self, "values", _distinct(self.values))
         if self.is_range:
             if self.low is None or self.high is None:
                 raise ValueError(f"knob {self.name}: a range needs both low and high")
@@ -111,6 +112,8 @@ class Knob:
                 raise ValueError(f"knob {self.name}: low {self.low} is above high {self.high}")
             if self.log and self.low <= 0:
                 raise ValueError(f"knob {self.name}: a log scale needs low > 0, not {self.low}")
+            if self.step is not None and not self.step > 0:
+                raise ValueError(f"knob {self.name}: step {self.step} is not above 0")
         elif not self.values:
             raise ValueError(f"knob {self.name}: no values to choose from")
 
@@ -156,11 +159,7 @@ class Knob:
         count = self.count
         if not self.is_range or count is None:
             return None if count is None else self.values
-        assert self.low is not None
-        step = self.step or 1
-        if self._is_geometric:
-            return tuple(self._cast(self.low * step**i) for i in range(count))
-        return tuple(self._cast(self.low + step * i) for i in range(count))
+        return tuple(self._at(place) for place in range(count))
 
     @cached_property
     def numbers(self) -> list[int | float]:
@@ -187,10 +186,10 @@ class Knob:
             return isinstance(value, Hashable) and (isinstance(value, bool), value) in self._places
         if value is None or isinstance(value, bool | str):
             return False
-        if self.kind is Kind.INTEGER and value != int(value):
-            return False
         assert self.low is not None and self.high is not None
-        return self.low <= value <= self.high
+        if not self.low <= value <= self.high:
+            return False
+        return self.kind is not Kind.INTEGER or float(value).is_integer()
 
     def unit_position(self, value: Value) -> float:
         """Map an ordered value to [0, 1]: log ranges by logarithm, ordinals by their values.
@@ -216,8 +215,27 @@ class Knob:
             return min(choices, key=lambda c: abs(self.unit_position(c) - position))
         assert self.low is not None and self.high is not None
         if self.log:
-            return self._cast(self.low * (self.high / self.low) ** position)
-        return self._cast(self.low + (self.high - self.low) * position)
+            return self._on_grid(self.low * (self.high / self.low) ** position)
+        return self._on_grid(self.low + (self.high - self.low) * position)
+
+    def _on_grid(self, number: float) -> Value:
+        """The value of a range nearest to a number inside of it."""
+        if self.step is None or self.count is None:
+            return self._cast(number)
+        assert self.low is not None
+        if self._is_geometric:
+            place = math.log(number / self.low) / math.log(self.step)
+        else:
+            place = (number - self.low) / self.step
+        return self._at(min(round(place), self.count - 1))
+
+    def _at(self, place: int) -> Value:
+        """The value at a place of a range that has a grid."""
+        assert self.low is not None
+        if self._is_geometric:
+            assert self.step is not None
+            return self._cast(self.low * self.step**place)
+        return self._cast(self.low + (self.step or 1) * place)
 
     def to_plain(self) -> dict[str, Any]:
         """What it is, as plain values for programs: its values, or the bounds of its range."""
@@ -238,6 +256,14 @@ class Knob:
 
     def _cast(self, number: float) -> Value:
         return round(number) if self.kind is Kind.INTEGER else float(number)
+
+
+def _distinct(values: tuple[Value, ...]) -> tuple[Value, ...]:
+    """Each value once, at its first place: what stands twice would be drawn twice as often."""
+    kept: dict[tuple[bool, Value], Value] = {}
+    for value in values:
+        kept.setdefault((isinstance(value, bool), value), value)
+    return tuple(kept.values())
 
 
 def same_value(left: Value, right: Value) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from perfsearch.core.errors import BadInputError, nearest
-from perfsearch.core.knob import Kind, Knob, Numerics, Value
+from perfsearch.core.knob import Kind, Knob, Numerics, Value, same_value
 
 SEARCH = "search"
 """The value of a knob that is searched over its built-in values or range."""
@@ -16,6 +17,9 @@ AUTO = "auto"
 """``runner.knobs`` as a whole: the baseline's timings say which knobs are searched, and when."""
 
 _RANGE_KEYS = ("min", "max", "log", "step")
+
+_MOST_IN_RANGE = 100_000
+"""Values that a range with a step may have: strategies list them."""
 
 
 class KnobError(BadInputError):
@@ -104,11 +108,11 @@ def checked(knob: Knob, value: Any) -> Value:
 
     """
     if value is None or isinstance(value, bool | int | float | str):
-        if knob.contains(value) or value == knob.default or value is None:
+        if knob.contains(value) or same_value(value, knob.default) or value is None:
             return value
         if knob.kind is Kind.ORDINAL and _inside(knob, value):
             return value
-    raise KnobError(f"runner.knobs.{knob.name}={value}: {_allowed(knob)}")
+    raise KnobError(f"runner.knobs.{knob.name}={_written(value)}: {_allowed(knob)}")
 
 
 def _inside(knob: Knob, value: Value) -> bool:
@@ -140,46 +144,104 @@ def _from_range(knob: Knob, setting: Mapping[str, Any]) -> Knob:
             raise KnobError(f"runner.knobs.{knob.name}.{key}: unknown. {nearest(key, _RANGE_KEYS)}")
     written = ", ".join(f"{key}: {_written(value)}" for key, value in setting.items())
     asked = f"runner.knobs.{knob.name}={{{written}}}"
-    low, high = setting.get("min", knob.low), setting.get("max", knob.high)
-    if knob.kind is Kind.ORDINAL:
-        numbers = knob.numbers
-        low, high = min(numbers) if low is None else low, max(numbers) if high is None else high
-        _check_bounds(knob, asked, low, high)
-        inside = tuple(v for v in numbers if low <= v <= high)
-        if not inside:
-            raise KnobError(f"{asked}: no value lies between {low} and {high}. {_allowed(knob)}")
-        return replace(knob, values=inside)
-    if not knob.is_range:
+    if not knob.is_range and knob.kind is not Kind.ORDINAL:
         raise KnobError(f"{asked}: it has no range. {_allowed(knob)}")
+    for key in ("min", "max", "step"):
+        if key in setting and not _is_number(setting[key]):
+            raise KnobError(f"{asked}: {key} is no number. {_allowed(knob)}")
+    if knob.kind is Kind.ORDINAL:
+        return _between(knob, asked, setting)
+    low, high = setting.get("min", knob.low), setting.get("max", knob.high)
     for bound in (low, high):
         checked(knob, bound)
-    _check_bounds(knob, asked, low, high)
+    if low > high:
+        raise KnobError(f"{asked}: min is above max. {_allowed(knob)}")
+    _check_scale(knob, asked, setting)
     try:
-        return replace(
+        made = replace(
             knob,
             low=low,
             high=high,
-            log=bool(setting.get("log", knob.log)),
+            log=setting.get("log", knob.log),
             step=setting.get("step", knob.step),
         )
     except ValueError as error:
         reason = str(error).removeprefix(f"knob {knob.name}: ")
         raise KnobError(f"{asked}: {reason}. {_allowed(knob)}") from error
+    if made.step is not None and (made.count or 0) > _MOST_IN_RANGE:
+        raise KnobError(
+            f"{asked}: these are more than {_MOST_IN_RANGE:,} values. Give a larger step, or none."
+        )
+    return made
 
 
-def _check_bounds(knob: Knob, asked: str, low: Any, high: Any) -> None:
-    for name, bound in (("min", low), ("max", high)):
-        if isinstance(bound, bool) or not isinstance(bound, int | float):
-            raise KnobError(f"{asked}: {name} is no number. {_allowed(knob)}")
+def _between(knob: Knob, asked: str, setting: Mapping[str, Any]) -> Knob:
+    """Those of the listed values that lie in a range."""
+    useless = next((key for key in ("log", "step") if key in setting), None)
+    if useless:
+        raise KnobError(
+            f"{asked}: {useless} has no effect, as only listed values are tried. Give min and max, "
+            f"or a list. {_allowed(knob)}"
+        )
+    numbers = knob.numbers
+    low, high = setting.get("min", min(numbers)), setting.get("max", max(numbers))
     if low > high:
         raise KnobError(f"{asked}: min is above max. {_allowed(knob)}")
+    inside = tuple(v for v in numbers if low <= v <= high)
+    if not inside:
+        raise KnobError(f"{asked}: no value lies between {low} and {high}. {_allowed(knob)}")
+    return replace(knob, values=inside)
 
 
-def _allowed(knob: Knob) -> str:
+def _check_scale(knob: Knob, asked: str, setting: Mapping[str, Any]) -> None:
+    """Refuse a step or a scale that a range cannot have."""
+    log, step = setting.get("log", knob.log), setting.get("step", 1)
+    if not isinstance(log, bool):
+        raise KnobError(f"{asked}: log is true or false. {_allowed(knob)}")
+    if step <= 0:
+        raise KnobError(f"{asked}: step is not above 0. {_allowed(knob)}")
+    if knob.kind is Kind.INTEGER and not float(step).is_integer():
+        raise KnobError(f"{asked}: step is no whole number. {_allowed(knob)}")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -math.inf < value < math.inf
+
+
+def require_possible(knob: Knob, value: Any, key: str) -> None:
+    """Refuse a value that a knob has in no job; a found one may lie beyond the bounds of this one.
+
+    Args:
+        knob: as it is declared for all jobs.
+        value: a single one, to be put into force.
+        key: how it was named.
+
+    Raises:
+        KnobError: the message has key, value and what is allowed.
+
+    """
+    if value is None or (isinstance(value, bool | int | float | str) and knob.contains(value)):
+        return
+    if not knob.is_ordered or not (knob.is_range or knob.numbers):
+        raise KnobError(f"{key}={_written(value)}: {_allowed(knob, a_list=False)}")
+    numbers = [knob.low or 0.0] if knob.is_range else knob.numbers
+    whole = knob.kind is not Kind.REAL and all(isinstance(v, int) for v in numbers)
+    least = min(numbers)
+    fits = _is_number(value) and (value > 0 or value >= least)
+    if not fits or (whole and not float(value).is_integer()):
+        what = "a whole number" if whole else "a number"
+        bound = "above 0" if least > 0 else f"of {least:g} or more"
+        unit = f" {knob.unit}" if knob.unit else ""
+        raise KnobError(f"{key}={_written(value)}: allowed is {what} {bound}{unit}.")
+
+
+def _allowed(knob: Knob, a_list: bool = True) -> str:
     values = values_in_words(knob)
     if knob.is_range:
         return f"allowed is {values}, a list, or a range {{min, max, log, step}}."
-    return f"allowed: {values}, or a list of these."
+    return f"allowed: {values}{', or a list of these' * a_list}."
 
 
 def values_in_words(knob: Knob) -> str:

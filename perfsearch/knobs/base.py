@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from perfsearch.core.knob import Kind, Knob, Scope, Value
+from perfsearch.core.narrow import require_possible
 
 NO_CONVOLUTIONS = "the model has no convolutions"
 ALONE = "one rank exchanges nothing with others"
@@ -187,6 +188,8 @@ class Record:
         start: a value that seldom does harm, tried early; ``None``: there is none.
         promise: a value that holds the script to something in every step, and to what.
         on_request: why online tuning leaves it alone unless asked; empty: it does not.
+        words: further values that are handed over, such as torch's own name of its default;
+            ``None``: any.
 
     """
 
@@ -203,6 +206,7 @@ class Record:
     start: Value = None
     promise: tuple[Value, str] | None = None
     on_request: str = ""
+    words: tuple[str, ...] | None = ()
 
     @property
     def name(self) -> str:
@@ -244,6 +248,21 @@ class Record:
     def variables(self, value: Value) -> dict[str, str]:
         """Environment variables that hand a value over to new processes."""
         return {}
+
+    def require(self, value: Any, key: str) -> None:
+        """Refuse a value that no job can have. What one can have, narrow the job's own values to.
+
+        Args:
+            value: one that is to be put into force.
+            key: how it was named, for the message.
+
+        Raises:
+            KnobError: the message has the key, the value and what is allowed.
+
+        """
+        is_word = isinstance(value, str) and (self.words is None or value in self.words)
+        if not is_word:
+            require_possible(self.knob, value, key)
 
 
 def with_default(knob: Knob, today: Value) -> Knob:

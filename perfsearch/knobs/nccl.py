@@ -42,6 +42,7 @@ class NcclVariable(Record):
     _: KW_ONLY
     uses: frozenset[Use] = frozenset({Use.DDP, Use.SCRIPT})
     fit: Fit = _on_gpu
+    words: tuple[str, ...] | None = None  # whatever the user has set today
 
     @property
     def variable(self) -> str:

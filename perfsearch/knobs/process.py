@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import combinations
 
 from perfsearch.core.knob import Kind, Knob, Numerics, Part, Scope, Value
 from perfsearch.knobs.base import NO_CONVOLUTIONS, Job, Record, Taker, Use
@@ -127,6 +128,12 @@ KERNELS = ("flash", "efficient", "cudnn")
 _SWITCHES = {"flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn", _MATH: "math"}
 """How torch names them in ``torch.backends.cuda.enable_NAME_sdp``."""
 
+_ATTENTION_WORDS = (
+    _DEFAULT,
+    *("+".join(on) for n in range(2, len(_SWITCHES)) for on in combinations(_SWITCHES, n)),
+)
+"""What is read back where the script itself has set several, or none."""
+
 
 def _kernels_of(value: Value) -> set[str]:
     """What a value leaves on."""
@@ -178,7 +185,8 @@ ATTENTION = ProcessSwitch(
         numerics=Numerics.REORDERED, shortens=(Part.COMPUTING,), redraws=True,
         help="what computes scaled_dot_product_attention where it can; else torch picks",
     ),
-    effect=79, fit=_attention_fits, get=_get_attention, put=_put_attention, code=_attention_code,
+    effect=79, words=_ATTENTION_WORDS, fit=_attention_fits, get=_get_attention,
+    put=_put_attention, code=_attention_code,
 )  # fmt: skip
 
 
@@ -230,8 +238,8 @@ PRECISION = ProcessSwitch(
         numerics=Numerics.ALTERING, shortens=(Part.COMPUTING,),
         help="high multiplies float32 matrices in TensorFloat-32",
     ),
-    effect=77, fit=_precision_fits, get=_get_precision, put=_put_precision,
-    code=_statement("torch.set_float32_matmul_precision({value!r})"),
+    effect=77, words=("highest", "medium"), fit=_precision_fits, get=_get_precision,
+    put=_put_precision, code=_statement("torch.set_float32_matmul_precision({value!r})"),
 )  # fmt: skip
 
 RECORDS = (CUDNN_BENCHMARK, THREADS, ATTENTION, PRECISION)

@@ -126,5 +126,5 @@ def _choices(job: ScriptJob, name: str, today: Value) -> tuple[Value, ...]:
     """Today's value and those that the user names; nothing else is known of a script's argument."""
     wanted = job.wanted.get(name)
     named = list(wanted) if isinstance(wanted, list | tuple) else [wanted]
-    values = [today, *(v for v in named if v is not None and v != SEARCH)]
-    return tuple(v for place, v in enumerate(values) if v not in values[:place])
+    scalars = [v for v in named if isinstance(v, bool | int | float | str)]
+    return (today, *(v for v in scalars if v != SEARCH))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from perfsearch.core.hardware import Hardware
-from perfsearch.core.knob import Knob, Scope, Value
+from perfsearch.core.knob import Kind, Knob, Scope, Value
 from perfsearch.core.narrow import SEARCH, KnobError, narrow
 from perfsearch.core.space import Space
 from perfsearch.knobs import by_name, of
@@ -63,10 +63,30 @@ def make_space(
         searched, pinned = narrow(declared, settings, options.numerics)
     except KnobError as error:
         raise KnobError(str(error).replace("runner.knobs.", "autotune.knobs.")) from error
-    # what is in force today is the first thing to be measured
-    searched = [with_default(knob, knob.default) for knob in searched]
+    searched = [_with_today(knob) for knob in searched]
     rules = online_constraints({knob.name for knob in searched}, present)
     return Space(searched, rules), pinned, left_out
+
+
+_POINTS = 16
+"""Values of a range that are tried where what is in force today lies outside of it."""
+
+
+def _with_today(knob: Knob) -> Knob:
+    """The knob with what is in force today, which is the first thing to be measured.
+
+    A range stays as it was asked for: where today's value lies outside, it becomes a list.
+    """
+    if not knob.is_range or knob.contains(knob.default):
+        return with_default(knob, knob.default)
+    if knob.count is not None and knob.count <= _POINTS:
+        values = knob.choices() or ()
+    else:
+        values = tuple(knob.from_unit(place / (_POINTS - 1)) for place in range(_POINTS))
+    listed = replace(
+        knob, kind=Kind.ORDINAL, values=values, low=None, high=None, log=False, step=None
+    )
+    return with_default(listed, knob.default)
 
 
 def _declare(

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from perfsearch.core.knob import Kind, Knob, same_value
@@ -46,3 +48,16 @@ def test_contains_tells_types_apart() -> None:
 def test_impossible_knobs_are_refused(arguments: dict) -> None:
     with pytest.raises(ValueError, match="knob broken"):
         Knob("broken", default=1, **arguments)
+
+
+def test_long_ranges_are_drawn_on_their_grid() -> None:
+    """Those of too many values to list them for it."""
+    fine = Knob("fine", Kind.REAL, 1.0, low=1.0, high=512.0, step=0.05)
+    assert fine.count is not None and fine.count > 4096
+    for position in (0.0, 0.1234, 0.5, 1.0):
+        places = (float(fine.from_unit(position)) - 1.0) / 0.05
+        assert places == pytest.approx(round(places), abs=1e-6)
+    geometric = Knob("g", Kind.REAL, 1.0, low=1.0, high=1e6, log=True, step=1.001)
+    assert geometric.count is not None and geometric.count > 4096
+    places = math.log(float(geometric.from_unit(0.37))) / math.log(1.001)
+    assert places == pytest.approx(round(places), abs=1e-6)

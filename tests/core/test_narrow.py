@@ -81,3 +81,49 @@ def test_errors_name_key_value_and_remedy(settings: dict, message: str) -> None:
     with pytest.raises(KnobError) as caught:
         narrow(DECLARED, settings, Numerics.REORDERED)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bucket_cap_mb": {"step": "abc"}}, "bucket_cap_mb={step: abc}: step is no number"),
+        ({"bucket_cap_mb": {"min": float("nan")}}, "{min: nan}: min is no number"),
+        ({"bucket_cap_mb": {"max": float("inf")}}, "{max: inf}: max is no number"),
+        ({"bucket_cap_mb": {"step": -1}}, "step is not above 0"),
+        ({"bucket_cap_mb": {"step": 0}}, "step is not above 0"),
+        ({"bucket_cap_mb": {"step": 1e-9}}, "more than 100,000 values. Give a larger step"),
+        ({"bucket_cap_mb": {"min": 10**400}}, "allowed is 1 to 512 MiB"),
+        ({"bucket_cap_mb": {"log": "false"}}, "log is true or false"),
+        ({"sockets": {"step": 2}}, "step has no effect, as only listed values are tried"),
+        ({"sockets": {"min": 1, "log": True}}, "log has no effect, as only listed values"),
+        ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan: allowed is 1 to 512 MiB"),
+        ({"chunk": True}, "runner.knobs.chunk=true: allowed: 1, 2"),
+    ],
+)
+def test_odd_ranges_and_values_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(KnobError) as caught:
+        narrow(DECLARED, settings, Numerics.REORDERED)
+    assert message in str(caught.value)
+
+
+def test_a_step_of_whole_numbers_is_whole() -> None:
+    many = Knob("many", Kind.INTEGER, 4, low=1, high=64)
+    (kept,), _ = narrow([many], {"many": {"min": 4, "step": 4}}, Numerics.EXACT)
+    assert kept.choices() == tuple(range(4, 65, 4))
+    for setting in ({"step": 0.5}, {"min": 1.5}):
+        with pytest.raises(KnobError, match="many"):
+            narrow([many], {"many": setting}, Numerics.EXACT)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        ({"bucket_cap_mb": [8, 25, 8]}, (8, 25)),
+        ({"bucket_cap_mb": [8, 8.0, 64]}, (8, 64)),
+        ({"gradient_as_bucket_view": [True, False, True]}, (True, False)),
+        ({"sockets": [None, 2, None, 2]}, (None, 2)),
+    ],
+)
+def test_a_choice_that_stands_twice_is_one(asked: dict, kept: tuple) -> None:
+    (name,) = asked
+    assert go(**asked)[0][name].values == kept

@@ -126,3 +126,31 @@ def test_a_value_that_the_ranks_cannot_bring_about_is_refused():
     assert space_of({"optimizer_implementation": "default"}, fixed=fixed)
     with pytest.raises(BadInputError, match="RMSprop"):
         space_of({"optimizer_implementation": "fused"}, fixed=fixed)
+
+
+@pytest.mark.parametrize(
+    ("asked", "step"),
+    [
+        ({"min": 40, "max": 90}, None),
+        ({"min": 40, "max": 90, "step": 10, "log": False}, 10),
+    ],
+)
+def test_a_range_is_kept_to_where_todays_value_lies_outside(asked, step):
+    """25 MiB is in force: it is measured, and nothing between it and the range."""
+    space, _, _ = space_of({"bucket_cap_mb": asked})
+    today, *others = space.by_name["bucket_cap_mb"].values
+    assert today == 25.0 and (others[0], others[-1]) == (40, 90)
+    assert all(value % 10 == 0 for value in others) or step is None
+    assert len(others) > 4
+
+
+def test_a_range_around_todays_value_stays_a_range():
+    space, _, _ = space_of({"bucket_cap_mb": {"min": 5, "max": 60, "step": 5}})
+    knob = space.by_name["bucket_cap_mb"]
+    assert (knob.low, knob.high, knob.step, knob.default) == (5, 60, 5, 25.0)
+
+
+@pytest.mark.parametrize("step", ["abc", -1, 1e-9, float("nan")])
+def test_steps_are_checked_as_in_a_search(step):
+    with pytest.raises(BadInputError, match=r"autotune\.knobs\.bucket_cap_mb=\{step"):
+        space_of({"bucket_cap_mb": {"step": step}})
