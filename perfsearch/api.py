@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perfsearch.core.command import Command, carried_out
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.knob import Value
 
@@ -50,10 +51,12 @@ def search(*overrides: str, **keys: Any) -> Result:
     from perfsearch.pipeline import search as assemble
     from perfsearch.runners import why_no_knobs
 
-    settings = validate(compose(overrides, keys, why_no_knobs))
-    with _interruptible():
+    with carried_out(Command("perfsearch.search")):
+        settings = validate(compose(overrides, keys, why_no_knobs))
         strategy = keys.get("strategy")
-        return assemble.run_search(settings, open_view, strategy if callable(strategy) else None)
+        own = strategy if callable(strategy) else None
+        with _interruptible():
+            return assemble.run_search(settings, open_view, own)
 
 
 @contextmanager

@@ -91,6 +91,7 @@ def test_a_thread_may_search(table):
         ((), {"strategy": 7}, "strategy=7"),
         ((), {"workload": lambda: None}, "other processes"),
         (("mode=simulate",), {}, "mode=simulate"),
+        (("seed=1,2",), {}, "seed=1,2: one value is needed. A list is seed=[a,b]"),
         ((5,), {}, "5: KEY=VALUE is needed, as text"),
         ((["seed=1"],), {}, "['seed=1']: KEY=VALUE is needed, as text"),
     ],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from perfsearch.config.options import REPLACED, leaves, show
+from perfsearch.core import command
 from perfsearch.core.errors import nearest
 
 FORCE = "++"
@@ -67,9 +68,10 @@ def explain(
                 f"{asked}: the comma stands for a sweep here. Quote an operator's parts and "
                 f"devices, for the shell and for the value: '{key}=\"{value}\"'."
             )
+        each = "Add -m to search with each of them; a" if command.given().sweeps else "A"
         return (
-            f"{asked}: one value is needed. Add -m to search with each of them; "
-            f"a list is {key}=[a,b], text with a comma {key}='\"a,b\"'."
+            f"{asked}: one value is needed. {each} list is {key}=[a,b], text with a comma "
+            f"{key}='\"a,b\"'."
         )
     if kind == "MissingMandatoryValue":
         key = getattr(error, "full_key", "") or text.rpartition(" ")[2]

@@ -14,7 +14,8 @@ class Command:
     """A command line of which hints are made.
 
     Attributes:
-        name: ``perfsearch`` or ``perfsearch-run``; a call from Python has the keys of the former.
+        name: ``perfsearch``, ``perfsearch-run``, or ``perfsearch.search`` for a call from Python,
+            which has the keys of the first.
         options: its words before the script, those that say how many ranks are started apart;
             ``perfsearch`` has all its words here.
         script: the script and its arguments.
@@ -39,6 +40,11 @@ class Command:
         """The whole command without a number of ranks; the key by itself where it is not known."""
         words = [*self.options, *self.script]
         return shlex.join([self.name, *words]) if words else self.ranks("auto")
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether it can be given several values of a key, by ``-m``."""
+        return self.name == "perfsearch"
 
     @property
     def _runs_scripts(self) -> bool:

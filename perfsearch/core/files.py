@@ -16,6 +16,21 @@ from typing import Any
 from perfsearch.core.locks import lock
 
 
+def why_not_writable(directory: Path) -> str:
+    """Why no file can be made in a directory, or the directory itself; empty where one can.
+
+    It is tried; afterwards nothing has changed.
+    """
+    existing = directory.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return ""
+    except OSError as error:
+        return f"{existing} cannot be written ({error.strerror})"
+
+
 def write_text(path: Path, text: str, *, durable: bool = False, make: bool = True) -> None:
     """Replace a file in one move.
 

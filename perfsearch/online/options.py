@@ -84,6 +84,12 @@ class AutotuneOptions:
                 raise ConfigError(
                     key, f"{key}: cannot change between two steps. {nearest(name, TUNABLE)}"
                 )
+        if self.log_file is not None and self.log_file.is_dir():
+            raise ConfigError(
+                f"{PREFIX}.log_file",
+                f"{PREFIX}.log_file={self.log_file}: this is a directory. Give a file, such as "
+                f"{self.log_file / 'tuning.csv'}.",
+            )
         for name in ("start_from", "freeze"):
             path = getattr(self, name)
             if path is not None and not path.is_file():

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.files import why_not_writable
 from perfsearch.core.knob import Value
 from perfsearch.core.signals import pause_at_end
 from perfsearch.knobs.ddp import HIERARCHY, MIB, constructor_parameters
@@ -30,7 +32,7 @@ from perfsearch.knobs.optimizer import DEFAULT, IMPLEMENTATION
 from perfsearch.online import ddp, log
 from perfsearch.online.controller import NOT_IN_TIME, Controller, NotRestoredError, Steps
 from perfsearch.online.optimizer import ImplementationSwitch, why_not_switchable
-from perfsearch.online.options import AutotuneOptions
+from perfsearch.online.options import PREFIX, AutotuneOptions
 from perfsearch.online.proposer import ProposerProcess
 from perfsearch.online.store import APPLY, END, FAIL, RUN, Channel, Instruction, Report
 from perfsearch.training.clock import StepTimer, synchronize
@@ -268,9 +270,24 @@ _files: Counter[Path] = Counter()
 
 
 class _Recorder:
-    """Rows to the log, remarks to standard error, on the deciding rank."""
+    """Rows to the log, remarks to standard error, on the deciding rank.
 
-    def __init__(self, options: AutotuneOptions, job: str) -> None:
+    Args:
+        options: what the user asked for.
+        job: what is tuned.
+        model: the wrapper.
+        serial: which model of this process it is.
+
+    Raises:
+        BadInputError: the log cannot be written.
+
+    """
+
+    def __init__(
+        self, options: AutotuneOptions, job: str, model: DistributedDataParallel, serial: int
+    ) -> None:
+        self._name = f", model {serial} ({type(model.module).__name__})"
+        self._serial = serial
         self._path = options.log_file
         if self._path is not None:
             number = _files[self._path]
@@ -278,22 +295,39 @@ class _Recorder:
             if number:  # an earlier model of this process writes there
                 name = f"{self._path.stem}-model{number}{self._path.suffix}"
                 self._path = self._path.with_name(name)
+            why = why_not_writable(self._path.parent)
+            if why:
+                raise BadInputError(
+                    f"{PREFIX}.log_file={self._path}: {why}. Give a file that can be written."
+                )
         self._job = job
         self._writer: log.LogWriter | None = None
 
     def open(self, knobs: list[str]) -> None:
         """Name the columns."""
         if self._path is not None:
-            self._writer = log.LogWriter(self._path, self._job, knobs)
+            with self._going_on():
+                self._writer = log.LogWriter(self._path, self._job, knobs)
 
     def write(self, entry: log.Entry) -> None:
         """Append a row."""
         if self._writer is not None:
-            self._writer.write(entry)
+            with self._going_on():
+                self._writer.write(entry)
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Do without the log where it can no longer be written: training goes on."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            self.say(f"{self._path} is no longer written: {error.strerror}")
 
     def say(self, text: str) -> None:
-        """Tell the user."""
-        print(f"perfsearch autotune: {text}", file=sys.stderr, flush=True)
+        """Tell the user, and of several models which one it is about."""
+        name = self._name if self._serial or len(_sessions) > 1 else ""
+        print(f"perfsearch autotune{name}: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Close the log."""
@@ -325,7 +359,7 @@ class Session:
         steps = None
         if channel.leads:
             job = job_name(model)
-            self._recorder = _Recorder(options, job)
+            self._recorder = _Recorder(options, job, model, serial)
             earlier = self._earlier(options, job)
             self._controller = Controller(
                 options, self._start_proposer, self._recorder, time.monotonic, earlier

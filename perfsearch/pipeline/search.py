@@ -9,11 +9,10 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from perfsearch import runners, strategies
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import Settings, default_run_dir
 from perfsearch.core.errors import BadInputError
-from perfsearch.core.files import make_private
+from perfsearch.core.files import make_private, why_not_writable
 from perfsearch.core.hardware import occupants
 from perfsearch.core.hints import Hints
 from perfsearch.core.journal import JOURNAL, JournalWriteError
@@ -267,18 +266,11 @@ def check_directory(settings: Settings) -> str:
 
 def _require_writable(directory: Path) -> None:
     """Refuse a run directory that cannot be made or written, without making it."""
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
+    why = why_not_writable(directory)
+    if why:
         raise ConfigError(
-            "run_dir",
-            f"run_dir={directory}: {existing} cannot be written ({error.strerror}). "
-            "Set run_dir=DIRECTORY to one that can.",
-        ) from error
+            "run_dir", f"run_dir={directory}: {why}. Set run_dir=DIRECTORY to one that can."
+        )
 
 
 def _foreign_file(directory: Path) -> str:
@@ -286,6 +278,20 @@ def _foreign_file(directory: Path) -> str:
     if not directory.is_dir() or any((directory / mark).exists() for mark in _MARKS):
         return ""
     return next((path.name for path in sorted(directory.iterdir())), "")
+
+
+def _absent(directory: Path) -> list[Path]:
+    """The directory and those above it, as far as they are not there; the innermost first."""
+    return [path for path in (directory, *directory.parents) if not path.exists()]
+
+
+def _remove_unused(made: list[Path]) -> None:
+    """Remove directories of a search that was refused before it wrote anything but its lock."""
+    if made and [path.name for path in made[0].iterdir()] == [".lock"]:
+        (made[0] / ".lock").unlink()
+    with suppress(OSError):  # one that holds something
+        for path in made:
+            path.rmdir()
 
 
 # -----------------------------------------------------------------------------
@@ -381,9 +387,11 @@ def _open(
     directory, resuming = resume.choose_run_dir(asked.absolute(), settings.resume, named)
     if directory != asked.absolute():
         view.note(f"{asked} holds a finished search; this one is in {directory}")
+    absent = _absent(directory)
     make_private(directory)
     make_private(directory / "logs")
     stack.enter_context(run_directory_lock(directory, view.warning))
+    stack.callback(_remove_unused, absent)
     places = settings.limits.lock_directory
     stack.enter_context(device_lock(_device_set(runner), view.note, places))
     occupied = occupants(runner.hardware.gpus) if isinstance(runner, HoldsDevices) else ""

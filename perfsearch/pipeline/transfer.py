@@ -338,16 +338,16 @@ def in_store(
         StoreError: the store does not answer.
 
     """
-    from perfsearch.tracking.history import value_of
-    from perfsearch.tracking.names import clean_key, plain
+    from perfsearch.tracking.history import stands_for, value_of
+    from perfsearch.tracking.names import clean_key
 
     costs = PriorCosts(runner)
     knobs = {clean_key(name): knob for name, knob in runner.space.by_name.items()}
-    held = {clean_key(name): plain(value) for name, value in runner.pinned.items()}
+    held = {clean_key(name): value for name, value in runner.pinned.items()}
     for trial in store.trials(search, metric):
         costs.searched |= {_name_of(key, runner) for key in trial.configuration}
         texts = {**search.pinned, **trial.configuration}
-        if any(texts.get(name, text) != text for name, text in held.items()):
+        if any(n in texts and not stands_for(texts[n], value) for n, value in held.items()):
             continue
         try:
             whole = {knob.name: value_of(knob, texts[name]) for name, knob in knobs.items()}

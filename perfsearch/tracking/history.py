@@ -20,6 +20,8 @@ from perfsearch.tracking.store import (
 )
 
 _KNOB, _PINNED = "knob/", "pinned/"
+_NULLS = ("null", "none", "-1")
+"""What stands for ``null``: where a knob is held, and where it is searched."""
 _COST_METRICS: Mapping[Metric, tuple[Sequence[str], bool]] = {
     Metric.THROUGHPUT: (("throughput/samples_per_s", "throughput/steps_per_s"), True),
     Metric.LATENCY: (("step_time/p50_ms",), False),
@@ -153,6 +155,18 @@ class PriorSearches:
             raise StoreError(f"{self._where} cannot be read: {lines[0]}") from error
 
 
+def stands_for(text: str, value: Value) -> bool:
+    """Whether a run's param is a value: ``64`` and ``64.0`` are one, ``1`` and ``true`` are two."""
+    if names.plain(value) == text or (value is None and text in _NULLS):
+        return True
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return float(text) == value
+    except ValueError:
+        return False
+
+
 def value_of(knob: Knob, text: str) -> Value:
     """The value of ``knob`` that a run's param stands for.
 
@@ -161,8 +175,7 @@ def value_of(knob: Knob, text: str) -> Value:
 
     """
     for value in (*knob.values, knob.default):
-        shown = names.null_value(knob) if value is None else value
-        if names.plain(shown) == text:
+        if stands_for(text, names.null_value(knob) if value is None else value):
             return value
     if knob.is_range:
         try:

@@ -38,6 +38,12 @@ def test_freeze_and_start_from_exclude_each_other(tmp_path):
         AutotuneOptions.from_mapping({"freeze": file, "start_from": file})
 
 
+def test_a_directory_is_no_log(tmp_path):
+    with pytest.raises(ConfigError, match=r"autotune.log_file=.*: this is a directory. Give a"):
+        AutotuneOptions.from_mapping({"log_file": tmp_path})
+    assert tmp_path.is_dir()
+
+
 def test_options_survive_the_way_to_another_process(tmp_path):
     options = AutotuneOptions.from_mapping(
         {"log_file": tmp_path / "a.csv", "knobs": {"bucket_cap_mb": [1, 2]}, "numerics": "exact"}

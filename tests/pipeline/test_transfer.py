@@ -319,3 +319,34 @@ def test_best_config_that_pins_everything_needs_no_source() -> None:
     settings = make_settings(strategy={"name": "bayes", "warm_start": "gone"})
     found = transfer.find(settings, runner, {}, None)  # type: ignore[arg-type]
     assert found == transfer.Transfer()
+
+
+def test_values_of_the_store_are_compared_as_values() -> None:
+    """The same configurations come of the store as of the journal, whatever their spelling."""
+    runner = SyntheticRunner()
+    runner.pinned = {"workers": 2.0, "sockets": None}
+    parameters = {"pinned/workers": "2", "pinned/sockets": "null"}
+
+    class Spelled(FakeStore):
+        def trials(self, search: StoredSearch, metric: Any) -> Iterator[StoredTrial]:
+            for bucket, view, sockets in (
+                ("1.0", "false", "-1"), ("2", "true", "none"), ("4.0", "true", "null"),
+                ("8.0", "1", "null"), ("16", "true", "3"),
+            ):  # fmt: skip
+                knobs = {"bucket": bucket, "view": view, "sockets": sockets}
+                yield StoredTrial(Purpose.SEARCH, knobs, 1.0)
+
+    store = Spelled((parameters, []))
+    costs = transfer.in_store(store, store.kept[0][0], make_settings().objective.metric, runner)  # type: ignore[arg-type]
+    prior = costs.prior_search("x")
+    assert prior is not None
+    kept = sorted((c["bucket"], c["view"]) for c, _ in prior.costs)
+    assert kept == [(1, False), (2, True), (4, True)]
+    assert all(type(bucket) is int for bucket, _ in kept)
+
+
+def test_a_search_that_is_refused_leaves_nothing(search: Search, tmp_path: Path) -> None:
+    run_dir = tmp_path / "a" / "b"
+    with pytest.raises(ConfigError, match=transfer.KEY):
+        warm(search, tmp_path / "nowhere", run_dir)
+    assert not (tmp_path / "a").exists()
