@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from perfsearch import knobs
 from perfsearch.core.hardware import Hardware
-from perfsearch.core.knob import Value
+from perfsearch.core.knob import Value, same_value
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.knobs import ddp
+from perfsearch.knobs.base import Use
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
 from perfsearch.knobs.ddp import BUCKET_CAP
 from perfsearch.knobs.fsdp import BACKWARD_PREFETCH, CPU_OFFLOAD, FORWARD_PREFETCH, STAGE
@@ -60,13 +63,16 @@ def export_files(
         "ds_config.json": _as_json(deepspeed(whole, job)),
     }
     notes = list(deepspeed_notes(whole))
+    notes += left_out_notes("ds_config.json", _in_deepspeed(whole), whole, trials)
     for name, (form, reason) in {
         "hf_trainer_args.json": trainer(whole, job),
         "accelerate_fsdp.yaml": accelerate(whole, job),
     }.items():
         if form is None:
             notes.append(f"{name} is not written: {reason}")
-        elif name.endswith(".json"):
+            continue
+        notes += left_out_notes(name, _in_frameworks(whole), whole, trials)
+        if name.endswith(".json"):
             files[name] = _as_json(form)
         else:
             files[name] = as_yaml(form)
@@ -225,6 +231,8 @@ def trainer(whole: Mapping[str, Value], job: Job) -> Form:
     reason = _inexpressible(whole, job)
     if reason:
         return None, reason
+    if stage == 1:
+        return None, "Trainer has no ZeroRedundancyOptimizer; use ds_config.json or zero.py"
     form: dict[str, Any] = {
         "per_device_train_batch_size": MICRO_BATCH.number(whole),
         "gradient_accumulation_steps": ACCUMULATION.number(whole),
@@ -236,18 +244,17 @@ def trainer(whole: Mapping[str, Value], job: Job) -> Form:
     if every and stage < 2:
         form["gradient_checkpointing"] = True
         form["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    if stage == 1:
-        return None, "Trainer has no ZeroRedundancyOptimizer; use ds_config.json or zero.py"
     if stage == 0:
         bucket = float(BUCKET_CAP.of(whole) or BUCKET_CAP.default)
         if bucket != BUCKET_CAP.default:
             form["ddp_bucket_cap_mb"] = int(bucket)
         return form, ""
-    offload = " offload" if CPU_OFFLOAD.of(whole) else ""
-    form["fsdp"] = ("full_shard" if stage == 3 else "shard_grad_op") + offload + " auto_wrap"
+    form["fsdp"] = True
     form["fsdp_config"] = {
-        "fsdp_version": 2,
+        "version": 2,
         "reshard_after_forward": stage == 3,
+        "cpu_offload": bool(CPU_OFFLOAD.of(whole)),
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "transformer_layer_cls_to_wrap": [job.block_class],
         "activation_checkpointing": bool(every),
     }
@@ -306,6 +313,8 @@ def _inexpressible(whole: Mapping[str, Value], job: Job) -> str:
         return "it checkpoints all blocks or none, not every second or fourth"
     if STAGE.number(whole) < 2:
         return ""
+    if not job.on_gpu:
+        return "it shards on GPUs alone, and would train plain copies on a CPU; use zero.py"
     if not job.block_class:
         return "it wraps blocks by the name of their class, and the job names no blocks"
     for name in (SHARD_GROUP.name, RESHARD_GROUP.name, SYNC_EACH.name):
@@ -314,6 +323,78 @@ def _inexpressible(whole: Mapping[str, Value], job: Job) -> str:
     if (BLOCKS_PER_UNIT.number(whole) or 1) > 1:
         return "it gathers each block by itself"
     return ""
+
+
+# -----------------------------------------------------------------------------
+# What a form has no place for.
+
+
+def _in_deepspeed(whole: Mapping[str, Value]) -> set[str]:
+    """Knobs that ``ds_config.json`` says, or has a note of its own on."""
+    said = {r.name for r in (STAGE, MICRO_BATCH, ACCUMULATION, CHECKPOINTING, CPU_OFFLOAD)}
+    if STAGE.number(whole) == 3:
+        said |= {SHARD_GROUP.name, RESHARD_GROUP.name}
+    return said | {BUCKET_CAP.name}
+
+
+def _in_frameworks(whole: Mapping[str, Value]) -> set[str]:
+    """Knobs that Trainer's and Accelerate's forms say, or have a note of their own on."""
+    said = {r.name for r in (STAGE, MICRO_BATCH, ACCUMULATION, CHECKPOINTING, CPU_OFFLOAD)}
+    bucket = float(BUCKET_CAP.of(whole) or BUCKET_CAP.default)
+    return said | {BUCKET_CAP.name} if bucket.is_integer() else said
+
+
+def left_out_notes(
+    form: str, said: set[str], whole: Mapping[str, Value], trials: Sequence[Trial]
+) -> Iterator[str]:
+    """Which knobs that were measured a form cannot carry, and what that costs, in one line.
+
+    Args:
+        form: the file's name.
+        said: knobs that it says.
+        whole: the configuration.
+        trials: of the search, for the cost.
+
+    """
+    stage = STAGE.number(whole)
+    lost: dict[str, Value] = {}
+    for record in knobs.of(Use.ZERO):
+        value = record.of(whole)
+        of_wrapper = isinstance(record, ddp.DdpArgument)
+        stages = (0, 1) if of_wrapper else record.knob.when.get(STAGE.name, (stage,))
+        set_here = value is not None and not same_value(value, record.default)
+        if record.name not in said and set_here and stage in stages:
+            lost[record.name] = value
+    if lost:
+        named = ", ".join(f"{name}={str(v).lower()}" for name, v in lost.items())
+        yield f"{form} has no place for {named}: {_cost_without(lost, whole, trials)}"
+
+
+def _cost_without(
+    lost: Mapping[str, Value], whole: Mapping[str, Value], trials: Sequence[Trial]
+) -> str:
+    """How much slower the same configuration was without some knobs, where that was measured."""
+    without = {**whole, **{name: knobs.by_name[name].default for name in lost}}
+    with_them = _mean_cost(whole, whole, trials)
+    plain = _mean_cost(without, whole, trials)
+    if with_them is None or plain is None:
+        return "what that costs was not measured"
+    return f"without, a step took {100 * (plain / with_them - 1):+.1f}% in this search"
+
+
+def _mean_cost(
+    wanted: Mapping[str, Value], whole: Mapping[str, Value], trials: Sequence[Trial]
+) -> float | None:
+    """Mean over the trials of a configuration; ``None`` where there was none."""
+    costs = [
+        trial.cost
+        for trial in trials
+        if trial.status is Status.OK
+        and trial.cost is not None
+        and all(same_value(wanted[n], v) for n, v in trial.configuration.items() if n in wanted)
+        and all(n in trial.configuration or same_value(wanted[n], whole[n]) for n in wanted)
+    ]
+    return statistics.fmean(costs) if costs else None
 
 
 # -----------------------------------------------------------------------------

@@ -2,16 +2,19 @@
 
 import ast
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
 from support.zero_cases import make, trial
 
 from perfsearch.core.trial import Status
+from perfsearch.runners.zero.export import left_out_notes
 
 
-def exported(tmp_path, **configuration):
+def exported(tmp_path, device="cpu", **configuration):
     runner = make(knobs={"zero_stage": "search", "blocks_per_unit": 1})
+    runner.hardware = replace(runner.hardware, device=device)
     trials = [trial(0, {"zero_stage": 0}, 50.0), trial(1, {"zero_stage": 2}, 40.0),
               trial(2, {"zero_stage": 3}, status=Status.OOM)]  # fmt: skip
     trials[1].cost, trials[1].objective, trials[1].seconds = 0.05 / 64, 1280.0, 2.5
@@ -43,9 +46,9 @@ def test_the_torch_form_is_python(tmp_path, stage, every):
 
 
 def test_trainer_and_accelerate_get_what_they_can_say(tmp_path):
-    files = exported(tmp_path, zero_stage=3, activation_checkpointing=1, micro_batch=4)
+    files = exported(tmp_path, "cuda", zero_stage=3, activation_checkpointing=1, micro_batch=4)
     trainer = json.loads(files["hf_trainer_args.json"])
-    assert trainer["fsdp"] == "full_shard auto_wrap"
+    assert trainer["fsdp"] is True
     assert trainer["gradient_accumulation_steps"] == 4
     assert trainer["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["Block"]
     accelerate = yaml.safe_load(files["accelerate_fsdp.yaml"])
@@ -65,7 +68,7 @@ LOADED_BY_ACCELERATE = {
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accelerate_knows_every_key_of_its_file(tmp_path, stage):
-    files = exported(tmp_path, zero_stage=stage, micro_batch=4)
+    files = exported(tmp_path, "cuda", zero_stage=stage, micro_batch=4)
     assert set(yaml.safe_load(files["accelerate_fsdp.yaml"])) == LOADED_BY_ACCELERATE
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
     loaded = config_args.load_config_from_file(str(tmp_path / "accelerate_fsdp.yaml"))
@@ -73,14 +76,48 @@ def test_accelerate_knows_every_key_of_its_file(tmp_path, stage):
     assert loaded.fsdp_config["fsdp_reshard_after_forward"] is (stage == 3)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_trainer_takes_arguments_found_on_cpus(tmp_path, stage):
-    files = exported(tmp_path, zero_stage=stage, micro_batch=4)
-    trainer = json.loads(files["hf_trainer_args.json"])
+def test_trainer_takes_arguments_found_on_cpus(tmp_path):
+    trainer = json.loads(exported(tmp_path, micro_batch=4)["hf_trainer_args.json"])
     assert trainer["use_cpu"] is True  # without it Trainer looks for a GPU, and refuses bf16
     transformers = pytest.importorskip("transformers")
     made = transformers.TrainingArguments(str(tmp_path), **trainer)
     assert made.gradient_accumulation_steps == 4
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_form_is_written_that_would_not_shard(tmp_path, stage):
+    """On a CPU Accelerate starts trainings apart, and Trainer trains plain copies."""
+    files = exported(tmp_path, zero_stage=stage)
+    assert not {"hf_trainer_args.json", "accelerate_fsdp.yaml"} & files.keys()
+    assert files["notes.txt"].count("is not written: it shards on GPUs alone") == 2
+    assert "zero.py" in files
+
+
+def test_what_a_form_has_no_place_for_is_named_with_what_it_costs(tmp_path):
+    lost = {
+        "forward_prefetch": 2, "backward_prefetch": 1, "optimizer_implementation": "fused",
+        "mixed_precision": "autocast",
+    }  # fmt: skip
+    notes = exported(tmp_path, "cuda", zero_stage=3, micro_batch=4, **lost)["notes.txt"]
+    for form in ("ds_config.json", "hf_trainer_args.json", "accelerate_fsdp.yaml"):
+        (line,) = [ln for ln in notes.splitlines() if ln.startswith(f"{form} has no place for fo")]
+        assert all(f"{name}={value}" in line for name, value in lost.items())
+        assert line.endswith("what that costs was not measured")
+    more = {"gradient_sync_each": True, "blocks_per_unit": 2, "shard_group_size": 2}
+    notes = exported(tmp_path, "cuda", zero_stage=2, **more)["notes.txt"]
+    (line,) = [ln for ln in notes.splitlines() if ln.startswith("ds_config.json has no place")]
+    assert all(f"{name}={str(value).lower()}" in line for name, value in more.items())
+
+
+def test_the_cost_of_what_is_left_out_is_that_of_the_search():
+    whole = {"zero_stage": 3, "forward_prefetch": 2, "micro_batch": 4}
+    fast, slow = trial(0, {"forward_prefetch": 2}, 50.0), trial(1, {"forward_prefetch": 0}, 60.0)
+    fast.cost, slow.cost = 0.05, 0.06
+    (line,) = left_out_notes("f", {"zero_stage", "micro_batch"}, whole, [fast, slow])
+    assert line == (
+        "f has no place for forward_prefetch=2: without, a step took +20.0% in this search"
+    )
+    assert list(left_out_notes("f", {"zero_stage", "micro_batch"}, {"zero_stage": 3}, [])) == []
 
 
 def test_the_summary_names_what_is_pinned(tmp_path):
