@@ -90,7 +90,7 @@ _NO_ALGORITHM = re.compile(r"no algorithm/protocol available[^\n]*", re.IGNORECA
 """What NCCL says, or only its log, where its variables leave no way for an operation."""
 
 _UNUSED = "Expected to have finished reduction"
-_UNUSED_REASON = (
+UNUSED_REASON = (
     "DistributedDataParallel waits for gradients of parameters that the loss does not use. Freeze "
     "them (requires_grad_(False)), or take them out of the model"
 )
@@ -267,7 +267,7 @@ def _of_error(error: RankError, evidence: Evidence) -> Failure:
         or (error.type in ("RuntimeError", *_REFUSAL_TYPES) and _refused(error))
     ):
         if _UNUSED in error.message:
-            reason = f"rank {error.rank}: {_UNUSED_REASON}"
+            reason = f"rank {error.rank}: {UNUSED_REASON}"
         return Failure(Status.INVALID, reason, error.rank)
     return Failure(Status.CRASH, reason, error.rank)
 

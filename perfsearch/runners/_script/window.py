@@ -16,6 +16,7 @@ from perfsearch.core.knob import Value
 from perfsearch.core.steps import read_window
 from perfsearch.core.trial import DRAWS_IN_FORWARD, PARAMETERS, Measurement, Outcome, Status, Trial
 from perfsearch.instrument.facts import Facts
+from perfsearch.knobs.ddp import FIND_UNUSED
 from perfsearch.knobs.model import is_compiled
 from perfsearch.knobs.transport import Mapped
 from perfsearch.metrics.slow_steps import SLOW_STEPS, merge_ranks, slow_steps
@@ -32,7 +33,7 @@ from perfsearch.training.clock import (
     least_wait_ms,
     phases_of,
 )
-from perfsearch.workers.failures import Failure, last_words, refusal
+from perfsearch.workers.failures import UNUSED_REASON, Failure, last_words, refusal
 from perfsearch.workers.group import GroupGone, Message
 from perfsearch.workers.messages import rank_log
 from perfsearch.workers.results import combine
@@ -395,6 +396,11 @@ NO_SAMPLES = (
     "where an item may be a batch)"
 )
 
+_UNUSED_OF_TRIAL = (
+    f"{FIND_UNUSED.name}=false of this trial: there are parameters that the loss does not use in "
+    "every step, and DistributedDataParallel waits for their gradients. Leave it to the script"
+)
+
 _LAUNCHER_REFUSED = re.compile(r"launcher: UsageError: (.*)")
 """What torchrun's own parser says last."""
 
@@ -445,6 +451,8 @@ def _status_and_reason(
     error: GroupGone,
 ) -> tuple[Status, None, str]:
     reason = failure.reason
+    if FIND_UNUSED.of(changed) is False:
+        reason = reason.replace(UNUSED_REASON, _UNUSED_OF_TRIAL)
     if "exit code" in reason:
         refused = refusal(tail)
         if refused:

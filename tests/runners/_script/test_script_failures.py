@@ -14,7 +14,7 @@ from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script.group import EndedError, ScriptGroup
 from perfsearch.runners._script.ways import Way
 from perfsearch.runners._script.window import failed_outcome, require_ranks_together
-from perfsearch.workers.failures import Failure
+from perfsearch.workers.failures import UNUSED_REASON, Failure
 from perfsearch.workers.group import GroupGone
 from perfsearch.workers.preload import Preloaded
 
@@ -91,3 +91,12 @@ def test_ranks_that_train_apart_are_refused():
     with pytest.raises(EndedError, match="train apart"):
         require_ranks_together(apart, 2)
     require_ranks_together(apart, 1)
+
+
+def test_a_knob_of_the_trial_is_blamed_and_not_the_model():
+    failure = Failure(Status.INVALID, f"rank 1: {UNUSED_REASON}", 1)
+    changed = {"find_unused_parameters": False}
+    found = failed_outcome(Group(failure), GroupGone(), changed, [])
+    assert "find_unused_parameters=false of this trial" in found.reason
+    assert "requires_grad_" not in found.reason
+    assert "requires_grad_" in failed_outcome(Group(failure), GroupGone(), {}, []).reason
