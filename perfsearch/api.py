@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from perfsearch.core.command import Command, carried_out
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.knob import Value
+from perfsearch.core.settings_file import read_settings
 
 if TYPE_CHECKING:
     import torch
@@ -178,8 +179,6 @@ def read_knobs(source: str | Path | Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _from_file(path: Path) -> dict[str, Any]:
-    import yaml  # type: ignore[import-untyped]
-
     candidates = [path, path / _FILE, path / "best" / _FILE]
     if (path / "best" / _FILE).is_file():  # a run's own config.yaml is what it was asked for
         candidates = [path / "best" / _FILE]
@@ -187,9 +186,9 @@ def _from_file(path: Path) -> dict[str, Any]:
     if file is None:
         raise BadInputError(f"{path}: no such file. Give best/config.yaml of a run.")
     try:
-        settings = yaml.safe_load(file.read_text())
-        name, knobs = settings["runner"]["name"], settings["runner"]["knobs"]
-    except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError) as error:
+        settings = read_settings(file)
+        name, knobs = settings["runner"]["name"], dict(settings["runner"]["knobs"])
+    except (KeyError, TypeError, ValueError) as error:
         raise BadInputError(
             f"{file}: it is not what a search hands over ({type(error).__name__}: {error}). Give "
             "best/config.yaml of a run."
@@ -199,7 +198,7 @@ def _from_file(path: Path) -> dict[str, Any]:
             f"{file}: runner={name} does not wrap by DistributedDataParallel alone. "
             f"{_instead(name, file.parent)}"
         )
-    return dict(knobs)
+    return knobs
 
 
 def _instead(runner: str, best: Path) -> str:

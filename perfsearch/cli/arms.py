@@ -170,14 +170,13 @@ def parse_command(text: str) -> Job:
 
 
 def _of_file(path: Path) -> Settings:
-    import yaml  # type: ignore[import-untyped]
-
     from perfsearch.config.schema import validate
+    from perfsearch.core.settings_file import read_settings
 
     try:
-        plain = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise BadInputError(f"{path}: it cannot be read: {error}") from error
+        plain = read_settings(path)
+    except ValueError as error:
+        raise BadInputError(f"{path} {error}") from error
     settings = validate(plain)
     if settings.workload.name != "script":
         raise BadInputError(

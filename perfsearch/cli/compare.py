@@ -111,17 +111,14 @@ class Baseline:
             BadInputError: it is not as it should be.
 
         """
-        import yaml  # type: ignore[import-untyped]
-
         from perfsearch.config.options import build_options
+        from perfsearch.core.settings_file import read_settings
 
         names = [f.name for f in fields(cls)]
         try:
-            plain = yaml.safe_load(path.read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise BadInputError(f"--baseline {path}: it cannot be read: {error}") from error
-        if not isinstance(plain, dict):
-            raise BadInputError(f"--baseline {path}: keys are needed. {nearest('', names)}")
+            plain = read_settings(path)
+        except ValueError as error:
+            raise BadInputError(f"--baseline {path} {error}. {nearest('', names)}") from error
         try:
             return build_options(cls, plain, "")
         except BadInputError as error:

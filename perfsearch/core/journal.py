@@ -21,6 +21,9 @@ JOURNAL = "journal.jsonl"
 SCHEMA = 1
 """Version of the line format, stated in a journal's first line."""
 
+MOST_READ = 2**30
+"""Bytes that a journal may have: a trial takes some tens of KiB, and all is held in memory."""
+
 EVENTS = (
     *("opened", "asked", "simulated", "screened", "started", "finished", "told", "confirmed"),
     *("summarised", "ended"),
@@ -213,9 +216,12 @@ _IDENTITY = "identity/"
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Event], int, str]:
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(MOST_READ + 1)
     except OSError as error:
         raise JournalError(f"{path}: cannot be read: {error.strerror}. {_REMEDY}") from error
+    if len(raw) > MOST_READ:
+        raise JournalError(f"{path}: it is larger than {MOST_READ // 2**30} GiB. {_REMEDY}")
     whole, _, tail = raw.rpartition(b"\n")
     lines = whole.split(b"\n") if whole else []
     records: list[dict[str, Any]] = []
@@ -255,7 +261,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Event], int, str]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

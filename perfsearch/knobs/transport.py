@@ -12,6 +12,7 @@ from typing import Any, Literal
 from perfsearch import knobs
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.knob import Value
+from perfsearch.core.settings_file import read_settings
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.zero import CHECKPOINTING
@@ -112,34 +113,9 @@ def read_file(file: str, option: str) -> dict[str, Any]:
 
     """
     try:
-        text = Path(file).read_text()
-        content = _yaml(text) if file.endswith((".yaml", ".yml")) else json.loads(text)
-    except OSError as error:
-        raise BadInputError(f"{option}: {file}: {error.strerror}") from error
+        return read_settings(Path(file))
     except ValueError as error:
-        raise BadInputError(f"{option}: {file} is not valid: {error}") from error
-    if not isinstance(content, dict):
-        raise BadInputError(f"{option}: {file} holds no keys")
-    return content
-
-
-def _yaml(text: str) -> Any:
-    """What YAML makes of a text.
-
-    Raises:
-        ValueError: it is no YAML; the message says where and why, in one line.
-
-    """
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        if mark is None:
-            raise ValueError(" ".join(str(error).split())) from error
-        place = f"line {mark.line + 1}, column {mark.column + 1}"
-        raise ValueError(f"{place}: {error.problem}") from error
+        raise BadInputError(f"{option}: {file} {error}") from error
 
 
 def get_key(content: Mapping[str, Any], mapped: Mapped) -> Any:

@@ -26,6 +26,8 @@ LAUNCHER_REPORT = "launcher.json"
 EXIT_FILE = "launcher.exit"
 NCCL_LOG_FILE = "nccl.%p"
 TORCH_LOGS = "torch"
+MOST_OF_MESSAGE = 64 * 2**20
+"""Bytes of the longest message; more is held of none."""
 AFTER_PEER = "after a peer"
 PROFILING = "profile"
 """What a rank is doing that profiles steps, its trial's score being known."""
@@ -226,7 +228,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._buffer = b""
+        self._buffer = bytearray()
 
     @classmethod
     def connect(cls, path: Path) -> Channel:
@@ -256,7 +258,8 @@ class Channel:
 
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while b"\n" not in self._buffer:
+        whole = b"\n" in self._buffer
+        while not whole:
             if deadline is not None:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -273,8 +276,16 @@ class Channel:
             if not data:
                 raise ChannelClosed("the connection was closed")
             self._buffer += data
+            whole = b"\n" in data
+            if len(self._buffer) > MOST_OF_MESSAGE:
+                raise ChannelClosed(f"a message of more than {MOST_OF_MESSAGE // 2**20} MiB came")
         line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ChannelClosed("what came is no message") from error
+        if not isinstance(message, dict):
+            raise ChannelClosed("what came is no message")
         return message
 
     def close(self) -> None:

@@ -1,0 +1,65 @@
+"""What may come over a socket from processes that are not as they should be."""
+
+import json
+import socket
+import threading
+from contextlib import suppress
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as some
+from support.hostile import DEEP, PLAIN, at_most
+
+from perfsearch.workers import messages
+from perfsearch.workers.messages import Channel, ChannelClosed
+
+
+def received(raw):
+    ours, theirs = socket.socketpair()
+    sender = threading.Thread(target=lambda: (theirs.sendall(raw), theirs.close()), daemon=True)
+    sender.start()
+    channel = Channel(ours)
+    found = []
+    try:
+        while True:
+            found.append(channel.receive(10.0))
+    except ChannelClosed:
+        return found
+    finally:
+        channel.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(some.one_of(some.binary(max_size=60), PLAIN.map(lambda v: json.dumps(v).encode() + b"\n")))
+@example(DEEP + b"\n")
+@example(b"\n")
+@example(b'{"event": "hello"}')
+def test_a_message_is_one_or_the_channel_is_closed(raw):
+    assert all(isinstance(message, dict) for message in received(raw))
+
+
+@settings(max_examples=50, deadline=None)
+@given(some.lists(some.dictionaries(some.text(max_size=8), some.integers()), max_size=5))
+def test_whole_messages_arrive_in_order(sent):
+    raw = b"".join(json.dumps(one).encode() + b"\n" for one in sent)
+    assert received(raw) == sent
+    assert received(raw + b'{"torn": ') == sent
+
+
+def test_a_message_without_end_is_cut_off(monkeypatch):
+    monkeypatch.setattr(messages, "MOST_OF_MESSAGE", 2**20)
+    ours, theirs = socket.socketpair()
+
+    def flood():
+        with suppress(OSError):
+            while True:
+                theirs.sendall(b"x" * 2**16)
+
+    sender = threading.Thread(target=flood)
+    sender.start()
+    channel = Channel(ours)
+    with at_most(8), pytest.raises(ChannelClosed, match="a message of more than 1 MiB"):
+        channel.receive(60.0)
+    channel.close()
+    sender.join(30)
+    assert not sender.is_alive()
