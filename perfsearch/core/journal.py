@@ -197,18 +197,22 @@ def measured_as(header: Mapping[str, Any], events: Sequence[Event]) -> dict[str,
     The header has it as the search began; where nothing could be measured then, and something of it
     was changed since, it is as it was when the first trial was.
     """
-    identity: dict[str, str] = dict(header.get("identity", {}))
+    identity: dict[str, str] = dict(_mapping(header.get("identity")))
     for event in events:
         if event.name == "opened":
             known = {
                 name.removeprefix(_IDENTITY): str(value)
-                for name, value in event.data.get("parameters", {}).items()
+                for name, value in _mapping(event.data.get("parameters")).items()
                 if name.startswith(_IDENTITY)
             }
             identity = known or identity
-        elif event.name == "finished" and event.data.get("trial", {}).get("status") == "ok":
+        elif event.name == "finished" and _mapping(event.data.get("trial")).get("status") == "ok":
             return identity
     return {}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 _IDENTITY = "identity/"

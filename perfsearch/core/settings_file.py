@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ MOST_READ = 16 * 2**20
 """Bytes that a file of settings may have: what is read of one is held in memory."""
 
 _MOST_VALUES = 100_000
+_MOST_BRACKETS = 200
+"""Brackets that may be open at once: YAML's reader slows down with each."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -61,6 +64,9 @@ def _require_countable(content: Any) -> None:
 def _yaml(text: str) -> Any:
     import yaml  # type: ignore[import-untyped]
 
+    opened = accumulate((c in "[{") - (c in "]}") for c in text if c in "[]{}")
+    if max(opened, default=0) > _MOST_BRACKETS:
+        raise RecursionError
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
