@@ -287,9 +287,11 @@ def _absent(directory: Path) -> list[Path]:
 
 def _remove_unused(made: list[Path]) -> None:
     """Remove directories of a search that was refused before it wrote anything but its lock."""
-    if made and [path.name for path in made[0].iterdir()] == [".lock"]:
-        (made[0] / ".lock").unlink()
     with suppress(OSError):  # one that holds something
+        if made:
+            (made[0] / "logs").rmdir()
+            if [path.name for path in made[0].iterdir()] == [".lock"]:
+                (made[0] / ".lock").unlink()
         for path in made:
             path.rmdir()
 
