@@ -250,6 +250,18 @@ class Fixed:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Indices from ``start`` to ``end``, whatever part of the output is computed."""
+
+    start: int
+    end: int
+
+    def reads(self, rectangle: Rectangle) -> Range:
+        """The range of this dimension that the rectangle of the output needs."""
+        return (self.start, self.end)
+
+
+@dataclass(frozen=True)
 class Unfolded:
     """Split by a reshape; dimension ``dim`` of the output counts blocks of ``block`` of these."""
 
@@ -278,7 +290,7 @@ class Folded:
         return (low // self.block, -(-high // self.block))
 
 
-Axis = Whole | Same | Window | Strided | Joined | Fixed | Unfolded | Folded
+Axis = Whole | Same | Window | Strided | Joined | Fixed | Block | Unfolded | Folded
 """One dimension of an input, as a function of the output's rectangle."""
 
 
@@ -428,7 +440,7 @@ class Coverage:
             "can be split"
         )
         if self.missing:
-            names = ", ".join(_described(operator) for operator in self.missing[:3])
+            names = ", ".join(described(operator) for operator in self.missing[:3])
             more = len(self.missing) - 3
             text += f"; whole on one device: {names}" + (f" and {more} more" if more > 0 else "")
         return text
@@ -443,7 +455,7 @@ class Coverage:
         share = min(self.operators_share, self.flops_share)
         if share >= least:
             return None
-        listed = "\n".join(f"  {_described(operator)}" for operator in self.missing)
+        listed = "\n".join(f"  {described(operator)}" for operator in self.missing)
         return (
             f"{share:.1%} of the model has rules for splitting, and {least:.1%} is asked for. "
             f"Without a rule:\n{listed}\n"
@@ -462,7 +474,8 @@ def coverage(graph: Graph) -> Coverage:
     )
 
 
-def _described(operator: Operator) -> str:
+def described(operator: Operator) -> str:
+    """Its name, function and line of the user's code."""
     target = operator.attributes.get("target", operator.kind)
     place = f" at {operator.source}" if operator.source else ""
     return f"{operator.name} ({target}){place}"

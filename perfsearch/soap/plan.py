@@ -77,6 +77,38 @@ def over_samples(operator: Operator, devices: Sequence[int]) -> OperatorConfigur
     return OperatorConfiguration(tuple(degrees), tuple(devices[: math.prod(degrees)]))
 
 
+@dataclass(frozen=True)
+class Leftover:
+    """What data parallelism leaves whole on one device.
+
+    Attributes:
+        share: of the forward FLOPs; 0 is none.
+        causes: operators at which samples are lost, each with its share of the FLOPs, those of
+            operators behind it included; the largest first.
+
+    """
+
+    share: float
+    causes: tuple[tuple[Operator, float], ...]
+
+
+def left_on_one_device(graph: Graph) -> Leftover:
+    """What no number of devices would divide under ``data_parallel``."""
+    plan = data_parallel(graph, range(2))
+    flops = sum(o.flops for o in graph.planned) or 1.0
+    root: dict[str, str] = {}
+    lost: dict[str, float] = {}
+    for operator in graph.planned:
+        if len(plan[operator.name].devices) > 1:
+            continue
+        before = next((root[name] for name in operator.inputs if name in root), operator.name)
+        root[operator.name] = before
+        lost[before] = lost.get(before, 0.0) + operator.flops / flops
+    largest = sorted(lost, key=lambda name: -lost[name])
+    causes = tuple((graph.by_name[name], lost[name]) for name in largest)
+    return Leftover(sum(lost.values()), causes)
+
+
 def choices(
     operator: Operator,
     device_count: int,

@@ -1,6 +1,9 @@
 """Models with functions that have no rule, a rule in some forms only, or an unusual loss."""
 
+from functools import partial
+
 import torch
+from support.soap_odd_layers import MIDDLES
 from torch import nn
 from torch.nn import functional
 
@@ -15,6 +18,19 @@ class _Layered(nn.Module):
 
     def forward(self, x):
         return self.leave(self.middle(torch.tanh(self.enter(x))))
+
+
+class Between(_Layered):
+    """With what ``MIDDLES`` has under a name."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.function, parts = MIDDLES[name]
+        for part, make in parts.items():
+            setattr(self, part, make())
+
+    def middle(self, x):
+        return self.function(self, x)
 
 
 class Recurrent(_Layered):
@@ -175,6 +191,7 @@ def likelihood(model, batch):
 
 
 ODD = {
+    **{name: (partial(Between, name), squared) for name in MIDDLES},
     "recurrent": (Recurrent, squared),
     "gated": (Gated, two_terms),
     "query": (Query, by_hand),

@@ -15,14 +15,40 @@ from perfsearch.core.knob import Configuration
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Status, Trial
 from perfsearch.soap import formats
-from perfsearch.soap.graph import Graph, Operator
-from perfsearch.soap.plan import OperatorConfiguration, OperatorTime, Plan
+from perfsearch.soap.graph import Graph, Operator, described
+from perfsearch.soap.plan import OperatorConfiguration, OperatorTime, Plan, left_on_one_device
 from perfsearch.soap.simulator.timeline import busy_lines, chrome_trace
 
 if TYPE_CHECKING:
     from perfsearch.soap.simulator.simulator import Estimate, Found, Simulator
 
 _SMALL_GIB = 0.1
+
+
+MOST_LEFT = 0.05
+"""Share of the FLOPs on one device from which on a baseline is not called data parallelism."""
+
+
+def baseline_line(graph: Graph, devices: int) -> str | None:
+    """What data parallelism leaves whole on one device; ``None``: next to nothing."""
+    left = left_on_one_device(graph)
+    if devices < 2 or left.share < 0.0005:
+        return None
+    named = ", ".join(
+        f"{share:.1%} from {described(operator)} on" for operator, share in left.causes[:3]
+    )
+    more = len(left.causes) - 3
+    named += f" and {more} more" if more > 0 else ""
+    if left.share < MOST_LEFT:
+        return (
+            f"the baseline is data parallelism but for {left.share:.1%} of the forward FLOPs, "
+            f"which run whole on device 0: {named}"
+        )
+    return (
+        f"the baseline is not data parallelism: {left.share:.1%} of the forward FLOPs run whole on "
+        f"device 0: {named}. A gain over it is none over DistributedDataParallel: see what "
+        "runner=ddp measures of the same job"
+    )
 
 
 def chain_line(found: Found, host_us: float = 0.0) -> str:

@@ -205,6 +205,8 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
                 self._profile,
             )
         self._job = Job(inputs, self.options, self.devices)
+        line = report.baseline_line(inputs.graph, self.devices)
+        self.remarks = [] if line is None else [line]
         self.space = Space(self._job.searched)
         self.baseline, self.pinned = self._job.baseline, self._job.pinned
 
@@ -274,7 +276,8 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
     def simulate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
         self.prepare(self.environment.run_dir / "soap")
-        note(describe_tables(self.inputs, self.options.tables))
+        for line in (describe_tables(self.inputs, self.options.tables), *self.remarks):
+            note(line)
         plan = self.job.first_plan
         for line in report.simulation(self.simulator, plan):
             note(line)
@@ -286,7 +289,8 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
     def estimate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Search in the simulator alone, and print what was found (``mode=estimate``)."""
         self.prepare(self.environment.run_dir / "soap")
-        note(describe_tables(self.inputs, self.options.tables))
+        for line in (describe_tables(self.inputs, self.options.tables), *self.remarks):
+            note(line)
         options = settings.strategy.options
         start = self.job.first_plan
         how = [options.get(name) for name in ("alpha", "return_every", "propagation")]

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 # Their rules register themselves.
-import perfsearch.soap.rules.norm
+import perfsearch.soap.rules.dense
 import perfsearch.soap.rules.shape
 import perfsearch.soap.rules.window  # noqa: F401
 from perfsearch.soap.capture.lower import (
@@ -25,10 +25,10 @@ from perfsearch.soap.capture.lower import (
     Slot,
     Value,
     batch_size,
+    counted_flops,
     draws_random,
     dtype_name,
     gives_many,
-    least_flops,
     loss_and_scale,
     module_of,
     out_of_place,
@@ -41,10 +41,12 @@ from perfsearch.soap.capture.lower import (
     shape_of,
     unsplit,
 )
+from perfsearch.soap.capture.samples import Packed, packed, sample_split
 from perfsearch.soap.capture.trace import CaptureError, Loss, Program, trace
 from perfsearch.soap.graph import (
     INPUT,
     WHOLE,
+    Block,
     Graph,
     Operator,
     Parameter,
@@ -56,13 +58,22 @@ from perfsearch.soap.graph import (
 )
 from perfsearch.soap.parts import is_real
 from perfsearch.soap.rules.base import read, sizes
-from perfsearch.soap.rules.dense import embedding_bag
 from perfsearch.soap.rules.loss import LOSSES, total
+from perfsearch.soap.rules.norm import by_indices
 from perfsearch.soap.rules.pointwise import pointwise
+from perfsearch.soap.rules.random import DRAWN, can_draw, draws
+from perfsearch.soap.rules.recurrent import recurrent, sample_dim
 
 _CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_size"})
-_HAVE_RULES = frozenset({"dropout", "scaled_dot_product_attention"})
-_DRAWING = frozenset({"dropout", "attention"})
+_HAVE_RULES = frozenset({"dropout", "feature_dropout", "scaled_dot_product_attention"})
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Functions that draw by an argument, their dropout, which torch has no tag for."""
+
+_VIEWS = frozenset({"broadcast_tensors", "unbind", "split", "split_with_sizes", "chunk"})
+"""Functions that give several tensors, each of which is computed by itself."""
+
+_SELECTIONS = frozenset({"topk", "sort", "max", "min", "kthvalue", "median", "mode"})
+"""Functions that give values and their indices: the values are picked by the indices."""
 
 
 def capture(
@@ -116,6 +127,8 @@ class _Capture:
     calls: dict[fx.Node, Call] = field(default_factory=dict)
     sources: dict[str, Call] = field(default_factory=dict)
     drafts: list[Draft] = field(default_factory=list)
+    given: dict[fx.Node, dict[int, Value]] = field(default_factory=dict)
+    packs: dict[tuple[fx.Node, int], tuple[Value, Packed]] = field(default_factory=dict)
 
     def run(self) -> Captured:
         nodes = list(self.program.graph.nodes)
@@ -170,16 +183,120 @@ class _Capture:
         self.drafts.append(Draft(name, INPUT, self.values[node], None, (), "", ""))
 
     def _call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem and node.args[0] in self.given:
+            self._take(node)
+            return
         call = self._as_call(node)
         self.calls[node] = call
-        if call.name in _CHECKS or (call.name != "getitem" and gives_many(node)):
+        if call.name in _CHECKS:
             return
-        if draws_random(node) and call.name not in _HAVE_RULES:
-            raise unsplit(node, call.name)
+        self._require_drawn_alike(node, call)
+        if call.name != "getitem" and gives_many(node):
+            if call.name not in _VIEWS and isinstance(node.meta.get("val"), tuple | list):
+                self._several(node, call)
+            return
         lowered = self._lower(call)
         if lowered is None and call.name in _HAVE_RULES and call.get("dropout_p"):
             raise unsplit(node, call.name)
-        lowered = lowered or self._fallback(call)
+        self._add(node, call, lowered or self._fallback(call))
+
+    def _require_drawn_alike(self, node: fx.Node, call: Call) -> None:
+        """Refuse what draws numbers that a part could not draw as the whole does."""
+        has_rule = call.name in _HAVE_RULES | _RECURRENT or call.name in DRAWN
+        if draws_random(node) and not has_rule:
+            raise unsplit(node, call.name)
+        if call.name in DRAWN and not can_draw(call):
+            raise unsplit(node, call.name)
+        drops = call.name in _RECURRENT and call.get("train") and call.get("dropout")
+        if drops and "input" not in call.arguments:
+            raise unsplit(node, call.name)
+
+    # Functions that give several tensors.
+
+    def _several(self, node: fx.Node, call: Call) -> None:
+        """Run it once, whichever of its tensors are used."""
+        self.given[node] = {}
+        used = sorted({u.args[1] for u in node.users if u.target is operator.getitem and u.users})
+        by_dtype: dict[str, list[int]] = {}
+        for number in used:
+            by_dtype.setdefault(dtype_name(node.meta["val"][number]), []).append(number)
+        if used == [0, 1] and call.name in _SELECTIONS and call.get("dim") is not None:
+            self._select(node, call)
+            return
+        for i, numbers in enumerate(by_dtype.values()):
+            name = node.name if not i else f"{node.name}_{i}"
+            # of one type are one tensor; others are computed again, which none that draw need
+            made = [self._one_of(node, call, number) for number in numbers]
+            if len(made) == 1:
+                lowered = self._lower(made[0]) or self._fallback(made[0])
+                tensor = node.meta["val"][numbers[0]]
+                self.given[node][numbers[0]] = self._add(
+                    node, made[0], lowered, name, tensor.stride()
+                )
+            else:
+                self._pack(node, call, made, name)
+
+    def _one_of(self, node: fx.Node, call: Call, number: int) -> Call:
+        tensor = node.meta["val"][number]
+        shape = tuple(int(size) for size in tensor.shape)
+        return replace(call, shape=shape, dtype=dtype_name(tensor), output=number)
+
+    def _select(self, node: fx.Node, call: Call) -> None:
+        """The indices, and the values by them: where several are alike these are the same ones."""
+        indices = self._one_of(node, call, 1)
+        lowered = self._lower(indices) or self._fallback(indices)
+        self.given[node][1] = found = self._add(
+            node, indices, lowered, f"{node.name}_indices", node.meta["val"][1].stride()
+        )
+        values = self._one_of(node, call, 0)
+        lowered = by_indices(self._without_parameters(values), found)
+        self.given[node][0] = self._add(
+            node, values, lowered, node.name, node.meta["val"][0].stride()
+        )
+
+    def _pack(self, node: fx.Node, call: Call, made: Sequence[Call], name: str) -> None:
+        """All outputs of one type as one tensor, of which each is read as it is used."""
+        shapes = [(one.output or 0, one.shape) for one in made]
+        several = replace(made[0], output=None)
+        lowered, samples = self._lower_several(several, shapes)
+        layout, shape = packed(shapes, samples)
+        lowered.attributes["pack"] = [(part.number, part.samples) for part in layout]
+        by_sample = samples[0] is not None
+        lowered.labels = (Role.SAMPLE, Role.ATTRIBUTE) if by_sample else (Role.ATTRIBUTE,)
+        lowered.splittable = (True, False) if by_sample else (False,)
+        value = self._add(node, replace(several, shape=shape), lowered, name, ())
+        for part in layout:
+            self.given[node][part.number] = value
+            self.packs[node, part.number] = (value, part)
+
+    def _lower_several(
+        self, call: Call, shapes: Sequence[tuple[int, Shape]]
+    ) -> tuple[Lowered, list[int | None]]:
+        if call.name in _RECURRENT:
+            lowered = recurrent(self._without_parameters(call))
+            if lowered is not None:
+                return lowered, [sample_dim(call, number) for number, _ in shapes]
+        lowered = self._whole(call)
+        found = self._over_samples(lowered, [(number, shape) for number, shape in shapes])
+        return lowered, [None] * len(shapes) if found is None else list(found)
+
+    def _take(self, node: fx.Node) -> None:
+        """One of the tensors that a function gives."""
+        made, number = node.args
+        if number not in self.given[made]:
+            return  # nobody uses it
+        if (made, number) not in self.packs:
+            self.values[node] = self.given[made][number]
+            return
+        value, part = self.packs[made, number]
+        count = len(part.shape)
+        labels = tuple(Role.SAMPLE if d == part.samples else Role.ATTRIBUTE for d in range(count))
+        lowered = Lowered("unpack", labels, tuple(d == part.samples for d in range(count)))
+        lowered.attributes["samples"] = part.samples
+        columns = Block(part.start, part.start + part.width)
+        rows = () if part.samples is None else (Same(part.samples),)
+        lowered.operand(value, (*rows, columns))
+        call = replace(self.calls[made], name="getitem", shape=part.shape, dtype=value.dtype)
         self._add(node, call, lowered)
 
     def _as_call(self, node: fx.Node) -> Call:
@@ -195,12 +312,14 @@ class _Capture:
                 require_tensors(node, name, self.values, self.in_place.skipped)
             arguments = self._arguments(node)
         value = node.meta.get("val")
-        if node in self.in_place.calls:
+        target = node.target
+        if node in self.in_place.calls and name not in DRAWN:
             name = name.removesuffix("_")
             require_same_dtype(node)
+            target = out_of_place(node.target)
         return Call(
             name=name,
-            target=out_of_place(node.target) if node in self.in_place.calls else node.target,
+            target=target,
             arguments=arguments,
             shape=shape_of(node),
             dtype=dtype_name(value) if isinstance(value, torch.Tensor) else "",
@@ -227,20 +346,14 @@ class _Capture:
     def _lower(self, call: Call) -> Lowered | None:
         if call.is_output and call.name in ("mean", "sum") and call.get("dim") is None:
             return total(call)
-        made = call.get("made")
-        if isinstance(made, Call) and made.name == "embedding_bag":
-            if call["index"] == 0:
-                return embedding_bag(replace(made, shape=call.shape, dtype=call.dtype))
-            return None
         rule = RULES.get(call.name)
-        if rule is None:
-            tags = getattr(call.target, "tags", ())
-            return pointwise(call) if torch.Tag.pointwise in tags else None
-        if call.name in TAKE_PARAMETERS:
-            lowered = rule(call)
-            if lowered is not None:
-                return lowered
-        return rule(self._without_parameters(call))
+        lowered = None
+        if rule is not None:
+            lowered = rule(call) if call.name in TAKE_PARAMETERS else None
+            lowered = lowered or rule(self._without_parameters(call))
+        if lowered is None and torch.Tag.pointwise in getattr(call.target, "tags", ()):
+            lowered = pointwise(call)
+        return lowered
 
     def _without_parameters(self, call: Call) -> Call:
         """Give each parameter an operator of its own, so that it is a tensor like any other."""
@@ -266,19 +379,56 @@ class _Capture:
         return value
 
     def _fallback(self, call: Call) -> Lowered:
-        """The function as it stands, whole, on one device."""
+        """The function as it stands: over samples if that is right, else whole on one device."""
+        lowered = self._whole(call)
+        lowered.attributes["output"] = call.output
+        shape = call.shape
+        count = len(shape)
+        samples = self._over_samples(lowered, [(call.output, shape)])
+        if samples is None:
+            lowered.labels = (Role.ATTRIBUTE,) * count
+            lowered.splittable = (False,) * count
+        else:
+            lowered.labels = tuple(
+                Role.SAMPLE if d == samples[0] else Role.ATTRIBUTE for d in range(count)
+            )
+            lowered.splittable = tuple(d == samples[0] for d in range(count))
+            lowered.operands = [
+                (value, tuple(Same(samples[0]) if isinstance(a, Same) else a for a in axes))
+                for value, axes in lowered.operands
+            ]
+        return lowered
+
+    def _whole(self, call: Call) -> Lowered:
+        """The function as it stands, whole."""
         call = self._without_parameters(call)
-        output = None
-        if call.name == "getitem":
-            output, call = call["index"], call["made"]
-        lowered = Lowered(WHOLE, (Role.ATTRIBUTE,) * 0, ())
+        lowered = Lowered(WHOLE, (), ())
         lowered.attributes = {
             "target": str(call.target),
             "arguments": {n: self._slots(v, lowered) for n, v in call.arguments.items()},
-            "output": output,
         }
-        lowered.flops = least_flops(call, lowered)
+        lowered.flops = counted_flops(call, lowered)
         return lowered
+
+    def _over_samples(
+        self, lowered: Lowered, outputs: Sequence[tuple[int | None, Shape]]
+    ) -> tuple[int, ...] | None:
+        """Have it read no more than its samples, if they do not know of each other.
+
+        Returns:
+            The outputs' dimensions of samples; axes of operands are those of a first dimension.
+
+        """
+        values = [value for value, _ in lowered.operands]
+        found = sample_split(lowered.attributes, values, outputs, lowered.flops)
+        if found is None:
+            return None
+        lowered.kind = "call"
+        lowered.operands = [
+            (value, tuple(Same(0) if d == dim else axis for d, axis in enumerate(axes)))
+            for (value, axes), dim in zip(lowered.operands, found.operands, strict=True)
+        ]
+        return found.outputs
 
     def _slots(self, argument: Any, lowered: Lowered) -> Any:
         if isinstance(argument, list | tuple):
@@ -289,15 +439,19 @@ class _Capture:
         assert isinstance(slot, Slot)
         return slot
 
-    def _add(self, node: fx.Node, call: Call, lowered: Lowered) -> None:
-        if lowered.kind == WHOLE:
-            lowered.labels = (Role.ATTRIBUTE,) * len(call.shape)
-            lowered.splittable = (False,) * len(call.shape)
+    def _add(
+        self,
+        node: fx.Node,
+        call: Call,
+        lowered: Lowered,
+        name: str = "",
+        strides: tuple[int, ...] | None = None,
+    ) -> Value:
+        name = name or node.name
         dtype = self.autocast.apply(lowered, call)
         if node is self.output and self.scale != 1.0:
             lowered.attributes["scale"] = self.scale
-        drawn = lowered.kind in _DRAWING and lowered.attributes["probability"] > 0
-        local = not drawn and lowered.kind != "batch_norm"
+        local = not (draws(lowered) and lowered.operands) and lowered.kind != "batch_norm"
         local = local and all(value.local for value, _ in lowered.operands)
         # what only parameters and places decide is computed wherever it is needed, as in data
         # parallelism; what depends on samples and has parameters is placed
@@ -305,9 +459,10 @@ class _Capture:
         weighted = bool(lowered.parameters) or any(v.weighted for v, _ in lowered.operands)
         local = local and not (sampled and weighted)
         shape = call.shape if lowered.shape is None else lowered.shape
-        strides = node.meta["val"].stride() if lowered.shape is None else ()
+        if strides is None:
+            strides = node.meta["val"].stride() if lowered.shape is None else ()
         value = Value(
-            node.name,
+            name,
             shape,
             dtype,
             lowered.labels,
@@ -318,9 +473,12 @@ class _Capture:
         )
         if weighted:
             require_real(node, dtype)
+        if lowered.kind == "random":
+            lowered.attributes["order"] = value.memory_order
         self.values[node] = value
-        self.sources[node.name] = call
-        self._append(node.name, value, lowered, module_of(node), place_of(node))
+        self.sources[name] = call
+        self._append(name, value, lowered, module_of(node), place_of(node))
+        return value
 
     def _append(self, name: str, value: Value, lowered: Lowered, module: str, place: str) -> None:
         parameters = tuple(
@@ -404,7 +562,8 @@ def _needed(drafts: Sequence[Draft], output: str) -> set[str]:
     by_name = {draft.name: draft for draft in drafts}
     needed: set[str] = set()
     # what is drawn is drawn, whether the loss needs it or not
-    waiting = [output, *(d.name for d in drafts if d.kind == "dropout")]
+    drawn = [d.name for d in drafts if d.lowered is not None and draws(d.lowered)]
+    waiting = [output, *drawn]
     while waiting:
         name = waiting.pop()
         if name in needed:
@@ -441,8 +600,13 @@ def _join(drafts: Sequence[Draft], output: str) -> tuple[list[Draft], dict[str, 
     readers = Counter(p.key for d in drafts for p in d.parameters)
     owner: dict[str, str] = {}
     heads: dict[str, Draft] = {}
+    drawn_since: set[str] = set()  # heads behind which another operator draws
     for draft in drafts:
         head = _head(draft, owner, heads, uses)
+        if draft.lowered is not None and draws(draft.lowered):
+            if head is not None and head.name in drawn_since:
+                head = None  # numbers are drawn in the order of the program
+            drawn_since |= set(heads) - {head.name if head is not None else ""}
         if head is None:
             heads[draft.name] = draft
             owner[draft.name] = draft.name

@@ -81,6 +81,7 @@ class Call:
         dtype: of the result.
         is_output: whether the result is the loss.
         sources: by name of a value, the call that made it.
+        output: of a function that gives several tensors, which one is meant.
 
     """
 
@@ -91,6 +92,7 @@ class Call:
     dtype: str
     is_output: bool
     sources: Mapping[str, Call]
+    output: int | None = None
 
     def __getitem__(self, argument: str) -> Any:
         return self.arguments[argument]
@@ -147,6 +149,9 @@ RULES: dict[str, Rule] = {}
 TAKE_PARAMETERS = frozenset(
     {
         "linear",
+        "addmm",
+        "baddbmm",
+        "einsum",
         "matmul",
         "embedding",
         "embedding_bag",
@@ -177,6 +182,31 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def called(lowered: Lowered, call: Call, axes: Mapping[str, Any]) -> Lowered:
+    """Complete a stage that is the function itself on the part.
+
+    Args:
+        lowered: without operands.
+        call: of the function, whose other arguments stay as they are.
+        axes: by argument what is read of the tensor, or of each of a list of them.
+
+    """
+
+    def slots(argument: Any, read: Any, name: str) -> Any:
+        if isinstance(argument, list | tuple):
+            return [slots(a, r, "") for a, r in zip(argument, read, strict=True)]
+        return lowered.operand(argument, read, name)
+
+    lowered.attributes = {
+        "target": str(call.target),
+        "arguments": {
+            name: slots(argument, axes[name], name) if name in axes else argument
+            for name, argument in call.arguments.items()
+        },
+    }
+    return lowered
 
 
 def same(count: int) -> tuple[Axis, ...]:
@@ -229,25 +259,30 @@ _TRACER = str(Path(__file__).with_name("trace.py"))
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
-def least_flops(call: Call, lowered: Lowered) -> float:
-    """By torch's own counter; an operation an element where it has no formula."""
-    from torch.utils.flop_counter import flop_registry
+def counted_flops(call: Call, lowered: Lowered) -> float:
+    """Those of the products and convolutions that it does; an operation an element if none."""
+    from torch.utils.flop_counter import FlopCounterMode
 
-    formula = flop_registry.get(getattr(call.target, "overloadpacket", None))
+    def meta(argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [meta(part) for part in argument]
+        if not isinstance(argument, Value):
+            return argument
+        return torch.empty(argument.shape, dtype=getattr(torch, argument.dtype), device="meta")
+
     tensors = [value for value, _ in lowered.operands]
-    if formula is None:
-        return float(sum(math.prod(value.shape) for value in tensors))
-    meta = {
-        n: torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta")
-        if isinstance(v, Value)
-        else v
-        for n, v in call.arguments.items()
-    }
+    elements = float(sum(math.prod(value.shape) for value in tensors))
     by_name = {a.name for a in call.target._schema.arguments if a.kwarg_only}
-    places = [value for name, value in meta.items() if name not in by_name]
-    names = {name: value for name, value in meta.items() if name in by_name}
-    out = torch.empty(call.shape, device="meta")
-    return float(formula(*places, out_val=out, **names))
+    made = {name: meta(value) for name, value in call.arguments.items() if name != "device"}
+    try:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            call.target(
+                *[value for name, value in made.items() if name not in by_name],
+                **{name: value for name, value in made.items() if name in by_name},
+            )
+    except Exception:  # no shape without values: nothing that counts products
+        return elements
+    return float(counter.get_total_flops()) or elements
 
 
 def gives_many(node: fx.Node) -> bool:
@@ -441,6 +476,8 @@ class Autocast:
 
     def apply(self, lowered: Lowered, call: Call) -> str:
         """Note in the stage what it casts to; return the dtype of its output."""
+        if lowered.kind == "random":
+            return str(lowered.attributes["dtype"])
         if self._lower is None or not _floating(call.dtype) or lowered.kind == "cast":
             return call.dtype
         precision = self._of(lowered, call)
@@ -470,7 +507,7 @@ class Autocast:
             return "full"
         # the widest: what is not called by a rule of ours may not take mixed dtypes
         dtypes = {v.dtype for v, _ in lowered.operands if _floating(v.dtype)}
-        return "full" if lowered.kind == WHOLE and len(dtypes) > 1 else "keep"
+        return "full" if lowered.kind in (WHOLE, "call") and len(dtypes) > 1 else "keep"
 
 
 def _floating(name: str) -> bool:
@@ -642,7 +679,11 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     """The tensor whose memory the result may share."""
     if node.target is operator.getitem:
         first = node.args[0]
-        return first if isinstance(first, fx.Node) else None
+        made = _schema(first) if isinstance(first, fx.Node) else None
+        new = made is not None and all(
+            r.alias_info is None and str(r.type) == "Tensor" for r in made.returns
+        )
+        return first if isinstance(first, fx.Node) and not new else None
     schema = _schema(node)
     if schema is None or not node.args or not isinstance(node.args[0], fx.Node):
         return None

@@ -168,6 +168,7 @@ def _strip(name: str) -> str:
 def _exported(module: _Whole, leaves: list[torch.Tensor]) -> Program:
     program = torch.export.export(module, tuple(leaves), strict=False)
     inline_no_grad(program.graph)
+    keep_rows_apart(program.graph)
     signature = program.graph_signature
     constants = {**program.constants}
     # non-persistent buffers are among the constants too; the model has them under their names
@@ -201,6 +202,7 @@ def _traced(module: _Whole, leaves: list[torch.Tensor]) -> Program:
 
     tensors = (*parameters.values(), *buffers.values(), *leaves)
     made = make_fx(step, tracing_mode="fake", pre_dispatch=True)(*tensors)
+    keep_rows_apart(made.graph)
     places = [node.name for node in made.graph.nodes if node.op == "placeholder"]
     lifted = {}
     for node in made.graph.nodes:
@@ -265,6 +267,35 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", "")) if node.op == "call_function" else ""
+
+
+# -----------------------------------------------------------------------------
+# Linear layers on rows of several dimensions, merged before and taken apart behind: these lose
+# which rows are of one sample, where the samples are not the first of the dimensions.
+
+
+def keep_rows_apart(graph: fx.Graph) -> None:
+    """Let ``view(linear(view(x)))`` be the linear layer of ``x`` where only rows were merged."""
+    aten = torch.ops.aten
+    views = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
+        merged = node.args[0]
+        if merged.target not in views or len(merged.users) > 1 or len(node.users) != 1:
+            continue
+        source, (apart,) = merged.args[0], node.users
+        if apart.target not in views or not isinstance(source.meta.get("val"), torch.Tensor):
+            continue
+        rows = tuple(apart.meta["val"].shape[:-1])
+        narrow, wide = merged.meta["val"], node.meta["val"]
+        if tuple(source.meta["val"].shape[: len(rows)]) != rows or len(rows) < 2:
+            continue
+        if narrow.dim() != 2 or apart.meta["val"].shape[-1] != wide.shape[-1]:
+            continue
+        merged.args = (source, [*rows, narrow.shape[-1]])
+        merged.meta["val"] = narrow.view(*rows, narrow.shape[-1])
+        node.meta["val"] = wide.view(*rows, wide.shape[-1])
+        apart.replace_all_uses_with(node)
+        graph.erase_node(apart)
 
 
 # -----------------------------------------------------------------------------

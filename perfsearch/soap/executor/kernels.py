@@ -171,9 +171,8 @@ def _holds_slot(template: Any) -> bool:
     return isinstance(template, Slot)
 
 
-@kernel("pointwise", "call", "whole")
-def call(piece: Piece) -> Function:
-    """The traced function with its own arguments."""
+def raw_call(piece: Piece) -> Callable[[Inputs, Parameters], Any]:
+    """The traced function with its own arguments, and all that it gives."""
     target = overload(piece["target"])
     # most have tensors first and plain values behind: these are kept ready, and called by place
     names = [argument.name for argument in target._schema.arguments]
@@ -184,15 +183,53 @@ def call(piece: Piece) -> Function:
         fill_template(arguments[n], device) for n in names if n in arguments and n not in by_keyword
     ]
     keywords = {n: fill_template(v, device) for n, v in arguments.items() if n in by_keyword}
-    output = piece.stage.attributes.get("output")
 
-    def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
-        result = target(
+    def run(inputs: Inputs, parameters: Parameters) -> Any:
+        return target(
             *[f(inputs, parameters) for f in places],
             **{n: f(inputs, parameters) for n, f in keywords.items()},
         )
-        value: torch.Tensor = result if output is None else result[output]
-        return value
+
+    return run
+
+
+@kernel("pointwise", "call", "whole")
+def call(piece: Piece) -> Function:
+    """What the traced function gives; one of several tensors, or several put into one."""
+    return _given(raw_call(piece), piece)
+
+
+def _given(function: Callable[[Inputs, Parameters], Any], piece: Piece) -> Function:
+    output = piece.stage.attributes.get("output")
+    pack: Sequence[tuple[int, int | None]] = piece.stage.attributes.get("pack", ())
+    if pack:
+        return lambda inputs, parameters: _put_together(function(inputs, parameters), pack)
+    if output is not None:
+        return lambda inputs, parameters: function(inputs, parameters)[output]
+    return function
+
+
+def _put_together(
+    results: Sequence[torch.Tensor], pack: Sequence[tuple[int, int | None]]
+) -> torch.Tensor:
+    """Several outputs as one tensor: a row a sample, or all elements in one."""
+    if pack[0][1] is None:
+        return torch.cat([results[number].reshape(-1) for number, _ in pack])
+    rows = [results[number].movedim(dim or 0, 0) for number, dim in pack]
+    return torch.cat([row.reshape(row.shape[0], -1) for row in rows], 1)
+
+
+@kernel("unpack")
+def unpack(piece: Piece) -> Function:
+    """One of the outputs that were put together."""
+    samples = piece["samples"]
+    shape = list(piece.sizes)
+    if samples is not None:
+        shape.insert(0, shape.pop(samples))
+
+    def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
+        value = _only(inputs).reshape(shape)
+        return value if samples is None else value.movedim(0, samples)
 
     return run
 
@@ -253,11 +290,162 @@ def dropout(piece: Piece) -> Function:
     shape, order, probability = piece.stage.shape, piece["order"], piece["probability"]
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
-        value = inputs[0]
-        assert value is not None
+        value = _only(inputs)
         return value * whole_mask(shape, order, probability, value.dtype, value.device)[mine]
 
     return run
+
+
+def feature_mask(
+    shape: Sequence[int], probability: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """What one device would draw for the channels of a whole tensor, scaled."""
+    kept = torch.empty(list(shape), dtype=dtype, device=device).bernoulli_(1 - probability)
+    return kept if probability == 1 else kept.div_(1 - probability)
+
+
+@kernel("feature_dropout")
+def feature_dropout(piece: Piece) -> Function:
+    """Its part of the mask of the whole tensor's channels."""
+    shape, probability = piece["scores"], piece["probability"]
+    mine = (*within(piece.rectangle[:2], tuple((0, size) for size in shape[:2])), ...)
+
+    def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
+        value = _only(inputs)
+        return value * feature_mask(shape, probability, value.dtype, value.device)[mine]
+
+    return run
+
+
+def whole_numbers(
+    stage: Stage, device: torch.device, chances: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The random numbers that one device would draw for the whole tensor.
+
+    Args:
+        stage: that draws them.
+        device: where they are drawn.
+        chances: of each, where the function takes them; each takes one number whatever they are.
+
+    """
+    order = list(stage.attributes["order"])
+    laid = [stage.shape[d] for d in order]
+    back = [order.index(d) for d in range(len(order))]
+    target = overload(stage.attributes["target"])
+    names = [argument.name for argument in target._schema.arguments]
+    arguments = dict(stage.attributes["arguments"])
+    dtype: torch.dtype = getattr(torch, stage.dtype)
+    if stage.attributes["given"]:
+        arguments["self"] = torch.zeros(laid, dtype=dtype, device=device)
+    if "size" in names:
+        arguments["size"] = laid
+    if "device" in names:
+        arguments["device"] = device
+    if stage.attributes["chances"] is not None:
+        if chances is None:
+            chances = torch.full(stage.shape, 0.5, dtype=torch.float64, device=device)
+        given = chances.permute(order).contiguous()
+        arguments[stage.attributes["chances"]] = given
+    by_name = {a.name for a in target._schema.arguments if a.kwarg_only}
+    drawn: torch.Tensor = target(
+        *[arguments[n] for n in names if n in arguments and n not in by_name],
+        **{n: v for n, v in arguments.items() if n in by_name},
+    )
+    return drawn.permute(back) if order else drawn
+
+
+@kernel("random")
+def random(piece: Piece) -> Function:
+    """Its part of the numbers of the whole tensor."""
+    stage, device = piece.stage, piece.context.device
+    mine = within(piece.rectangle, tuple((0, size) for size in stage.shape))
+
+    def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
+        if stage.attributes["chances"] is None:
+            return whole_numbers(stage, device)[mine]
+        given = _only(inputs).detach()
+        chances = torch.full(stage.shape, 0.5, dtype=given.dtype, device=device)
+        chances[mine] = given
+        return whole_numbers(stage, device, chances)[mine]
+
+    return run
+
+
+# -----------------------------------------------------------------------------
+# Kernels of recurrent layers.
+
+
+@kernel("recurrent")
+def recurrent(piece: Piece) -> Function:
+    """The function itself; where it drops, a layer at a time, with the whole batch's masks."""
+    if not piece["probability"]:
+        return call(piece)
+    return _given(_layer_by_layer(piece), piece)
+
+
+def _layer_by_layer(piece: Piece) -> Callable[[Inputs, Parameters], Any]:
+    target = overload(piece["target"])
+    arguments = fill_template(dict(piece["arguments"]), piece.context.device)
+    layers = piece["masks"] + 1
+    mine = slice(*piece.rectangle[piece["batch"]])
+
+    def run(inputs: Inputs, parameters: Parameters) -> Any:
+        given = arguments(inputs, parameters)
+        several = isinstance(given["hx"], list)
+        states = given["hx"] if several else [given["hx"]]
+        weights = given["params"]
+        each = len(weights) // layers
+        held = states[0].shape[0] // layers
+        value = given["input"].transpose(0, 1) if given["batch_first"] else given["input"]
+        ends: list[list[torch.Tensor]] = []
+        for layer in range(layers):
+            own = [state[layer * held : (layer + 1) * held].contiguous() for state in states]
+            value, *last = target(
+                value,
+                own if several else own[0],
+                weights[layer * each : (layer + 1) * each],
+                given["has_biases"],
+                1,
+                0.0,
+                given["train"],
+                given["bidirectional"],
+                False,
+            )
+            ends.append(last)
+            if layer < layers - 1:
+                mask = _layer_mask(piece.stage, value.dtype, value.device)
+                value = value * mask[:, mine]
+        if given["batch_first"]:
+            value = value.transpose(0, 1)
+        return (value, *(torch.cat(parts) for parts in zip(*ends, strict=True)))
+
+    return run
+
+
+def _layer_mask(stage: Stage, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    shape = stage.attributes["scores"]
+    probability = stage.attributes["probability"]
+    return whole_mask(shape, tuple(range(len(shape))), probability, dtype, device)
+
+
+# -----------------------------------------------------------------------------
+# What a rank without a part draws, so that generators of all ranks stay alike.
+
+
+def draw(stage: Stage, device: torch.device) -> None:
+    """Draw what the whole of a stage draws."""
+    dtype: torch.dtype = getattr(torch, stage.dtype)
+    if stage.kind == "random":
+        whole_numbers(stage, device)
+    elif stage.kind == "feature_dropout":
+        feature_mask(stage.attributes["scores"], stage.attributes["probability"], dtype, device)
+    elif stage.kind == "recurrent":
+        for _ in range(stage.attributes["masks"]):
+            _layer_mask(stage, dtype, device)
+    else:
+        shape = stage.attributes.get("scores", stage.shape)
+        order = stage.attributes.get("order", tuple(range(len(shape))))
+        whole_mask(shape, order, stage.attributes["probability"], dtype, device)
 
 
 # -----------------------------------------------------------------------------
@@ -499,6 +687,21 @@ def stack(piece: Piece) -> Function:
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
         return torch.stack([value for value in inputs if value is not None], dim)
+
+    return run
+
+
+@kernel("picked")
+def picked(piece: Piece) -> Function:
+    """By indices along one dimension."""
+    dim, kept = piece["dim"], piece["kept"]
+
+    def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
+        value, indices = inputs[:2]
+        assert value is not None and indices is not None
+        if kept:
+            return value.gather(dim, indices)
+        return value.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
 
     return run
 

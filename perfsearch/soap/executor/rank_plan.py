@@ -21,7 +21,7 @@ from perfsearch.soap.executor.exchange import (
     connect,
     grouped,
 )
-from perfsearch.soap.executor.kernels import Function, PartContext, prepare, whole_mask
+from perfsearch.soap.executor.kernels import Function, PartContext, draw, prepare
 from perfsearch.soap.graph import INPUT, Graph, Operator, Rectangle, Stage, volume, within
 from perfsearch.soap.parts import reduction_partners
 from perfsearch.soap.plan import (
@@ -38,6 +38,7 @@ from perfsearch.soap.plan import (
     tiles,
 )
 from perfsearch.soap.rules.base import input_rectangle, sizes
+from perfsearch.soap.rules.random import draws
 
 
 @dataclass(frozen=True)
@@ -279,10 +280,7 @@ class Node:
     def draw(self, device: torch.device) -> None:
         """Draw what ranks that have a part draw, so that generators stay alike."""
         for stage in self.draws:
-            shape = stage.attributes.get("scores", stage.shape)
-            order = stage.attributes.get("order", tuple(range(len(shape))))
-            probability = stage.attributes["probability"]
-            whole_mask(shape, order, probability, getattr(torch, stage.dtype), device)
+            draw(stage, device)
 
 
 def differentiable(graph: Graph) -> dict[str, bool]:
@@ -298,7 +296,7 @@ def differentiable(graph: Graph) -> dict[str, bool]:
 
 def drawing(operator: Operator) -> list[Stage]:
     """Stages that draw random numbers."""
-    return [s for s in operator.stages if s.attributes.get("probability", 0.0) > 0]
+    return [s for s in operator.stages if draws(s)]
 
 
 def sources(

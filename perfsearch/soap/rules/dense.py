@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from perfsearch.soap.capture.lower import (
     Call,
@@ -10,6 +11,7 @@ from perfsearch.soap.capture.lower import (
     Value,
     broadcast,
     broadcast_labels,
+    called,
     rule,
     same,
     whole,
@@ -24,6 +26,8 @@ def linear(call: Call) -> Lowered | None:
     if len(weight.shape) != 2 or value.parameter:
         return None
     last = len(call.shape) - 1
+    if not weight.parameter or (bias is not None and not bias.parameter):
+        return _made_linear(call)
     lowered = Lowered(
         "linear",
         (*value.labels[:-1], Role.PARAMETER),
@@ -35,9 +39,110 @@ def linear(call: Call) -> Lowered | None:
     lowered.operand(value, (*same(last), Whole(value.shape[-1])))
     lowered.operand(weight, (Same(last), Whole(weight.shape[1])), "weight")
     lowered.operand(bias, (Same(last),), "bias")
-    if not weight.parameter or (bias is not None and not bias.parameter):
-        return None
     return lowered
+
+
+def _made_linear(call: Call) -> Lowered:
+    """With a weight or bias that is computed, as a transposed or a normalised one."""
+    value, weight, bias = call["input"], call["weight"], call["bias"]
+    last = len(call.shape) - 1
+    axes = {
+        "input": (*same(last), Whole(value.shape[-1])),
+        "weight": (Same(last), Whole(weight.shape[1])),
+    }
+    if bias is not None:
+        axes["bias"] = broadcast(bias.shape, call.shape)
+    lowered = Lowered(
+        "call",
+        (*value.labels[:-1], Role.PARAMETER),
+        (True,) * len(call.shape),
+        flops=2.0 * math.prod(call.shape) * value.shape[-1],
+        precision="lower",
+    )
+    return called(lowered, call, axes)
+
+
+@rule("addmm", "baddbmm")
+def added_product(call: Call) -> Lowered | None:
+    """A linear layer whose weight has inputs first, as GPT-2's; batched or not."""
+    added, left, right = (
+        call[n]
+        for n in (
+            ("self", "mat1", "mat2") if call.name == "addmm" else ("self", "batch1", "batch2")
+        )
+    )
+    if left.parameter:
+        return None
+    count = len(call.shape)
+    lead = same(count - 2)
+    names = ("mat1", "mat2") if call.name == "addmm" else ("batch1", "batch2")
+    axes = {
+        "self": broadcast(added.shape, call.shape),
+        names[0]: (*lead, Same(count - 2), Whole(left.shape[-1])),
+        names[1]: (*lead, Whole(right.shape[-2]), Same(count - 1)),
+    }
+    labels = broadcast_labels([_batch_of(left), _batch_of(right)], call.shape[:-2])
+    last = Role.PARAMETER if right.parameter or right.weighted else Role.ATTRIBUTE
+    lowered = Lowered(
+        "call",
+        (*labels, left.labels[-2], last),
+        (True,) * count,
+        flops=2.0 * math.prod(call.shape) * left.shape[-1],
+        precision="lower",
+    )
+    return called(lowered, call, axes)
+
+
+@rule("einsum")
+def einsum(call: Call) -> Lowered | None:
+    """Every index that the result has; what is summed is whole."""
+    tensors: list[Value] = call["tensors"]
+    equation = _spelled_out(call["equation"], [len(v.shape) for v in tensors])
+    if equation is None or all(v.parameter for v in tensors):
+        return None
+    terms, result = equation
+    lengths: dict[str, int] = {}
+    for value, term in zip(tensors, terms, strict=True):
+        for size, index in zip(value.shape, term, strict=True):
+            lengths[index] = max(size, lengths.get(index, 1))
+    axes, labels = [], [Role.ATTRIBUTE] * len(result)
+    for value, term in zip(tensors, terms, strict=True):
+        found: list[Axis] = []
+        for d, index in enumerate(term):
+            place = result.find(index)
+            full = value.shape[d] == lengths[index]
+            found.append(Same(place) if place >= 0 and full else Whole(value.shape[d]))
+            if place >= 0 and full and labels[place] is not Role.SAMPLE:
+                label = value.labels[d]
+                labels[place] = label if label is not Role.ATTRIBUTE else labels[place]
+        axes.append(tuple(found))
+    lowered = Lowered(
+        "call",
+        tuple(labels),
+        (True,) * len(result),
+        flops=2.0 * math.prod(lengths.values()),
+        precision="lower",
+    )
+    return called(lowered, call, {"tensors": axes})
+
+
+def _spelled_out(equation: str, counts: Sequence[int]) -> tuple[list[str], str] | None:
+    """Terms and result without dots; ``None`` where an index is repeated in one of them."""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or len(terms) != len(counts):
+        return None
+    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
+    hidden = [n - len(t.replace("...", "")) for t, n in zip(terms, counts, strict=True)]
+    dots = [n if "..." in t else 0 for t, n in zip(terms, hidden, strict=True)]
+    most = "".join(spare[: max(dots)])
+    terms = [t.replace("...", most[len(most) - n :]) for t, n in zip(terms, dots, strict=True)]
+    result = result.replace("...", most)
+    if any(len(set(t)) != len(t) for t in (*terms, result)):
+        return None
+    if any(len(t) != n for t, n in zip(terms, counts, strict=True)):
+        return None
+    return terms, result
 
 
 @rule("matmul", "bmm", "mm")
@@ -100,6 +205,8 @@ def embedding_bag(call: Call) -> Lowered | None:
     weight, indices, offsets = call["weight"], call["indices"], call["offsets"]
     weights = call["per_sample_weights"]
     if not weight.parameter or call["mode"] not in (0, 1) or call["scale_grad_by_freq"]:
+        return None
+    if call.output != 0:
         return None
     if weights is not None or call["include_last_offset"]:
         return None

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from perfsearch.soap.capture.lower import Call, Lowered, Value, positive, rule, same, whole
-from perfsearch.soap.graph import Axis, Same, Whole
-
-
-def _call(lowered: Lowered, call: Call, axes: Sequence[Axis], value: Value) -> Lowered:
-    """The function itself on the part, its other arguments unchanged."""
-    lowered.attributes = {
-        "target": str(call.target),
-        "arguments": {
-            name: lowered.operand(argument, axes) if argument is value else argument
-            for name, argument in call.arguments.items()
-        },
-    }
-    return lowered
+from perfsearch.soap.capture.lower import (
+    Call,
+    Lowered,
+    Value,
+    called,
+    positive,
+    rule,
+    same,
+    whole,
+)
+from perfsearch.soap.graph import Same, Whole
 
 
 @rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum")
 def along(call: Call) -> Lowered | None:
     """Whole along one dimension."""
-    value = call.get("self", call.get("input"))
+    name = "self" if "self" in call.arguments else "input"
+    value = call[name]
     count = len(value.shape)
     if not count or value.parameter:
         return None
@@ -37,7 +34,7 @@ def along(call: Call) -> Lowered | None:
         flops=5.0 * math.prod(value.shape),
         precision="full",
     )
-    return _call(lowered, call, axes, value)
+    return called(lowered, call, {name: axes})
 
 
 @rule("layer_norm", "rms_norm")
@@ -144,4 +141,41 @@ def reduction(call: Call) -> Lowered | None:
         tuple(d not in reduced for d in kept),
         flops=float(math.prod(value.shape)),
     )
-    return _call(lowered, call, axes, value)
+    return called(lowered, call, {"self": axes})
+
+
+@rule("topk", "sort", "argsort", "max", "min", "kthvalue", "median", "mode", "argmax", "argmin")
+def selection(call: Call) -> Lowered | None:
+    """By order along one dimension, which is whole; several outputs come as one each."""
+    value, dim = call["self"], call.get("dim")
+    if dim is None or not value.shape:
+        return None
+    count = len(value.shape)
+    dim = positive(dim, count)
+    kept = [d for d in range(count) if d != dim or len(call.shape) == count]
+    places = {d: place for place, d in enumerate(kept)}
+    axes = [Whole(n) if d == dim else Same(places[d]) for d, n in enumerate(value.shape)]
+    lowered = Lowered(
+        "call",
+        tuple(value.labels[d] for d in kept),
+        tuple(d != dim for d in kept),
+        flops=5.0 * math.prod(value.shape),
+    )
+    lowered = called(lowered, call, {"self": axes})
+    lowered.attributes["output"] = call.output
+    return lowered
+
+
+def by_indices(call: Call, indices: Value) -> Lowered:
+    """The values that a selection along a dimension gives, by their indices."""
+    value = call["self"]
+    count = len(value.shape)
+    dim = positive(call["dim"], count)
+    kept = len(call.shape) == count
+    places = [d if kept or d < dim else d - 1 for d in range(count)]
+    lowered = Lowered("picked", indices.labels, (True,) * len(call.shape))
+    lowered.attributes = {"dim": dim, "kept": kept}
+    axes = [Whole(n) if d == dim else Same(places[d]) for d, n in enumerate(value.shape)]
+    lowered.operand(value, axes)
+    lowered.operand(indices, same(len(call.shape)))
+    return lowered

@@ -11,6 +11,7 @@ from perfsearch.soap.capture.lower import (
     Value,
     broadcast,
     broadcast_labels,
+    called,
     positive,
     rule,
     same,
@@ -193,7 +194,9 @@ def concatenate(call: Call) -> Lowered | None:
     dim = positive(call["dim"], count)
     if any(len(v.shape) != count for v in values):
         return None
-    lowered = Lowered("concatenate", values[0].labels, (True,) * count, attributes={"dim": dim})
+    labels = list(broadcast_labels(values, call.shape))
+    labels[dim] = broadcast_labels(values, values[0].shape)[dim]
+    lowered = Lowered("concatenate", tuple(labels), (True,) * count, attributes={"dim": dim})
     offset = 0
     for value in values:
         axes: list[Axis] = list(same(count))
@@ -209,7 +212,8 @@ def stack(call: Call) -> Lowered | None:
     values = call["tensors"]
     count = len(call.shape)
     dim = positive(call["dim"], count)
-    labels = [*values[0].labels[:dim], Role.ATTRIBUTE, *values[0].labels[dim:]]
+    labels = list(broadcast_labels(values, values[0].shape))
+    labels.insert(dim, Role.ATTRIBUTE)
     lowered = Lowered(
         "stack", tuple(labels), tuple(d != dim for d in range(count)), attributes={"dim": dim}
     )
@@ -235,7 +239,7 @@ def index(call: Call) -> Lowered | None:
     first, width = used[0], len(picked)
     labels = (
         *value.labels[:first],
-        *(Role.ATTRIBUTE for _ in picked),
+        *broadcast_labels([indices[d] for d in used], picked),
         *value.labels[used[-1] + 1 :],
     )
     lowered = Lowered("index", labels, (True,) * len(call.shape))
@@ -249,6 +253,51 @@ def index(call: Call) -> Lowered | None:
         lowered.operand(indices[dim], [Same(first + i) for i in range(width)])
     lowered.attributes = {"first": first, "count": len(used)}
     return lowered
+
+
+@rule("pad", "constant_pad_nd", "roll", "flip")
+def moved(call: Call) -> Lowered | None:
+    """Dimensions whose indices change are whole, the others are as they were."""
+    value: Value = call["self"]
+    count = len(value.shape)
+    if call.name in ("roll", "flip"):
+        changed = {positive(d, count) for d in call["dims"]}
+        if not changed:
+            return None
+    else:
+        pads = call["pad"]
+        changed = {count - 1 - i // 2 for i, width in enumerate(pads) if width}
+    axes = [Whole(n) if d in changed else Same(d) for d, n in enumerate(value.shape)]
+    lowered = Lowered("call", value.labels, tuple(d not in changed for d in range(count)))
+    return called(lowered, call, {"self": axes})
+
+
+@rule("gather", "take_along_dim", "index_select")
+def picked(call: Call) -> Lowered | None:
+    """By indices along one dimension, which is whole in what is picked from."""
+    value, dim = call["self"], call["dim"]
+    chosen: Value = call["index"] if "index" in call.arguments else call["indices"]
+    count = len(call.shape)
+    if dim is None or len(value.shape) != count or not count:
+        return None
+    dim = positive(dim, count)
+    of_value: list[Axis] = list(broadcast(value.shape, call.shape))
+    if call.name == "gather":
+        of_value = list(same(count))
+    of_value[dim] = Whole(value.shape[dim])
+    labels = list(broadcast_labels([value], call.shape))
+    if call.name == "index_select":
+        of_chosen: Sequence[Axis] = [Same(dim)] if chosen.shape else []
+        labels[dim] = chosen.labels[0] if chosen.labels else Role.ATTRIBUTE
+    elif len(chosen.shape) == count:
+        of_chosen = broadcast(chosen.shape, call.shape)
+        labels = list(broadcast_labels([value, chosen], call.shape))
+        labels[dim] = chosen.labels[dim]
+    else:
+        return None
+    lowered = Lowered("call", tuple(labels), (True,) * count)
+    name = "index" if "index" in call.arguments else "indices"
+    return called(lowered, call, {"self": of_value, name: of_chosen})
 
 
 @rule("getitem")
@@ -266,9 +315,7 @@ def getitem(call: Call) -> Lowered | None:
         return lowered
     if made.name == "unbind":
         return selected(value, made["dim"], number)
-    if made.name in ("split", "split_with_sizes", "chunk"):
-        return sliced(value, made["dim"], _start(made, number))
-    return None
+    return sliced(value, made["dim"], _start(made, number))
 
 
 def _start(made: Call, number: int) -> int:

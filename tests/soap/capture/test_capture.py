@@ -122,7 +122,8 @@ class Strange(nn.Module):
         self.layer = nn.Linear(6, 6)
 
     def forward(self, x):
-        return torch.linalg.inv(torch.diag_embed(torch.exp(self.layer(x))))
+        y = self.layer(x)
+        return torch.linalg.inv(torch.cdist(y, y) + torch.ones_like(y[:, :1]))
 
 
 def test_what_has_no_rule_runs_whole_and_is_named():
@@ -140,7 +141,7 @@ class Noise(nn.Module):
         self.layer = nn.Linear(6, 6)
 
     def forward(self, x):
-        return self.layer(x) + torch.randn_like(x)
+        return self.layer(x) + torch.multinomial(x.exp(), 1)
 
 
 class Overwritten(nn.Module):

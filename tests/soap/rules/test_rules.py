@@ -42,7 +42,19 @@ def part_of(operator, rectangle, values, weights):
     return forward(operator, rectangle, inputs, read)
 
 
-@pytest.mark.parametrize("name", ["mlp", "dlrm", "conv", "transformer"])
+ODD = [
+    "contractions",
+    "gathered",
+    "lstm_outputs",
+    "moved",
+    "ordered",
+    "scaled_addmm",
+    "transposed_weights",
+    "with_state",
+]
+
+
+@pytest.mark.parametrize("name", ["mlp", "dlrm", "conv", "transformer", *ODD])
 def test_parts_of_every_operator_are_pieces_of_the_whole(name):
     model, loss, _, batches = soap_models.make(name, 1)
     captured = capture(model, loss, batches[0])

@@ -1,0 +1,116 @@
+"""Where samples are known, and where they are not: the split of what has no rule is tried first."""
+
+import pytest
+import torch
+from support import soap_models
+from support.soap_public import PUBLIC, make_public
+from torch import nn
+from torch.nn import functional
+
+from perfsearch.soap.capture.capture import capture
+from perfsearch.soap.capture.trace import CaptureError
+from perfsearch.soap.graph import WHOLE, Role, coverage
+from perfsearch.soap.plan import data_parallel, left_on_one_device
+
+
+def graph_of(name):
+    model, loss, _, batches = soap_models.make(name, 1)
+    return capture(model, loss, batches[0]).graph
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_data_parallelism_of_public_models_leaves_nothing_on_one_device(name):
+    graph = capture(*make_public(name)).graph
+    assert left_on_one_device(graph).share == 0
+    assert {len(c.devices) for c in data_parallel(graph, range(3)).values()} == {3}
+
+
+NOT_BY_SAMPLE = {
+    "by_frequency": "embedding",  # its outputs are by sample, its gradients not
+    "batch_statistics": "cdist",
+    "moments": "std_mean",
+}
+
+
+@pytest.mark.parametrize(("name", "function"), NOT_BY_SAMPLE.items())
+def test_what_mixes_samples_runs_whole_and_is_named_with_its_share(name, function):
+    graph = graph_of(name)
+    assert any(f"aten.{function}." in o.attributes["target"] for o in coverage(graph).missing)
+    left = left_on_one_device(graph)
+    assert 0 < left.share <= 1
+    assert sum(share for _, share in left.causes) == pytest.approx(left.share)
+    parallel = data_parallel(graph, range(2))
+    for cause, _ in left.causes:
+        before = [parallel[n] for n in cause.inputs if n in parallel]
+        assert all(len(configuration.devices) == 2 for configuration in before)
+
+
+@pytest.mark.parametrize(
+    "name", ["cells", "gru_cells", "rows_inverted", "native_norm", "grouped_queries", "repeated"]
+)
+def test_functions_without_a_rule_are_split_over_samples_where_halves_give_the_same(name):
+    graph = graph_of(name)
+    assert all(o.kind != WHOLE for o in graph.planned)
+    assert left_on_one_device(graph).share == 0
+
+
+def test_labels_are_merged_whatever_comes_first():
+    graph = graph_of("class_token")
+    kinds = {o.kind: o.roles for o in graph.planned}
+    assert kinds["concatenate"][0] is Role.SAMPLE
+    assert kinds["stack"][0] is Role.SAMPLE
+
+
+@pytest.mark.parametrize("name", ["lstm_dropout", "lstm_outputs", "gru_dropout", "time_first"])
+def test_a_recurrent_layer_is_one_operator_whatever_outputs_are_used(name):
+    graph = graph_of(name)
+    layers = [o for o in graph.planned if o.kind == "recurrent"]
+    assert len(layers) == 1
+    assert len(layers[0].attributes["pack"]) >= 2
+    assert layers[0].roles[0] is Role.SAMPLE
+    assert layers[0].flops > 2 * 7 * 4 * 2 * 8  # positions times weights, not elements
+
+
+class Reused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        held = self.first(x)
+        noise = torch.randn_like(x)
+        dropped = functional.dropout(self.second(x), 0.5)
+        return functional.dropout(held, 0.5) + dropped * noise
+
+
+def squared(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def test_numbers_are_drawn_in_the_order_of_the_program():
+    graph = capture(Reused(), squared, (torch.randn(6, 4),)).graph
+    drawn = [
+        (operator.name, stage.kind)
+        for operator in graph.operators
+        for stage in operator.stages
+        if stage.kind in ("random", "dropout")
+    ]
+    assert [kind for _, kind in drawn] == ["random", "dropout", "dropout"]
+    assert drawn[1][0] == "second"  # joined, since nothing is drawn in between
+    assert drawn[2][0] not in ("first", "second")
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(4, 4, 2, dropout=0.5)
+
+    def forward(self, x):
+        lengths = torch.tensor([2, 2, 1], device="cpu")
+        sequence = nn.utils.rnn.pack_padded_sequence(x.view(3, 2, 4), lengths, batch_first=True)
+        return self.cell(sequence)[0].data
+
+
+def test_what_draws_by_an_argument_in_a_form_without_a_rule_is_refused():
+    with pytest.raises(CaptureError):
+        capture(Packed(), squared, (torch.randn(3, 8),))

@@ -1,0 +1,356 @@
+"""What public models put between two linear layers: several outputs, random numbers, routing."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+WIDTH = 8
+
+
+def recurrent(kind, outputs, **keywords):
+    """A recurrent layer of which several outputs are used."""
+
+    def middle(model, x):
+        out, state = model.cell(x.view(-1, 4, 2) if kind is not nn.GRU else x.view(-1, 2, 4))
+        state = state if isinstance(state, tuple) else (state,)
+        found = [out.flatten(1), *(s.transpose(0, 1).flatten(1) for s in state)]
+        mixed = torch.cat([found[i] for i in outputs], 1)
+        return (
+            functional.pad(mixed, (0, WIDTH - mixed.shape[1]))
+            if mixed.shape[1] < WIDTH
+            else (mixed[:, :WIDTH] + mixed[:, -WIDTH:])
+        )
+
+    width = 4 if kind is nn.GRU else 2
+    return middle, {"cell": lambda: kind(width, width, batch_first=True, **keywords)}
+
+
+def time_first(model, x):
+    out, (hidden, _) = model.cell(x.view(-1, 4, 2).transpose(0, 1))
+    return functional.dropout((out - hidden[-1:]).transpose(0, 1).flatten(1), 0.3)
+
+
+def with_state(model, x):
+    start = torch.tanh(x[:, :4]).view(2, -1, 2)
+    out, hidden = model.cell(x.view(-1, 4, 2), start)
+    return out.flatten(1) + hidden.sum()
+
+
+def cells(model, x):
+    hidden, memory = torch.zeros(2, len(x), 4).double().to(x.device)
+    for step in x.view(-1, 4, 2).unbind(1):
+        hidden, memory = model.cell(step, (hidden, memory))
+    return torch.cat([hidden, memory], 1)
+
+
+def gru_cells(model, x):
+    hidden = x
+    for _ in range(2):
+        hidden = model.cell(x, hidden)
+    return hidden
+
+
+def drop_path(model, x):
+    kept = x.new_empty((x.shape[0], 1)).bernoulli_(0.7)
+    kept.div_(0.7)
+    return x + model.inner(x) * kept
+
+
+def channels_dropped(model, x):
+    y = functional.dropout2d(x.view(-1, 2, 2, 2), 0.4)
+    return functional.dropout(y.flatten(1), 0.1) + functional.dropout1d(
+        x.view(-1, 4, 2), 0.4
+    ).flatten(1)
+
+
+def gumbel(model, x):
+    return functional.gumbel_softmax(x, tau=0.7) * x + functional.dropout(x, 0.2)
+
+
+def gumbel_hard(model, x):
+    return functional.gumbel_softmax(x.view(-1, 2, 4), hard=True).flatten(1) * x
+
+
+def sampled_code(model, x):
+    mean, spread = model.inner(x), torch.tanh(x)
+    return mean + torch.randn_like(spread) * torch.exp(0.5 * spread)
+
+
+def noisy(model, x):
+    noise = torch.rand(len(x), 1, dtype=x.dtype, device=x.device)
+    level = torch.randint(0, 5, (len(x),), device=x.device)
+    return x + noise * torch.randn_like(x) + model.table(level)
+
+
+def random_permuted(model, x):
+    return x[:, torch.randperm(WIDTH, device=x.device)] + torch.rand_like(x.t()).t()
+
+
+def chances(model, x):
+    return x * torch.bernoulli(torch.sigmoid(x)) + torch.bernoulli(torch.full_like(x, 0.3))
+
+
+def unused_draws(model, x):
+    torch.randn_like(x)
+    torch.rand(3)
+    return functional.dropout(x, 0.5)
+
+
+def drawn_in_place(model, x):
+    made = torch.empty_like(x.view(-1, 2, 4).transpose(1, 2)).uniform_(-1, 1)
+    made.add_(torch.empty(4, 2, dtype=x.dtype, device=x.device).normal_())
+    return x + made.flatten(1)
+
+
+def top(model, x):
+    values, indices = x.topk(3, 1)
+    values = values / values.sum(1, keepdim=True)
+    return torch.zeros_like(x).scatter(1, indices, values) + x
+
+
+def only_values(model, x):
+    return x + x.topk(2, 1)[0].sum(1, keepdim=True) + x.max(1, keepdim=True).values
+
+
+def only_indices(model, x):
+    return x * x.argmax(1, keepdim=True) + x.sort(1)[1]
+
+
+def ordered(model, x):
+    values, indices = x.sort(1, descending=True)
+    least, place = x.view(-1, 2, 4).min(2)
+    middle, at = x.median(1)
+    return values * indices + (least * place).sum(1, keepdim=True) + (middle * at)[:, None]
+
+
+def over_the_batch(model, x):
+    values, indices = x.topk(2, 0)
+    return x + values.sum() + (x.max(0).values - x.min(0).values) / (1 + indices.sum())
+
+
+def moments(model, x):
+    variance, mean = torch.var_mean(x, 1, keepdim=True)
+    deviation, centre = torch.std_mean(x, 0)
+    return (x - mean) / (variance + 1).sqrt() + (x - centre) * deviation
+
+
+def native_norm(model, x):
+    out, mean, scale = torch.native_layer_norm(x, (WIDTH,), model.weight, None, 1e-5)
+    return out + mean * scale
+
+
+def router(model, x):
+    weights = torch.softmax(model.gate(x), -1, dtype=x.dtype)
+    chosen, experts = torch.topk(weights, 2, dim=-1)
+    chosen /= chosen.sum(-1, keepdim=True)
+    mask = functional.one_hot(experts, 4).to(x.dtype)
+    out = torch.zeros_like(x)
+    for expert in range(4):
+        share = (mask[..., expert] * chosen).sum(-1, keepdim=True)
+        out = out + share * torch.tanh(x @ model.experts[expert])
+    return out
+
+
+def dispatched(model, x):
+    scores = torch.softmax(model.gate(x), -1)
+    slots = torch.softmax(model.gate(x), 0)
+    taken = torch.einsum("td,te->ed", x, slots)
+    made = torch.einsum("ed,edf->ef", taken, model.experts)
+    return torch.einsum("te,ef->tf", scores, made)
+
+
+def conv1d_of_gpt2(model, x):
+    y = x.view(-1, 2, 4)
+    flat = torch.addmm(model.bias, y.reshape(-1, 4), model.inward)
+    return flat.view(*y.shape[:2], 4).flatten(1)
+
+
+def scaled_addmm(model, x):
+    return (
+        torch.addmm(x, x, model.square, beta=0.5, alpha=2.0)
+        + torch.baddbmm(x[:, None], x[:, None], model.square.expand(len(x), -1, -1))[:, 0]
+    )
+
+
+def transposed_weights(model, x):
+    y = functional.linear(x, model.square.t(), model.weight * 2)
+    return functional.linear(y, torch.cat([model.square[:4], model.other[4:]]))
+
+
+def contractions(model, x):
+    y = x.view(-1, 2, 4)
+    scores = torch.einsum("bid,bjd->bij", y, y)
+    spread = torch.einsum("...ij,...jd->...id", scores, y)
+    turned = torch.einsum("b i d, d e -> b e i", spread, model.inward)
+    return turned.flatten(1) + torch.einsum("bi,bi->b", x, x)[:, None]
+
+
+def implied_result(model, x):
+    return torch.einsum("ij,jk", x, model.square) + torch.einsum(
+        "bii->bi", (x[:, :, None] * x[:, None, :])
+    )
+
+
+def moved(model, x):
+    y = x.view(-1, 2, 4)
+    y = functional.pad(y, (1, 1, 0, 1))[:, :2, 1:5] + torch.roll(y, (1, -1), (1, 2))
+    return y.flip(1).flatten(1) + torch.roll(x, 1, 0) + functional.pad(x, (2, -2))
+
+
+def reflected(model, x):
+    return functional.pad(x.view(-1, 1, WIDTH), (2, 2), mode="reflect")[:, 0, 1:9] + x
+
+
+def gathered(model, x):
+    indices = (x.abs() * 10).long() % WIDTH
+    y = x.gather(1, indices) + torch.take_along_dim(x, indices[:, :1], 1)
+    return (
+        y
+        + x.index_select(1, indices[0])
+        + x[torch.arange(len(x), device=x.device), indices[:, 0], None]
+    )
+
+
+def scattered(model, x):
+    indices = (x.abs() * 10).long() % WIDTH
+    y = torch.zeros_like(x).scatter_add(1, indices, x)
+    nodes = torch.zeros(len(x), WIDTH, dtype=x.dtype, device=x.device)
+    edges = (indices[:, 0] + 1) % len(x)
+    return y + nodes.index_add(0, edges, torch.tanh(x)) + x.index_add(1, indices[0], x)
+
+
+def class_token(model, x):
+    y = x.view(-1, 2, 4)
+    y = torch.cat([model.token.expand(len(x), -1, -1), y], 1)
+    y = torch.stack([model.token.expand(len(x), 3, -1), y], 1).sum(1)
+    y = torch.tanh(y @ model.inward)
+    return torch.cat([y[:, 0], y[:, 1] + y[:, 2]], 1)
+
+
+def zeros_first(model, x):
+    y = torch.cat([torch.zeros(len(x), 1, 4, dtype=x.dtype, device=x.device), x.view(-1, 2, 4)], 1)
+    return (torch.tanh(y) @ model.inward)[:, :2].flatten(1)
+
+
+def both_views(model, x):
+    """Samples beside samples, as in contrastive learning."""
+    y = functional.normalize(model.inner(torch.cat([x, -2 * x])), dim=1)
+    first, second = y.chunk(2)
+    return first @ second.t() @ x
+
+
+def grouped_queries(model, x):
+    y = x.view(-1, 4, 2, 1)
+    mask = torch.ones(2, 2, dtype=torch.bool, device=x.device).tril()
+    out = functional.scaled_dot_product_attention(
+        y, y[:, :2], y[:, ::2], attn_mask=mask, enable_gqa=True
+    )
+    return out.flatten(1)
+
+
+def masked_attention(model, x):
+    y = x.view(-1, 2, 2, 2)
+    mask = (x.view(-1, 1, 4, 2)[:, :, 2:] > 0.5).masked_fill(
+        torch.eye(2, dtype=torch.bool, device=x.device), True
+    )
+    return functional.scaled_dot_product_attention(y, y, y, mask, dropout_p=0.2).flatten(1)
+
+
+def by_frequency(model, x):
+    return model.scaled((x.abs() * 10).long() % 5).mean(1) + x
+
+
+def batch_statistics(model, x):
+    return (
+        torch.linalg.inv(x.t() @ x + 5 * torch.eye(WIDTH, dtype=x.dtype, device=x.device))[: len(x)]
+        + torch.cdist(x, x) @ x
+    )
+
+
+def rows_inverted(model, x):
+    return torch.linalg.solve(
+        torch.diag_embed(x.abs() + 1) + model.square.square(), x[..., None]
+    ).squeeze(-1)
+
+
+def pooled(model, x):
+    y, indices = functional.max_pool1d(x.view(-1, 1, WIDTH), 2, return_indices=True)
+    return functional.max_unpool1d(y, indices, 2)[:, 0] + x
+
+
+def repeated(model, x):
+    y = x.view(-1, 2, 4).repeat(1, 2, 1)[:, 1:3] + x.view(-1, 2, 4).repeat_interleave(2, 1)[:, :2]
+    return y.flatten(1) + x.unfold(1, 2, 1).sum(-1).sum(-1, keepdim=True)
+
+
+def _weights(*names):
+    sizes = {
+        "square": (WIDTH, WIDTH),
+        "other": (WIDTH, WIDTH),
+        "inward": (4, 4),
+        "experts": (4, WIDTH, WIDTH),
+        "token": (1, 1, 4),
+        "weight": (WIDTH,),
+        "bias": (4,),
+    }
+    return {n: lambda n=n: nn.Parameter(torch.randn(sizes[n]) * 0.5) for n in names}
+
+
+def _linear(name, width=WIDTH):
+    return {name: lambda: nn.Linear(WIDTH, width)}
+
+
+MIDDLES = {
+    "lstm_outputs": recurrent(nn.LSTM, (0, 1, 2)),
+    "lstm_dropout": recurrent(nn.LSTM, (0, 1), num_layers=2, dropout=0.5),
+    "lstm_states": recurrent(nn.LSTM, (1, 2), num_layers=2, bidirectional=True),
+    "gru_dropout": recurrent(nn.GRU, (0, 1), num_layers=3, dropout=0.3, bidirectional=True),
+    "gru_one_output": recurrent(nn.GRU, (0,), num_layers=2, dropout=0.3),
+    "rnn_relu": recurrent(nn.RNN, (0, 1), num_layers=2, dropout=0.2, nonlinearity="relu"),
+    "time_first": (time_first, {"cell": lambda: nn.LSTM(2, 2, 2, dropout=0.5)}),
+    "with_state": (with_state, {"cell": lambda: nn.GRU(2, 2, 2, batch_first=True)}),
+    "cells": (cells, {"cell": lambda: nn.LSTMCell(2, 4)}),
+    "gru_cells": (gru_cells, {"cell": lambda: nn.GRUCell(WIDTH, WIDTH)}),
+    "drop_path": (drop_path, _linear("inner")),
+    "channels_dropped": (channels_dropped, {}),
+    "gumbel": (gumbel, {}),
+    "gumbel_hard": (gumbel_hard, {}),
+    "sampled_code": (sampled_code, _linear("inner")),
+    "noisy": (noisy, {"table": lambda: nn.Embedding(5, WIDTH)}),
+    "random_permuted": (random_permuted, {}),
+    "chances": (chances, {}),
+    "unused_draws": (unused_draws, {}),
+    "drawn_in_place": (drawn_in_place, {}),
+    "top": (top, {}),
+    "only_values": (only_values, {}),
+    "only_indices": (only_indices, {}),
+    "ordered": (ordered, {}),
+    "over_the_batch": (over_the_batch, {}),
+    "moments": (moments, {}),
+    "native_norm": (native_norm, _weights("weight")),
+    "router": (router, {**_linear("gate", 4), **_weights("experts")}),
+    "dispatched": (dispatched, {**_linear("gate", 4), **_weights("experts")}),
+    "conv1d_of_gpt2": (conv1d_of_gpt2, _weights("bias", "inward")),
+    "scaled_addmm": (scaled_addmm, _weights("square")),
+    "transposed_weights": (transposed_weights, _weights("square", "other", "weight")),
+    "contractions": (contractions, _weights("inward")),
+    "implied_result": (implied_result, _weights("square")),
+    "moved": (moved, {}),
+    "reflected": (reflected, {}),
+    "gathered": (gathered, {}),
+    "scattered": (scattered, {}),
+    "class_token": (class_token, _weights("token", "inward")),
+    "zeros_first": (zeros_first, _weights("inward")),
+    "both_views": (both_views, _linear("inner")),
+    "grouped_queries": (grouped_queries, {}),
+    "masked_attention": (masked_attention, {}),
+    "by_frequency": (
+        by_frequency,
+        {"scaled": lambda: nn.Embedding(5, WIDTH, scale_grad_by_freq=True)},
+    ),
+    "batch_statistics": (batch_statistics, {}),
+    "rows_inverted": (rows_inverted, _weights("square")),
+    "pooled": (pooled, {}),
+    "repeated": (repeated, {}),
+}
+"""By name what is computed between the layers, and the modules and parameters that it needs."""
