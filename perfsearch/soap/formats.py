@@ -336,6 +336,8 @@ def _sharding(operator: Operator, part: Rectangle, device_count: int) -> Shardin
     head = stage_rectangles(operator, part)[0]
     reads = parameter_rectangles(operator, part)
     need = input_rectangle(operator, 0, part)
+    if operator.attributes.get("merged_rows"):
+        raise NotRegular(f"operator {operator.name}: its module has its rows in one dimension")
     if need is None or len(operator.inputs) != 1:
         raise NotRegular(f"operator {operator.name}: it does not have one input")
 

@@ -473,6 +473,8 @@ class _Capture:
         )
         if weighted:
             require_real(node, dtype)
+        if node.meta.get("merged_rows"):
+            lowered.attributes["merged_rows"] = True
         if lowered.kind == "random":
             lowered.attributes["order"] = value.memory_order
         self.values[node] = value

@@ -476,7 +476,7 @@ class Autocast:
 
     def apply(self, lowered: Lowered, call: Call) -> str:
         """Note in the stage what it casts to; return the dtype of its output."""
-        if lowered.kind == "random":
+        if lowered.kind in ("constant", "random"):
             return str(lowered.attributes["dtype"])
         if self._lower is None or not _floating(call.dtype) or lowered.kind == "cast":
             return call.dtype

@@ -294,6 +294,7 @@ def keep_rows_apart(graph: fx.Graph) -> None:
         merged.args = (source, [*rows, narrow.shape[-1]])
         merged.meta["val"] = narrow.view(*rows, narrow.shape[-1])
         node.meta["val"] = wide.view(*rows, wide.shape[-1])
+        node.meta["merged_rows"] = True
         apart.replace_all_uses_with(node)
         graph.erase_node(apart)
 

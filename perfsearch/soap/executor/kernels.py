@@ -250,6 +250,14 @@ def cast(piece: Piece) -> Function:
     return run
 
 
+@kernel("constant")
+def constant(piece: Piece) -> Function:
+    """Of one value."""
+    dtype: torch.dtype = getattr(torch, piece["dtype"])
+    shape, device, fill = piece.sizes, piece.context.device, piece["fill"]
+    return lambda inputs, parameters: torch.full(shape, fill, dtype=dtype, device=device)
+
+
 @kernel("parameter")
 def parameter(piece: Piece) -> Function:
     """A parameter that is used as a tensor."""

@@ -13,6 +13,7 @@ from perfsearch.soap.capture.lower import (
     rule,
     same,
 )
+from perfsearch.soap.graph import Role
 
 _CASTS = ("to", "_to_copy", "clone", "contiguous", "detach", "alias", "type_as", "lift_fresh_copy")
 
@@ -66,6 +67,28 @@ def cast(call: Call) -> Lowered | None:
     if call.name == "detach":
         lowered.attributes["detach"] = True
     lowered.operand(value, same(len(call.shape)))
+    return lowered
+
+
+_FILLED = {"zeros": 0, "empty": 0, "ones": 1, "full": None}
+_MADE = [name for fill in _FILLED for name in (f"{fill}_like", f"new_{fill}")]
+
+
+@rule(*_MADE)
+def made(call: Call) -> Lowered | None:
+    """Of one value: nothing is read of the tensor that says the type, or the shape."""
+    own: Value = call["self"]
+    fill = _FILLED[call.name.removeprefix("new_").removesuffix("_like")]
+    if fill is None:
+        fill = call["fill_value"]
+    if isinstance(fill, Value):
+        return None
+    labels = own.labels if own.shape == call.shape else (Role.ATTRIBUTE,) * len(call.shape)
+    lowered = Lowered("constant", labels, (True,) * len(call.shape))
+    lowered.attributes = {
+        "fill": fill,
+        "dtype": own.dtype if call.get("dtype") is None else call.dtype,
+    }
     return lowered
 
 

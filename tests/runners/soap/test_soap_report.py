@@ -1,6 +1,7 @@
 """Simulated against measured times of single operators."""
 
 import csv
+from dataclasses import replace
 
 import pytest
 from support.soap_graphs import batch_input, linear, on
@@ -75,3 +76,23 @@ def test_the_worst_are_those_that_put_a_step_off_most():
     assert "[first] simulated 3.500 for 9.500 measured (-63%)" in lines[1]
     assert "backward 2.000 for 6.000" in lines[1]
     assert "[second]" in lines[3]
+
+
+def test_the_baseline_says_what_it_leaves_on_one_device():
+    whole = replace(SECOND, roles=(None, None), kind="whole", source="model.py:7")
+    half = Graph((X, FIRST, whole), frozenset({"x"}), "second", 8)
+    share = whole.flops / (FIRST.flops + whole.flops)
+    line = report.baseline_line(half, 2)
+    assert line.startswith(
+        f"the baseline is not data parallelism: {share:.1%} of the forward FLOPs"
+    )
+    assert f"{share:.1%} from second (whole) at model.py:7 on" in line
+    assert "runner=ddp" in line
+    assert report.baseline_line(half, 1) is None
+    assert report.baseline_line(GRAPH, 2) is None
+    little = Graph(
+        (X, FIRST, replace(whole, flops=0.01 * FIRST.flops)), frozenset({"x"}), "second", 8
+    )
+    assert report.baseline_line(little, 4).startswith(
+        "the baseline is data parallelism but for 1.0%"
+    )

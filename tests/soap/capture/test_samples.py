@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from perfsearch.soap.capture.capture import capture
 from perfsearch.soap.capture.trace import CaptureError
+from perfsearch.soap.formats import NotRegular, module_shardings
 from perfsearch.soap.graph import WHOLE, Role, coverage
 from perfsearch.soap.plan import data_parallel, left_on_one_device
 
@@ -52,6 +53,26 @@ def test_functions_without_a_rule_are_split_over_samples_where_halves_give_the_s
     graph = graph_of(name)
     assert all(o.kind != WHOLE for o in graph.planned)
     assert left_on_one_device(graph).share == 0
+
+
+class MergedRows(nn.Module):
+    """As torch's own attention: positions first, samples second, and both merged for a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = x.view(-1, 2, 4).transpose(0, 1)
+        return self.layer(y.reshape(-1, 4)).view(2, len(x), 4).transpose(0, 1)
+
+
+def test_rows_that_are_merged_for_a_linear_layer_keep_their_samples():
+    graph = capture(MergedRows(), squared, (torch.randn(6, 8),)).graph
+    assert left_on_one_device(graph).share == 0
+    # the module itself sees merged rows, which is another sharding
+    with pytest.raises(NotRegular, match="rows in one dimension"):
+        module_shardings(graph, data_parallel(graph, range(2)), 2)
 
 
 def test_labels_are_merged_whatever_comes_first():
