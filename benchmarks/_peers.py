@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -236,14 +237,18 @@ class OwnPeer:
         name: of the strategy.
         hinted: whether it gets what the runner of the surface's knobs knows; peers have no such
             thing.
+        priced: whether it is told how many seconds each trial took.
 
     """
 
-    def __init__(self, surface: Surface, seed: int, name: str, hinted: bool = True) -> None:
+    def __init__(
+        self, surface: Surface, seed: int, name: str, hinted: bool = True, priced: bool = True
+    ) -> None:
         from perfsearch.core.hints import Hints
         from perfsearch.strategies import load
 
         self._trials: list[Trial] = []
+        self._priced = priced
         hints = surface.hints(self._trials) if hinted else Hints(dict(surface.baseline))
         self.strategy = load(name)(surface.space, hints, seed)
 
@@ -252,13 +257,15 @@ class OwnPeer:
 
     def tell(self, trial: Trial) -> None:
         """Own strategies take whole trials."""
+        if not self._priced:
+            trial = replace(trial, seconds=0.0, overhead_seconds=0.0)
         self._trials.append(trial)
         self.strategy.tell(trial)
 
 
 def contender(name: str, surface: Surface, seed: int, budget: int) -> Peer | OwnPeer:
     """The contender ``name``: ``optuna_tpe``, ``ng_NAME``, ``ds_TUNER``, ``horovod``, an own
-    strategy, or one with ``_unhinted`` behind its name.
+    strategy, or one with ``_unhinted``, ``_unpriced`` or both behind its name.
     """
     kind, _, rest = name.removesuffix("_paid").partition("_")
     if kind == "optuna" and rest:
@@ -269,4 +276,5 @@ def contender(name: str, surface: Surface, seed: int, budget: int) -> Peer | Own
         return DeepSpeedPeer(surface, seed, rest)
     if kind == "horovod":
         return HorovodPeer(surface, seed)
-    return OwnPeer(surface, seed, name.removesuffix("_unhinted"), not name.endswith("_unhinted"))
+    own, *without = name.split("_un")
+    return OwnPeer(surface, seed, own, "hinted" not in without, "priced" not in without)

@@ -11,6 +11,10 @@ from pathlib import Path
 
 BUDGET = 60
 
+BUDGET_SECONDS = 400.0
+PRICED_BUDGET = 120
+"""Seconds of trials, and most of them, of a race where trials have prices by scope."""
+
 _FREE_PROPOSALS = 50
 
 
@@ -56,7 +60,10 @@ def race(surface_name: str, name: str, seed: int) -> Race:
     seconds: list[float] = []
     asks: list[float] = []
     failed, ended = 0, ""
-    for number in range(1, BUDGET + 1):
+    most, most_s = (PRICED_BUDGET, BUDGET_SECONDS) if surface.is_priced else (BUDGET, math.inf)
+    for number in range(1, most + 1):
+        if seconds[-1:] > [most_s]:
+            break
         start = time.perf_counter()
         point = peer.propose()
         if not isinstance(peer, OwnPeer) and not name.endswith("_paid"):
@@ -104,12 +111,24 @@ def race(surface_name: str, name: str, seed: int) -> Race:
 
 def trials_needed(race: Race) -> int:
     """Trials after which what would be handed over stays within the tolerance of the best."""
-    needed = BUDGET + 1
+    needed = max(BUDGET, len(race.quality)) + 1
     for place in range(len(race.quality), 0, -1):
         if race.quality[place - 1] < 1 - race.tolerance:
             break
         needed = place
     return needed
+
+
+def seconds_needed(race: Race) -> float:
+    """Seconds after which what would be handed over stays within the tolerance of the best; all
+    that there were, at least, where it never did.
+    """
+    needed = trials_needed(race)
+    return (
+        max(BUDGET_SECONDS, *race.seconds[-1:])
+        if needed > len(race.seconds)
+        else race.seconds[needed - 1]
+    )
 
 
 def read(store: Path) -> list[Race]:

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
-from _races import BUDGET, Race, trials_needed
+from _races import BUDGET, Race, seconds_needed, trials_needed
+from _surfaces import PRICED, SECONDS
 
 ADAPTIVE_PEERS = (
     "optuna_tpe",
@@ -33,8 +34,9 @@ _RESAMPLES = 4000
 
 
 def report(races: Sequence[Race]) -> str:
-    """A summary, then a section a surface."""
-    surfaces = list(dict.fromkeys(r.surface for r in races))
+    """A summary, then a section a surface; surfaces with prices have a table of their own."""
+    with_prices = [r for r in races if r.surface.endswith(PRICED)]
+    surfaces = list(dict.fromkeys(r.surface for r in races if r not in with_prices))
     tables = {surface: groups for surface in surfaces if (groups := _groups(races, surface))}
     lines = _summary(tables)
     for surface, groups in tables.items():
@@ -52,7 +54,43 @@ def report(races: Sequence[Race]) -> str:
             *_verdicts(groups),
             "",
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(by_price(with_prices) if with_prices else ())])
+
+
+def by_price(races: Sequence[Race]) -> list[str]:
+    """Seconds of own strategies that are told what trials cost, against those that are not."""
+    prices = ", ".join(f"{scope} {seconds:g} s" for scope, seconds in SECONDS.items())
+    lines = [
+        "## Seconds where changes have prices",
+        "",
+        f"A change costs, beside the scored steps: {prices}. Seconds of trials until what would be "
+        "handed over stays within the tolerance; a race that never gets there counts whole.",
+        "",
+        "| surface | contender | seeds | told prices: median | mean | not told: median | mean "
+        "| ratio of medians | of means | paired difference (95%) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for surface in dict.fromkeys(r.surface for r in races):
+        groups = _groups(races, surface)
+        for name in groups:
+            if name + "_unpriced" in groups:
+                lines.append(_price_row(surface, name, groups[name], groups[name + "_unpriced"]))
+    return [*lines, ""]
+
+
+def _price_row(surface: str, name: str, told: Sequence[Race], untold: Sequence[Race]) -> str:
+    left = {r.seed: seconds_needed(r) for r in told}
+    right = {r.seed: seconds_needed(r) for r in untold}
+    seeds = sorted(left.keys() & right.keys())
+    ours, theirs = np.array([left[s] for s in seeds]), np.array([right[s] for s in seeds])
+    mean, low, high = _interval(ours - theirs)
+    medians, means = (np.median(ours), np.median(theirs)), (ours.mean(), theirs.mean())
+    return (
+        f"| {surface.removesuffix(PRICED)} | `{name}` | {len(seeds)} "
+        f"| {medians[0]:.0f} | {means[0]:.0f} | {medians[1]:.0f} | {means[1]:.0f} "
+        f"| {medians[0] / medians[1]:.2f} | {means[0] / means[1]:.2f} "
+        f"| {mean:+.0f} s ({low:+.0f} to {high:+.0f}) |"
+    )
 
 
 def bootstrap(own: Sequence[Race], peer: Sequence[Race]) -> tuple[float, float, float]:
@@ -60,6 +98,11 @@ def bootstrap(own: Sequence[Race], peer: Sequence[Race]) -> tuple[float, float, 
     left = {r.seed: trials_needed(r) for r in own}
     right = {r.seed: trials_needed(r) for r in peer}
     pairs = np.array([left[s] - right[s] for s in sorted(left.keys() & right.keys())], dtype=float)
+    return _interval(pairs)
+
+
+def _interval(pairs: np.ndarray) -> tuple[float, float, float]:
+    """Mean of paired differences, and its 95% interval."""
     generator = np.random.default_rng(0)
     means = generator.choice(pairs, (_RESAMPLES, len(pairs))).mean(axis=1)
     low, high = np.quantile(means, [0.025, 0.975])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from perfsearch.core.hardware import Environment
 from perfsearch.core.hints import Hints
-from perfsearch.core.knob import Configuration, Kind, Knob, Value
+from perfsearch.core.knob import Configuration, Kind, Knob, Scope, Value, same_value
 from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
@@ -35,9 +35,11 @@ class Surface:
         baseline: trial 0.
         hints: what a runner would tell, given a list that the trials are added to.
         tolerance: a configuration is good enough within this share of the best throughput.
-        measure: number and configuration to an observed trial, given a seed.
+        measure: number and configuration to an observed trial, given a seed; with prices it
+            follows on the trial before, trial 0 on none.
         truth: true cost of a configuration, ``None`` for a failure.
         best: the least true cost.
+        is_priced: whether a trial takes the seconds of what must restart for it, too.
 
     """
 
@@ -49,6 +51,7 @@ class Surface:
     measure: Callable[[Configuration, int, int], Trial]
     truth: Callable[[Configuration], float | None]
     best: float
+    is_priced: bool = False
 
     def quality(self, configuration: Configuration) -> float:
         """Share of the best throughput, 0 for a failure."""
@@ -244,6 +247,71 @@ def ridge_tuning() -> Surface:
     return _synthetic("ridge_tuning", knobs, seconds, noise=0.02, drift=0.01)
 
 
+PRICED = "_priced"
+"""Behind the name of a surface: with prices by scope."""
+
+SCOPES: Mapping[str, Mapping[str, Scope]] = {
+    "ddp_gpt2small_4xh100_tcp": {
+        "hierarchical_allreduce": Scope.GROUP,
+        "nccl_nsocks_perthread": Scope.PROCESS,
+        "nccl_socket_nthreads": Scope.PROCESS,
+    },
+    "zero_gpt2large_4xh100": {
+        "micro_batch": Scope.PROCESS,
+        "gradient_accumulation": Scope.PROCESS,
+        "activation_checkpointing": Scope.PROCESS,
+    },
+    "interactions": {
+        "threads": Scope.PROCESS,
+        "algorithm": Scope.GROUP,
+        "protocol": Scope.GROUP,
+    },
+    "half_space": {"workers": Scope.PROCESS, "pinned": Scope.PROCESS, "mode": Scope.GROUP},
+    "ridge": {"window": Scope.PROCESS},
+}
+"""What must restart for a knob, where that is more than the wrapper: in the first table as with
+``runner=ddp``, in the second as in a script, whose arguments take a new start."""
+
+SECONDS = {Scope.STEP: 0.5, Scope.GROUP: 2.0, Scope.PROCESS: 12.0}
+"""What a change takes beside the scored steps; twelve seconds are a small script's new start."""
+
+
+def priced(surface: Surface) -> Surface:
+    """The surface with a scope for each knob, and prices to match."""
+    scopes = SCOPES[surface.name]
+    knobs = [replace(k, scope=scopes.get(k.name, Scope.STEP)) for k in surface.space.knobs]
+    space = Space(knobs, points=surface.space.listed() or [])
+    before: Trial | None = None
+
+    def measure(configuration: Configuration, number: int, seed: int) -> Trial:
+        nonlocal before
+        trial = surface.measure(configuration, number, seed)
+        charge(space, trial, before if number else None)
+        before = trial
+        return trial
+
+    name = surface.name + PRICED
+    return replace(surface, name=name, space=space, measure=measure, is_priced=True)
+
+
+def charge(space: Space, trial: Trial, before: Trial | None) -> None:
+    """Add to a trial's seconds those of what must restart after the trial before it."""
+    scope = Scope.PROCESS
+    trial.fresh_process = before is None or before.status.has_failed
+    if before is not None and not trial.fresh_process:
+        order = list(Scope)
+        changed = [k.scope for k in space.knobs if differs(k.name, before, trial)]
+        scope = max(changed, key=order.index, default=Scope.STEP)
+        trial.fresh_process = scope is Scope.PROCESS
+    steps_s = sum(trial.measurement.step_seconds) if trial.measurement else 0.0
+    trial.seconds, trial.overhead_seconds = SECONDS[scope] + steps_s, SECONDS[scope]
+
+
+def differs(name: str, one: Trial, other: Trial) -> bool:
+    """Whether two trials have another value of a knob."""
+    return not same_value(one.configuration[name], other.configuration[name])
+
+
 def surfaces() -> dict[str, Callable[[], Surface]]:
     """Makers of every surface by name: measured tables of ``tests/data``, then synthetic ones.
 
@@ -259,4 +327,6 @@ def surfaces() -> dict[str, Callable[[], Surface]]:
         makers[path.stem] = lambda path=path, tolerance=tolerance: recorded(path, tolerance)
     synthetic = (interactions, half_space, ridge, ridge_tuning)
     makers.update({maker.__name__: maker for maker in synthetic})
+    for name in SCOPES:
+        makers[name + PRICED] = lambda make=makers[name]: priced(make())
     return makers

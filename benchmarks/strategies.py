@@ -6,7 +6,9 @@
 ``run`` adds what the store lacks, a line a surface, contender and seed, and may be killed at any
 time. Every contender is told the baseline as trial 0 and hands over the configuration with the
 best observation; regret is taken from its true value. A contender whose name ends in
-``_unhinted`` is an own strategy that is told nothing but the baseline, as peers are.
+``_unhinted`` is an own strategy that is told nothing but the baseline, as peers are. On surfaces
+with prices (``NAME_priced``), one whose name ends in ``_unpriced`` is not told how many seconds a
+trial took; both have 400 s of trials.
 """
 
 from __future__ import annotations
@@ -74,12 +76,13 @@ def run(
 
 def main() -> None:
     """Read the command line."""
-    from _surfaces import surfaces
+    from _surfaces import PRICED, surfaces
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    without = [name for name in surfaces() if not name.endswith(PRICED)]
     parser.add_argument("mode", choices=["run", "report"])
     parser.add_argument("--store", type=Path, required=True)
-    parser.add_argument("--surfaces", default=",".join(surfaces()))
+    parser.add_argument("--surfaces", default=",".join(without))
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--processes", type=int, default=1)

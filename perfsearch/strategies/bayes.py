@@ -26,6 +26,7 @@ from perfsearch.strategies._candidates import (
     with_nulls_apart,
 )
 from perfsearch.strategies._history import History, cost_of, log_costs
+from perfsearch.strategies._prices import Prices
 from perfsearch.strategies._transfer import log_predicted
 from perfsearch.strategies.base import Strategy
 from perfsearch.strategies.fast import largest_fit, memory_limited_knob, stage_values
@@ -41,6 +42,10 @@ it expects no further gain."""
 
 _FEWEST_INITIAL, _MOST_INITIAL = 3, 6
 """Least and most spread-out trials: in a wide space the model's own choices teach it more."""
+
+_SPREAD_STARTS = 3
+"""Trials that cost more than others, such as new starts, that are spread out before the model
+chooses them."""
 
 _TRUSTED = 0.5
 """With at least this weight a prior search takes the place of the spread-out trials."""
@@ -71,6 +76,11 @@ class Bayes(Strategy):
     the largest expected effect spread out. Proposals whose trials have not ended are believed to
     lie at the predicted mean (Ginsbourger et al., 2010, call it the kriging believer). Where the
     runner predicts costs, the process models the ratio to its prediction.
+
+    Of what is expected to gain anything, that is tried which gains most a second, by what a trial
+    that changes as much took before (``_prices.Prices``): what a running job can change comes
+    before what takes a new process group or new processes. The first trials change cheap knobs
+    only, and the first three that cost more are spread out.
 
     A smooth model is blind to a narrow valley, and three rules make up for it. In a space small
     enough to be scored whole, every other early proposal is spread out while the model expects
@@ -111,6 +121,7 @@ class Bayes(Strategy):
     def __init__(self, space: Space, hints: Hints, seed: int, options: Any = None) -> None:
         super().__init__(space, hints, seed, options)
         self._history = History(space, seed)
+        self._prices = Prices(space, self._history)
         self._candidates: Candidates | None = None
         self._asked = 0
         self._noise = 0.0
@@ -148,7 +159,8 @@ class Bayes(Strategy):
             if first is not None:
                 self._asked += 1
                 return self._history.propose(first)
-            place: int | None = self._spread(rows, known)
+            cheap = np.flatnonzero(self._prices.cheap(rows))
+            place: int | None = int(cheap[self._spread(rows[cheap], known)])
         else:
             place = self._by_model(points, rows, known)
         if place is None:
@@ -181,13 +193,15 @@ class Bayes(Strategy):
         if share and scores.gain.max() < self.options.min_gain:
             # a prior search proposes, but ends nothing
             scores = self._scores(points, rows, 0.0)
-        place = int(np.argmax(scores.gain))
+        seconds = self._prices.seconds(rows)
+        most = float(scores.gain.max())
+        place = self._most_a_second(scores.gain, seconds)
         self.expected_gain = float(scores.gain[place])
         best = self._history.best()
         assert best is not None
-        self._final.note(cost_of(best), self.expected_gain)
-        if self.expected_gain < self.options.min_gain and self._settled():
-            last = self._final.next(scores)
+        self._final.note(cost_of(best), most)
+        if most < self.options.min_gain and self._settled():
+            last = self._final.next(scores, seconds)
             if last is None:
                 self.stop_reason = (
                     f"converged: no configuration is expected to gain more than "
@@ -202,8 +216,25 @@ class Bayes(Strategy):
                 return int(runs[self._spread(rows[runs], known)]) if len(runs) else place
         elif scores.surprise > _SURPRISING:
             self._turn += 1
-            return self._near(best.configuration, scores, place) if self._turn % 2 else place
-        return place
+            if self._turn % 2:
+                return self._near(best.configuration, scores, seconds, place)
+        return self._spread_start(rows, scores, place) if not share else place
+
+    def _spread_start(self, rows: np.ndarray, scores: Scores, place: int) -> int:
+        """``place``, or where it is one of the first that cost more than others do, such as a new
+        start, one that is spread out: around cheap trials alone a model believes too much.
+        """
+        dear = ~self._prices.cheap(rows)
+        starts = self._prices.starts()
+        runs = np.flatnonzero((scores.gain > 0) & dear)
+        if not dear[place] or starts > _SPREAD_STARTS or not len(runs):
+            return place
+        return int(runs[self._spread(rows[runs], starts)])
+
+    def _most_a_second(self, gain: np.ndarray, seconds: np.ndarray) -> int:
+        """Place of the most expected gain a second, of what is expected to gain anything."""
+        worth = gain >= self.options.min_gain
+        return int(np.argmax(np.where(worth, gain, 0.0) / seconds if worth.any() else gain))
 
     @cached_property
     def _belief(self) -> Belief | None:
@@ -248,16 +279,18 @@ class Bayes(Strategy):
             for point in self._belief.best[:_PRIOR_FIRST]:
                 if not self._history.taken(point):
                     return point
-        for point in feasible_starts(self.space, self.hints):
-            if not self._history.taken(point):
-                return point
+        starts = self._history.untaken(feasible_starts(self.space, self.hints))
+        if starts:
+            return self._prices.cheapest_first(starts)[0]
         while self._unvisited and start is not None:
             large = largest_fit(self.space, self.hints, start, self._unvisited.pop(0))
             if large is not None and not self._history.taken(large):
                 return large
         if start is None or self._weight is None or not self._wide:
             return None
-        point = from_the_baseline(self.space, start, self._weight, known, self.seed)
+        weight = np.where(self._prices.cheap_knobs(), self._weight, 0.0)
+        point = from_the_baseline(self.space, start, weight, known, self.seed)
+        point = self._prices.with_cheap_changes(point)
         return point if self.space.feasible(point) and not self._history.taken(point) else None
 
     def _spread(self, rows: np.ndarray, known: int) -> int:
@@ -265,13 +298,14 @@ class Bayes(Strategy):
         lean = np.array([self.hints.monotonic.get(k.name, 0) for k in self.space.knobs])
         return spread_out(rows, self.space.ordered_columns, lean, known, self.seed)
 
-    def _near(self, best: Configuration, scores: Scores, otherwise: int) -> int:
-        """Place of the largest expected gain around the best, where anything is there."""
+    def _near(
+        self, best: Configuration, scores: Scores, seconds: np.ndarray, otherwise: int
+    ) -> int:
+        """Place of the largest expected gain a second around the best, where anything is there."""
         assert self._candidates is not None
+        gain, optimistic = scores.gain / seconds, scores.optimistic_gain / seconds
         places = self._candidates.around(best)
-        return max(
-            places, key=lambda i: (scores.gain[i], scores.optimistic_gain[i]), default=otherwise
-        )
+        return max(places, key=lambda i: (gain[i], optimistic[i]), default=otherwise)
 
     def _enough(self) -> int:
         """Measured trials from which on the model may be trusted when it expects no gain."""
@@ -328,15 +362,25 @@ class FinalExploration:
             self._count = 0
         self._best = best
 
-    def next(self, scores: Scores) -> int | None:
-        """Index of the configuration to try; ``None`` when it is time to end."""
+    def next(self, scores: Scores, seconds: np.ndarray) -> int | None:
+        """Index of the configuration to try; ``None`` when it is time to end.
+
+        Args:
+            scores: of the configurations.
+            seconds: that a trial of each takes.
+
+        """
         if self._count < _BY_OWN_DOUBT and scores.optimistic_gain.max() >= self._least:
             self._count += 1
-            return int(np.argmax(scores.optimistic_gain))
+            return self._cheapest(scores.optimistic_gain, seconds)
         if self._count >= _BY_OWN_DOUBT + _BY_FOREST or scores.by_forest is None:
             return None
         gain = scores.by_forest()
         if gain.max() < self._least:
             return None
         self._count += 1
-        return int(np.argmax(gain))
+        return self._cheapest(gain, seconds)
+
+    def _cheapest(self, gain: np.ndarray, seconds: np.ndarray) -> int:
+        """Index of the most gain a second, of what is worth a trial."""
+        return int(np.argmax(np.where(gain >= self._least, gain, 0.0) / seconds))

@@ -13,6 +13,7 @@ from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
 from perfsearch.strategies._candidates import baseline_in, feasible_starts
 from perfsearch.strategies._history import History, best_of, cost_of
+from perfsearch.strategies._prices import Prices
 from perfsearch.strategies.base import Strategy
 
 _DOUBT = 1.1
@@ -29,7 +30,9 @@ class Fast(Strategy):
     best of all knobs so far and from where the last stage ended, and is never skipped on the
     ground that an earlier one was better. Without such a knob, what the runner would try comes
     first. The second part moves one knob at a time from the best
-    configuration, knobs of the largest expected effect first, until nothing improves any more.
+    configuration until nothing improves any more: first what a running job can change, then what
+    takes a new start (``_prices.Prices``), and of these knobs of the largest expected effect first.
+    Knobs whose change costs more than that of others are first moved together.
 
     The metric, and its direction, is that of ``objective.metric``.
     """
@@ -40,7 +43,8 @@ class Fast(Strategy):
 
         Attributes:
             early_stopping: trials in a row without a new best, in the second part, after which it
-                ends (``tuner_early_stopping``).
+                goes on to moves that cost more, and ends where there are none
+                (``tuner_early_stopping``).
             num_trials: proposals after which it ends (``tuner_num_trials``).
             num_micro_batches: entries of the short list (``num_tuning_micro_batch_sizes``).
             plateau: growth of the micro-batch ends when a step gains less than this share.
@@ -58,28 +62,34 @@ class Fast(Strategy):
         self._asked = 0
         self._part = ""
         self._stage_keys: set[str] = set()
-        self._moved: set[str] = set()
+        self._moved: dict[str, bool] = {}
+        self._prices = Prices(space, self._history)
 
     def ask(self) -> dict[str, Value] | None:
         """Return the next configuration in order, ``None`` when it is done."""
         if self._asked >= self.options.num_trials:
             self.stop_reason = f"strategy.num_trials={self.options.num_trials} spent"
             return None
+        tired = False
         for point in self._proposals():
             if self._history.taken(point):
                 continue
-            since = self._since_best()
-            if self._part == "moves" and since >= self.options.early_stopping:
-                self.stop_reason = (
-                    f"no new best in {since} trials (strategy.early_stopping="
-                    f"{self.options.early_stopping})"
-                )
-                return None
+            if self._part in ("moves", "rest"):
+                dear = self._is_dear(point)
+                if self._since_best(dear) >= self.options.early_stopping:
+                    tired = True
+                    if self._part == "rest":
+                        break
+                    continue
+                self._moved[key_of(point)] = dear
             self._asked += 1
-            if self._part == "moves":
-                self._moved.add(key_of(point))
             return self._history.propose(point)
         self.stop_reason = self._history.why_none()
+        if tired:
+            self.stop_reason = (
+                f"no new best in {self.options.early_stopping} trials (strategy.early_stopping="
+                f"{self.options.early_stopping})"
+            )
         return None
 
     def tell(self, trial: Trial) -> None:
@@ -88,7 +98,7 @@ class Fast(Strategy):
 
     def describe(self) -> str:
         """One line for people."""
-        if self._part == "moves":
+        if self._part in ("moves", "rest"):
             return "fast: one knob at a time from the best configuration"
         knob = memory_limited_knob(self.space, self.hints)
         if knob is None:
@@ -108,7 +118,8 @@ class Fast(Strategy):
         self._stage_keys = {key_of(start)}
         limited = memory_limited_knob(self.space, self.hints)
         if limited is None:
-            yield from feasible_starts(self.space, self.hints)
+            starts = feasible_starts(self.space, self.hints)
+            yield from self._prices.cheapest_first(starts)
         else:
             fitted = 0
             for stage in stage_values(self.space, self.hints):
@@ -120,6 +131,7 @@ class Fast(Strategy):
         self._part = "moves"
         yield from self._moves(start)
         # Whatever single moves cannot reach, so that only the options end it.
+        self._part = "rest"
         generator = self._history.generator()
         while (point := self._history.draw(generator)) is not None:
             yield point
@@ -188,11 +200,34 @@ class Fast(Strategy):
             yield from self._neighbours(center)
 
     def _neighbours(self, center: dict[str, Value]) -> list[dict[str, Value]]:
-        """Feasible single moves, knobs of the largest expected effect first."""
+        """Feasible single moves, cheap ones first, by the expected effect of their knobs; all the
+        others are first moved together.
+        """
         ranked = [n for n in self.hints.effect_order if n in self.space.by_name]
         names = [*ranked, *(k.name for k in self.space.knobs if k.name not in ranked)]
         moves = self.space.neighbours(center)
-        return sorted(moves, key=lambda move: names.index(_changed(center, move, names)))
+        moves.sort(key=lambda move: names.index(_changed(center, move, names)))
+        dear = self._dear()
+        cheap = [move for move in moves if _changed(center, move, names) not in dear]
+        others = [move for move in moves if _changed(center, move, names) in dear]
+        joint = dict(center)
+        for move in reversed(others):  # the first move of each knob
+            name = _changed(center, move, names)
+            joint[name] = move[name]
+        joint = self.space.canonical(joint)
+        together = [joint] if len(others) > 1 and self.space.feasible(joint) else []
+        return [*cheap, *together, *others]
+
+    def _dear(self) -> set[str]:
+        """Names of the knobs whose change costs more than that of others."""
+        cheap = self._prices.cheap_knobs()
+        return {k.name for k, is_cheap in zip(self.space.knobs, cheap, strict=True) if not is_cheap}
+
+    def _is_dear(self, point: dict[str, Value]) -> bool:
+        """Whether such a knob differs from the best so far."""
+        best = self._history.best()
+        center = baseline_in(self.space, self.hints) if best is None else best.configuration
+        return any(not same_value(point[name], center[name]) for name in self._dear())
 
     def _best_of_stages(self, start: dict[str, Value]) -> dict[str, Value]:
         """The best of the stages so far; what the second part finds does not restart the first."""
@@ -210,13 +245,14 @@ class Fast(Strategy):
         costs = [t.cost for t in ran if self._history.key(t.configuration) == key]
         return min((c for c in costs if c is not None), default=None)
 
-    def _since_best(self) -> int:
-        """Trials of the second part told since the best one."""
+    def _since_best(self, dear: bool) -> int:
+        """Trials of the second part told since the best one, dear or cheap ones."""
         best = self._history.best()
         if best is None:
             return 0
         later = self._history.trials[self._history.trials.index(best) + 1 :]
-        return sum(self._history.key(t.configuration) in self._moved for t in later)
+        keys = [self._history.key(t.configuration) for t in later]
+        return sum(key is not None and self._moved.get(key) is dear for key in keys)
 
 
 def _changed(center: dict[str, Value], move: dict[str, Value], names: list[str]) -> str:

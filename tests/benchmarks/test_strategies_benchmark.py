@@ -83,4 +83,63 @@ def test_a_searchs_own_trials_are_no_surface() -> None:
         "half_space",
         "ridge",
         "ridge_tuning",
+        "ddp_gpt2small_4xh100_tcp_priced",
+        "zero_gpt2large_4xh100_priced",
+        "interactions_priced",
+        "half_space_priced",
+        "ridge_priced",
     }
+
+
+def test_a_priced_surface_charges_for_what_must_restart() -> None:
+    from _surfaces import SECONDS, surfaces
+
+    surface = surfaces()["interactions_priced"]()
+    start = surface.baseline
+
+    def price(point: dict[str, object], number: int) -> float:
+        trial = surface.measure({**start, **point}, number, 0)
+        assert trial.seconds > trial.overhead_seconds
+        return trial.overhead_seconds
+
+    points = [{}, {"static": True}, {"protocol": "ll"}, {"threads": 2}, {"threads": 2}]
+    scopes = ["process", "step", "group", "process", "step"]
+    assert [price(p, n) for n, p in enumerate(points)] == [SECONDS[s] for s in scopes]
+    assert price({"threads": 2}, 0) == SECONDS["process"]  # another race
+
+
+def test_after_a_failure_the_next_trial_pays_for_a_start() -> None:
+    from _surfaces import SECONDS, surfaces
+
+    surface = surfaces()["half_space_priced"]()
+    assert surface.measure(surface.baseline, 0, 0).overhead_seconds == SECONDS["process"]
+    largest = {**surface.baseline, "width": 128.0, "depth": 128.0}
+    assert surface.measure(largest, 1, 0).overhead_seconds == SECONDS["step"]
+    assert surface.measure(surface.baseline, 2, 0).overhead_seconds == SECONDS["process"]
+
+
+def test_seconds_with_and_without_prices_stand_beside_each_other() -> None:
+    from _races import BUDGET_SECONDS, seconds_needed
+    from _strategies_report import report
+
+    never = made("bayes", 0, [0.5] * 80)
+    assert seconds_needed(never) == BUDGET_SECONDS
+    races = []
+    for seed in range(5):
+        races += [made("bayes", seed, [0.5, 1.0]), made("bayes_unpriced", seed, [0.5] * 3 + [1.0])]
+    for race in races:
+        race.surface = "s_priced"
+    row = "| s | `bayes` | 5 | 2 | 2 | 4 | 4 | 0.50 | 0.50 | -2 s (-2 to -2) |"
+    assert row in report(races)
+
+
+def test_an_unpriced_contender_is_told_no_seconds() -> None:
+    from _peers import OwnPeer, contender
+    from _surfaces import surfaces
+
+    surface = surfaces()["interactions_priced"]()
+    for name, told in (("bayes", 1), ("bayes_unhinted", 1), ("bayes_unhinted_unpriced", 0)):
+        peer = contender(name, surface, 0, 60)
+        assert isinstance(peer, OwnPeer)
+        peer.tell(surface.measure(surface.baseline, 0, 0))
+        assert bool(peer._trials[0].seconds) == told

@@ -14,7 +14,7 @@ def scores(optimistic: float, forest: float) -> Scores:
 def taken(final: FinalExploration, seen: Scores, at_most: int = 20) -> list[int | None]:
     places = []
     for _ in range(at_most):
-        places.append(final.next(seen))
+        places.append(final.next(seen, np.ones(len(seen.gain))))
         if places[-1] is None:
             break
     return places
@@ -37,6 +37,6 @@ def test_a_better_trial_or_an_expected_gain_starts_them_anew() -> None:
         final.note(1.0, 0.0)
         assert taken(final, scores(0.5, 0.0))[-1] is None
         final.note(1.0, 0.0)
-        assert final.next(scores(0.5, 0.0)) is None
+        assert final.next(scores(0.5, 0.0), np.ones(3)) is None
         final.note(best, expected)
-        assert final.next(scores(0.5, 0.0)) == 1
+        assert final.next(scores(0.5, 0.0), np.ones(3)) == 1
