@@ -246,14 +246,7 @@ def _of_error(error: RankError, evidence: Evidence) -> Failure:
     if error.out_of_memory:
         return Failure(Status.OOM, reason, error.rank)
     if of_loader and re.search(r"by signal: |exited unexpectedly", text + error.traceback):
-        killed = re.search(r"by signal: (?:Killed|Terminated)", text + error.traceback)
-        if is_oom(evidence.log_tails.get(error.rank, "")[-_LOADER_TAIL:]):
-            return Failure(Status.OOM, reason, error.rank)
-        if killed:
-            if evidence.oom_kills:
-                return Failure(Status.OOM, f"{reason}; {_oom_killer(evidence)}", error.rank)
-            return Failure(Status.KILLED, reason, error.rank)
-        return Failure(Status.CRASH, reason, error.rank)
+        return _of_loader(error, evidence, text + error.traceback, reason)
     if _matches(_INFRASTRUCTURE, text):
         return Failure(Status.INFRASTRUCTURE, reason, error.rank)
     if _matches(_PEER_LOST, error.message):
@@ -270,6 +263,17 @@ def _of_error(error: RankError, evidence: Evidence) -> Failure:
             reason = f"rank {error.rank}: {UNUSED_REASON}"
         return Failure(Status.INVALID, reason, error.rank)
     return Failure(Status.CRASH, reason, error.rank)
+
+
+def _of_loader(error: RankError, evidence: Evidence, told: str, reason: str) -> Failure:
+    """The end of a loader process."""
+    if is_oom(evidence.log_tails.get(error.rank, "")[-_LOADER_TAIL:]):
+        return Failure(Status.OOM, reason, error.rank)
+    if not re.search(r"by signal: (?:Killed|Terminated)", told):
+        return Failure(Status.CRASH, reason, error.rank)
+    if evidence.oom_kills:
+        return Failure(Status.OOM, f"{reason}; {_oom_killer(evidence)}", error.rank)
+    return Failure(Status.KILLED, reason, error.rank)
 
 
 def _refused(error: RankError) -> bool:
