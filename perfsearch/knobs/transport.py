@@ -463,6 +463,8 @@ def read_knobs(file: str) -> KnobFile:
             "it is one mesh"
         )
     knobs = content if not isinstance(runner, Mapping) else runner.get("knobs") or {}
+    if not isinstance(knobs, Mapping):
+        raise BadInputError(f"{option}: runner.knobs={knobs!r} is no group of names and values")
     for name, value in knobs.items():
         if isinstance(value, list | Mapping) or value == "search":
             raise BadInputError(
