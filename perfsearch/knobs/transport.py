@@ -200,7 +200,7 @@ def _set_key(content: dict[str, Any], key: str, value: Value) -> None:
 
 def _written(file: str, content: dict[str, Any]) -> str:
     if file.endswith((".yaml", ".yml")):
-        import yaml
+        import yaml  # type: ignore[import-untyped]
 
         text: str = yaml.safe_dump(content, sort_keys=False)
         return text
