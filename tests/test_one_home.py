@@ -41,6 +41,8 @@ WORDS_OF_OTHERS = {
     ("perfsearch/runners/deepspeed/config.py", "activation_checkpointing"): "DeepSpeed's section",
     ("perfsearch/runners/deepspeed/config.py", "pin_memory"): "DeepSpeed's key",
     ("perfsearch/runners/_script/export.py", "cpu_offload"): "Accelerate's argument",
+    ("perfsearch/runners/zero/export.py", "cpu_offload"): "HF Trainer's key",
+    ("perfsearch/soap/rules/random.py", "pin_memory"): "an argument of torch's random functions",
     ("perfsearch/runners/zero/export.py", "activation_checkpointing"): "HF Trainer's key",
     ("perfsearch/runners/zero/export.py", "mixed_precision"): "Accelerate's key",
     ("perfsearch/runners/zero/export.py", "pin_memory"): "DeepSpeed's key",

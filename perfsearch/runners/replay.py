@@ -287,13 +287,16 @@ def _surely_above(steps: Sequence[float], limit_s: float | None) -> bool:
 def _of_same_batch(entries: Sequence[Entry], start: Entry) -> list[Entry]:
     """Entries with the global batch of ``start``.
 
-    A failure has no measured batch: it is kept where micro-batch times accumulation times ranks
-    gives it, provided that this holds for every entry that has one.
+    A failure has no measured batch: it is kept where all that were measured have the same, or where
+    micro-batch times accumulation times ranks gives it, provided that this holds for every entry
+    that has one.
     """
     wanted = start.samples_per_step
     if wanted is None:
         raise ValueError("runner.batch=fixed: the table does not tell the baseline's global batch.")
     measured = [e for e in entries if e.samples_per_step is not None]
+    if {e.samples_per_step for e in measured} == {wanted}:
+        return list(entries)
     lawful = all(_nominal_batch(e, start) == e.samples_per_step for e in measured)
     kept = []
     for entry in entries:

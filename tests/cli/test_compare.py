@@ -35,7 +35,7 @@ def test_arms_and_options(asked):
         (["a.py", "b.py", "--min-gain", "3"], "a number from 0 to 1, 0.02 being 2%"),
         (["a.py", "b.py", "--budget-seconds", "x"], "allowed: a number > 0"),
         (["a.py", "b.py", "--wrong"], "unrecognized arguments: --wrong"),
-        (["--baseline", "nowhere.yaml"], "--baseline nowhere.yaml: it cannot be read"),
+        (["--baseline", "nowhere.yaml"], "--baseline nowhere.yaml cannot be read: No such file"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(asked, capsys, words, said):
@@ -60,7 +60,7 @@ def test_a_file_says_what_to_compare_with(asked, tmp_path):
     [
         ({"command": "x"}, "reference: missing"),
         ({"reference": "a", "comand": "x"}, "comand: no such key. Did you mean 'command'?"),
-        ([1], "keys are needed"),
+        ([1], "holds no keys"),
     ],
 )
 def test_a_file_that_is_wrong_is_named(asked, tmp_path, capsys, keys, said):

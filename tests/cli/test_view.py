@@ -236,7 +236,9 @@ def test_text_that_looks_like_markup_is_shown_as_it_is(console):
 )
 def test_the_view_suits_the_output(monkeypatch, terminal, term, kind):
     settings = SimpleNamespace(
-        objective=SimpleNamespace(metric=Metric.LATENCY), budget=SimpleNamespace(trials=7)
+        objective=SimpleNamespace(metric=Metric.LATENCY),
+        budget=SimpleNamespace(trials=7),
+        strategy=SimpleNamespace(name="grid"),
     )
     monkeypatch.setenv("TERM", term)
     monkeypatch.setattr(view_module.sys, "stdout", SimpleNamespace(isatty=lambda: terminal))

@@ -179,7 +179,8 @@ def test_what_a_search_has_written_is_read(tmp_path):
 
 def test_the_command_of_a_search_is_taken_as_the_user_wrote_it(deepspeed_job):
     runner, _ = deepspeed_job(FILE, command=["train.py", "--deepspeed_config", "ds.json"], nproc=2)
-    assert " ".join(runner.command.words).startswith(LAUNCH.replace("node 2", "node=2"))
+    wanted = LAUNCH.replace("node 2", "node=2").replace(" -m ", " -P -m ")
+    assert " ".join(runner.command.words).startswith(wanted)
 
 
 def test_a_launcher_is_no_script(script):
