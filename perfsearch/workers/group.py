@@ -377,16 +377,16 @@ class RankGroup(ABC):
         """Wait until the first process has ended; the rank that ended before, where one has.
 
         It takes no notice of a rank that ended with 0, and ends the others at once for any other:
-        while those go on, there is nothing to wait for.
+        while those go on, there is nothing to wait for. Where it ended by itself, so did they.
         """
         deadline, seen = time.monotonic() + self._limits.grace_s, math.inf
-        ended = self._ended()
+        ended: list[ProcessEnd] = []
         while process.poll() is None and time.monotonic() < min(deadline, seen + _NOTICES_S):
+            ended = ended or self._ended()
             if ended and seen == math.inf and self._some_run():
                 seen = time.monotonic()
             time.sleep(_LOOK_S)
-            ended = ended or self._ended()
-        return ended[0] if ended else None
+        return ended[0] if ended and not process.poll() else None
 
     def _evidence(self, errors: Sequence[RankError] | None = None, **more: Any) -> Evidence:
         """What ranks and the kernel have left, and what else is known."""
