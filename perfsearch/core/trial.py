@@ -250,6 +250,10 @@ def _finite(value: Any) -> bool:
 DRAWS_IN_FORWARD = "draws_in_forward"
 """In a measurement's ``environment``: the forward pass draws random numbers, as dropout does."""
 
+WITHOUT_LOADER = "without_loader"
+"""In a measurement's ``environment``: no batch of a ``DataLoader`` was seen in the scored steps, so
+that ``forward`` begins where the step before ended, with the script's own work."""
+
 PERTURBED = "perturbed"
 """In a measurement's ``environment``: weights were changed after the first step, by as much as
 rounding does."""

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from perfsearch.core.option import option
-from perfsearch.core.trial import Measurement
+from perfsearch.core.trial import WITHOUT_LOADER, Measurement
 from perfsearch.core.units import GIB, MEGA
 from perfsearch.metrics.slow_steps import SLOW_STEPS, THROTTLED, Cause, slow_steps, told
 from perfsearch.metrics.throughput import mfu_of
@@ -574,6 +574,8 @@ _COMPUTE_ADVICE = (
 
 def _compute(facts: Facts) -> Finding | None:
     """A job that computes nearly all the time. What the device did itself comes before NVML."""
+    if _hides_own_work(facts):
+        return None
     limit, share = facts.limits.compute, facts.share(*PASSES)
     busy_ms = facts.evidence.get("device_busy_ms")
     used = facts.system("gpu_utilization_percentage")
@@ -595,6 +597,12 @@ def _compute(facts: Facts) -> Finding | None:
     )
 
 
+def _hides_own_work(facts: Facts) -> bool:
+    """Whether the script's own work may be what looks like the forward pass."""
+    untold = facts.measurement.environment.get(WITHOUT_LOADER, False)
+    return bool(untold) and "device_busy_ms" not in facts.evidence
+
+
 def _mfu(facts: Facts) -> str:
     mfu = mfu_of(facts.measurement)
     return "" if mfu is None else f", at {mfu:.0%} of their peak (MFU)"
@@ -602,6 +610,15 @@ def _mfu(facts: Facts) -> str:
 
 def _nothing_stands_out(facts: Facts) -> Finding:
     """What most of the step is, where it has no rule; else that nothing is."""
+    if facts.share("forward") > _MOST and _hides_own_work(facts):
+        return Finding(
+            "mostly_before_backward",
+            Severity.INFO,
+            f"what comes before the backward pass takes {facts.said('forward')}: the forward pass, "
+            "and without a DataLoader the script's own work and its reading of data, too",
+            "Look at a few steps of it with metrics.trace=true.",
+            facts.share("forward"),
+        )
     if facts.share(*PASSES) > _MOST:
         return Finding(
             "mostly_computing",

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from support.diagnosis_jobs import first, job, names, slow
 
-from perfsearch.core.trial import Measurement
+from perfsearch.core.trial import WITHOUT_LOADER, Measurement
 from perfsearch.metrics.diagnosis import Severity, Thresholds, diagnose, report
 
 
@@ -99,6 +99,15 @@ def test_a_job_that_something_holds_back_is_not_called_compute_bound():
 
 def test_without_a_gpu_the_phases_tell_that_it_computes():
     assert first(job({"forward": 40.0, "backward": 55.0})).name == "compute_bound"
+
+
+def test_without_a_loader_the_scripts_own_work_is_not_called_computing():
+    phases, untold = {"forward": 95.0, "backward": 4.0}, {WITHOUT_LOADER: True}
+    found = first(job(phases, environment=untold))
+    assert found.name == "mostly_before_backward" and "95.00 ms" in found.evidence
+    busy = {"device_busy_ms": 98.0, "device_exposed_ms": 0.0}
+    found = first(job(phases, environment=untold, bottleneck_evidence=busy))
+    assert found.name == "compute_bound"
 
 
 def test_a_compute_bound_job_says_how_near_its_peak_it_is():

@@ -14,7 +14,15 @@ from typing import Any
 from perfsearch.core import command
 from perfsearch.core.knob import Value
 from perfsearch.core.steps import read_window
-from perfsearch.core.trial import DRAWS_IN_FORWARD, PARAMETERS, Measurement, Outcome, Status, Trial
+from perfsearch.core.trial import (
+    DRAWS_IN_FORWARD,
+    PARAMETERS,
+    WITHOUT_LOADER,
+    Measurement,
+    Outcome,
+    Status,
+    Trial,
+)
 from perfsearch.instrument.facts import Facts
 from perfsearch.knobs.ddp import FIND_UNUSED
 from perfsearch.knobs.model import is_compiled
@@ -24,6 +32,7 @@ from perfsearch.runners._script.group import EndedError, ScriptGroup
 from perfsearch.runners.base import Plan
 from perfsearch.training.clock import (
     FIRST_LOSSES,
+    LOADING,
     USABLE,
     WARMUP_STEPS,
     State,
@@ -223,6 +232,8 @@ def _measurement(
     measurement.environment.update(_of_validation(measurement.step_seconds, aside))
     if facts.parameters is not None:
         measurement.environment[PARAMETERS] = facts.parameters
+    if "forward" in measurement.phases_ms and LOADING[0] not in measurement.phases_ms:
+        measurement.environment[WITHOUT_LOADER] = True
     if facts.draws_in_forward:
         measurement.environment[DRAWS_IN_FORWARD] = True
     measurement.environment[SLOW_STEPS] = merge_ranks(

@@ -6,7 +6,7 @@ import pytest
 
 from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits, Objective
-from perfsearch.core.trial import Purpose, Status
+from perfsearch.core.trial import WITHOUT_LOADER, Purpose, Status
 from perfsearch.runners._script.runner import Script
 from perfsearch.runners._script.ways import Way
 from perfsearch.runners.base import Plan
@@ -55,6 +55,8 @@ def test_a_script_gets_one_process_without_a_rank(begin, tmp_path, name, samples
     outcome = measured(runner, tmp_path)
     assert (outcome.status, outcome.reason) == (Status.OK, "")
     assert (outcome.measurement.samples_per_step, outcome.measurement.world_size) == (samples, 1)
+    untold = outcome.measurement.environment.get(WITHOUT_LOADER, False)
+    assert untold == (name == "no_loader.py")
     unit = Objective().unit(outcome.measurement)
     assert unit == ("steps/s" if samples is None else "samples/s")
     warnings = [line for line in runner.remarks if line.startswith("warning: ")]
