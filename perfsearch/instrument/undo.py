@@ -35,6 +35,9 @@ ORDERS = "start.json"
 _OWNER = "owner.json"
 _DOWNLOADS = "downloads.jsonl"
 _README = "README.txt"
+_IGNORED = ".gitignore"
+"""Keeps what is set aside out of the user's commits."""
+
 _EXPLANATION = (
     "A search or profile of perfsearch keeps here the files that starts of your script changed or\n"
     "removed, and puts them back. If none runs any more, the next one in this directory does so\n"
@@ -484,6 +487,7 @@ def _new_room(directory: Path, own: Sequence[Path]) -> Path:
         room.mkdir(parents=True)
     room.mkdir(parents=True, exist_ok=True)
     (room.parent / _README).write_text(_EXPLANATION)
+    (room.parent / _IGNORED).write_text("*\n")
     me = os.getpid()
     owner = {"host": socket.gethostname(), "controller": [me, processes.started_at(me)]}
     write_json(room / _OWNER, owner)
@@ -512,7 +516,8 @@ def _close(room: Path, died_s: float = math.inf) -> Undone:
         shutil.rmtree(room, ignore_errors=True)
     with contextlib.suppress(OSError):
         if not any(p.is_dir() for p in room.parent.iterdir()):
-            (room.parent / _README).unlink(missing_ok=True)
+            for name in (_README, _IGNORED):
+                (room.parent / name).unlink(missing_ok=True)
         room.parent.rmdir()
     return done
 

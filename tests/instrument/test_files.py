@@ -291,6 +291,18 @@ sys.stdin.read()
     assert not (directory.path / undo.ROOM).exists()
 
 
+def test_git_sees_nothing_of_what_is_set_aside(directory):
+    subprocess.run(["git", "init", "-q"], cwd=directory.path, check=True)
+    directory.start("open('ckpt.pt', 'w').write('new')")
+    said = subprocess.run(
+        ["git", "status", "--short", "-uall"],
+        cwd=directory.path, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert "ckpt.pt" in said and undo.ROOM not in said
+    directory.files.close()
+    assert not (directory.path / undo.ROOM).exists()
+
+
 def left_by_a_killed_search(directory, text, **owner):
     """Have a start change files whose search then ends without a word, some minutes ago."""
     files = UserFiles(directory=directory.path)
