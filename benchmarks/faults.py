@@ -22,14 +22,15 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-os.environ.pop("MLFLOW_TRACKING_URI", None)
-for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[variable] = "1"
+if __name__ == "__main__":  # and not in whoever imports it
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = "1"
 
-import _fault_real  # noqa: E402
-import _fault_replay  # noqa: E402
-from _fault_common import (  # noqa: E402
+import _fault_real
+import _fault_replay
+from _fault_common import (
     Fault,
     Outcome,
     Server,

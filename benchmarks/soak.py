@@ -31,15 +31,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-os.environ.pop("MLFLOW_TRACKING_URI", None)
-for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[variable] = "1"
+if __name__ == "__main__":  # and not in whoever imports it
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = "1"
 
-import subprocess  # noqa: E402
+import subprocess
 
-import _soak_room as rooms  # noqa: E402
-from _fault_checks import (  # noqa: E402
+import _soak_room as rooms
+from _fault_checks import (
     Findings,
     Watch,
     check_trials,
@@ -47,12 +48,12 @@ from _fault_checks import (  # noqa: E402
     journal_of,
     last_ends,
 )
-from _fault_common import Fault, Outcome, migrated_database  # noqa: E402
-from _soak_faults import Striker, clock_shim, draw_strikes  # noqa: E402
-from _soak_jobs import JOBS, Job  # noqa: E402
-from faults import COUNTS, commit, torch_version  # noqa: E402
+from _fault_common import Fault, Outcome, migrated_database
+from _soak_faults import Striker, clock_shim, draw_strikes
+from _soak_jobs import JOBS, Job
+from faults import COUNTS, commit, torch_version
 
-from perfsearch.core.journal import JournalError  # noqa: E402
+from perfsearch.core.journal import JournalError
 
 _MOST_COMMANDS = 5
 _ATTEMPTS = 3
