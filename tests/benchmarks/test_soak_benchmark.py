@@ -106,8 +106,3 @@ def test_an_episode_is_read_back_as_it_was_written(tmp_path):
     assert "| trials lost | 1 |" in page
     assert "| SIGKILL | 1 |" in page
     assert "- replay 5 (event 1 + 0.5 s: SIGKILL)" in page
-
-
-@pytest.mark.slow
-def test_a_struck_replay_loses_and_leaves_nothing():
-    assert soak.main(["run", "--job", "replay", "--episode", "5"]) == 0
