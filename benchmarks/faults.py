@@ -22,11 +22,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from _environment import set_environment
+
 if __name__ == "__main__":  # and not in whoever imports it
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-    os.environ.pop("MLFLOW_TRACKING_URI", None)
-    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[variable] = "1"
+    set_environment()
 
 import _fault_real
 import _fault_replay

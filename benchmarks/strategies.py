@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
-from _races import race, read
+from _environment import set_environment
 
-for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[variable] = "1"
+if __name__ == "__main__":  # and not in whoever imports it
+    set_environment()
+
+from _races import race, read
 
 CONTENDERS = (
     "bayes",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfsearch.cli.words import OwnParser, positive, share, whole
+from perfsearch.cli.arguments import OwnParser, positive, share, whole
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.signals import ExitCode
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from perfsearch.cli.words import OwnParser, of_script, positive
+from perfsearch.cli.arguments import OwnParser, of_script, positive
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.signals import ExitCode
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from perfsearch.cli.words import OwnParser, of_script
+from perfsearch.cli.arguments import OwnParser, of_script
 from perfsearch.config.options import show
 from perfsearch.core.signals import ExitCode
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perfsearch.cli.words import OwnParser, whole
+from perfsearch.cli.arguments import OwnParser, whole
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.signals import ExitCode
 
@@ -42,7 +42,7 @@ def command(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(list(arguments))
     if bool(asked.knobs) == asked.end:
         raise BadInputError("give KEY=VALUE ..., or --end. See perfsearch try --help.")
-    from perfsearch.pipeline.door import SessionEndedError, ask
+    from perfsearch.pipeline.session_socket import SessionEndedError, ask
 
     request: dict[str, Any] = {"op": "end"}
     if not asked.end:
@@ -88,7 +88,7 @@ def the_open_one() -> Path:
         BadInputError: there is none, or there are several.
 
     """
-    from perfsearch.pipeline.door import DIRECTORY, SOCKET, NoSessionError, is_open
+    from perfsearch.pipeline.session_socket import DIRECTORY, SOCKET, NoSessionError, is_open
 
     places = [socket.parent for socket in sorted(DIRECTORY.parent.glob(f"*/{SOCKET}"))]
     found = [place for place in places if is_open(place)]

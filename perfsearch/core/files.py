@@ -66,6 +66,21 @@ def write_text(path: Path, text: str, *, durable: bool = False, make: bool = Tru
         _sync_directory(path.parent)
 
 
+def read_at_most(path: Path, most: int) -> bytes:
+    """The content of a file that somebody else may have written.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it has more than ``most`` bytes, which are not read.
+
+    """
+    with path.open("rb") as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise ValueError(f"is larger than {most // 2**20} MiB")
+    return raw
+
+
 def private(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file, for ``open``; where it is made, others of the machine cannot read it."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)

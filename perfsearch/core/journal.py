@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core.errors import BadInputError
-from perfsearch.core.files import write_text
+from perfsearch.core.files import read_at_most, write_text
 from perfsearch.core.secrets import Redactor
 
 JOURNAL = "journal.jsonl"
@@ -220,12 +220,11 @@ _IDENTITY = "identity/"
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Event], int, str]:
     try:
-        with path.open("rb") as file:
-            raw = file.read(MOST_READ + 1)
+        raw = read_at_most(path, MOST_READ)
     except OSError as error:
         raise JournalError(f"{path}: cannot be read: {error.strerror}. {_REMEDY}") from error
-    if len(raw) > MOST_READ:
-        raise JournalError(f"{path}: it is larger than {MOST_READ // 2**30} GiB. {_REMEDY}")
+    except ValueError as error:
+        raise JournalError(f"{path}: it {error}. {_REMEDY}") from error
     whole, _, tail = raw.rpartition(b"\n")
     lines = whole.split(b"\n") if whole else []
     records: list[dict[str, Any]] = []

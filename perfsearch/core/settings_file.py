@@ -7,6 +7,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from perfsearch.core.files import read_at_most
+
 MOST_READ = 16 * 2**20
 """Bytes that a file of settings may have: what is read of one is held in memory."""
 
@@ -24,12 +26,9 @@ def read_settings(path: Path) -> dict[str, Any]:
 
     """
     try:
-        with path.open("rb") as file:
-            raw = file.read(MOST_READ + 1)
+        raw = read_at_most(path, MOST_READ)
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
-    if len(raw) > MOST_READ:
-        raise ValueError(f"is larger than {MOST_READ // 2**20} MiB")
     try:
         text = raw.decode()
         content = json.loads(text) if path.suffix == ".json" else _yaml(text)

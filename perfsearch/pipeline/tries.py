@@ -22,7 +22,6 @@ from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.core.verdict import Plan, Unit, told
 from perfsearch.pipeline import baseline, explore, record
 from perfsearch.pipeline.blocks import Blocks
-from perfsearch.pipeline.door import DIRECTORY, Door
 from perfsearch.pipeline.search import (
     Course,
     ViewFactory,
@@ -33,6 +32,7 @@ from perfsearch.pipeline.search import (
 )
 from perfsearch.pipeline.search import search as run_session
 from perfsearch.pipeline.session import BASELINE, BreakerError, Result, Session, Verdict
+from perfsearch.pipeline.session_socket import DIRECTORY, SessionSocket
 from perfsearch.runners.base import ClosingLines, Runner
 from perfsearch.strategies._nothing import Nothing
 from perfsearch.tracking import export
@@ -145,7 +145,7 @@ def _value(runner: Runner, name: str, value: Any) -> Value:
 
 
 class Tries(Course):
-    """Measures the baseline, then what is asked for at the door.
+    """Measures the baseline, then what is asked for at the socket.
 
     Args:
         idle_s: it ends after so many seconds in which nobody asked.
@@ -155,6 +155,7 @@ class Tries(Course):
     def __init__(self, idle_s: float) -> None:
         self.idle_s = idle_s
         self._asked = 0
+        self._measures = False
 
     def stages(self, session: Session) -> Result:
         """Measure the job as it is, and serve until it is ended."""
@@ -164,31 +165,37 @@ class Tries(Course):
         except BreakerError as error:
             code, why = ExitCode.NO_TRIAL_SUCCEEDED, Verdict(reason=str(error))
             return Result(code, session.run_dir, session.trials, why, reason=str(error))
-        with Door(session.run_dir) as door:
+        with SessionSocket(session.run_dir) as listener:
             session.view.stage("session", f"open in {session.run_dir}")
             session.view.note(
                 "in another terminal: perfsearch try KEY=VALUE ... It ends by Ctrl-C, by "
                 f"perfsearch try --end, or when nothing was tried for {self.idle_s / 60:g} minutes"
             )
-            reason = self._serve(session, door)
+            reason = self._serve(session, listener)
         verdict = Verdict(reason=f"{self._asked} tries; a session claims no gain")
         return Result(ExitCode.DONE, session.run_dir, session.trials, verdict, reason=reason)
 
-    def _serve(self, session: Session, door: Door) -> str:
+    def _serve(self, session: Session, listener: SessionSocket) -> str:
         """Answer until something ends the session; what did."""
+        try:
+            return self._answer_all(session, listener)
+        except Interrupted as interrupted:
+            if self._measures or interrupted.exit_code is not ExitCode.SIGINT:
+                raise
+            return "Ctrl-C"
+
+    def _answer_all(self, session: Session, listener: SessionSocket) -> str:
         while True:
-            try:
-                caller = door.wait(self.idle_s)
-            except Interrupted as interrupted:
-                if interrupted.exit_code is not ExitCode.SIGINT:
-                    raise
-                return "Ctrl-C"
+            caller = listener.wait(self.idle_s)
             if caller is None:
                 return f"nothing was tried for {self.idle_s / 60:g} minutes"
             if caller.request.get("op") == "end":
                 caller.answer({"schema": SCHEMA, "ended": True})
                 return "perfsearch try --end"
-            caller.answer({"schema": SCHEMA, **self._answer(session, caller.request)})
+            self._measures = True
+            answer = self._answer(session, caller.request)
+            self._measures = False  # before whoever asked knows that it has ended
+            caller.answer({"schema": SCHEMA, **answer})
 
     def _answer(self, session: Session, plain: Mapping[str, Any]) -> dict[str, Any]:
         try:

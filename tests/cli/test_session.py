@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from perfsearch.cli import search as cli
-from perfsearch.pipeline.door import SOCKET
+from perfsearch.pipeline.session_socket import SOCKET
 
 TABLE = """bucket,algorithm,status,samples_per_s,step_ms,peak_allocated_gib
 1,ring,ok,10,9 9 9,1

@@ -15,8 +15,8 @@ from support.synthetic import KeptTracker, KeptView, SyntheticRunner
 from perfsearch.core.journal import JOURNAL
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.trial import Outcome, Purpose, Status
-from perfsearch.pipeline.door import SOCKET, Door, NoSessionError, ask, is_open
 from perfsearch.pipeline.search import search as run_session
+from perfsearch.pipeline.session_socket import SOCKET, NoSessionError, SessionSocket, ask, is_open
 from perfsearch.pipeline.tries import Tries
 from perfsearch.strategies._nothing import Nothing
 
@@ -197,12 +197,12 @@ def test_it_ends_when_nobody_asks(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# The door.
+# The socket.
 
 
 def test_only_the_same_user_gets_in(tmp_path):
-    with Door(tmp_path) as door:
-        assert stat.S_IMODE(os.stat(door.path).st_mode) == 0o600
+    with SessionSocket(tmp_path) as listener:
+        assert stat.S_IMODE(os.stat(listener.path).st_mode) == 0o600
         assert is_open(tmp_path)
     assert not is_open(tmp_path)
 
@@ -213,15 +213,15 @@ def test_a_socket_that_a_kill_left_is_no_session_and_in_nobodys_way(tmp_path):
     left.close()
     with pytest.raises(NoSessionError, match="no session is open there"):
         ask(tmp_path, {"op": "end"})
-    with Door(tmp_path):
+    with SessionSocket(tmp_path):
         assert is_open(tmp_path)
 
 
 def test_a_long_path_is_no_obstacle(tmp_path):
     deep = tmp_path / ("d" * 80) / ("e" * 80)
     deep.mkdir(parents=True)
-    with Door(deep) as door:
-        asked = threading.Thread(target=lambda: door.wait(30).answer({"heard": True}))
+    with SessionSocket(deep) as listener:
+        asked = threading.Thread(target=lambda: listener.wait(30).answer({"heard": True}))
         asked.start()
         assert ask(deep, {"op": "x"}) == {"heard": True}
         asked.join(30)

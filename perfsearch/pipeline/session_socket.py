@@ -39,7 +39,7 @@ class SessionEndedError(Exception):
     """The session ended before it had answered."""
 
 
-class Door:
+class SessionSocket:
     """Where a session waits for callers.
 
     Args:

@@ -1,4 +1,4 @@
-"""Words that the commands beside a search have in common: numbers, a script by ``--command``."""
+"""Arguments that commands beside a search have in common: numbers, a script by ``--command``."""
 
 from __future__ import annotations
 
