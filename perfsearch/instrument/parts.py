@@ -35,6 +35,7 @@ class Parts:
         self._thread = 0
         self._now: dict[str, float] = {}
         self._since = 0.0
+        self._taken = 0.0
         self._begun: dict[str, float] = {}
         wrap(torch, "save", self._save)
         after_import("safetensors.torch", self._meet_safetensors)
@@ -71,16 +72,21 @@ class Parts:
         """Call something whose time is this part's, and none of what it is called in."""
         if not self._is_told():
             return call(*args, **kwargs)
-        begin = time.perf_counter()
+        begin = self._own_now()
         try:
             return call(*args, **kwargs)
         finally:
-            self._take_out(part, time.perf_counter() - begin)
+            self._take_out(part, self._own_now() - begin)
 
     def _is_told(self) -> bool:
         return self._watching and threading.get_ident() == self._thread
 
+    def _own_now(self) -> float:
+        """A clock that stands still in parts that are taken out: one in another is not in both."""
+        return time.perf_counter() - self._taken
+
     def _take_out(self, part: Cause, seconds: float) -> None:
+        self._taken += seconds
         self._now[part] = self._now.get(part, 0.0) + seconds
         self._since += seconds
 
@@ -108,9 +114,9 @@ class Parts:
 
     def _start(self, part: Cause) -> None:
         if self._is_told():
-            self._begun[part] = time.perf_counter()
+            self._begun[part] = self._own_now()
 
     def _stop(self, part: Cause) -> None:
         begun = self._begun.pop(part, None)
         if begun is not None and self._is_told():
-            self._take_out(part, time.perf_counter() - begun)
+            self._take_out(part, self._own_now() - begun)

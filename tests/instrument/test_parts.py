@@ -58,6 +58,24 @@ def test_saving_and_collecting_garbage_are_told_apart(parts):
     assert step[Cause.OWN] >= 0
 
 
+def test_collecting_while_saving_is_taken_out_once(parts):
+    class Collecting(io.BytesIO):
+        def write(self, data):
+            nap()
+            gc.collect()
+            return super().write(data)
+
+    begin = time.perf_counter()
+    parts.begin()
+    torch.save({"a": torch.ones(3)}, Collecting())
+    parts.passed(Cause.OWN)
+    whole_s = time.perf_counter() - begin
+    parts.end_step()
+    (step,) = parts.steps
+    assert step[Cause.SAVING] >= NAP_S and step[Cause.COLLECTING] > 0
+    assert step[Cause.OWN] >= 0 and sum(step.values()) <= whole_s + 1e-9
+
+
 def test_compiling_is_told_apart(parts):
     handler = pytest.importorskip("torch._dynamo.callback").callback_handler
     parts.begin()
