@@ -186,6 +186,30 @@ def hierarchical(directory):
     return {"differs": differs(plain, tuned), "sizes": sizes}
 
 
+def running():
+    return any(s.agent.running for s in rank._sessions)
+
+
+def train_until_tuned(net, optimizer, least):
+    """Losses and weights of training until tuning is over, and how many steps that took."""
+    losses, steps, generator = [], 0, generator_of(0)
+    while running() or steps < least:
+        more, weights = train(net, optimizer, 5, generator=generator)
+        losses += more
+        steps += 5
+        assert steps < 2000
+    return (losses, weights), steps
+
+
+def train_as_long(net, optimizer, steps):
+    """The same steps, counted as `train_until_tuned` counts them."""
+    losses, generator = [], generator_of(0)
+    for _ in range(steps // 5):
+        more, weights = train(net, optimizer, 5, generator=generator)
+        losses += more
+    return losses, weights
+
+
 def tuned(directory, **options):
     """The whole of it: an unchanged loop, tuned to the end, against the same loop left alone."""
     enable(
@@ -193,26 +217,10 @@ def tuned(directory, **options):
     )
     net = make()
     optimizer = adam(net)
-    steps = 0
-
-    def running():
-        return any(s.agent.running for s in rank._sessions)
-
-    losses = []
-    generator = generator_of(0)
-    while running() or steps < 10:
-        more, weights = train(net, optimizer, 5, generator=generator)
-        losses += more
-        steps += 5
-        assert steps < 2000
-    result = losses, weights
+    result, steps = train_until_tuned(net, optimizer, 10)
     with rank.tuning_paused():
         untouched = make()
-    generator, other, plain = generator_of(0), adam(untouched), []
-    for _ in range(steps // 5):
-        more, weights = train(untouched, other, 5, generator=generator)
-        plain += more
-    plain = plain, weights
+    plain = train_as_long(untouched, adam(untouched), steps)
     modules = {name.partition(".")[0] for name in sys.modules}
     return {
         "differs": differs(plain, result),
@@ -308,15 +316,14 @@ def one_line(directory):
 def stages(directory):
     """A script that lets go of its optimizer, and goes on with another."""
     wait_for_proposals()
-
-    def run():
-        net = make()
-        first = train(net, adam(net), 12)
-        return first, train(net, adam(net), 48)
-
-    plain = run()
     enable({"log_file": str(directory / "log.csv"), "max_samples": 3, "steps_per_sample": 4})
-    return {"differs": [differs(a, b) for a, b in zip(plain, run(), strict=True)]}
+    net = make()
+    first = train(net, adam(net), 12)
+    second, steps = train_until_tuned(net, adam(net), 10)
+    with rank.tuning_paused():
+        net = make()
+    plain = train(net, adam(net), 12), train_as_long(net, adam(net), steps)
+    return {"differs": [differs(a, b) for a, b in zip(plain, (first, second), strict=True)]}
 
 
 def frozen(directory):
