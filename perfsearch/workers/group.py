@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import shlex
+import signal
 import subprocess
 import time
 import uuid
@@ -648,7 +649,8 @@ class RankProcesses:
         """Ranks on this host whose processes are gone, though the launcher still runs.
 
         The launcher takes no notice of one that ended with 0, and sees another only when the last
-        of the processes that it started has ended, too.
+        of the processes that it started has ended, too. It ends the others by SIGTERM: those come
+        last, for they are not the cause.
         """
         ended = []
         for rank, process in enumerate(self._ranks):
@@ -657,7 +659,7 @@ class RankProcesses:
                 # Had its launcher taken note of another code, it would have ended the group.
                 code = processes.exit_code(*place)
                 ended.append(ProcessEnd(rank, 0 if code is None else code, time.time()))
-        return ended
+        return sorted(ended, key=lambda end: end.exit_code == -signal.SIGTERM)
 
     def some_run(self) -> bool:
         """Whether another rank still runs, so that the launcher will not end soon."""

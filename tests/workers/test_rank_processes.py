@@ -1,6 +1,7 @@
 """Ranks by what they told of themselves: one device each, and still there."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -28,6 +29,20 @@ def test_a_rank_that_is_gone_is_told_from_those_that_run():
     child.communicate(b"\n", timeout=60)
     assert [end.rank for end in ranks_told.ended()] == [1]
     assert ranks_told.some_run()
+
+
+def test_ranks_that_the_launcher_has_ended_come_after_the_one_that_was_killed():
+    asleep = [sys.executable, "-c", "input()"]
+    children = [subprocess.Popen(asleep, stdin=subprocess.PIPE) for _ in range(2)]
+    ranks = RankProcesses([told(child.pid) for child in children])
+    children[0].terminate()
+    children[1].kill()
+    for child in children:  # without asking how it ended
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    ends = [(end.rank, end.exit_code) for end in ranks.ended()]
+    for child in children:
+        child.communicate()
+    assert ends == [(1, -signal.SIGKILL), (0, -signal.SIGTERM)]
 
 
 def test_ranks_of_other_hosts_are_not_looked_for_here():
