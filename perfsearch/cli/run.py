@@ -359,9 +359,9 @@ def as_search(asked: RunArguments) -> tuple[list[str], dict[str, Any]]:
         raise BadInputError(f"-o {taken[0]}=...: the script and its arguments stand after it.")
     if "runner" not in keys:
         runner = runner_for(asked)
-        print(
-            f"{command.given().name}: runner={runner}, as the script calls for it", file=sys.stderr
-        )
+        if runner != _USUAL:
+            told = f"{command.given().name}: runner={runner}, as the script calls for it"
+            print(told, file=sys.stderr)
         overrides.insert(0, f"runner={runner}")
     if asked.profile:
         if "mode" in keys:
@@ -411,6 +411,9 @@ _ARGUMENT_SIGNS = {
     "zero": ("--fsdp", "--use_fsdp"),
 }
 
+_USUAL = "ddp"
+"""The runner whose knobs fit a script that nothing else calls for."""
+
 
 def runner_for(asked: RunArguments) -> str:
     """Which runner's knobs fit the script: by its arguments, else by what its source names.
@@ -425,7 +428,7 @@ def runner_for(asked: RunArguments) -> str:
             f"{_keys('runner=deepspeed', 'runner.ds_config=FILE.json')}",
             file=sys.stderr,
         )
-        return "ddp"
+        return _USUAL
     return runner
 
 
@@ -440,7 +443,7 @@ def _called_for(asked: RunArguments) -> str:
         if any(argument.partition("=")[0] in words for argument in asked.arguments):
             return runner
     source = "" if asked.parsed.module else Path(asked.script).read_text(errors="replace")
-    return next((runner for runner, sign in _SIGNS.items() if sign.search(source)), "ddp")
+    return next((runner for runner, sign in _SIGNS.items() if sign.search(source)), _USUAL)
 
 
 def _is_configured(asked: RunArguments) -> bool:

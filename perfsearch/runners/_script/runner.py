@@ -742,7 +742,7 @@ class ScriptSpace:
         return reasons
 
     def left_out_lines(self, wanted: Mapping[str, Any]) -> list[str]:
-        """The same for people, a line a reason: those that cannot apply here in one line."""
+        """The same for people, a line a reason, those that cannot apply here last."""
         mapped = {one.name: one for one in self._maps}
         apart: dict[str, list[str]] = {}
         lines: dict[str, list[str]] = {}
@@ -750,8 +750,8 @@ class ScriptSpace:
             is_apart = why == _NOT_FROM_OUTSIDE or (name in self.absent and name not in mapped)
             (apart if is_apart else lines).setdefault(why, []).append(name)
         told = [f"not searched: {', '.join(names)}: {why}" for why, names in lines.items()]
-        cannot = "; ".join(f"{why} ({', '.join(names)})" for why, names in apart.items())
-        return [*told, f"cannot apply here: {cannot}"] if cannot else told
+        cannot = [f"cannot apply here: {', '.join(names)}: {why}" for why, names in apart.items()]
+        return told + cannot
 
     def unsupported(self, wanted: Mapping[str, Any], mapped: Sequence[str]) -> dict[str, str]:
         """What the user named and what has no effect on this script, and why.
