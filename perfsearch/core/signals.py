@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from types import FrameType
 
+_ENDING = b"\nEnding: processes are ended, and the record is finished.\n"
 _STILL_ENDING = b"\nEnding: the record is being finished. Once more to end at once.\n"
 
 
@@ -52,7 +53,7 @@ def interruptible() -> Iterator[None]:
     """Turn SIGHUP, SIGINT and SIGTERM into ``Interrupted`` while the block runs.
 
     The first signal raises, at the end of a ``deferred`` block where it comes inside one, so
-    that the record is finished and processes are ended. The second
+    that the record is finished and processes are ended; that is said at once. The second
     is only answered, as that is still under way. The third ends the process at once; its
     workers see their control channel close.
     """
@@ -62,16 +63,17 @@ def interruptible() -> Iterator[None]:
         nonlocal received
         received += 1
         code = ExitCode(128 + number)
+        if received <= 2:
+            with suppress(OSError):  # after a hang-up the terminal takes no more words
+                words = _ENDING if received == 1 else _STILL_ENDING
+                os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, words)
         if received == 1:
             if _deferral.depth:
                 _deferral.pending = code
                 return
             raise Interrupted(code)
-        if received == 2:
-            with suppress(OSError):  # after a hang-up the terminal takes no more words
-                os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _STILL_ENDING)
-            return
-        os._exit(code)
+        if received > 2:
+            os._exit(code)
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

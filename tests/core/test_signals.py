@@ -24,11 +24,13 @@ def hang_ups_count():
         (signal.SIGHUP, ExitCode.SIGHUP),
     ],
 )
-def test_the_first_signal_raises_and_the_second_does_not(number, code):
+def test_the_first_signal_raises_and_the_second_is_answered(number, code, capfd):
     with interruptible():
         with pytest.raises(Interrupted) as raised:
             os.kill(os.getpid(), number)
+        assert "Ending: processes are ended" in capfd.readouterr().err
         os.kill(os.getpid(), number)
+    assert "Once more to end at once" in capfd.readouterr().err
     assert raised.value.exit_code == code
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
