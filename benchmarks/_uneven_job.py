@@ -52,7 +52,7 @@ class SlowFile:
         return self._file.write(data)
 
 
-def beside(kind: str, step: int, net: torch.nn.Module, scratch: Path) -> None:
+def beside(kind: str, step: int, net: torch.nn.Module, workers: int, scratch: Path) -> None:
     """What the script does between two steps, beside training."""
     if kind == "pause" and step % 8 == 7:
         time.sleep(0.1)
@@ -63,8 +63,9 @@ def beside(kind: str, step: int, net: torch.nn.Module, scratch: Path) -> None:
             torch.save(net.state_dict(), SlowFile(file))
     if kind == "validation" and step % 12 == 11:
         with torch.no_grad():
-            for x, _ in DataLoader(Samples(8 * BATCH, 1e-3), batch_size=BATCH):
+            for x, _ in DataLoader(Samples(8 * BATCH, 1e-3), BATCH, num_workers=workers):
                 net(x)
+                time.sleep(8e-3)
 
 
 def main() -> None:
@@ -94,7 +95,7 @@ def main() -> None:
             torch.nn.functional.cross_entropy(net(x), y).backward()
             optimizer.step()
             ends.append(time.perf_counter())
-            beside(options.kind, step, net, options.scratch)
+            beside(options.kind, step, net, options.workers, options.scratch)
     finally:  # also where whoever measures it ends it
         if options.clock is not None:
             options.clock.write_text(json.dumps(ends))
