@@ -28,7 +28,7 @@ def run(scenario, directory, nproc=2):
         command = [*torchrun, f"--nproc-per-node={nproc}", *command[1:-1]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PERFSEARCH_TEST_MARK": str(directory)}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=150, check=False
+        command, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = [json.loads((directory / f"rank{r}.json").read_text()) for r in range(nproc)]

@@ -186,8 +186,12 @@ def hierarchical(directory):
     return {"differs": differs(plain, tuned), "sizes": sizes}
 
 
+def still_tuned():
+    return sum(s.agent.running for s in rank._sessions)
+
+
 def running():
-    return any(s.agent.running for s in rank._sessions)
+    return still_tuned() > 0
 
 
 def train_until_tuned(net, optimizer, least):
@@ -285,21 +289,23 @@ def apart(directory):
 def two_models(directory):
     """Models take turns; each is tuned, each trains the same."""
 
-    def run():
+    def run(goes_on):
         one, two = make(1), make(2)
         first, second = adam(one), torch.optim.SGD(two.parameters(), lr=1e-3, momentum=0.9)
         results = []
-        for _ in range(8):
+        while goes_on(len(results)):
             results.append(train(one, first, 12, seed=1))
             results.append(train(two, second, 12, seed=2))
         return results
 
-    plain = run()
     enable({"log_file": str(directory / "log.csv"), "max_samples": 2, "steps_per_sample": 4})
     never_trained = make(3)
-    after = run()
+    tuned = run(lambda done: done < 100 and (done < 4 or still_tuned() > 1))
+    assert still_tuned() == 1
     assert never_trained.module is not None
-    return {"differs": [differs(a, b) for a, b in zip(plain, after, strict=True)]}
+    with rank.tuning_paused():
+        plain = run(lambda done: done < len(tuned))
+    return {"differs": [differs(a, b) for a, b in zip(plain, tuned, strict=True)]}
 
 
 def one_line(directory):
@@ -309,7 +315,7 @@ def one_line(directory):
     net = perfsearch.autotune(
         torch.nn.Linear(WIDTH, 1), max_samples=1, log_file=directory / "log.csv", bucket_cap_mb=3
     )
-    train(net, adam(net), 40)
+    train_until_tuned(net, adam(net), 10)
     return {"type": type(net).__mro__[1].__name__, "rows": len((directory / "log.csv").read_text())}
 
 
