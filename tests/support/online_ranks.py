@@ -405,7 +405,11 @@ def launch(scenario, directory, nproc):
     from torch.distributed import run
     from torch.distributed.launcher.api import elastic_launch
 
-    arguments = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=tests"]
+    # Through a file: a store of this process has a thread that looks names up while ranks connect,
+    # and a rank that is forked meanwhile would wait for ever for the lock that it holds.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    arguments = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--rdzv-id=tests"]
+    arguments += [f"--rdzv-endpoint={directory}/rendezvous", "--local-addr=localhost"]
     arguments += [f"--nproc-per-node={nproc}", "--start-method=fork", __file__]
     config, _, _ = run.config_from_args(run.parse_args(arguments))
     elastic_launch(config, entrypoint=main)(scenario, directory)
