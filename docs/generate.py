@@ -1,8 +1,8 @@
 """Renders the reference pages from the code, so that they cannot say otherwise.
 
 ``python docs/generate.py`` writes ``docs/keys.md``, ``docs/strategies.md``, ``docs/runners.md``,
-the settings in ``conf/config.yaml``, and the comments beside the knobs in ``conf/runner/*.yaml``
-(which ``--help`` shows);
+``docs/advice.md``, the settings in ``conf/config.yaml``, and the comments beside the knobs in
+``conf/runner/*.yaml`` (which ``--help`` shows);
 ``--check`` writes nothing and exits with 1 where one of them is out of date.
 """
 
@@ -25,6 +25,9 @@ from perfsearch.config.schema import GROUPS
 from perfsearch.core.docstrings import attribute_help, summary
 from perfsearch.core.knob import Knob
 
+if typing.TYPE_CHECKING:
+    from perfsearch.metrics.advice import Advice
+
 ROOT = Path(__file__).parent.parent
 _SETTINGS = "# Written by docs/generate.py from perfsearch/config/schema.py.\n"
 _HYDRAS = "# Hydra composes"
@@ -40,6 +43,7 @@ def pages() -> dict[Path, str]:
         docs / "keys.md": keys_page(),
         docs / "strategies.md": strategies_page(),
         docs / "runners.md": runners_page(),
+        docs / "advice.md": advice_page(),
     }
     defaults = ROOT / "conf" / "config.yaml"
     if defaults.exists():
@@ -71,6 +75,47 @@ def strategies_page() -> str:
         parts.append(f"## `strategy={name}`\n\n{plain(paragraphs(strategy))}\n")
         parts.append(options_table(strategy.Options, "strategy"))
     return "\n".join(parts)
+
+
+_ADVICE = """\
+What the [diagnosis](metrics.md) advises on each finding, as it stands in
+`perfsearch/metrics/advice.py`. The sentences behind a finding are made of it; where a knob is
+searched, `strategy=fast`, `bayes` and `auto` try what is advised first, all of it together and then
+each alone; a [program that proposes](external.md) is told it as `advice`.
+
+- **Here**: the knob (`runner.knobs.NAME`) and its value; "more" and "less" are steps from today's.
+  Without one it is yours to do.
+- **Result**: `exact`: the same numbers; `reordered`: sums in another order, or other kernels;
+  `altering`: another computation, off unless `numerics=altering`.
+- **Seen elsewhere**: what the source, or a benchmark of perfsearch, found in its own job. Gains do
+  not multiply, and none is promised: a search measures yours.
+"""
+
+
+def advice_page() -> str:
+    """What is advised on each finding."""
+    from perfsearch.metrics.advice import ADVICE
+
+    head = ("do", "of", "switch", "here", "result", "seen elsewhere", "trap", "source")
+    parts = ["# What to do about it\n", _MADE, _ADVICE]
+    for findings in dict.fromkeys(advice.findings for advice in ADVICE):
+        rows = [advice_row(advice) for advice in ADVICE if advice.findings == findings]
+        parts.append(f"## {', '.join(f'`{name}`' for name in findings)}\n\n{table(head, rows)}")
+    return "\n".join(parts)
+
+
+def advice_row(advice: Advice) -> tuple[str, ...]:
+    """A row of its page."""
+    from perfsearch.metrics.advice import Turn
+
+    here = ""
+    if advice.knob is not None:
+        name, to = advice.knob.name, advice.to
+        here = f"`{name}`: {to.value}" if isinstance(to, Turn) else f"`{name}={show(to)}`"
+    switch = "" if not advice.switch else f"`{advice.switch}`"
+    result = "" if advice.numerics is None else advice.numerics.value
+    first = (advice.do, advice.cause.replace("_", " "), switch, here, result)
+    return (*first, advice.gain, advice.trap, advice.source)
 
 
 def runners_page() -> str:

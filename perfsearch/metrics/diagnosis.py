@@ -72,16 +72,24 @@ class Finding:
         name: short and stable, for tags.
         severity: how much it costs.
         evidence: what was measured, in numbers.
-        advice: what to do.
         share: part of the step that it takes, from 0 to 1, where it is a part.
+        causes: what of it was seen, as ``metrics.advice`` knows them.
 
     """
 
     name: str
     severity: Severity
     evidence: str
-    advice: str
     share: float | None = None
+    causes: tuple[str, ...] = ()
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        # The settings take their thresholds from this file, and ``--help`` needs no knob.
+        from perfsearch.metrics.advice import sentences
+
+        return sentences(self.name, self.causes)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.severity}): {self.evidence}. {self.advice}"
@@ -151,6 +159,16 @@ class Thresholds:
                 )
 
 
+DISK, NETWORK, PROCESSORS = "disk", "network", "processors"
+OTHER_JOBS, UNKNOWN = "other jobs", "unknown"
+"""What loading waits for, as a cause of its finding."""
+
+DEVICE, DATA, LOADERS = "device", "data", "loaders"
+"""Where the cause of a slow rank is to be looked for."""
+
+UNPROFILED = "unprofiled"
+"""Why nothing may be in sight."""
+
 PASSES = ("forward", "backward")
 """Phases in which a rank computes."""
 
@@ -190,6 +208,15 @@ class Facts:
         return f"{ms:.2f} ms of a {self.step_ms:.2f} ms step ({ms / self.step_ms:.0%})"
 
 
+CAUSES = "causes"
+"""Where a measurement's environment holds what was found, for what is advised on it."""
+
+
+def causes_of(findings: Sequence[Finding]) -> dict[str, list[str]]:
+    """Names of findings in their order, each with its causes, as plain values."""
+    return {finding.name: [str(cause) for cause in finding.causes] for finding in findings}
+
+
 def saved_ms(evidence: Mapping[str, float], part: str) -> tuple[float, float] | None:
     """What steps took less without a part, and two standard errors of that; ``None``: unknown."""
     names = ("with_everything", f"without_{part}")
@@ -218,7 +245,6 @@ def _memory(facts: Facts) -> Finding | None:
         "memory_pressure",
         Severity.HIGH,
         ", ".join(words),
-        "Use a smaller micro-batch with more accumulation, activation checkpointing, or sharding.",
     )
 
 
@@ -235,7 +261,6 @@ def _quota(facts: Facts) -> Finding | None:
         "cpu_quota",
         Severity.HIGH if held >= _QUOTA_HIGH_PERCENT else Severity.MODERATE,
         f"the CPU quota of the container stopped processes for {held:.0f}% of the time (cpu.stat)",
-        "Raise the quota, or start fewer threads and loader processes than it has processors for.",
     )
 
 
@@ -258,51 +283,46 @@ _READS_MEGABYTES_PER_S = 0.1
 """From here on a busy disk is one that is read; a slow one reads little more at random places."""
 
 
-_FASTER_DISK = "Keep the data on a faster disk or in memory, or read it in larger pieces."
-
-
 def _input(facts: Facts) -> Finding | None:
     share, limits = facts.share("dataloader_next"), facts.limits
     if share < limits.input_moderate:
         return None
-    workers = _loader_workers(facts.measurement)
+    cause, why = _what_loading_waits_for(facts)
+    severity = Severity.HIGH if share >= limits.input_high else Severity.MODERATE
+    evidence = f"waiting for the next batch takes {facts.said('dataloader_next')}; {why}"
+    return Finding("input_bound", severity, evidence, share, (cause,))
+
+
+def _what_loading_waits_for(facts: Facts) -> tuple[str, str]:
+    """The cause, and words for it."""
+    limits = facts.limits
     if facts.above("cpu_iowait_percentage", limits.iowait_percent):
-        cause = f"disks keep it waiting (iowait {facts.system('cpu_iowait_percentage'):.0f} %)"
-        advice = _FASTER_DISK
-    elif facts.above("disk_busy_percentage", limits.disk_busy_percent) and facts.above(
+        waits = f"disks keep it waiting (iowait {facts.system('cpu_iowait_percentage'):.0f} %)"
+        return DISK, waits
+    if facts.above("disk_busy_percentage", limits.disk_busy_percent) and facts.above(
         "disk_read_megabytes_per_s", _READS_MEGABYTES_PER_S
     ):
-        cause = (
+        return DISK, (
             f"a disk keeps it waiting (it works {facts.system('disk_busy_percentage'):.0f} % of "
             f"the time, and {facts.system('disk_read_megabytes_per_s'):.1f} MB/s are read)"
         )
-        advice = _FASTER_DISK
-    elif facts.above("cpu_utilization_percentage", limits.cpu_busy_percent):
-        used = facts.system("cpu_utilization_percentage")
+    used = facts.system("cpu_utilization_percentage")
+    if facts.above("cpu_utilization_percentage", limits.cpu_busy_percent):
         own = facts.system("process_cpu_share_percentage")
         if own is not None and own < _MOST_OF_BUSY_PERCENT:
-            cause = (
+            return OTHER_JOBS, (
                 f"other jobs fill the processors ({used:.0f} % busy, {own:.0f} % of it this job's)"
             )
-            advice = "Give the job processors of its own, or more dataloader workers."
-        else:
-            cause = f"preprocessing fills the processors ({used:.0f} % busy)"
-            advice = "Do less a sample: preprocess once and store it, or do it on the device."
-    elif facts.above("network_receive_megabytes_per_s", limits.network_megabytes_per_s):
+        return PROCESSORS, f"preprocessing fills the processors ({used:.0f} % busy)"
+    if facts.above("network_receive_megabytes_per_s", limits.network_megabytes_per_s):
         rate = facts.system("network_receive_megabytes_per_s")
-        cause = f"data may come over the network ({rate:.0f} MB/s received)"
-        advice = "Cache the data locally, or prefetch more of it."
-    else:
-        seen = facts.system("cpu_utilization_percentage") is not None
-        cause = (
-            "processors, disks and network are not its limit" if seen else "its cause was not seen"
-        )
-        advice = "Use more dataloader workers, or a larger prefetch factor."
-        if workers is not None:
-            cause += f"; it has {workers} workers"
-    severity = Severity.HIGH if share >= limits.input_high else Severity.MODERATE
-    evidence = f"waiting for the next batch takes {facts.said('dataloader_next')}; {cause}"
-    return Finding("input_bound", severity, evidence, advice, share)
+        return NETWORK, f"data may come over the network ({rate:.0f} MB/s received)"
+    why = "its cause was not seen" if used is None else _NOT_ITS_LIMIT
+    workers = _loader_workers(facts.measurement)
+    return UNKNOWN, why if workers is None else f"{why}; it has {workers} workers"
+
+
+_NOT_ITS_LIMIT = "processors, disks and network are not its limit"
 
 
 def _copy(facts: Facts) -> Finding | None:
@@ -313,7 +333,6 @@ def _copy(facts: Facts) -> Finding | None:
         "host_to_device_copy",
         Severity.MODERATE,
         f"copying batches to the device takes {facts.said('to_device')}",
-        "Use pin_memory with non_blocking copies, or send smaller types (uint8, bf16).",
         share,
     )
 
@@ -334,8 +353,6 @@ def other_work(facts: Facts) -> Finding | None:
         "other_work",
         Severity.HIGH if share >= 2 * limit else Severity.MODERATE,
         f"what is neither loading, a pass nor the optimizer takes {facts.said_ms(ms)}",
-        "Move logging, metrics, checkpoints, evaluation and Python between steps out of the step, "
-        "or do them every N steps.",
         share,
     )
 
@@ -372,7 +389,6 @@ def sync_points(facts: Facts) -> Finding | None:
         Severity.MODERATE,
         f"waiting for values from the device{often} takes {facts.said_ms(wait_ms)}{idles}"
         + (f"; called at {where}" if where else ""),
-        "Call .item(), .cpu() and print of tensors less often, or after the step.",
         share,
     )
 
@@ -395,7 +411,6 @@ def launching(facts: Facts) -> Finding | None:
         Severity.HIGH if waits >= 2 * limit else Severity.MODERATE,
         f"the device works {busy_ms:.2f} ms of a {facts.step_ms:.2f} ms step and waits for the "
         f"host to launch for {waits:.0%} of it",
-        "Use torch.compile or CUDA graphs, a fused or foreach optimizer, or a larger micro-batch.",
         waits,
     )
 
@@ -408,7 +423,6 @@ def _optimizer(facts: Facts) -> Finding | None:
         "optimizer_bound",
         Severity.MODERATE,
         f"the optimizer takes {facts.said('optimizer')}",
-        "Use its fused or foreach implementation, shard its state, or accumulate gradients.",
         share,
     )
 
@@ -467,8 +481,8 @@ def straggler(facts: Facts) -> Finding | None:
         "straggler",
         Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
         evidence,
-        _straggler_advice(facts, phases),
         share,
+        _where_to_look(facts, phases),
     )
 
 
@@ -477,18 +491,12 @@ def _own_phases(facts: Facts) -> tuple[str, ...]:
     return (*RANK_PHASES, *(("backward",) if "comm_least_ms" in facts.evidence else ()))
 
 
-def _straggler_advice(facts: Facts, phases: Sequence[str]) -> str:
+def _where_to_look(facts: Facts, phases: Sequence[str]) -> tuple[str, ...]:
     """Where a slow rank's cause is to be looked for."""
     if phases != ["dataloader_next"]:
-        return "Look at that device's clocks, temperature and neighbours, and at that rank's data."
-    data = "Look at that rank's data, and at what else reads and computes on its node"
-    if not _loader_workers(facts.measurement):
-        return f"{data}."
-    # They load ahead while their rank waits in a collective, so that only the last one shows.
-    return (
-        f"{data}. Or the loader processes of all ranks are as slow, and its own began last: then "
-        "more of them help."
-    )
+        return (DEVICE,)
+    loaders = (LOADERS,) if _loader_workers(facts.measurement) else ()
+    return (DATA, *loaders)
 
 
 def _others_wait_ms(facts: Facts) -> float | None:
@@ -535,8 +543,6 @@ def imbalance(facts: Facts) -> Finding | None:
         "rank_imbalance",
         Severity.MODERATE,
         f"ranks wait for one another for {facts.said('rank_wait')}{turns}",
-        "Balance what the ranks get in a step (lengths of samples), and look for other jobs beside "
-        "this one.",
         share,
     )
 
@@ -554,7 +560,6 @@ def communication(facts: Facts) -> Finding | None:
         "communication_bound",
         Severity.HIGH if share >= facts.limits.comm_high else Severity.MODERATE,
         f"communication that nothing overlaps takes {facts.said_ms(exposed_ms)}",
-        "Search bucket sizes and NCCL's settings, accumulate gradients, or shard less.",
         share,
     )
 
@@ -565,11 +570,6 @@ def communication(facts: Facts) -> Finding | None:
 
 _MOST = 0.5
 """Share of the step above which a part of it is named although no rule speaks of it."""
-
-
-_COMPUTE_ADVICE = (
-    "Lower precision, torch.compile or better kernels help; settings of the job hardly do."
-)
 
 
 def _compute(facts: Facts) -> Finding | None:
@@ -592,9 +592,7 @@ def _compute(facts: Facts) -> Finding | None:
         fires = share >= limit
     if not fires:
         return None
-    return Finding(
-        "compute_bound", Severity.INFO, evidence + _mfu(facts), _COMPUTE_ADVICE, share or None
-    )
+    return Finding("compute_bound", Severity.INFO, evidence + _mfu(facts), share or None)
 
 
 def _hides_own_work(facts: Facts) -> bool:
@@ -616,7 +614,6 @@ def _nothing_stands_out(facts: Facts) -> Finding:
             Severity.INFO,
             f"what comes before the backward pass takes {facts.said('forward')}: the forward pass, "
             "and without a DataLoader the script's own work and its reading of data, too",
-            "Look at a few steps of it with metrics.trace=true.",
             facts.share("forward"),
         )
     if facts.share(*PASSES) > _MOST:
@@ -625,7 +622,6 @@ def _nothing_stands_out(facts: Facts) -> Finding:
             Severity.INFO,
             f"forward and backward take {facts.said(*PASSES)}{_mfu(facts)}; nothing else stands "
             "out",
-            _COMPUTE_ADVICE,
             facts.share(*PASSES),
         )
     phases = facts.measurement.phases_ms
@@ -635,16 +631,14 @@ def _nothing_stands_out(facts: Facts) -> Finding:
             "mostly_one_phase",
             Severity.INFO,
             f"{largest} takes {facts.said(largest)}, and no rule says why",
-            "Look at a few steps of it with metrics.trace=true.",
             facts.share(largest),
         )
     profiled = "detailed_step_ms" in facts.evidence
-    do = "Search" if profiled else "Measure with metrics.detail=full, or search"
     return Finding(
         "balanced",
         Severity.INFO,
         f"no phase of the {facts.step_ms:.2f} ms step stands out",
-        f"{do}: single causes are not in sight.",
+        causes=() if profiled else (UNPROFILED,),
     )
 
 
@@ -660,23 +654,9 @@ def uneven_steps(facts: Facts) -> Finding | None:
         "uneven_steps",
         Severity.INFO,
         "; ".join(told(kind) for kind in kinds),
-        " ".join(advice for cause, advice in _OF_SLOW_STEPS.items() if cause in causes)
-        or "Look at what happens in those steps.",
         share,
+        tuple(cause for cause in Cause if cause in causes),
     )
-
-
-_OF_SLOW_STEPS = {
-    Cause.VALIDATION: "Validate less often, or on less data.",
-    Cause.LOADING: "More loader workers that load ahead, or persistent_workers where loaders start "
-    "again with each epoch.",
-    Cause.SAVING: "Save less often, or in the background (torch.distributed.checkpoint).",
-    Cause.COMPILING: "Give torch.compile shapes that repeat (padding to some lengths, "
-    "dynamic=True).",
-    Cause.COLLECTING: "Call gc.freeze() once all is built, or collect at a set step on all ranks.",
-    Cause.QUOTA: "Raise the container's CPU limit, or use fewer threads and workers.",
-    Cause.OWN: "Look at what the script does between steps: logging, evaluation, rollouts.",
-}
 
 
 _RULES: tuple[Callable[[Facts], Finding | None], ...] = (

@@ -28,7 +28,7 @@ from perfsearch.core.trial import (
     loss_resolution,
 )
 from perfsearch.core.verdict import Interval, leader
-from perfsearch.metrics.diagnosis import Thresholds, diagnose
+from perfsearch.metrics.diagnosis import CAUSES, Thresholds, causes_of, diagnose
 from perfsearch.metrics.slow_steps import SLOW_STEPS, THROTTLED, blame_quota
 from perfsearch.pipeline.loss_check import (
     between_starts,
@@ -641,6 +641,7 @@ def note_findings(measurement: Measurement, thresholds: Thresholds) -> None:
     if measurement.step_seconds and measurement.phases_ms and not measurement.not_finite():
         found = diagnose(measurement, thresholds)
         measurement.environment["bottleneck"] = found[0].name
+        measurement.environment[CAUSES] = causes_of(found)
         measurement.environment["findings"] = [str(finding) for finding in found]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from scipy.stats import qmc
@@ -10,6 +10,9 @@ from scipy.stats import qmc
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Configuration, Value, same_value
 from perfsearch.core.space import Space, key_of
+from perfsearch.core.trial import Purpose, Trial
+from perfsearch.metrics.advice import proposals
+from perfsearch.metrics.diagnosis import CAUSES
 from perfsearch.strategies._history import History
 
 SCORED_WHOLE = 8_000
@@ -236,10 +239,40 @@ def baseline_in(space: Space, hints: Hints) -> dict[str, Value]:
     return space.canonical({k.name: hints.baseline.get(k.name, k.default) for k in space.knobs})
 
 
-def feasible_starts(space: Space, hints: Hints) -> list[dict[str, Value]]:
-    """What somebody who knows the field would try first, as far as it is feasible."""
+def feasible_starts(
+    space: Space, hints: Hints, trials: Sequence[Trial] = ()
+) -> list[dict[str, Value]]:
+    """What somebody who knows the field would try first, as far as it is feasible: what is advised
+    on what the trials say of the baseline, then what the runner knows.
+    """
     points = [space.canonical(point) for point in hints.starts]
-    return [point for point in points if space.feasible(point)]
+    return [
+        *advised(space, trials, baseline_in(space, hints)),
+        *(point for point in points if space.feasible(point)),
+    ]
+
+
+def advised(
+    space: Space, trials: Sequence[Trial], around: dict[str, Value], without: Collection[str] = ()
+) -> list[dict[str, Value]]:
+    """Configurations around one as is advised on what holds the baseline back, if that is known.
+
+    Args:
+        space: where they come from.
+        trials: the baseline's among them.
+        around: what they differ from.
+        without: knobs that are left alone.
+
+    """
+    found = causes_in(trials)
+    return proposals(found, space, around, without) if found and space.feasible(around) else []
+
+
+def causes_in(trials: Sequence[Trial]) -> dict[str, list[str]]:
+    """What was found to hold the baseline back, each with its causes; empty where it is unknown."""
+    baseline = next((t for t in trials if t.purpose is Purpose.BASELINE), None)
+    measured = None if baseline is None else baseline.measurement
+    return {} if measured is None else measured.environment.get(CAUSES, {})
 
 
 def expected_effects(space: Space, hints: Hints) -> np.ndarray | None:

@@ -15,6 +15,7 @@ from perfsearch.core.knob import Configuration, Knob, Value, same_value
 from perfsearch.core.space import Constraint, Space
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.metrics.bounds import affected_parts, upper_bounds
+from perfsearch.strategies._candidates import feasible_starts
 from perfsearch.strategies._history import best_of
 from perfsearch.strategies.base import Strategy
 
@@ -133,7 +134,7 @@ class Staged(Strategy):
 
     def _narrowed(self, space: Space) -> Hints:
         names, hints, fixed = space.by_name, self.hints, dict(self._fixed)
-        return replace(
+        narrowed = replace(
             hints,
             baseline={name: fixed[name] for name in names},
             effect_order=tuple(n for n in hints.effect_order if n in names),
@@ -147,6 +148,9 @@ class Staged(Strategy):
             },
             prior_search=_of_part(hints.prior_search, space, fixed),
         )
+        # the baseline's trial is none of a later group, and what is advised comes of it
+        starts = feasible_starts(space, narrowed, self._trials)
+        return replace(narrowed, starts=tuple(starts))
 
     def _pass_on(self, trial: Trial) -> None:
         """Tell the inner strategy, in its own knobs, of a trial that differs in no other."""

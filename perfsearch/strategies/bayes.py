@@ -70,8 +70,9 @@ class Bayes(Strategy):
     5/2 on ordered knobs, Hamming on the others) predicts the cost; its noise is each trial's own
     standard error plus a learned part. Failures train a model of their own
     (``_acquisition.Feasibility``), so that a good configuration beside a memory cliff is not
-    shunned. The first proposals are those that the runner would try or, stage by stage, the
-    largest that it predicts to fit, then spread out by a Sobol sequence that leans to the better
+    shunned. The first proposals are those that are advised on what holds the baseline back
+    (docs/advice.md) and that the runner would try or, stage by stage, the largest that it
+    predicts to fit, then spread out by a Sobol sequence that leans to the better
     end of knobs known to be monotonic; in a wide space they are the baseline with the few knobs of
     the largest expected effect spread out. Proposals whose trials have not ended are believed to
     lie at the predicted mean (Ginsbourger et al., 2010, call it the kriging believer). Where the
@@ -261,7 +262,7 @@ class Bayes(Strategy):
 
     def _knows_enough(self) -> bool:
         """Whether a prior search replaces the first trials: one of the runner's own is made."""
-        starts = feasible_starts(self.space, self.hints)
+        starts = feasible_starts(self.space, self.hints, self._history.trials)
         untried = bool(starts) and not any(self._history.taken(point) for point in starts)
         return self._share() >= _TRUSTED and not untried
 
@@ -279,7 +280,9 @@ class Bayes(Strategy):
             for point in self._belief.best[:_PRIOR_FIRST]:
                 if not self._history.taken(point):
                     return point
-        starts = self._history.untaken(feasible_starts(self.space, self.hints))
+        starts = self._history.untaken(
+            feasible_starts(self.space, self.hints, self._history.trials)
+        )
         if starts:
             return self._prices.cheapest_first(starts)[0]
         while self._unvisited and start is not None:

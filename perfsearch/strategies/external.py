@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -30,7 +30,9 @@ from perfsearch.core.option import option
 from perfsearch.core.registry import imported
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Measurement, Purpose, Trial, printable
+from perfsearch.metrics import advice
 from perfsearch.metrics.bounds import affected_parts, upper_bounds
+from perfsearch.strategies._candidates import causes_in, feasible_starts
 from perfsearch.strategies._history import EXHAUSTED, History
 from perfsearch.strategies.base import Strategy, StrategyError, Surroundings
 
@@ -260,6 +262,7 @@ class External(Strategy):
             "pending": list(self._history.outstanding.values()),
             "candidates": self._candidates(),
             "diagnosis": _diagnosis_told(measured),
+            "advice": _advice_told(causes_in(trials), self.space, self.hints),
             "upper_bounds": _bounds_told(measured, self.space),
             "budget": dict(left),
             "seed": self.seed,
@@ -269,7 +272,7 @@ class External(Strategy):
     def _candidates(self) -> list[dict[str, Value]]:
         """Untried configurations: what somebody who knows the field would try, then any."""
         found: dict[str, dict[str, Value]] = {}
-        starts = [self.space.canonical(s) for s in self.hints.starts if self.space.feasible(s)]
+        starts = feasible_starts(self.space, self.hints, self._history.trials)
         for point in self._history.untaken(starts)[:_CANDIDATES]:
             found.setdefault(key_of(point), point)
         generator = self._history.generator()
@@ -361,6 +364,18 @@ def _diagnosis_told(measured: Measurement | None) -> dict[str, Any]:
     """What holds the baseline back."""
     known = {} if measured is None else measured.environment
     return {"bottleneck": known.get("bottleneck"), "findings": list(known.get("findings", []))}
+
+
+def _advice_told(
+    found: Mapping[str, Sequence[str]], space: Space, hints: Hints
+) -> list[dict[str, Any]]:
+    """What is advised on it; ``value`` is for this space, ``None`` where it is not searched."""
+    told = []
+    for one in advice.on(found):
+        knob = None if one.knob is None else space.by_name.get(one.knob.name)
+        value = None if knob is None else one.value_in(knob, hints.baseline[knob.name])
+        told.append({**one.to_plain(), "value": value})
+    return told
 
 
 def _bounds_told(measured: Measurement | None, space: Space) -> list[dict[str, Any]]:

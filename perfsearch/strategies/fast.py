@@ -11,7 +11,7 @@ from perfsearch.core.knob import Configuration, Knob, Value, same_value
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Trial
-from perfsearch.strategies._candidates import baseline_in, feasible_starts
+from perfsearch.strategies._candidates import advised, baseline_in, feasible_starts
 from perfsearch.strategies._history import History, best_of, cost_of
 from perfsearch.strategies._prices import Prices
 from perfsearch.strategies.base import Strategy
@@ -28,8 +28,9 @@ class Fast(Strategy):
     value that fits is found from the runner's prediction, then by bisection, and a short list
     below it is measured. Growth ends early where it stops paying. The next stage starts from the
     best of all knobs so far and from where the last stage ended, and is never skipped on the
-    ground that an earlier one was better. Without such a knob, what the runner would try comes
-    first. The second part moves one knob at a time from the best
+    ground that an earlier one was better. Then comes what is advised on what holds the baseline
+    back (docs/advice.md). Without such a knob, that and what the runner would try come first. The
+    second part moves one knob at a time from the best
     configuration until nothing improves any more: first what a running job can change, then what
     takes a new start (``_prices.Prices``), and of these knobs of the largest expected effect first.
     Knobs whose change costs more than that of others are first moved together.
@@ -118,7 +119,7 @@ class Fast(Strategy):
         self._stage_keys = {key_of(start)}
         limited = memory_limited_knob(self.space, self.hints)
         if limited is None:
-            starts = feasible_starts(self.space, self.hints)
+            starts = feasible_starts(self.space, self.hints, self._history.trials)
             yield from self._prices.cheapest_first(starts)
         else:
             fitted = 0
@@ -128,6 +129,9 @@ class Fast(Strategy):
                 if stage is not None and self.hints.stage_knob is not None:
                     base = {**base, self.hints.stage_knob: stage}
                 fitted = yield from self._largest_fit(limited, base, fitted)
+            swept = {*self.hints.monotonic, self.hints.stage_knob or ""}
+            base = self._best_of_stages(start)
+            yield from advised(self.space, self._history.trials, base, swept)
         self._part = "moves"
         yield from self._moves(start)
         # Whatever single moves cannot reach, so that only the options end it.

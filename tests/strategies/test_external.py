@@ -385,6 +385,25 @@ def test_the_most_that_can_be_gained_is_told_by_part_of_the_step(place):
     assert bounds["optimizer"]["knobs"] == ["bucket", "workers", "pinned", "mode"]
 
 
+def test_what_is_advised_on_the_baseline_is_told_with_the_value_that_it_means_here(place):
+    knobs = [
+        Knob("dataloader_workers", Kind.ORDINAL, 0, (0, 1, 2, 4)),
+        Knob("other", Kind.INTEGER, 0, low=0, high=500),
+    ]
+    questions = []
+    strategy = place.function(lambda question: questions.append(question), Space(knobs))
+    measured = Measurement([0.02] * 4, 1)
+    measured.environment["causes"] = {"input_bound": ["unknown"]}
+    base = dict(strategy.hints.baseline)
+    strategy.tell(Trial(0, base, Purpose.BASELINE, Status.OK, measured, cost=0.02))
+    strategy.ask()
+    (question,) = questions
+    told = {one["knob"]: one for one in question["advice"]}
+    assert told["dataloader_workers"]["value"] == 2
+    assert told["prefetch_factor"]["value"] is None, "which is not searched"
+    assert question["candidates"][0] == {"dataloader_workers": 2, "other": 0}
+
+
 def test_a_program_reads_the_same_question_as_a_function(place):
     questions = []
     place.function(lambda question: questions.append(question)).ask()

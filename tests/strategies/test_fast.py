@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from support.strategy_spaces import drive, ended
@@ -10,7 +11,7 @@ from perfsearch.core.hints import Hints, Prediction
 from perfsearch.core.knob import Kind, Knob, Value
 from perfsearch.core.objective import Objective
 from perfsearch.core.space import Space
-from perfsearch.core.trial import Status
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.runners.base import Plan
 from perfsearch.runners.replay import Replay
 from perfsearch.strategies.fast import Fast
@@ -106,6 +107,44 @@ def test_without_monotonic_knobs_it_moves_by_expected_effect() -> None:
     seen = drive(strategy, 2, cost)
     assert seen[0] == {**START, "extra": True}
     assert seen[1] == {**START, "extra": True, "batch": 2}
+
+
+def advised_on(number: int, point: Mapping[str, Value], seconds: float) -> Trial:
+    """A baseline that waits for its loader."""
+    trial = ended(number, dict(point), seconds)
+    trial.purpose = Purpose.BASELINE
+    assert trial.measurement is not None
+    trial.measurement.environment["causes"] = {"input_bound": ["unknown"]}
+    return trial
+
+
+LOADER = Knob("dataloader_workers", Kind.ORDINAL, 0, (0, 1, 2, 4))
+
+
+def test_what_is_advised_on_the_baseline_comes_first() -> None:
+    space = Space([SPACE.by_name["extra"], LOADER])
+    start = {"extra": False, "dataloader_workers": 0}
+    strategy = Fast(space, Hints(start, effect_order=("extra",)), 0)
+    strategy.tell(advised_on(0, start, 0.02))
+    assert strategy.ask() == {"extra": False, "dataloader_workers": 2}
+    without = Fast(space, Hints(start, effect_order=("extra",)), 0)
+    without.tell(ended(0, start, 0.02))
+    assert without.ask() == {"extra": True, "dataloader_workers": 0}
+
+
+def test_what_is_advised_comes_after_the_stages_and_from_their_best() -> None:
+    space = Space([*SPACE.knobs, LOADER])
+    start = {**START, "dataloader_workers": 0}
+    known = replace(hints(predicts=True), baseline=start)
+    strategy = Fast(space, known, 0)
+    strategy.tell(advised_on(0, start, cost(start) or 1.0))
+    seen = drive(strategy, 40, cost)
+    first = next(p for p in seen if p["dataloader_workers"])
+    before = seen[: seen.index(first)]
+    assert {p["stage"] for p in before} == {0, 1, 2}
+    assert not any(p["extra"] for p in before)
+    best = min((p for p in before if cost(p)), key=lambda p: cost(p) or 9)
+    assert first == {**best, "dataloader_workers": 2}
 
 
 def test_num_trials_ends_it() -> None:

@@ -82,6 +82,19 @@ def test_later_groups_stand_on_the_best_of_earlier_ones():
     assert {p["dataloader_workers"] for p in buckets} == {1}
 
 
+def test_what_is_advised_is_tried_first_also_in_a_later_group():
+    made = searching("bayes", comm_exposed=30.0, dataloader_next=10.0, optimizer=0.1, forward=59.9)
+    baseline = made._trials[0]
+    baseline.measurement.environment["causes"] = {
+        "communication_bound": [],
+        "input_bound": ["unknown"],
+    }
+    asked = walk(made, lambda p: 0.9 + (p["bucket_cap_mb"] != 4))
+    later = [p for p in asked if p["dataloader_workers"]]
+    assert later[0]["bucket_cap_mb"] != 1
+    assert (later[0]["dataloader_workers"], later[0]["prefetch_factor"]) == (2, 4)
+
+
 def test_without_timings_everything_is_one_group():
     made = searching()
     assert made.describe().startswith("group by group: all (bucket_cap_mb, dataloader_workers")
