@@ -11,6 +11,7 @@ HEAVY = {"torch", "mlflow", "sklearn", "nevergrad", "optuna", "rich", "pynvml", 
 CASES = {
     "perfsearch.cli.search": HEAVY | {"hydra", "omegaconf"},
     "perfsearch.config.schema": HEAVY | {"hydra", "omegaconf", "numpy"},
+    "perfsearch.cli.mcp": HEAVY | {"hydra", "omegaconf", "mcp", "pydantic", "anyio"},
     "perfsearch.cli.view": HEAVY | {"hydra", "omegaconf"},
     "perfsearch.pipeline.search": {"torch", "mlflow", "sklearn", "nevergrad", "hydra", "omegaconf"},
     "perfsearch.workers.rank": {"mlflow", "sklearn", "nevergrad", "hydra", "omegaconf", "rich"},

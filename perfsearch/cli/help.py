@@ -27,6 +27,7 @@ Usage: perfsearch [GROUP=OPTION ...] [KEY=VALUE ...]     search
        perfsearch session [KEY=VALUE ...]                holds a job open for the next command
        perfsearch try KEY=VALUE ...                      one configuration beside the baseline
        perfsearch compare A B                            which of two jobs is faster; see its --help
+       perfsearch mcp [KEY=VALUE ...]                    lets an agent do these for one job
        perfsearch --version | --help | --hydra-help
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import os
 import signal
@@ -114,6 +115,18 @@ def deferred() -> Iterator[None]:
         if pending is not None and not _deferral.depth:
             _deferral.pending = None
             raise Interrupted(pending)
+
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def end_with_parent() -> None:
+    """Have the kernel send this process SIGTERM when the one that started it ends, on Linux.
+
+    For what is run between fork and exec, in the main thread.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 PAUSE_S = 0.1

@@ -42,6 +42,9 @@ SCHEMA = 1
 
 MOST_REPEATS = 100
 
+STAGE, OPEN_IN = "session", "open in "
+"""The stage by which a view is told that a session can be asked, and what stands before where."""
+
 _TRIED = 0
 """The place of what is tried among the arms, ``BASELINE`` being the other."""
 
@@ -166,7 +169,7 @@ class Tries(Course):
             code, why = ExitCode.NO_TRIAL_SUCCEEDED, Verdict(reason=str(error))
             return Result(code, session.run_dir, session.trials, why, reason=str(error))
         with SessionSocket(session.run_dir) as listener:
-            session.view.stage("session", f"open in {session.run_dir}")
+            session.view.stage(STAGE, f"{OPEN_IN}{session.run_dir}")
             session.view.note(
                 "in another terminal: perfsearch try KEY=VALUE ... It ends by Ctrl-C, by "
                 f"perfsearch try --end, or when nothing was tried for {self.idle_s / 60:g} minutes"
