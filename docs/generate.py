@@ -96,7 +96,7 @@ def advice_page() -> str:
     """What is advised on each finding."""
     from perfsearch.metrics.advice import ADVICE
 
-    head = ("do", "of", "switch", "here", "result", "seen elsewhere", "trap", "source")
+    head = ("do", "cause", "switch", "here", "result", "seen elsewhere", "trap", "source")
     parts = ["# What to do about it\n", _MADE, _ADVICE]
     for findings in dict.fromkeys(advice.findings for advice in ADVICE):
         rows = [advice_row(advice) for advice in ADVICE if advice.findings == findings]

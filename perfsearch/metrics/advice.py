@@ -141,16 +141,15 @@ def proposals(
         without: knobs that are left alone.
 
     """
-    values: dict[str, Value] = {}
+    alone: list[tuple[str, Value]] = []
     for advice in on(found):
         name = "" if advice.knob is None else advice.knob.name
         knob = space.by_name.get(name)
-        if knob is None or name in without or name in values:
-            continue
-        value = advice.value_in(knob, today[name])
-        if value is not None and not same_value(value, today[name]):
-            values[name] = value
-    wanted = [values, *({name: value} for name, value in values.items())]
+        value = None if knob is None else advice.value_in(knob, today[name])
+        if value is not None and name not in without:
+            alone.append((name, value))
+    together = dict(reversed(alone))  # of two values of a knob, that which is advised first
+    wanted = [together, *({name: value} for name, value in alone)]
     points = [space.canonical({**today, **some}) for some in wanted]
     distinct = {key_of(point): point for point in points if space.feasible(point)}
     distinct.pop(key_of(space.canonical(today)), None)
@@ -269,7 +268,7 @@ ADVICE: tuple[Advice, ...] = (
     ),
     Advice(
         _LAUNCHING, "a larger micro-batch", knob=batch.MICRO_BATCH, to=Turn.MORE,
-        switch="batch size of the loader",
+        switch="DataLoader(batch_size=...)",
         gain="1.12x over hand-tuned data parallelism, with another stage (GPT-2 large, four H100s)",
         trap="takes memory; dropout and BatchNorm see other batches",
         source="benchmarks/results/zero.md",
@@ -278,7 +277,7 @@ ADVICE: tuple[Advice, ...] = (
     Advice(
         _OPTIMIZER, "use its fused or foreach implementation", knob=optimizer.IMPLEMENTATION,
         to="fused", switch="torch.optim.AdamW(..., fused=True)",
-        gain="most of it: fused is faster than foreach, and that than a loop",
+        gain="fused is faster than foreach, and that than a loop",
         trap="not for every data type", source=_OPTIM_DOCS,
     ),
     Advice(
@@ -367,7 +366,7 @@ ADVICE: tuple[Advice, ...] = (
     ),
     Advice(
         _MEMORY, "use a smaller micro-batch with more accumulation", knob=batch.MICRO_BATCH,
-        to=Turn.LESS, switch="batch size of the loader",
+        to=Turn.LESS, switch="DataLoader(batch_size=...)",
         trap="losses of uneven lengths are averaged otherwise",
     ),
     Advice(
@@ -404,7 +403,7 @@ ADVICE: tuple[Advice, ...] = (
     ),
     Advice(
         _COMPUTING, "better kernels", alters=Numerics.REORDERED,
-        switch="Liger: apply_liger_kernel_to_*, use_liger_kernel of Hugging Face",
+        switch="apply_liger_kernel_to_*, TrainingArguments(use_liger_kernel=True)",
         gain="1.2x, 60% less memory (8B, eight A100s)", trap="a fused loss returns no logits",
         source="Liger Kernel",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.stats import qmc
@@ -247,25 +247,29 @@ def feasible_starts(
     """
     points = [space.canonical(point) for point in hints.starts]
     return [
-        *advised(space, trials, baseline_in(space, hints)),
+        *advised(space, hints, trials, baseline_in(space, hints)),
         *(point for point in points if space.feasible(point)),
     ]
 
 
 def advised(
-    space: Space, trials: Sequence[Trial], around: dict[str, Value], without: Collection[str] = ()
+    space: Space, hints: Hints, trials: Sequence[Trial], around: dict[str, Value]
 ) -> list[dict[str, Value]]:
     """Configurations around one as is advised on what holds the baseline back, if that is known.
 
+    Knobs that memory bounds are left alone: who turns those looks for the largest that fits.
+
     Args:
         space: where they come from.
+        hints: which knobs those are.
         trials: the baseline's among them.
         around: what they differ from.
-        without: knobs that are left alone.
 
     """
     found = causes_in(trials)
-    return proposals(found, space, around, without) if found and space.feasible(around) else []
+    if not found or not space.feasible(around):
+        return []
+    return proposals(found, space, around, {*hints.monotonic, hints.stage_knob or ""})
 
 
 def causes_in(trials: Sequence[Trial]) -> dict[str, list[str]]:

@@ -129,9 +129,8 @@ class Fast(Strategy):
                 if stage is not None and self.hints.stage_knob is not None:
                     base = {**base, self.hints.stage_knob: stage}
                 fitted = yield from self._largest_fit(limited, base, fitted)
-            swept = {*self.hints.monotonic, self.hints.stage_knob or ""}
             base = self._best_of_stages(start)
-            yield from advised(self.space, self._history.trials, base, swept)
+            yield from advised(self.space, self.hints, self._history.trials, base)
         self._part = "moves"
         yield from self._moves(start)
         # Whatever single moves cannot reach, so that only the options end it.

@@ -125,6 +125,13 @@ def test_the_bottleneck_decides_where_two_findings_turn_one_knob():
     assert proposals(loading_first, SPACE, today)[0]["dataloader_workers"] == 8
 
 
+def test_a_second_value_of_a_knob_is_tried_alone():
+    modes = ("none", "default", "max-autotune", "reduce-overhead")
+    space = Space([Knob("compile_mode", Kind.CATEGORICAL, "none", modes)])
+    points = proposals({"launch_bound": []}, space, {"compile_mode": "none"})
+    assert [point["compile_mode"] for point in points] == ["default", "reduce-overhead"]
+
+
 def test_a_turn_ends_where_the_values_end():
     today = {**TODAY, "dataloader_workers": 8, "prefetch_factor": 8}
     assert proposals(LOADING, SPACE, today) == []

@@ -9,6 +9,8 @@ from support.synthetic import SyntheticRunner
 
 from perfsearch.cli.view import result_cells
 from perfsearch.core.journal import read
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Outcome, Purpose, Status
 from perfsearch.pipeline.loss_check import loss_disagreement
 
@@ -30,6 +32,23 @@ def test_a_real_gain_is_found_confirmed_and_handed_over(search: Search) -> None:
     assert (result.run_dir / "best" / "apply" / "env.sh").read_text() == "export BUCKET=32\n"
     assert search.runner.closed
     assert search.tracker.status == "FINISHED"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fast"])
+def test_what_the_diagnosis_advises_is_tried_first(search: Search, strategy: str) -> None:
+    def waits_for_batches(configuration, plan):
+        steps = [0.1 - 0.01 * bool(configuration["dataloader_workers"])] * 8
+        phases = {"dataloader_next": 40.0, "forward": 30.0, "backward": 30.0}
+        return Outcome(Status.OK, Measurement(steps, samples_per_step=32, phases_ms=phases))
+
+    runner = SyntheticRunner(fail=waits_for_batches)
+    workers = Knob("dataloader_workers", Kind.ORDINAL, 0, (0, 1, 2, 4))
+    runner.space = Space([*runner.space.knobs, workers])
+    runner.baseline["dataloader_workers"] = 0
+    result = search(runner, strategy={"name": strategy}, budget={"trials": 3, "seconds": None})
+    assert "Use more dataloader workers" in search.view.text
+    first = next(t for t in result.trials if t.purpose is Purpose.SEARCH)
+    assert first.configuration == {"bucket": 1, "view": False, "dataloader_workers": 2}
 
 
 def test_no_gain_hands_over_the_baseline(search: Search) -> None:
