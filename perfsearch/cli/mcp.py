@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from perfsearch.cli.arguments import OwnParser, of_script, positive
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.python import module_command
-from perfsearch.core.signals import ExitCode, end_with_parent
+from perfsearch.core.signals import ExitCode, ends_with_parent
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer
@@ -434,7 +434,7 @@ class _Process:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=ends_with_parent(),
             limit=1 << 20,
         )
         return cls(process, heard)
@@ -485,7 +485,7 @@ class _Process:
         """Have it end what it has started, finish its record, and end."""
         if self.runs:
             with suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
+                self._process.send_signal(signal.SIGINT)
 
     async def gone(self) -> None:
         """Wait until it has ended, and kill it if it does not."""

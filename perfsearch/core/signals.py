@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from types import FrameType
@@ -120,13 +120,17 @@ def deferred() -> Iterator[None]:
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-def end_with_parent() -> None:
-    """Have the kernel send this process SIGTERM when the one that started it ends, on Linux.
+def ends_with_parent() -> Callable[[], None]:
+    """What a process that is being started runs first, so that it gets SIGINT, as by Ctrl-C, when
+    the process that started it ends, however that is; on Linux.
 
-    For what is run between fork and exec, in the main thread.
+    It runs between fork and exec, where nothing may be loaded. The kernel looks at the thread that
+    forked, which must be the main one.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if sys.platform != "linux":
+        return lambda: None
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
 PAUSE_S = 0.1

@@ -45,8 +45,9 @@ def talk(conversation, *words, **environment):
     from mcp.client.stdio import stdio_client
 
     arguments = ["-m", "perfsearch", "mcp", *words]
+    kept = {name: value for name, value in os.environ.items() if name.startswith("PERFSEARCH_")}
     server = StdioServerParameters(
-        command=sys.executable, args=arguments, cwd=os.getcwd(), env=environment
+        command=sys.executable, args=arguments, cwd=os.getcwd(), env={**kept, **environment}
     )
 
     async def run():
@@ -170,7 +171,7 @@ def test_a_signal_ends_the_server_with_what_it_has_started(job):
         server.send_signal(signal.SIGTERM)
         while left_running():
             await asyncio.sleep(0.1)
-        return job / "outputs" / "session" / "trials.csv"
+        return job / "outputs" / "session" / "report.html"
 
     assert talk(conversation, *REPLAY).exists(), "its record is finished"
 
