@@ -367,8 +367,8 @@ class Work:
         if not session.process.runs:
             self._session = None
             raise BadInputError(
-                f"the session has ended: {_last_words(session.process.lines)} "
-                "open_session opens another"
+                "the session has ended, and open_session opens another. It said: "
+                f"{_last_words(session.process.lines)}"
             )
         return session
 
