@@ -119,7 +119,8 @@ def test_a_new_runner_is_searched_recorded_and_exported(place):
     best = summary["knobs"]["naps"]
     apply = place / "searches" / "runner" / "best" / "apply"
     assert (apply / "env.sh").read_text() == f"export NAPS={best}\n"
-    assert settings["runner"] == {"name": "sleep", "nap_ms": 5.0, "knobs": {"naps": best}}
+    expected = {"nap_ms": 5.0, "constraints": [], "knobs": {"naps": best}}
+    assert settings["runner"] == {"name": "sleep", **expected}
     client = MlflowClient(f"sqlite:///{place / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("recipes")
     runs = client.search_runs([experiment.experiment_id])

@@ -65,9 +65,15 @@ class Space:
         self._listed: list[dict[str, Value]] | None = None
         self._index: dict[str, int] | None = None
         if points is not None:
-            self._listed = _distinct([self.canonical(point) for point in points])
+            known = _distinct([self.canonical(point) for point in points])
+            self._listed = [p for p in known if all(c.holds(p) for c in self.constraints)]
             self._index = {key_of(p): i for i, p in enumerate(self._listed)}
         self._explicit = points is not None
+
+    def within(self, constraints: Sequence[Constraint]) -> Space:
+        """The part of it that keeps further rules."""
+        points = self._listed if self._explicit else None
+        return Space(self.knobs, [*self.constraints, *constraints], points)
 
     def canonical(self, configuration: Configuration) -> dict[str, Value]:
         """The same configuration, knobs in order, those that do not matter at their default."""
@@ -92,10 +98,26 @@ class Space:
         ]
         if reasons:
             return reasons
-        if self._explicit:
+        reasons = self.broken(values)
+        if self._explicit and not reasons:
             assert self._index is not None
             return [] if key_of(values) in self._index else ["it is not in the table"]
+        return reasons
+
+    def broken(self, configuration: Configuration) -> list[str]:
+        """The rules that a configuration with a value for each knob breaks, a line each."""
+        values = self.canonical(configuration)
         return [c.explain or c.name for c in self.constraints if not c.holds(values)]
+
+    def is_empty(self) -> bool:
+        """Whether nothing keeps its constraints, as far as a bounded search can tell."""
+        import numpy as np
+
+        try:
+            self.sample(np.random.default_rng(0))
+        except LookupError:
+            return True
+        return False
 
     def feasible(self, configuration: Configuration) -> bool:
         """Whether ``configuration`` may be proposed."""

@@ -161,9 +161,11 @@ def _answered_without_running(session: Session, configuration: dict[str, Value])
 
 
 def screened(session: Session, configuration: dict[str, Value]) -> str | None:
-    """Why arithmetic refuses it, which is then on record; ``None`` where it may run."""
+    """Why a rule or arithmetic refuses it, which is then on record; ``None`` where it may run."""
     runner = session.runner
-    refusal = runner.screen(configuration) if isinstance(runner, Screens) else None
+    refusal = "; ".join(runner.space.broken(configuration)) or None
+    if refusal is None and isinstance(runner, Screens):
+        refusal = runner.screen(configuration)
     if refusal is None:
         return None
     session.screened += 1

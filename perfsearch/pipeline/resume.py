@@ -190,8 +190,10 @@ def search_definition(
     """
     listed = runner.space.knobs
     auto = {"knobs_by_bound": True} if is_auto(settings.runner.options) else {}
+    ruled = {"constraints": [rule.text for rule in runner.rules]} if runner.rules else {}
     return {
         **auto,
+        **ruled,
         **(transferred or {}),
         "strategy": asdict(settings.strategy),
         "seed": settings.seed,

@@ -507,7 +507,7 @@ def _stages(session: Session) -> Result:
 
 def start_record(session: Session) -> None:
     """Show what the search starts from, and bring it to where its journal ends."""
-    for remark in session.runner.remarks:
+    for remark in (*session.runner.remarks, *session.runner.rule_lines()):
         session.view.note(remark)
     if session.transfer.line:
         session.view.note(session.transfer.line)

@@ -116,7 +116,7 @@ class Request:
                 raise KnobError(
                     f"runner.knobs.{name}={value}: it matters only with {needs}. Give that, too."
                 )
-        broken = [c.explain or c.name for c in space.constraints if not c.holds(configuration)]
+        broken = space.broken(configuration)
         if broken:
             raise BadInputError(f"{'; '.join(broken)}. Change one of the values.")
         return cls(changed, configuration, repeats)

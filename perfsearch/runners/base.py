@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -15,7 +15,8 @@ from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment, Hardware
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Configuration, Knob, Value
-from perfsearch.core.space import Space
+from perfsearch.core.rules import KEY, Rule, parse, refuse_unknown
+from perfsearch.core.space import Constraint, Space
 from perfsearch.core.trial import Outcome, Purpose, Trial
 from perfsearch.workloads.spec import WorkloadSpec
 
@@ -93,9 +94,19 @@ class Runner(ABC):
     left_out: Mapping[str, str] = {}  # knobs that are not searched although asked for, and why
     unseen: ClassVar[str] = ""  # what of its knobs is only known once it is open
 
+    rules: Sequence[Rule] = ()  # the user's own, between knobs
+
     @dataclass(frozen=True)
     class Options:
-        """Options of the runner, as keys ``runner.*``."""
+        """Options of the runner, as keys ``runner.*``; those of a subclass extend these.
+
+        Attributes:
+            constraints: rules between knobs that every configuration keeps which is tried, such as
+                ``micro_batch * gradient_accumulation <= 64``.
+
+        """
+
+        constraints: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __init__(self, options: Any, environment: Environment) -> None:
         self.options: Any = options
@@ -105,11 +116,13 @@ class Runner(ABC):
     def from_settings(cls, settings: Settings) -> Self:
         """Build it from the checked settings; what is wrong with them is a ``BadInputError``."""
         try:
-            return cls.build(settings)
+            made = cls.build(settings)
         except BadInputError:
             raise
         except ValueError as error:
             raise BadInputError(str(error)) from error
+        made.keep(settings)
+        return made
 
     @classmethod
     def build(cls, settings: Settings) -> Self:
@@ -131,6 +144,79 @@ class Runner(ABC):
 
     def close(self) -> None:  # noqa: B027 - a runner may have nothing to end
         """End every process that it started."""
+
+    # -------------------------------------------------------------------------
+    # Rules of the user's own between knobs.
+
+    def keep(self, settings: Settings) -> None:
+        """Keep the rules of ``runner.constraints``.
+
+        Raises:
+            BadInputError: one cannot be read, names no knob of this job, or nothing keeps them.
+
+        """
+        given = {k: v for k, v in settings.runner.options.items() if k == "constraints"}
+        options = build_options(Runner.Options, given, "runner")
+        self.rules = [parse(text) for text in options.constraints]
+        if self.space.knobs or self.pinned:  # else it is settled once it is open
+            self.space = self.ruled(self.space)
+
+    def ruled(self, space: Space) -> Space:
+        """The part of ``space`` that keeps the user's rules; ``pinned`` and the like are settled.
+
+        Raises:
+            BadInputError: a rule names something that is no knob, or nothing keeps them.
+
+        """
+        if not self.rules:
+            return space
+        known = [*space.by_name, *self.pinned, *self.whole(self.baseline), *self.not_searched()]
+        for rule in self.rules:
+            refuse_unknown(rule, known)
+        made = space.within([self._constraint(rule) for rule in self._rules_here()])
+        if made.knobs and made.is_empty():
+            lines = self._broken_by(self.baseline) or ["no configuration keeps them all"]
+            raise BadInputError(
+                f"{KEY}: nothing is left to search. {'; '.join(lines)}. Loosen a rule, or "
+                "give knobs more values."
+            )
+        return made
+
+    def whole(self, configuration: Configuration) -> dict[str, Value]:
+        """A configuration with the knobs that are pinned, and with those that follow from it."""
+        return {**self.pinned, **configuration}
+
+    def rule_lines(self) -> list[str]:
+        """What to say of the rules before trial 0."""
+        values, absent = self.whole(self.baseline), self.not_searched()
+        lines = []
+        for rule in self.rules:
+            name = next((name for name in rule.names if name not in values), None)
+            if name is not None:
+                why = absent.get(name, "it is not known of this job")
+                lines.append(f"warning: {rule.key} has no effect: {name}: {why}")
+        for line in self._broken_by(self.baseline):
+            lines.append(f"today's configuration breaks {line}; it is measured all the same")
+        return lines
+
+    def _rules_here(self) -> list[Rule]:
+        """Those whose knobs this job has."""
+        values = self.whole(self.baseline)
+        return [rule for rule in self.rules if all(name in values for name in rule.names)]
+
+    def _constraint(self, rule: Rule) -> Constraint:
+        def holds(configuration: Configuration) -> bool:
+            return rule.holds(self.whole(configuration))
+
+        return Constraint(rule.text, holds, f"{rule.key} is broken")
+
+    def _broken_by(self, configuration: Configuration) -> list[str]:
+        values = self.whole(configuration)
+        return [
+            f"{rule.key} ({rule.why_not(values)})"
+            for rule in self._rules_here()
+            if not rule.holds(values)
+        ]
 
     def identity(self) -> dict[str, str]:
         """What a result depends on apart from knobs: model, world size, device names, versions."""

@@ -72,7 +72,7 @@ class Replay(Runner, NoKnobs):
     """
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Runner.Options):
         """Options of ``runner=replay``, as keys ``runner.*``.
 
         Attributes:

@@ -7,7 +7,7 @@ anything worth a trial is left at today's values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from perfsearch.core.hints import Hints, PriorSearch
@@ -15,8 +15,8 @@ from perfsearch.core.knob import Configuration, Knob, Value, same_value
 from perfsearch.core.space import Constraint, Space
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.metrics.bounds import affected_parts, upper_bounds
-from perfsearch.strategies._candidates import feasible_starts
-from perfsearch.strategies._history import best_of
+from perfsearch.strategies._candidates import Projection, feasible_starts
+from perfsearch.strategies._history import History, best_of
 from perfsearch.strategies.base import Strategy
 
 _LEAST_SHARE = 0.005
@@ -115,14 +115,24 @@ class Staged(Strategy):
                 groups.append(Group(bound.part, bound.share, tuple(mine)))
         return groups
 
-    def _best(self) -> Trial | None:
-        return best_of([t for t in self._trials if t.status is Status.OK and t.cost is not None])
+    def _best(self, trials: Sequence[Trial] | None = None) -> Trial | None:
+        among = self._trials if trials is None else trials
+        return best_of([t for t in among if t.status is Status.OK and t.cost is not None])
+
+    def _center(self) -> dict[str, Value]:
+        """The best configuration that may be proposed, or the nearest such to today's."""
+        feasible = [t for t in self._trials if self.space.feasible(t.configuration)]
+        best = self._best(feasible)
+        point = dict(self.hints.baseline if best is None else best.configuration)
+        if self.space.feasible(point):
+            return point
+        nearest = Projection(self.space, History(self.space, self.seed)).nearest_untried(point)
+        return point if nearest is None else nearest
 
     def _next_group(self) -> bool:
         while self._groups:
             self._present = self._groups.pop(0)
-            best = self._best()
-            self._fixed = dict(self.hints.baseline if best is None else best.configuration)
+            self._fixed = self._center()
             space = part_of(self.space, self._present.knobs, self._fixed)
             if space.knobs:
                 self._inner = self._make(space, self._narrowed(space))

@@ -177,7 +177,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         if settings.runner.name == "zero":
             knobs = without_file(knobs)
         try:
-            return cls(
+            made = cls(
                 device,
                 knobs,
                 options,
@@ -188,6 +188,8 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
             )
         except ValueError as error:
             raise BadInputError(str(error)) from error
+        made.keep(settings)
+        return made
 
     def __init__(
         self,
@@ -263,9 +265,9 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
         self._facts = facts
         self._where = replace(self._where, facts=facts)
         self._known = sort_script_knobs(self._where, self.environment.numerics)
-        self.space, self.baseline = self._known.space, self._known.baseline
-        self.pinned, self.left_out = self._known.pinned, self._known.left_out
-        self.declared = self._known.declared
+        self.baseline, self.pinned = self._known.baseline, self._known.pinned
+        self.left_out, self.declared = self._known.left_out, self._known.declared
+        self.space = self.ruled(self._known.space)
 
     def open(self, run_dir: Path) -> None:
         """End what a killed controller left behind, and start the script to see what it builds."""
@@ -411,6 +413,10 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
             str(group.log),
             fresh,
         )
+
+    def whole(self, configuration: Configuration) -> dict[str, Value]:
+        """The accumulation follows from the micro-batch where both are mapped."""
+        return self._known.with_accumulation(super().whole(configuration))
 
     def not_searched(self) -> dict[str, str]:
         """Knobs that this script has not, or that are not searched, and why."""
@@ -702,14 +708,14 @@ class ScriptSpace:
             for name, value in whole.items()
             if value is not None and not same_value(value, self._today(name))
         }
-        return self._with_accumulation(asked)
+        return self.with_accumulation(asked)
 
     def _today(self, name: str) -> Value:
         if name in self.baseline:
             return self.baseline[name]
         return self.declared[name].default if name in self.declared else None
 
-    def _with_accumulation(self, asked: dict[str, Value]) -> dict[str, Value]:
+    def with_accumulation(self, asked: dict[str, Value]) -> dict[str, Value]:
         """Add the accumulation that keeps the global batch, where it is mapped."""
         maps = {mapped.name: mapped for mapped in self._maps}
         micro = MICRO_BATCH.of(asked)

@@ -67,7 +67,7 @@ class DDP(Runner, HoldsDevices, TakesScripts):
     """
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Runner.Options):
         """The ``runner.*`` keys of this runner.
 
         Attributes:

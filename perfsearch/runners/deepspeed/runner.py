@@ -84,7 +84,7 @@ class DeepSpeed(
     """
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Runner.Options):
         """The ``runner.*`` keys of this runner.
 
         Attributes:
@@ -213,6 +213,11 @@ class DeepSpeed(
         if survive:
             self._survived.add(key)
         return outcome
+
+    def whole(self, configuration: Configuration) -> dict[str, Value]:
+        """The accumulation follows from the micro-batch where the batch is fixed."""
+        whole = super().whole(configuration)
+        return {**whole, ACCUMULATION.name: self.batch.accumulation_of(whole)}
 
     def _start(self, whole: Mapping[str, Value], plan: Plan, survive: bool) -> trial.Start:
         logs = plan.log_directory.absolute()

@@ -74,7 +74,7 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
     unseen = "its knobs are the operators of the model, which is captured when a search begins"
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Runner.Options):
         """The ``runner.*`` keys of this runner.
 
         Attributes:
@@ -207,8 +207,8 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
         self._job = Job(inputs, self.options, self.devices)
         line = report.baseline_line(inputs.graph, self.devices)
         self.remarks = [] if line is None else [line]
-        self.space = Space(self._job.searched)
         self.baseline, self.pinned = self._job.baseline, self._job.pinned
+        self.space = self.ruled(Space(self._job.searched))
 
     def _profile(self, directory: Path, known: list[str], machine: Path | None) -> None:
         """Have the ranks capture the job and measure what is not known."""

@@ -86,7 +86,7 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
     """
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Runner.Options):
         """The ``runner.*`` keys of this runner.
 
         Attributes:
@@ -192,9 +192,8 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Train the configuration in a group of ranks, and hold its memory against the headroom."""
-        whole = {**self.pinned, **configuration}
+        whole = self.whole(configuration)
         samples = self.batch.global_batch_of(whole)
-        whole[ACCUMULATION.name] = self.batch.accumulation_of(whole)
         key = key_of(configuration)
         is_baseline = key == key_of(self.baseline)
         survive = plan.purpose is Purpose.CONFIRM and not is_baseline and key not in self._survived
@@ -222,6 +221,11 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
         if survive:
             self._survived.add(key)
         return outcome
+
+    def whole(self, configuration: Configuration) -> dict[str, Value]:
+        """The accumulation follows from the micro-batch where the batch is fixed."""
+        whole = super().whole(configuration)
+        return {**whole, ACCUMULATION.name: self.batch.accumulation_of(whole)}
 
     def _bounded(self, plan: Plan) -> Plan:
         """Score fewer long steps; stop what is surely far slower than the best so far.
