@@ -260,7 +260,9 @@ class _Rank:
         if self.protocol is None:
             from perfsearch.instrument.rank import RankProtocol
             from perfsearch.instrument.script import Script
+            from perfsearch.instrument.store import listen_on_loopback
 
+            listen_on_loopback()
             script = Script(self.config.knobs, self.config.perturbed)
             self.protocol = RankProtocol(script, self._channel, self.rank)
             self.protocol.at_first_step = self.at_first_step

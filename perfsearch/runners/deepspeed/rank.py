@@ -109,4 +109,12 @@ def enter_trial(path: str, rank: int) -> None:
         me.at_first_step = keep_files(me.request.undo, [directory]).first_step
     sys.excepthook = me.failed
     atexit.register(me.ended)
+    after_import("torch", _on_loopback)
     after_import("deepspeed", me.imported)
+
+
+def _on_loopback(torch: ModuleType) -> None:
+    """Have the store of ranks that meet on this host listen here alone."""
+    from perfsearch.instrument.store import listen_on_loopback
+
+    listen_on_loopback()

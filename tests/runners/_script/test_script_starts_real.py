@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from perfsearch.core.hardware import Environment
@@ -135,3 +136,18 @@ def test_a_first_start_that_is_struck_from_outside_keeps_its_knobs(begin, tmp_pa
     assert not runner.start_failure
     assert runner.space.by_name
     assert measured(runner, tmp_path).status is Status.OK
+
+
+def test_nothing_of_a_search_listens_beyond_this_host(tmp_path):
+    cases = Path(__file__).parents[2] / "support" / "script_cases.py"
+    where = Environment(tmp_path, nproc=2, limits=Limits(180, 180, 5))
+    runner = Script("cpu", {"pin_memory": "search"}, Script.Options((str(cases),)), where)
+    try:
+        runner.open(tmp_path)
+        assert runner.start_failure == ""
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        sockets = [c for p in family for c in p.net_connections("tcp") if c.status == "LISTEN"]
+        assert [c for c in sockets if c.laddr.ip == "127.0.0.1"], "the ranks' store"
+        assert not [c for c in sockets if c.laddr.ip in ("0.0.0.0", "::")]
+    finally:
+        runner.close()
