@@ -28,6 +28,7 @@ from perfsearch.knobs.zero import (
     SYNC_EACH,
 )
 from perfsearch.metrics.memory import MemoryFacts
+from perfsearch.runners.zero import forms
 
 
 def export_files(
@@ -38,7 +39,7 @@ def export_files(
     trials: Sequence[Trial],
     directory: Path,
 ) -> list[Path]:
-    """Write every form that fits, and a note on what the forms leave out.
+    """Write every form that its framework loads as what was measured, and notes on the others.
 
     Args:
         configuration: every knob, pinned ones included.
@@ -58,25 +59,25 @@ def export_files(
         half=facts is not None and facts.cast_bytes == 2,
         block_class="" if facts is None else facts.block_class,
     )
-    files: dict[str, str] = {
-        "zero.py": training_code(whole, job),
-        "ds_config.json": _as_json(deepspeed(whole, job)),
-    }
-    notes = list(deepspeed_notes(whole))
-    notes += left_out_notes("ds_config.json", _in_deepspeed(whole), whole, trials)
+    files: dict[str, str] = {"zero.py": training_code(whole, job)}
+    notes: list[str] = []
     for name, (form, reason) in {
+        "ds_config.json": (deepspeed(whole, job), ""),
         "hf_trainer_args.json": trainer(whole, job),
         "accelerate_fsdp.yaml": accelerate(whole, job),
     }.items():
-        if form is None:
+        text = "" if form is None else as_yaml(form) if name.endswith("yaml") else _as_json(form)
+        reason = reason or forms.why_not_handed_over(name, text, measured_by(whole, job))
+        if reason:
             notes.append(f"{name} is not written: {reason}")
             continue
-        notes += left_out_notes(name, _in_frameworks(whole), whole, trials)
-        if name.endswith(".json"):
-            files[name] = _as_json(form)
-        else:
-            files[name] = as_yaml(form)
+        files[name] = text
+        if name == "ds_config.json":
+            notes += deepspeed_notes(whole)
+        elif name == "accelerate_fsdp.yaml":
             notes += fsdp_notes(whole, job)
+        said = _in_deepspeed(whole) if name == "ds_config.json" else _in_frameworks(whole)
+        notes += left_out_notes(name, said, whole, trials)
     files["summary.txt"] = tuning_summary(trials, batch, configuration)
     if notes:
         files["notes.txt"] = "\n".join([*notes, ""])
@@ -180,6 +181,20 @@ class Job:
     on_gpu: bool
     half: bool
     block_class: str
+
+
+def measured_by(whole: Mapping[str, Value], job: Job) -> dict[str, Any]:
+    """What was measured, in the words of those who load a form (``forms``)."""
+    return {
+        "ranks": job.world_size,
+        "micro_batch": MICRO_BATCH.number(whole),
+        "gradient_accumulation": ACCUMULATION.number(whole),
+        "zero_stage": STAGE.number(whole),
+        "half": job.half,
+        "checkpointed": bool(CHECKPOINTING.number(whole)),
+        "cpu_offload": bool(CPU_OFFLOAD.of(whole)),
+        "block_class": [job.block_class],
+    }
 
 
 def deepspeed(whole: Mapping[str, Value], job: Job) -> dict[str, Any]:

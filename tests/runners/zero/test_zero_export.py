@@ -1,6 +1,7 @@
 """What ``runner=zero`` hands over."""
 
 import ast
+import importlib.util
 import json
 from dataclasses import replace
 
@@ -9,7 +10,14 @@ import yaml
 from support.zero_cases import make, trial
 
 from perfsearch.core.trial import Status
+from perfsearch.runners.zero import forms
 from perfsearch.runners.zero.export import left_out_notes
+
+
+@pytest.fixture
+def _loadable(monkeypatch):
+    """Every framework loads what is made for it, as far as that is seen here."""
+    monkeypatch.setattr(forms, "why_not_handed_over", lambda *_: "")
 
 
 def exported(tmp_path, device="cpu", **configuration):
@@ -25,6 +33,7 @@ def exported(tmp_path, device="cpu", **configuration):
     return {path.name: path.read_text() for path in files}
 
 
+@pytest.mark.usefixtures("_loadable")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("every", [0, 2])
 def test_the_torch_form_is_python(tmp_path, stage, every):
@@ -45,6 +54,7 @@ def test_the_torch_form_is_python(tmp_path, stage, every):
         assert "not every second or fourth" in files["notes.txt"]
 
 
+@pytest.mark.usefixtures("_loadable")
 def test_trainer_and_accelerate_get_what_they_can_say(tmp_path):
     files = exported(tmp_path, "cuda", zero_stage=3, activation_checkpointing=1, micro_batch=4)
     trainer = json.loads(files["hf_trainer_args.json"])
@@ -60,12 +70,80 @@ def test_trainer_and_accelerate_get_what_they_can_say(tmp_path):
     assert "wrap every block as zero.py does" in files["notes.txt"]
 
 
+STAND_INS = {
+    "transformers": """
+class TrainingArguments:
+    def __init__(self, output_dir, use_cpu=False, bf16=False, **given):
+        assert not set(given) - {"per_device_train_batch_size", "gradient_accumulation_steps"}
+        self.per_device_train_batch_size = given["per_device_train_batch_size"]
+        self.gradient_accumulation_steps = ACCUMULATION or given["gradient_accumulation_steps"]
+        self.bf16, self.gradient_checkpointing = bf16, False
+""",
+    "deepspeed": "",
+    "deepspeed.runtime": "",
+    "deepspeed.runtime.config": "class DeepSpeedConfig:\n    def __init__(self, *_, **__): FAILS",
+}
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "why"),
+    [
+        (0, ""),
+        (7, "transformers makes another configuration of it: gradient_accumulation=7 for 4"),
+        ("undefined", "transformers does not load it: NameError: name 'undefined' is not defined"),
+    ],
+)
+def test_a_form_is_written_only_where_it_was_loaded_and_says_what_was_measured(
+    tmp_path, monkeypatch, accumulation, why
+):
+    place = tmp_path / "stand_in"
+    for name, text in STAND_INS.items():
+        file = place.joinpath(*name.split(".")) / "__init__.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.replace("ACCUMULATION", str(accumulation)))
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    monkeypatch.setitem(forms.PACKAGES, "accelerate_fsdp.yaml", "no_such_package")
+    files = exported(tmp_path / "apply", micro_batch=4)
+    notes = files["notes.txt"].splitlines()
+    assert ("hf_trainer_args.json" in files) == (not why)
+    assert "ds_config.json" not in files
+    assert any(n.startswith("ds_config.json is not written: deepspeed does not") for n in notes)
+    said = [n for n in notes if n.startswith("hf_trainer_args.json is not written")]
+    assert said == ([f"hf_trainer_args.json is not written: {why}"] if why else [])
+
+
+def test_without_its_framework_no_form_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(forms.importlib.util, "find_spec", lambda name: None)
+    files = exported(tmp_path, "cuda", zero_stage=3, micro_batch=4)
+    assert set(files) == {"zero.py", "summary.txt", "notes.txt"}
+    for name, package in forms.PACKAGES.items():
+        line = f"{name} is not written: {package} is not installed here, so that it could not be"
+        assert line in files["notes.txt"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_installed_frameworks_load_what_is_written(tmp_path, monkeypatch, device, stage):
+    here = {name for name, package in forms.PACKAGES.items() if importlib.util.find_spec(package)}
+    if not here:
+        pytest.skip("none of deepspeed, transformers and accelerate is installed")
+    files = exported(tmp_path, device, zero_stage=stage, micro_batch=4)
+    expected = {"ds_config.json", "hf_trainer_args.json", "accelerate_fsdp.yaml"}
+    if stage < 2 or device == "cpu":
+        expected -= {"accelerate_fsdp.yaml"}
+    if stage >= 2 and device == "cpu":
+        expected -= {"hf_trainer_args.json"}
+    assert expected & here <= set(files), files["notes.txt"]
+
+
 LOADED_BY_ACCELERATE = {
     "compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes",
     "use_cpu", "fsdp_config",
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("_loadable")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accelerate_knows_every_key_of_its_file(tmp_path, stage):
     files = exported(tmp_path, "cuda", zero_stage=stage, micro_batch=4)
@@ -76,6 +154,7 @@ def test_accelerate_knows_every_key_of_its_file(tmp_path, stage):
     assert loaded.fsdp_config["fsdp_reshard_after_forward"] is (stage == 3)
 
 
+@pytest.mark.usefixtures("_loadable")
 def test_trainer_takes_arguments_found_on_cpus(tmp_path):
     trainer = json.loads(exported(tmp_path, micro_batch=4)["hf_trainer_args.json"])
     assert trainer["use_cpu"] is True  # without it Trainer looks for a GPU, and refuses bf16
@@ -93,6 +172,7 @@ def test_no_form_is_written_that_would_not_shard(tmp_path, stage):
     assert "zero.py" in files
 
 
+@pytest.mark.usefixtures("_loadable")
 def test_what_a_form_has_no_place_for_is_named_with_what_it_costs(tmp_path):
     lost = {
         "forward_prefetch": 2, "backward_prefetch": 1, "optimizer_implementation": "fused",
