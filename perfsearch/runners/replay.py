@@ -682,7 +682,7 @@ _WHOLE = 1e-3
 
 
 def _of(rows: Sequence[Row], column: str) -> list[float]:
-    return [number for row in rows for number in row.numbers(column)]
+    return [number for row in rows for number in row.amounts(column)]
 
 
 # -----------------------------------------------------------------------------
@@ -690,6 +690,9 @@ def _of(rows: Sequence[Row], column: str) -> list[float]:
 
 _EXPECTED = "Name a CSV file of measured configurations, such as a search's trials.csv."
 
+
+_LEAST, _MOST = 1e-9, 1e15
+"""Milliseconds, rates and sizes outside of these are none that were measured."""
 
 _LARGEST_TABLE = 256 * 2**20
 """Bytes; reading takes several times as much memory."""
@@ -736,11 +739,13 @@ class Row:
             return None
         if word.lower() in ("true", "false"):
             return word.lower() == "true"
-        for number in (int, float):
+        for kind in (int, float):
             try:
-                return number(word)
+                number = kind(word)
             except ValueError:
                 continue
+            if -_MOST <= number <= _MOST:  # any other, and what is no number, is a word
+                return number
         return word
 
     def numbers(self, column: str) -> list[float]:
@@ -759,12 +764,27 @@ class Row:
         """The same, where nothing else than positive numbers makes sense.
 
         Raises:
-            ValueError: one of them is zero, negative, infinite or no number.
+            ValueError: one of them is zero, negative, no number, or beyond what can be computed
+                with.
 
         """
         found = self.numbers(column)
-        if not all(0 < number < math.inf for number in found):
-            raise self.refusal(column, "It is not positive, or not finite.")
+        if not all(_LEAST <= number <= _MOST for number in found):
+            raise self.refusal(
+                column, f"It is not positive, or not finite: {_LEAST:g} to {_MOST:g} is allowed."
+            )
+        return found
+
+    def amounts(self, column: str) -> list[float]:
+        """The same, where 0 makes sense too.
+
+        Raises:
+            ValueError: one of them is negative, no number, or beyond what can be computed with.
+
+        """
+        found = self.numbers(column)
+        if not all(0 <= number <= _MOST for number in found):
+            raise self.refusal(column, f"0 to {_MOST:g} is allowed.")
         return found
 
     def refusal(self, column: str, reason: str) -> ValueError:
