@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from perfsearch.core.python import module_command
@@ -99,21 +100,18 @@ def _told(name: str, file: Path) -> dict[str, Any] | str:
 
 
 def _deepspeed(file: Path) -> dict[str, Any]:
-    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime import config
 
     form = json.loads(file.read_text())
     per_rank = form["train_micro_batch_size_per_gpu"] * form["gradient_accumulation_steps"]
     ranks = form["train_batch_size"] // per_rank
-
-    class Ranks:
-        @staticmethod
-        def get_data_parallel_world_size() -> int:
-            return int(ranks)
-
-    made = DeepSpeedConfig(str(file), mpu=Ranks)
+    # it holds the batch against the ranks that there are, and there is this process alone
+    config.dist = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda *_: ranks)
+    made = config.DeepSpeedConfig(str(file))
     zero = made.zero_config
     offload = getattr(zero, "offload_optimizer", None)
     return {
+        "ranks": made.train_batch_size // per_rank,
         "micro_batch": made.train_micro_batch_size_per_gpu,
         "gradient_accumulation": made.gradient_accumulation_steps,
         "zero_stage": int(zero.stage),
@@ -165,12 +163,11 @@ def _accelerate(file: Path) -> dict[str, Any]:
 
 def _plugin(plugin: Any) -> dict[str, Any]:
     """What Accelerate's plugin for FSDP will do."""
-    offload = plugin.cpu_offload
     assert plugin.fsdp_version == 2, f"it makes FSDP{plugin.fsdp_version} of it"
     return {
         "zero_stage": 3 if plugin.reshard_after_forward is True else 2,
         "checkpointed": bool(plugin.activation_checkpointing),
-        "cpu_offload": bool(getattr(offload, "offload_params", offload)),
+        "cpu_offload": type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
         "block_class": list(plugin.transformer_cls_names_to_wrap or []),
     }
 

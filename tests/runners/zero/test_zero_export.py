@@ -81,7 +81,7 @@ class TrainingArguments:
 """,
     "deepspeed": "",
     "deepspeed.runtime": "",
-    "deepspeed.runtime.config": "class DeepSpeedConfig:\n    def __init__(self, *_, **__): FAILS",
+    "deepspeed.runtime.config": "class DeepSpeedConfig:\n    def __init__(self, _): FAILS",
 }
 
 
@@ -132,7 +132,7 @@ def test_installed_frameworks_load_what_is_written(tmp_path, monkeypatch, device
     expected = {"ds_config.json", "hf_trainer_args.json", "accelerate_fsdp.yaml"}
     if stage < 2 or device == "cpu":
         expected -= {"accelerate_fsdp.yaml"}
-    if stage >= 2 and device == "cpu":
+    if stage >= 2 or device == "cuda":  # Trainer refuses bf16 of a GPU where there is none
         expected -= {"hf_trainer_args.json"}
     assert expected & here <= set(files), files["notes.txt"]
 
