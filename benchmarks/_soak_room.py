@@ -23,6 +23,8 @@ from pathlib import Path
 from _fault_checks import MARK, Findings, Watch
 from _fault_common import small_disk
 
+from perfsearch.pipeline.resume import LOCKS, LOCKS_VARIABLE
+
 _DISK = "64m"
 _LONGEST_S = 600.0
 _ORPHANS_S = 30.0
@@ -59,11 +61,13 @@ class Room:
             binds = 'mount --bind "$0" /tmp && mount --bind "$1" /dev/shm && shift && exec "$@"'
             places = [str(self.temporary), str(self.shared)]
             command = ["unshare", "--mount", "sh", "-c", binds, *places, *command]
+        temporary = "/tmp" if self.apart else str(self.temporary)
         environment = {
             **os.environ,
             **variables,
             MARK: self.mark,
-            "TMPDIR": "/tmp" if self.apart else str(self.temporary),
+            "TMPDIR": temporary,
+            LOCKS_VARIABLE: f"{temporary}/{LOCKS.name}",  # and not where whoever runs this has them
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
@@ -164,7 +168,7 @@ def left_in(directory: Path, spared: Sequence[str] = ()) -> list[tuple[str, bool
 
 def check_left(room: Room, before: State, run_dirs: Sequence[Path]) -> dict[str, list[str]]:
     """What commands that have all ended have left, by the counts of the report."""
-    kept = (f"perfsearch-{os.getuid()}", "torchinductor_")  # locks of devices; a cache of torch
+    kept = (LOCKS.name, f"perfsearch-{os.getuid()}", "torchinductor_")  # the last: torch's cache
     temporary = left_in(room.temporary, (*kept, "filler"))
     shared = left_in(room.shared, ("filler",)) if room.apart else []
     groups = [f"{d.name}/{name}" for d in run_dirs for name, _ in left_in(d) if "groups" in name]

@@ -191,6 +191,15 @@ class Knob:
             return False
         return self.kind is not Kind.INTEGER or float(value).is_integer()
 
+    def own(self, value: Value) -> Value:
+        """A value that it can take as it writes it: ``64`` where that is one of its values, and
+        ``64.0`` was given.
+        """
+        if not self.is_range:
+            return self.values[self._places[isinstance(value, bool), value]]
+        assert isinstance(value, int | float)
+        return int(value) if self.kind is Kind.INTEGER else float(value)
+
     def unit_position(self, value: Value) -> float:
         """Map an ordered value to [0, 1]: log ranges by logarithm, ordinals by their values.
 

@@ -273,7 +273,7 @@ class PriorCosts:
             return
         if any(k.name not in whole or not k.contains(whole[k.name]) for k in space.knobs):
             return
-        point = space.canonical(whole)
+        point = space.canonical({k.name: k.own(whole[k.name]) for k in space.knobs})
         key = key_of(point)
         self._points[key] = point
         self._costs.setdefault(key, []).append(cost)

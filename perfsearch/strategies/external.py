@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import queue
 import re
@@ -24,7 +23,7 @@ from typing import Any, ClassVar, Protocol
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.files import json_text
 from perfsearch.core.hints import Hints
-from perfsearch.core.knob import Kind, Knob, Value, same_value
+from perfsearch.core.knob import Knob, Value, same_value
 from perfsearch.core.narrow import values_in_words
 from perfsearch.core.option import option
 from perfsearch.core.registry import imported
@@ -420,12 +419,11 @@ def _refuse_constant(word: str) -> None:
 
 def _own_value(knob: Knob, value: Any) -> Value:
     """The knob's own value that is the same as the given one."""
-    for choice in (*knob.values, *([knob.default] if knob.when else [])):
-        if same_value(choice, value):
-            return choice
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if knob.is_range and is_number and abs(value) != math.inf and knob.contains(value):
-        return int(value) if knob.kind is Kind.INTEGER else float(value)
+    if isinstance(value, bool | int | float | str) or value is None:
+        if knob.contains(value):
+            return knob.own(value)
+        if knob.when and same_value(knob.default, value):
+            return knob.default
     raise _BadAnswerError(
         f"configuration.{knob.name}={_shown(value)}: allowed: {values_in_words(knob)}"
     )

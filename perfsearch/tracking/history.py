@@ -14,6 +14,7 @@ from perfsearch.tracking import names, store
 from perfsearch.tracking.store import (
     Client,
     StoreLocation,
+    cause_of,
     connect,
     why_unreachable,
     without_credentials,
@@ -151,8 +152,7 @@ class PriorSearches:
         try:
             yield
         except Exception as error:  # MLflow raises whatever its database or the network does
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise StoreError(f"{self._where} cannot be read: {lines[0]}") from error
+            raise StoreError(f"{self._where} cannot be read: {cause_of(error)}") from error
 
 
 def stands_for(text: str, value: Value) -> bool:

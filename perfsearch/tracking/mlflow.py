@@ -16,6 +16,7 @@ from perfsearch.core.secrets import Redactor
 from perfsearch.tracking.store import (
     SHOWN,
     Store,
+    cause_of,
     how_to_open,
     is_elsewhere,
     locate,
@@ -295,9 +296,8 @@ class Writer:
                 item.write()
             except Exception as error:  # the search must not end because its view does
                 self._store.forget()
-                lines = str(error).splitlines()
                 kind = "" if isinstance(error, ConnectionError) else f"{type(error).__name__}: "
-                self._failed(f"{kind}{lines[0] if lines else ''}")
+                self._failed(f"{kind}{cause_of(error)}")
                 _log.debug("writing %s failed", item.what, exc_info=True)
                 if not self._store.alive():
                     return False

@@ -10,6 +10,7 @@ import platform
 import re
 import shlex
 import shutil
+import sqlite3
 import ssl
 import sys
 import tempfile
@@ -503,6 +504,22 @@ def how_to_open(location: StoreLocation, experiment_id: str | None = None) -> st
         here = shlex.join(["cd", str(database.parent)])
         return f"{here} && {shlex.join([*words, f'sqlite:///{database.name}'])}"
     return shlex.join([*words, shown])
+
+
+def cause_of(error: BaseException) -> str:
+    """What a store's error is of, in one line: the database's own words where it has some.
+
+    MLflow and SQLAlchemy wrap them, now and then with words of their own before them.
+    """
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        if isinstance(found, sqlite3.Error):
+            return str(found)
+        seen.add(id(found))
+        found = found.__cause__ or found.__context__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 _PATIENCE_S = 3.0

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from support.hostile import at_most
 
 from perfsearch.config.schema import validate
 from perfsearch.core.errors import BadInputError
-from perfsearch.core.trial import Outcome, Status
+from perfsearch.core.trial import Outcome, Purpose, Status, Trial
 from perfsearch.pipeline.search import build_runner
 from perfsearch.runners.base import Plan
+from perfsearch.strategies import load
 
 COLUMNS = ["step_ms", "samples_per_s", "status", "bucket_cap_mb", "zero_stage", "micro_batch", "x"]
 COLUMNS += ["world_size", "first_losses", "purpose", "reason", "trial_seconds", "rewrap_ms"]
@@ -151,3 +153,27 @@ def test_many_columns_and_long_cells_take_bounded_memory(tmp_path):
     with at_most(20 * size + 8):
         runner, outcomes = served(path)
     require_sound(runner, outcomes)
+
+
+@pytest.mark.slow
+def test_a_table_of_300_000_rows_is_searched(tmp_path):
+    """Each of its configurations is its own: none may be compared with each other one."""
+    path = tmp_path / "table.csv"
+    with path.open("w") as file:
+        file.write("bucket_cap_mb,chunk,status,step_ms\n")
+        for number in range(300_000):
+            bucket, chunk = number % 1000, number // 1000
+            slow = 10 + abs(bucket - 700) / 100 + abs(chunk - 100) / 50
+            file.write(f"{bucket},{chunk},ok,{slow:.4f} {slow * 1.01:.4f}\n")
+    runner, outcomes = served(path, baseline={"bucket_cap_mb": 25, "chunk": 1})
+    require_sound(runner, outcomes)
+    assert runner.space.size == 300_000
+    for name in ("random", "bayes"):
+        strategy = load(name)(runner.space, runner.hints([]), 0)
+        for number in range(1, 4):
+            point = strategy.ask()
+            outcome = runner.measure(point, Plan(number, log_directory=tmp_path))
+            cost = statistics.fmean(outcome.measurement.step_seconds)
+            told = Trial(number, point, Purpose.SEARCH, outcome.status, outcome.measurement)
+            told.cost = cost
+            strategy.tell(told)

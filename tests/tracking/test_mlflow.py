@@ -145,6 +145,37 @@ def test_a_database_that_is_deleted_meanwhile_is_told_once(store, caplog, monkey
     assert search.tracker.how_to_open() == ""
 
 
+def test_a_store_that_is_full_is_told_once_and_takes_the_rest_later(store, caplog, monkeypatch):
+    from sqlalchemy import Engine, event
+
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.5)
+    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.1)
+    search = Search(store)
+    search.trials(trial(0))
+    assert search.tracker.flush(60)
+
+    def limit(connection, *_):
+        """As a disk with no room left: SQLite's own error for it is ``SQLITE_FULL``."""
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+
+    def checked_out(connection, *_):
+        limit(connection)
+
+    event.listen(Engine, "connect", limit)
+    event.listen(Engine, "checkout", checked_out)
+    try:
+        search.trials(*(trial(number) for number in range(1, 30)))
+        assert not search.end(timeout_s=60)
+    finally:
+        event.remove(Engine, "connect", limit)
+        event.remove(Engine, "checkout", checked_out)
+    first, last = told_by_us(caplog)
+    assert "database or disk is full" in first and "The search goes on" in first
+    assert f"perfsearch-sync {search.run_dir}" in last
+    assert "Traceback" not in caplog.text
+
+
 def test_a_store_that_hangs_keeps_no_caller_waiting(store, monkeypatch, caplog):
     monkeypatch.setattr(module, "SLOW_S", 0.0)
     entered, go_on, real = threading.Event(), threading.Event(), Store.show
