@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from perfsearch.cli.arguments import OwnParser, of_script
 from perfsearch.config.options import show
+from perfsearch.core.errors import printable
 from perfsearch.core.signals import ExitCode
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ def table(found: Tunables) -> Iterator[str]:
         yield "\nleft out"
     for why, names in reasons.items():
         yield from _wrapped(", ".join(names), why)
+    if found.rules:
+        yield "\nevery configuration keeps"
+        yield from (f"  {printable(rule)}" for rule in found.rules)
     if found.profile is not None:
         yield f"\nat most: by the profile of the baseline in {found.profile}"
 

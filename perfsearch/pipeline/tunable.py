@@ -82,6 +82,7 @@ class Tunables:
         bounds: of each part of a step, where a search has profiled this very job before.
         profile: that search's directory.
         unseen: what is only known once the job was started; empty: nothing.
+        rules: of the user's own, which every configuration keeps.
 
     """
 
@@ -90,6 +91,7 @@ class Tunables:
     bounds: Sequence[UpperBound] = ()
     profile: Path | None = None
     unseen: str = ""
+    rules: Sequence[str] = ()
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values for programs."""
@@ -107,6 +109,7 @@ class Tunables:
             ],
             "profile": None if self.profile is None else str(self.profile),
             "unseen": self.unseen,
+            "constraints": list(self.rules),
         }
 
 
@@ -127,6 +130,7 @@ def tunables(settings: Settings) -> Tunables:
             bounds,
             profile,
             runner.unseen,
+            [rule.text for rule in runner.rules],
         )
     finally:
         runner.close()

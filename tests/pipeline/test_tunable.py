@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from support.search_runs import journal_in
@@ -92,6 +93,9 @@ def test_a_profile_of_the_same_job_bounds_what_a_knob_can_gain(tmp_path):
 
 def test_the_plain_form_is_json_that_every_program_reads(tmp_path):
     asked = settings(bucket_cap_mb="search", compile_mode="search")
+    rule = "bucket_cap_mb <= 64 or compile_mode == 'none'"
+    options = {**asked.runner.options, "constraints": [rule]}
+    asked = replace(asked, runner=replace(asked.runner, options=options))
     a_search_before(tmp_path / "outputs" / "same", build_runner(asked).identity())
     plain = json.loads(json.dumps(tunables(asked).to_plain(), allow_nan=False))
     knob = next(one for one in plain["knobs"] if one["name"] == "bucket_cap_mb")
@@ -100,4 +104,5 @@ def test_the_plain_form_is_json_that_every_program_reads(tmp_path):
     assert (knob["scope"], knob["numerics"]) == ("step", "reordered")
     assert knob["gain_at_most"] == pytest.approx(0.1 / 0.9)
     assert "buckets" in knob["help"]
+    assert plain["constraints"] == [rule]
     assert {bound["part"] for bound in plain["bounds"]} >= {"communication", "optimizer"}
