@@ -57,6 +57,7 @@ from perfsearch.core.journal import JournalError
 _MOST_COMMANDS = 5
 _ATTEMPTS = 3
 """How often a trial is started whose failure is none of its configuration's."""
+_UPLOAD_S = 600.0
 _MOST_KIB = 5.0
 """What a controller may grow by for each trial."""
 _ALL_COUNTS = {
@@ -244,9 +245,18 @@ def allowed_ends(run_dir: Path) -> dict[int, set[str]]:
 def _upload(course: _Course, run_dir: Path) -> None:
     """What a user does where the store was away."""
     command = [sys.executable, "-m", "perfsearch.cli.sync", str(run_dir)]
-    done = subprocess.run(
-        command, cwd=course.room.work, timeout=240, check=False, capture_output=True, text=True
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=course.room.work,
+            timeout=_UPLOAD_S,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+    except subprocess.TimeoutExpired:
+        course.found.not_ended.append(f"perfsearch-sync still ran after {_UPLOAD_S:g} s")
+        return
     if done.returncode:
         course.found.other.append(f"perfsearch-sync: {(done.stdout + done.stderr)[-300:]}")
 

@@ -4,6 +4,8 @@ import os
 import random
 import socket
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,19 @@ def test_an_episode_is_read_back_as_it_was_written(tmp_path):
     assert "| trials lost | 1 |" in page
     assert "| SIGKILL | 1 |" in page
     assert "- replay 5 (event 1 + 0.5 s: SIGKILL)" in page
+
+
+@pytest.mark.slow
+def test_a_struck_replay_loses_and_leaves_nothing(monkeypatch):
+    whole = JOBS["replay"]
+
+    def short(work, draw):
+        return [*whole.make(work, draw), "strategy=random", "budget.trials=4"]
+
+    job = replace(whole, make=short, events=30, kinds=("kill", "store"))
+    monkeypatch.setitem(JOBS, "replay", job)
+    with tempfile.TemporaryDirectory(prefix="soak-", dir="/var/tmp") as home:
+        episode = soak.run_episode("replay", 5, Path(home), None)
+    assert episode.findings == {}, soak.line_of(episode)
+    assert episode.strikes, "nothing struck"
+    assert episode.exit_codes[-1] == 0
