@@ -187,12 +187,12 @@ def measured_by(whole: Mapping[str, Value], job: Job) -> dict[str, Any]:
     """What was measured, in the words of those who load a form (``forms``)."""
     return {
         "ranks": job.world_size,
-        "micro_batch": MICRO_BATCH.number(whole),
-        "gradient_accumulation": ACCUMULATION.number(whole),
-        "zero_stage": STAGE.number(whole),
+        MICRO_BATCH.name: MICRO_BATCH.number(whole),
+        ACCUMULATION.name: ACCUMULATION.number(whole),
+        STAGE.name: STAGE.number(whole),
         "half": job.half,
         "checkpointed": bool(CHECKPOINTING.number(whole)),
-        "cpu_offload": bool(CPU_OFFLOAD.of(whole)),
+        CPU_OFFLOAD.name: bool(CPU_OFFLOAD.of(whole)),
         "block_class": [job.block_class],
     }
 

@@ -20,6 +20,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from perfsearch.core.python import module_command
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
+from perfsearch.knobs.fsdp import CPU_OFFLOAD, STAGE
 from perfsearch.workers.failures import one_line
 
 PACKAGES = {
@@ -112,11 +114,11 @@ def _deepspeed(file: Path) -> dict[str, Any]:
     offload = getattr(zero, "offload_optimizer", None)
     return {
         "ranks": made.train_batch_size // per_rank,
-        "micro_batch": made.train_micro_batch_size_per_gpu,
-        "gradient_accumulation": made.gradient_accumulation_steps,
-        "zero_stage": int(zero.stage),
+        MICRO_BATCH.name: made.train_micro_batch_size_per_gpu,
+        ACCUMULATION.name: made.gradient_accumulation_steps,
+        STAGE.name: int(zero.stage),
         "half": bool(getattr(made, "bfloat16_enabled", False) or _enabled(made, "bfloat16_config")),
-        "cpu_offload": offload is not None and str(offload.device).endswith("cpu"),
+        CPU_OFFLOAD.name: offload is not None and str(offload.device).endswith("cpu"),
     }
 
 
@@ -130,11 +132,11 @@ def _trainer(file: Path) -> dict[str, Any]:
     form = json.loads(file.read_text())
     made = TrainingArguments(output_dir=str(file.parent / "out"), **form)
     told = {
-        "micro_batch": made.per_device_train_batch_size,
-        "gradient_accumulation": made.gradient_accumulation_steps,
+        MICRO_BATCH.name: made.per_device_train_batch_size,
+        ACCUMULATION.name: made.gradient_accumulation_steps,
         "half": bool(made.bf16),
         "checkpointed": bool(made.gradient_checkpointing),
-        "zero_stage": 0,
+        STAGE.name: 0,
     }
     if form.get("fsdp"):
         told.update(_plugin(_fsdp_plugin(made)))
@@ -165,9 +167,9 @@ def _plugin(plugin: Any) -> dict[str, Any]:
     """What Accelerate's plugin for FSDP will do."""
     assert plugin.fsdp_version == 2, f"it makes FSDP{plugin.fsdp_version} of it"
     return {
-        "zero_stage": 3 if plugin.reshard_after_forward is True else 2,
+        STAGE.name: 3 if plugin.reshard_after_forward is True else 2,
         "checkpointed": bool(plugin.activation_checkpointing),
-        "cpu_offload": type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
+        CPU_OFFLOAD.name: type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
         "block_class": list(plugin.transformer_cls_names_to_wrap or []),
     }
 
