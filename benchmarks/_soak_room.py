@@ -188,6 +188,8 @@ def check_left(room: Room, before: State, run_dirs: Sequence[Path]) -> dict[str,
 def slope_kib(readings: Sequence[tuple[int, float]]) -> float:
     """KiB a trial, by least squares over what follows the first quarter of the trials.
 
+    What comes after the last one does not count: the record loads libraries of its own.
+
     Args:
         readings: trials that had finished, and the memory in KiB.
 
@@ -195,7 +197,7 @@ def slope_kib(readings: Sequence[tuple[int, float]]) -> float:
     if not readings:
         return 0.0
     most = max(trials for trials, _ in readings)
-    kept = [(trials, kib) for trials, kib in readings if trials > most / 4]
+    kept = [(trials, kib) for trials, kib in readings if most / 4 < trials < most]
     mean_trials = sum(trials for trials, _ in kept) / max(1, len(kept))
     mean_kib = sum(kib for _, kib in kept) / max(1, len(kept))
     spread = sum((trials - mean_trials) ** 2 for trials, _ in kept)

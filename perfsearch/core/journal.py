@@ -29,6 +29,9 @@ EVENTS = (
     *("summarised", "ended"),
 )
 
+_MARKS = ("opened", "ended")
+"""Events that say whether the search goes on."""
+
 _REMEDY = "Use resume=never for a new search beside it, or move the directory away."
 
 
@@ -87,6 +90,11 @@ class Journal:
 
     The first line is a header with the schema version. A line that a kill tore in the middle is
     dropped when the journal is opened again; nothing else is ever removed.
+
+    Attributes:
+        events: what it held when it was opened again; what is appended is on disk, and not kept.
+        count: of all its events.
+
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -100,6 +108,7 @@ class Journal:
         self._redact = Redactor()
         self.header: dict[str, Any] = {"schema": SCHEMA, **self._redact.tree(header)}
         self.events: list[Event] = []
+        self.count, self._mark = 0, ""
         self.followers: list[Callable[[Event], None]] = []
         self.dropped_line = ""
         try:
@@ -123,6 +132,8 @@ class Journal:
         journal = cls.__new__(cls)
         journal.path, journal.header, journal.events = path, header, events
         journal.dropped_line, journal.followers = torn, []
+        journal.count = len(events)
+        journal._mark = next((e.name for e in reversed(events) if e.name in _MARKS), "")
         journal._redact = Redactor()
         try:
             journal._file = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -142,32 +153,29 @@ class Journal:
         """
         if name not in EVENTS:
             raise ValueError(f"unknown journal event {name!r}")
-        count, size = len(self.events), os.fstat(self._file).st_size
+        count, size = self.count, os.fstat(self._file).st_size
         event = Event(count + 1, name, self._redact.tree(data))
         try:
-            self.events.append(event)
+            self.count = event.number
             self._write({"n": event.number, "event": name, **event.data})
         except BaseException as error:
             # Also where a signal raises in between: the file and this record of it stay the same.
-            del self.events[count:]
+            self.count = count
             os.ftruncate(self._file, size)
             if isinstance(error, OSError):
                 message = f"{self.path}: cannot be written: {error.strerror}"
                 raise JournalWriteError(error.errno, message) from error
             raise
+        if name in _MARKS:
+            self._mark = name
         for follower in self.followers:
             follower(event)
         return event
 
-    def of(self, *names: str) -> Iterator[Event]:
-        """The events with one of these names, in order."""
-        return (event for event in self.events if event.name in names)
-
     @property
     def ended(self) -> bool:
         """Whether the search came to its own end since it was last opened."""
-        last = [e.name for e in self.events if e.name in ("opened", "ended")]
-        return bool(last) and last[-1] == "ended"
+        return self._mark == "ended"
 
     def close(self) -> None:
         """Close the file."""

@@ -69,6 +69,7 @@ def test_what_is_left_is_counted_by_its_kind(room):
 def test_growth_is_told_from_what_a_start_takes():
     rising = [(trial, 1000.0 + 3.5 * trial + (500 if trial > 10 else 0)) for trial in range(100)]
     assert slope_kib(rising) == pytest.approx(3.5)
+    assert slope_kib([*rising, *((99, 90_000.0) for _ in range(50))]) == pytest.approx(3.5)
     assert slope_kib([(trial, 1000.0) for trial in range(100)]) == pytest.approx(0.0)
     assert slope_kib([]) == slope_kib([(0, 1.0)]) == 0.0
 
