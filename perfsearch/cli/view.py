@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -52,8 +52,7 @@ class View:
         self.unread = False
         self.searched = 0
         self.baseline: Trial | None = None
-        self.running: tuple[int, Purpose, Configuration] | None = None
-        self.began = time.monotonic()
+        self.running: dict[int, tuple[Purpose, Configuration, float]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -64,7 +63,7 @@ class View:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.running = None
+        self.running = {}
 
     def stage(self, name: str, detail: str = "") -> None:
         """Say that a stage of the pipeline begins."""
@@ -72,7 +71,7 @@ class View:
 
     def trial_started(self, number: int, purpose: Purpose, configuration: Configuration) -> None:
         """Take note that a trial runs; a plain log tells of it when it ends."""
-        self.running = (number, purpose, configuration)
+        self.running[number] = purpose, configuration, time.monotonic()
 
     def trial_finished(
         self,
@@ -92,7 +91,7 @@ class View:
             message: a remark, such as that a record was served.
 
         """
-        self.running = None
+        self.running.pop(trial.number, None)
         self.baseline = baseline or self.baseline
         is_best = best_so_far is not None and best_so_far.number == trial.number
         searched = trial.purpose is Purpose.SEARCH
@@ -144,7 +143,7 @@ class View:
         """A trial on one line: number, purpose, how it ended, what differs from the baseline."""
         head = f"trial {trial.number:>3} {trial.purpose:<8}"
         knobs = differing_knobs(trial, self.baseline)
-        if not knobs and trial.purpose is Purpose.CONFIRM:
+        if not knobs and trial.purpose in (Purpose.CONFIRM, Purpose.BESIDE):
             knobs = "the baseline"
         if trial.status is Status.OK and trial.measurement is not None:
             step_ms = trial.measurement.step_time_s * 1e3
@@ -224,11 +223,6 @@ class LiveView(View):
         self.stage_name = name
         self._print(_text().append(name, "bold").append(f": {detail}"))
 
-    def trial_started(self, number: int, purpose: Purpose, configuration: Configuration) -> None:
-        """Show the trial in the block, with the time that it has taken so far."""
-        super().trial_started(number, purpose, configuration)
-        self.began = time.monotonic()
-
     def trial_finished(
         self,
         trial: Trial,
@@ -252,7 +246,7 @@ class LiveView(View):
         """Show the closing table, the verdict and where the files are."""
         from rich.table import Table
 
-        self.stage_name, self.running = "", None
+        self.stage_name, self.running = "", {}
         header, *body = result_cells(rows)
         table = Table(*header[:-1], box=None, pad_edge=False, header_style="dim")
         table.add_column(header[-1], overflow="fold")
@@ -284,23 +278,23 @@ class LiveView(View):
         """The block: what runs, the best so far, what is left."""
         if not self.stage_name:
             return
-        yield self._running_line()
+        yield from self._running_lines()
         yield self._best_line()
         if self.stage_name == _PROPOSING:
             yield self._left_line()
 
-    def _running_line(self) -> Text:
-        if self.running is None:
+    def _running_lines(self) -> Iterator[Text]:
+        if not self.running:
             doing = ": choosing what to try next" if self.stage_name == _PROPOSING else ""
-            return _text(f"  {self.stage_name}{doing}", row=True)
-        number, purpose, configuration = self.running
-        elapsed = show_seconds(time.monotonic() - self.began)
+            yield _text(f"  {self.stage_name}{doing}", row=True)
         before = self.baseline.configuration if self.baseline else {}
-        knobs = " ".join(
-            f"{k}={show_value(v)}" for k, v in configuration.items() if before.get(k, ...) != v
-        )
-        text = _text(row=True).append("  running  ", "cyan")
-        return text.append(f"trial {number} {purpose}  {elapsed}  {knobs}")
+        for number, (purpose, configuration, began) in list(self.running.items()):
+            elapsed = show_seconds(time.monotonic() - began)
+            knobs = " ".join(
+                f"{k}={show_value(v)}" for k, v in configuration.items() if before.get(k, ...) != v
+            )
+            text = _text(row=True).append("  running  ", "cyan")
+            yield text.append(f"trial {number} {purpose}  {elapsed}  {knobs}")
 
     def _best_line(self) -> Text:
         text = _text(row=True).append("  best     ", "cyan")

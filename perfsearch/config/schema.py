@@ -164,6 +164,8 @@ class Settings:
         tracking: MLflow.
         metrics: system metrics and timings.
         sentinel_every: search trials between two measurements of the baseline; 0 for none.
+        parallel_trials: trials of the search stage at a time, each on devices of its own; baseline
+            and confirmation run alone on the devices of one.
 
     """
 
@@ -188,6 +190,7 @@ class Settings:
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     sentinel_every: int = option(10, low=0)
+    parallel_trials: int = option(1, low=1)
 
     def __post_init__(self) -> None:
         if self.run_dir is not None and str(self.run_dir) in ("", "."):

@@ -52,6 +52,7 @@ class Environment:
         seed: of weights, data and random numbers.
         numerics: the most that a searched knob may do to the computation.
         limits: time limits.
+        parallel_trials: trials at a time, each on devices of its own.
         variables: environment variables of the ranks beside those of the controller.
         directory: where a script is started; ``None``: the current directory.
         python: the interpreter that runs a script; empty: this one.
@@ -66,6 +67,7 @@ class Environment:
     seed: int = 0
     numerics: Numerics = Numerics.REORDERED
     limits: Limits = field(default_factory=Limits)
+    parallel_trials: int = 1
     variables: Mapping[str, str] = field(default_factory=dict)
     directory: Path | None = None
     python: str = ""

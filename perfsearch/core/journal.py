@@ -26,7 +26,7 @@ MOST_READ = 2**30
 
 EVENTS = (
     *("opened", "asked", "simulated", "screened", "started", "finished", "told", "confirmed"),
-    *("summarised", "ended"),
+    *("neighbours", "summarised", "ended"),
 )
 
 _MARKS = ("opened", "ended")

@@ -21,11 +21,13 @@ class Purpose(StrEnum):
     REPEAT = "repeat"
     """One of the best, once more, to choose which of them is confirmed."""
     CONFIRM = "confirm"
+    BESIDE = "beside"
+    """The baseline, to see how much trials at the same time disturb each other."""
 
     @property
     def is_of_search(self) -> bool:
         """Whether it comes before the confirmation, so that the strategy is told of it."""
-        return self not in (Purpose.REPEAT, Purpose.CONFIRM)
+        return self not in (Purpose.REPEAT, Purpose.CONFIRM, Purpose.BESIDE)
 
 
 class Status(StrEnum):
@@ -178,6 +180,7 @@ class Trial:
         seconds: wall time from its start to its end, everything included.
         overhead_seconds: ``seconds`` less scored and discarded steps.
         fresh_process: whether processes had to be started for it.
+        lane: which share of the devices it ran on, where several trials ran at a time.
 
     """
 
@@ -194,6 +197,7 @@ class Trial:
     seconds: float = 0.0
     overhead_seconds: float = 0.0
     fresh_process: bool = False
+    lane: int = 0
 
     def __post_init__(self) -> None:
         self.reason = printable(self.reason)

@@ -113,7 +113,8 @@ def profiled_measurement(
 
     Of several the one whose scored steps are nearest the median of the trials that confirmed the
     configuration, as the verdict rests on these; else the first. Without a profile the same of all
-    that ended well. A sentinel is none: it is there to see drift.
+    that ended well. A sentinel is none, which is there to see drift, nor what ran beside another
+    trial.
     """
     key = key_of(configuration)
     found = [
@@ -122,7 +123,7 @@ def profiled_measurement(
         if trial.measurement is not None
         and trial.measurement.step_seconds
         and trial.status is Status.OK
-        and trial.purpose is not Purpose.SENTINEL
+        and trial.purpose not in (Purpose.SENTINEL, Purpose.BESIDE)
         and key_of(trial.configuration) == key
     ]
     profiled = [m for _, m in found if "detailed_step_ms" in m.bottleneck_evidence]

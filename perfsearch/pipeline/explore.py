@@ -12,12 +12,18 @@ from perfsearch.core.hints import ChainResult
 from perfsearch.core.journal import Journal
 from perfsearch.core.knob import Value
 from perfsearch.core.trial import Purpose, Status, Trial
-from perfsearch.pipeline.session import BreakerError, Session
+from perfsearch.pipeline.lanes import Lanes
+from perfsearch.pipeline.session import BreakerError, Running, Session
 from perfsearch.runners.base import Screens
 from perfsearch.strategies.base import StrategyError
 
 MAX_SERVED = 200
 """Proposals answered from the record, or screened, in a row before the search ends."""
+
+_NOTHING_MORE = "the strategy has nothing more to propose"
+
+_ALIKE = 0.03
+"""Readings of the baseline that differ by less are alike, however exact they are."""
 
 CHAIN_LINES = 20
 """Lines on the terminal for a chain over simulated configurations."""
@@ -26,49 +32,123 @@ CHAIN_LINES = 20
 def run(session: Session) -> str:
     """Search until something says stop, and return what did.
 
+    With several lanes a trial is proposed for each that is free; the strategy is told of trials in
+    the order in which they end.
+
     Raises:
         BreakerError: too many failures in a row, any failure with ``on_failure=stop``, or a
-            strategy that cannot go on.
+            strategy that cannot go on. What was under way is measured to its end.
 
     """
     session.view.stage("search", session.strategy.describe())
-    budget, served = session.settings.budget, 0
     _check_breakers(session)
     _sentinel(session)
-    while True:
-        begin = time.monotonic()
-        reason = budget.spent(
-            len(session.search_trials), session.search_seconds, session.runner.devices
-        )
+    with Lanes(session, range(session.lanes)) as lanes:
+        return _Exploration(session, lanes).run()
+
+
+class _Exploration:
+    """The loop over trials, as many at a time as there are lanes."""
+
+    def __init__(self, session: Session, lanes: Lanes) -> None:
+        self._session, self._lanes = session, lanes
+        self._served = 0
+        self._over = ""  # why no further trial is started, for good
+        self._broken: BreakerError | None = None
+        self._waits = False  # whether the strategy must be told more before it is asked again
+        self._sentinel_is_due = False
+        self._charged_s = time.monotonic()
+
+    def run(self) -> str:
+        """Go on until nothing more is to be started, and what was started has ended."""
+        session = self._session
+        while True:
+            why = self._fill()
+            if self._lanes.count:
+                self._take(self._lanes.wait())
+            elif self._broken is not None:
+                raise self._broken
+            elif self._sentinel_is_due:  # alone on the devices
+                _sentinel(session)
+                self._sentinel_is_due = False
+                self._charged_s = time.monotonic()
+            else:
+                return why
+
+    def _fill(self) -> str:
+        """Start trials while a lane is free; return why no more may be started at present."""
+        session = self._session
+        while self._lanes.free and not self._waits and not self._sentinel_is_due:
+            if self._over or self._broken is not None:
+                return self._over
+            why = self._spent()
+            if why:
+                return why
+            try:
+                configuration, number = _next(session)
+            except BreakerError as error:
+                self._broken = error
+                return ""
+            if configuration is None and self._lanes.count:
+                # What is under way may change its mind. It is on record, as asking changes it.
+                session.journal.append("asked", configuration=None)
+                self._waits = True
+            elif configuration is None:
+                self._over = session.strategy.stop_reason or _NOTHING_MORE
+            else:
+                self._over = self._start(configuration, number)
+        return self._over
+
+    def _spent(self) -> str:
+        """Why nothing more may be proposed now; trials that are under way count as started."""
+        session = self._session
+        budget, started = session.settings.budget, len(session.search_trials) + self._lanes.count
+        self._charge()
+        reason = budget.spent(started, session.search_seconds, session.devices)
         reason = reason or _out_of_patience(session, budget.patience)
         if reason and not session.only_rerun:
             return reason
         if session.only_rerun and not session.rerun:
             return "the failed trials were run again"
-        if served >= MAX_SERVED:
+        if self._served >= MAX_SERVED:
             return f"the last {MAX_SERVED} proposals brought nothing new"
-        configuration, number = _next(session)
-        if configuration is None:
-            return session.strategy.stop_reason or "the strategy has nothing more to propose"
+        return ""
+
+    def _start(self, configuration: dict[str, Value], number: int | None) -> str:
+        """Measure it, or answer it without; return why it is neither, as it does not pay."""
+        session = self._session
         unprofitable = "" if number is not None else _no_longer_pays(session)
         if unprofitable:
             return unprofitable
         if number is None and _answered_without_running(session, configuration):
-            served += 1
-            session.search_seconds += time.monotonic() - begin
-            continue
-        served = 0
-        left = budget.seconds_left(session.search_seconds, session.runner.devices)
-        if left is not None:
-            left = max(0.0, left - (time.monotonic() - begin))
-        trial = session.run(configuration, Purpose.SEARCH, number=number, seconds_left=left)
-        session.search_seconds += time.monotonic() - begin
+            self._served += 1
+            return ""
+        self._served = 0
+        self._charge()
+        left = session.settings.budget.seconds_left(session.search_seconds, session.devices)
+        number = session.next_number if number is None else number
+        self._lanes.start(Running(number, configuration, Purpose.SEARCH, seconds_left=left))
+        return ""
+
+    def _take(self, trial: Trial) -> None:
+        """Tell the strategy of a trial that ended, and see what follows."""
+        session, self._waits = self._session, False
+        self._charge()
         if trial.status is Status.INTERRUPTED:
-            continue  # cut off, which the budget says in its turn
+            return  # cut off, which the budget says in its turn
         session.strategy.tell(trial)
         session.told(trial=trial.number)
-        _check_breakers(session, trial)
-        _sentinel(session)
+        try:
+            _check_breakers(session, trial)
+        except BreakerError as error:
+            self._broken = self._broken or error
+        self._sentinel_is_due = _sentinel_is_due(session)
+
+    def _charge(self) -> None:
+        """Charge the budget with the time since the last call."""
+        now = time.monotonic()
+        self._session.search_seconds += now - self._charged_s
+        self._charged_s = now
 
 
 def _next(session: Session) -> tuple[dict[str, Value] | None, int | None]:
@@ -213,24 +293,39 @@ def _check_breakers(session: Session, trial: Trial | None = None) -> None:
         )
 
 
-def _sentinel(session: Session) -> None:
-    """Measure the baseline again every so often; drift beyond the noise recycles the processes."""
+def _sentinel_is_due(session: Session) -> bool:
+    """Whether so many trials have ended that the baseline is measured again."""
     every, count = session.settings.sentinel_every, len(session.search_trials)
-    before = session.baseline_cost
     sentinels = [t for t in session.trials if t.purpose is Purpose.SENTINEL]
     done = [t for t in sentinels if t.status is not Status.INTERRUPTED]
-    if not every or before is None or count // every <= len(done):
+    return every > 0 and session.baseline_cost is not None and count // every > len(done)
+
+
+def _sentinel(session: Session) -> None:
+    """Measure the baseline again every so often; drift beyond the noise recycles the processes."""
+    before = session.baseline_cost
+    if before is None or not _sentinel_is_due(session):
         return
     trial = session.measure_baseline_again()
     if trial.cost is None:
-        session.recycle = True
+        session.recycle_all()
         return
     first = session.baseline
     error = max(trial.cost_error or 0.0, (first.cost_error if first else None) or 0.0)
     drift = math.log(trial.cost / before)
-    if abs(drift) > max(0.03, 4 * math.sqrt(2) * error):
+    if abs(drift) > allowed_change(math.sqrt(2) * error):
         session.view.warning(
             f"the baseline now reads {100 * (math.exp(-drift) - 1):+.1f}% against before: "
             "the processes are started anew, and only the confirmation decides"
         )
-        session.recycle = True
+        session.recycle_all()
+
+
+def allowed_change(error: float) -> float:
+    """The most that two readings of the same may differ by chance, as a difference of logarithms.
+
+    Args:
+        error: standard error of their difference.
+
+    """
+    return max(_ALIKE, 4 * error)

@@ -259,7 +259,8 @@ def restore(session: Session) -> str:
 
 
 def _replay(session: Session, events: Sequence[Event]) -> None:
-    strategy, journal, pending = session.strategy, session.journal.path, None
+    strategy, journal = session.strategy, session.journal.path
+    pending: dict[str, dict[str, Value]] = {}  # proposed, and neither started nor answered
     started: dict[int, dict[str, Any]] = {}
     told = {t.number for t in session.trials}
     for event in events:
@@ -268,20 +269,19 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
             session.simulated += 1
         elif event.name == "asked":
             with legible(journal, event):
-                pending = dict(data["configuration"])
-            proposal = strategy.ask_again(pending)
-            if proposal is None or key_of(proposal) != key_of(pending):
-                session.view.warning("the strategy proposes otherwise than when this was recorded")
+                asked = None if data["configuration"] is None else dict(data["configuration"])
+            pending |= _ask_again(session, asked)
         elif event.name == "screened":
             with legible(journal, event):
                 refused = screened_trial(dict(data["configuration"]), str(data["reason"]))
             strategy.tell(refused)
             session.screened += 1
-            pending = None
+            pending.pop(key_of(refused.configuration), None)
         elif event.name == "started":
             with legible(journal, event):
                 started[int(data["trial"])] = {**data, "configuration": dict(data["configuration"])}
-                pending = None if Purpose(data["purpose"]) is Purpose.SEARCH else pending
+                of_search = Purpose(data["purpose"]) is Purpose.SEARCH
+                pending.pop(key_of(data["configuration"]) if of_search else "", None)
         elif event.name == "finished":
             with legible(journal, event):
                 trial = _finished(data["trial"])
@@ -293,15 +293,23 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
                 session.search_seconds = float(data["search_seconds"])
             strategy.tell(trial)
             told.add(trial.number)
-            pending = None if data.get("served") else pending
+            pending.pop(key_of(trial.configuration) if data.get("served") else "", None)
     _tell_the_rest(session, told)
     for number, data in started.items():
         ended = session.find(number)
         unfinished = ended is None or ended.status is Status.INTERRUPTED
         if unfinished and data["purpose"] == Purpose.SEARCH:
             session.rerun.append((dict(data["configuration"]), number))
-    if pending is not None:
-        session.rerun.append((pending, None))
+    session.rerun += [(configuration, None) for configuration in pending.values()]
+
+
+def _ask_again(session: Session, asked: dict[str, Value] | None) -> dict[str, dict[str, Value]]:
+    """What was proposed then, by its key; nothing where it was nothing."""
+    proposal = session.strategy.ask_again(asked)
+    keys = [None if point is None else key_of(point) for point in (proposal, asked)]
+    if keys[0] != keys[1]:
+        session.view.warning("the strategy proposes otherwise than when this was recorded")
+    return {} if asked is None else {key_of(asked): asked}
 
 
 def _tell_the_rest(session: Session, told: Container[int]) -> None:

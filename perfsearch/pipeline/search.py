@@ -32,13 +32,14 @@ from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Status, Trial
 from perfsearch.metrics.slow_steps import SLOW_STEPS, told_shortly
-from perfsearch.pipeline import baseline, confirm, explore, record, resume, transfer
+from perfsearch.pipeline import baseline, confirm, explore, neighbours, record, resume, transfer
 from perfsearch.pipeline.resume import device_lock, run_directory_lock
 from perfsearch.pipeline.session import BreakerError, Result, Session, Verdict, View
 from perfsearch.runners.base import (
     Advises,
     FollowsUp,
     HoldsDevices,
+    MeasuresBeside,
     OwnModes,
     Runner,
     SettlesSettings,
@@ -205,8 +206,19 @@ def build_runner(settings: Settings) -> Runner:
     if settings.workload.name == SCRIPT and issubclass(runner, TakesScripts):
         from perfsearch.runners._script.runner import Script
 
+        _require_lanes(settings, Script, "workload=script")
         return Script.from_options(settings, *runner.for_script(settings))
+    _require_lanes(settings, runner, f"runner={name}")
     return runner.from_settings(settings)
+
+
+def _require_lanes(settings: Settings, runner: type[Runner], named: str) -> None:
+    several = settings.parallel_trials
+    if several > 1 and not issubclass(runner, MeasuresBeside):
+        raise ConfigError(
+            "parallel_trials",
+            f"parallel_trials={several}: {named} measures one trial at a time. Allowed: 1.",
+        )
 
 
 def _runner(settings: Settings) -> type[Runner]:
@@ -481,7 +493,9 @@ def _stages(session: Session) -> Result:
     try:
         baseline.run(session)  # stage 2
         reason = PROFILED if profiled else baseline.reason_to_stop(session)
-        reason = reason or explore.run(session)  # stage 3
+        if not reason:
+            neighbours.run(session)
+            reason = explore.run(session)  # stage 3
     except BreakerError as error:
         exit_code, reason = ExitCode.CIRCUIT_BREAKER, str(error)
         session.view.warning(f"search ended: {reason}")

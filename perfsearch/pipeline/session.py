@@ -75,6 +75,44 @@ class BreakerError(Exception):
 
 
 @dataclass
+class Running:
+    """A trial under way: what it is, and how it is measured now.
+
+    Attributes:
+        number: of the trial.
+        configuration: what is measured.
+        purpose: why.
+        lane: on which share of the devices.
+        seconds_left: what the stage could still spend when it began; ``None``: no limit.
+        fresh: whether in new processes.
+        profiled: whether further steps are profiled.
+        perturbed: whether weights are changed after the first step, by as much as rounding.
+        attempt: 0, or which retry this is.
+        left_s: what the stage could still spend when this attempt began; ``None``: no limit.
+        begin_s: monotonic time of its start.
+        told_s: monotonic time at which the strategy was last told of a trial before it.
+        ended_s: monotonic time at which the last attempt ended.
+        plan: of the present attempt.
+
+    """
+
+    number: int
+    configuration: dict[str, Value]
+    purpose: Purpose
+    lane: int = 0
+    seconds_left: float | None = None
+    fresh: bool = False
+    profiled: bool = False
+    perturbed: bool = False
+    attempt: int = 0
+    left_s: float | None = None
+    begin_s: float = 0.0
+    told_s: float = 0.0
+    ended_s: float = 0.0
+    plan: Plan = field(default_factory=lambda: Plan(0))
+
+
+@dataclass
 class Session:
     """One search under way: its parts, and the trials so far in order of their numbers."""
 
@@ -92,7 +130,9 @@ class Session:
     screened: int = 0
     simulated: int = 0  # chains of the journal that a resumed strategy runs once more
     consecutive_failures: int = 0
-    recycle: bool = False
+    recycle: set[int] = field(default_factory=set)  # lanes whose processes are started anew
+    lanes: int = 1  # trials of the exploration at a time
+    under_way: dict[int, Running] = field(default_factory=dict)
     rerun: list[tuple[dict[str, Value], int | None]] = field(default_factory=list)
     only_rerun: bool = False
     numbers_from: int = 0
@@ -141,13 +181,23 @@ class Session:
         trials = budget.trials
         return {
             "trials": None if trials is None else max(0, trials - len(self.search_trials)),
-            "seconds": budget.seconds_left(self.search_seconds, self.runner.devices),
+            "seconds": budget.seconds_left(self.search_seconds, self.devices),
         }
+
+    @property
+    def devices(self) -> int:
+        """Ranks that trials of the search occupy at a time."""
+        return self.lanes * self.runner.devices
+
+    def recycle_all(self) -> None:
+        """Have every lane start its processes anew for its next trial."""
+        self.recycle.update(range(self.lanes))
 
     @property
     def next_number(self) -> int:
         """Number of the next trial."""
-        return max(max((t.number for t in self.trials), default=-1) + 1, self.numbers_from)
+        known = (*(t.number for t in self.trials), *self.under_way, -1)
+        return max(max(known) + 1, self.numbers_from)
 
     def add(self, trial: Trial) -> None:
         """Take up a trial; a later end of the same number replaces an earlier one.
@@ -222,45 +272,72 @@ class Session:
             perturbed: whether weights are changed after the first step, by as much as rounding.
 
         """
-        number = self.next_number if number is None else number
-        begin, last_told = time.monotonic(), self._last_told
-        self.view.trial_started(number, purpose, configuration)
-        outcome = Outcome(Status.INTERRUPTED, reason="never started")
-        attempt = 0
+        running = Running(
+            self.next_number if number is None else number,
+            configuration,
+            purpose,
+            seconds_left=seconds_left,
+            fresh=fresh,
+            profiled=profiled,
+            perturbed=perturbed,
+        )
         try:
-            for attempt in range(MAX_RETRIES + 1):
-                self.journal.append(
-                    "started",
-                    trial=number,
-                    purpose=purpose,
-                    configuration=configuration,
-                    attempt=attempt,
-                )
-                left = None
-                if seconds_left is not None:
-                    left = max(0.0, seconds_left - (time.monotonic() - begin))
-                plan = self._plan(number, purpose, attempt, fresh or self.recycle or attempt > 0)
-                plan = replace(with_look(plan, self.baseline), perturbed=perturbed)
-                plan = self._bounded(with_profile(plan, self.settings.metrics, profiled), left)
-                outcome = measure_guarded(self.runner, configuration, plan)
-                if outcome.status is Status.TIMEOUT and plan.time_limit_s < self._trial_limit_s:
-                    outcome = replace(outcome, status=Status.INTERRUPTED, reason=CUT_OFF)
-                if not outcome.status.is_from_outside or left == 0.0 or attempt == MAX_RETRIES:
-                    break
-                self.view.warning(f"trial {number}: {outcome.reason}; starting it again")
-            self.recycle = was_profiled(outcome)
-            now = time.monotonic()
-            if self._lacks_second_start(configuration, purpose, outcome):
-                self.measure_baseline_again(max(number + 1, self.next_number), fresh=True)
-            if self._lacks_perturbed_start(configuration, outcome):
-                self.measure_baseline_again(max(number + 1, self.next_number), perturbed=True)
+            self.begin(running)
+            outcome = measure_guarded(self.runner, configuration, running.plan)
+            while self.begins_again(running, outcome):
+                outcome = measure_guarded(self.runner, configuration, running.plan)
         except BaseException:
-            trial = Trial(number, configuration, purpose, Status.INTERRUPTED, reason="interrupted")
-            trial.seconds = time.monotonic() - begin
-            self._finish(trial)
+            self.break_off(running)
+            raise
+        return self.end(running, outcome)
+
+    def begin(self, running: Running) -> None:
+        """Put a trial on record as started, and plan how it is measured."""
+        running.begin_s, running.told_s = time.monotonic(), self._last_told
+        self.under_way[running.number] = running
+        self.view.trial_started(running.number, running.purpose, running.configuration)
+        self._attempt(running)
+
+    def begins_again(self, running: Running, outcome: Outcome) -> bool:
+        """Whether the trial is to be measured once more, as its failure came from outside; it is
+        then planned anew.
+        """
+        running.ended_s = time.monotonic()
+        last = running.attempt == MAX_RETRIES or running.left_s == 0.0
+        if not outcome.status.is_from_outside or last:
+            return False
+        self.view.warning(f"trial {running.number}: {outcome.reason}; starting it again")
+        running.attempt += 1
+        self._attempt(running)
+        return True
+
+    def break_off(self, running: Running) -> None:
+        """Record a trial that was not measured to its end, for whoever goes on."""
+        number, configuration, purpose = running.number, running.configuration, running.purpose
+        trial = Trial(number, configuration, purpose, Status.INTERRUPTED, reason="interrupted")
+        trial.seconds = time.monotonic() - running.begin_s
+        trial.lane = running.lane
+        self._finish(trial)
+
+    def end(self, running: Running, outcome: Outcome) -> Trial:
+        """Judge what was measured, and record it."""
+        number, configuration, purpose = running.number, running.configuration, running.purpose
+        if outcome.status is Status.TIMEOUT and running.plan.time_limit_s < self._trial_limit_s:
+            outcome = replace(outcome, status=Status.INTERRUPTED, reason=CUT_OFF)
+        self.recycle.discard(running.lane)
+        if was_profiled(outcome):
+            self.recycle.add(running.lane)
+        begin, now = running.begin_s, running.ended_s
+        try:
+            if self._lacks_second_start(configuration, purpose, outcome):
+                self.measure_baseline_again(self.next_number, fresh=True)
+            if self._lacks_perturbed_start(configuration, outcome):
+                self.measure_baseline_again(self.next_number, perturbed=True)
+        except BaseException:
+            self.break_off(running)
             raise
         trial = self._judge(number, configuration, purpose, outcome)
-        trial.seconds = now - begin
+        trial.seconds, trial.lane = now - begin, running.lane
         steps_s = 0.0
         if trial.measurement is not None:
             scored_s = sum(trial.measurement.step_seconds)
@@ -272,7 +349,7 @@ class Session:
                 note_quota(trial.measurement)
             note_findings(trial.measurement, self.settings.metrics.thresholds)
         # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
-        since = last_told if purpose is Purpose.SEARCH else begin
+        since = running.told_s if purpose is Purpose.SEARCH else begin
         trial.overhead_seconds = max(0.0, now - since - steps_s)
         self._finish(trial)
         return trial
@@ -286,22 +363,37 @@ class Session:
     def _trial_limit_s(self) -> float:
         return self.settings.limits.trial_s
 
-    def _bounded(self, plan: Plan, seconds_left: float | None) -> Plan:
-        if seconds_left is None:
-            return plan
-        limit_s = seconds_left + self.settings.limits.grace_s
-        return replace(plan, time_limit_s=min(plan.time_limit_s, limit_s))
-
-    def _plan(self, number: int, purpose: Purpose, attempt: int, fresh: bool) -> Plan:
-        plan = Plan(
-            number=number,
-            purpose=purpose,
-            fresh=fresh,
-            attempt=attempt,
-            time_limit_s=self._trial_limit_s,
-            log_directory=self.run_dir / "logs" / f"{number:04d}",
+    def _attempt(self, running: Running) -> None:
+        """Put an attempt on record, and plan it."""
+        self.journal.append(
+            "started",
+            trial=running.number,
+            purpose=running.purpose,
+            configuration=running.configuration,
+            attempt=running.attempt,
         )
-        if purpose is Purpose.CONFIRM:
+        plan = with_look(self._plan(running), self.baseline)
+        plan = with_profile(plan, self.settings.metrics, running.profiled)
+        if running.seconds_left is not None:
+            spent_s = time.monotonic() - running.begin_s
+            running.left_s = max(0.0, running.seconds_left - spent_s)
+            limit_s = running.left_s + self.settings.limits.grace_s
+            plan = replace(plan, time_limit_s=min(plan.time_limit_s, limit_s))
+        running.plan = plan
+
+    def _plan(self, running: Running) -> Plan:
+        fresh = running.fresh or running.lane in self.recycle or running.attempt > 0
+        plan = Plan(
+            number=running.number,
+            purpose=running.purpose,
+            fresh=fresh,
+            attempt=running.attempt,
+            time_limit_s=self._trial_limit_s,
+            log_directory=self.run_dir / "logs" / f"{running.number:04d}",
+            perturbed=running.perturbed,
+            lane=running.lane,
+        )
+        if running.purpose is Purpose.CONFIRM:
             plan = replace(plan, scored_seconds=2 * plan.scored_seconds)
         return plan
 
@@ -457,6 +549,7 @@ class Session:
     def _finish(self, trial: Trial) -> None:
         with deferred():  # recorded, known and shown, or none of it
             self.journal.append("finished", unix_s=time.time(), trial=trial.to_json())
+            self.under_way.pop(trial.number, None)
             self.add(trial)
         left = self._seconds_left()
         self.view.trial_finished(trial, self.best, self.baseline, left)

@@ -268,6 +268,8 @@ class PriorCosts:
 
         Constraints may differ between two jobs, so that the configuration may be infeasible here.
         """
+        if purpose is Purpose.BESIDE:
+            return
         space, pinned = self.runner.space, self.runner.pinned
         if any(n in whole and not same_value(whole[n], v) for n, v in pinned.items()):
             return

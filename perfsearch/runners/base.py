@@ -48,6 +48,7 @@ class Plan:
         stop_above_cost_s: stop early once a step surely takes longer than this, in seconds.
         perturbed: whether weights are changed after the first step by as much as rounding does, to
             see what that makes of the losses. Only in a script's new start.
+        lane: which share of the devices it runs on (see ``MeasuresBeside``).
 
     """
 
@@ -67,6 +68,7 @@ class Plan:
     trace: bool = False
     stop_above_cost_s: float | None = None
     perturbed: bool = False
+    lane: int = 0
 
 
 class Runner(ABC):
@@ -249,6 +251,23 @@ class HoldsDevices:
         return self.hardware.device_set
 
 
+class MeasuresBeside(ABC):
+    """Can measure several configurations at a time: its devices are dealt out to *lanes*, and the
+    plan says which of them a trial has. ``measure`` is then called from several threads, never
+    twice at a time for one lane; whatever is measured alone has lane 0.
+    """
+
+    lanes: int = 1
+    """How many it can measure at a time, as ``parallel_trials`` asks for."""
+
+    shares_host: bool = True
+    """Whether lanes may disturb each other, as they share memory, caches and links."""
+
+    @abstractmethod
+    def break_off(self) -> None:
+        """Make every ``measure`` that is under way return soon; nothing is measured any more."""
+
+
 class StartsScripts:
     """Measures in starts of the user's own script, two of which may differ though nothing was
     changed.
@@ -354,6 +373,7 @@ def environment_of(settings: Settings) -> Environment:
         seed=settings.seed,
         numerics=settings.numerics,
         limits=settings.limits,
+        parallel_trials=settings.parallel_trials,
     )
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import stat
 import statistics
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.loader import PREFETCH
 from perfsearch.knobs.starts import starts
 from perfsearch.metrics.memory import MemoryFacts
-from perfsearch.runners.base import NoKnobs, Plan, Runner, environment_of
+from perfsearch.runners.base import MeasuresBeside, NoKnobs, Plan, Runner, environment_of
 from perfsearch.runners.deepspeed import config
 from perfsearch.runners.zero.memory import FACTS_FILE, HEADROOM, Memory
 from perfsearch.training.clock import USABLE, State, StepWindow, WindowRule
@@ -46,7 +47,7 @@ _LEAST_STEP_SHARE = 0.05
 """A step drawn with inflated noise takes at least this share of the median."""
 
 
-class Replay(Runner, NoKnobs):
+class Replay(Runner, MeasuresBeside, NoKnobs):
     """Serves the rows of a table; what a trial sees depends on the seed, the trial's number, its
     attempt and its configuration, and on nothing else.
 
@@ -89,6 +90,9 @@ class Replay(Runner, NoKnobs):
                 peaks of memory can be predicted as that runner does; ``null``: the one beside the
                 table, where there is one.
             device_memory_gib: memory of the devices that were measured; ``null``: not known.
+            real_time: factor on the time that a trial took when it was recorded, which it then
+                really takes: its ``trial_seconds``, or its steps where the table has none. 0 does
+                not wait.
 
         """
 
@@ -99,6 +103,7 @@ class Replay(Runner, NoKnobs):
         process_noise: float = 0.0
         model_facts: str | None = None
         device_memory_gib: float | None = option(None, above=0)
+        real_time: float = option(0.0, low=0)
 
         def __post_init__(self) -> None:
             if not self.table:
@@ -111,6 +116,7 @@ class Replay(Runner, NoKnobs):
                     raise ValueError(f"runner.{key}={value}: allowed is 0 to 100.")
 
     trains = False
+    shares_host = False
     no_knobs = (
         "runner=replay takes its knobs from the table, so none can be pinned here. To narrow the "
         "search, leave rows out of the table."
@@ -159,6 +165,8 @@ class Replay(Runner, NoKnobs):
         self._digest = table.digest
         self._batch = options.batch or ("fixed" if keeps_batch and told else "free")
         self.batches = len({e.samples_per_step for e in entries if e.samples_per_step is not None})
+        self.lanes = environment.parallel_trials
+        self._ended = threading.Event()
         self._memory: Memory | None = None
         beside = Path(options.table).parent / FACTS_FILE
         if options.model_facts is not None or beside.is_file():
@@ -193,6 +201,19 @@ class Replay(Runner, NoKnobs):
         if entry is None:
             return Outcome(Status.INVALID, reason="the table has no such row")
         extra = {} if entry.trial_seconds is None else {"trial_seconds": entry.trial_seconds}
+        outcome = self._served(entry, plan, extra)
+        if self.options.real_time:
+            seconds = entry.trial_seconds
+            if seconds is None:
+                seconds = sum(outcome.measurement.step_seconds) if outcome.measurement else 0.0
+            self._ended.wait(self.options.real_time * seconds)
+        return outcome
+
+    def break_off(self) -> None:
+        """Wait for nothing any more."""
+        self._ended.set()
+
+    def _served(self, entry: Entry, plan: Plan, extra: dict[str, Any]) -> Outcome:
         if entry.status not in (Status.OK, Status.PRUNED):
             reason = entry.reason or f"recorded as {entry.status} in {self.options.table}"
             return Outcome(entry.status, reason=reason, extra=extra)

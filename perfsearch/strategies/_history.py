@@ -31,17 +31,20 @@ class History:
         self.seed = seed
         self.trials: list[Trial] = []
         self.outstanding: dict[str, dict[str, Value]] = {}
+        self.was_asked = False  # since a trial was last told
         self._told: set[str] = set()
 
     def propose(self, configuration: Configuration) -> dict[str, Value]:
         """Note ``configuration`` as outstanding and return a copy of it."""
         values = self.space.canonical(configuration)
         self.outstanding[key_of(values)] = values
+        self.was_asked = True
         return dict(values)
 
     def tell(self, trial: Trial) -> None:
         """Note a trial that ended."""
         self.trials.append(trial)
+        self.was_asked = False
         key = self.key(trial.configuration)
         if key is not None:
             self.outstanding.pop(key, None)

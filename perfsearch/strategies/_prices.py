@@ -20,11 +20,13 @@ _DEARER = 1.5
 class Prices:
     """Predicts the seconds of a trial from the widest scope among the knobs that it changes.
 
-    What it changes is seen against the trial before it, which is what still runs; after a failure
-    nothing does, and whatever comes next starts processes. A scope's price is the median of its
-    trials so far. Before there is one, a change between two steps is taken for the steps of the
-    first trial alone, and a new process group for the geometric mean of that and a new start, so
-    that each is tried early and known from then on. Where trials have no seconds all cost 1.
+    What it changes is seen against the trial before it, which is what still runs; where several run
+    at a time, against the one before it on the same share of the devices, which is the last that
+    ended when a trial is proposed. After a failure nothing does, and whatever comes next starts
+    processes. A scope's price is the median of its trials so far. Before there is one, a change
+    between two steps is taken for the steps of the first trial alone, and a new process group for
+    the geometric mean of that and a new start, so that each is tried early and known from then on.
+    Where trials have no seconds all cost 1.
 
     Args:
         space: encodes configurations.
@@ -105,16 +107,16 @@ class Prices:
         """
         seen: list[list[float]] = [[] for _ in Scope]
         ran = self._ran()
-        before: np.ndarray | None = None
+        in_lane: dict[int, np.ndarray | None] = {}
         unasked = 0
         rows = self._encoded([trial.configuration for trial in ran])
         for trial, row in zip(ran, rows, strict=True):
-            rank = int(self._rank(row[None], before)[0])
+            rank = int(self._rank(row[None], in_lane.get(trial.lane))[0])
             unasked += trial.fresh_process and rank < len(Scope) - 1
             odd = trial.fresh_process and rank < len(Scope) - 1 and unasked == 1
             if _tells_price(trial) and not odd:
                 seen[rank].append(trial.seconds)
-            before = None if _ends_processes(trial) else row
+            in_lane[trial.lane] = None if _ends_processes(trial) else row
         return seen
 
     def _rank(self, rows: np.ndarray, before: np.ndarray | None) -> np.ndarray:
@@ -125,10 +127,9 @@ class Prices:
         return np.asarray((changed * self._ranks).max(axis=1, initial=0))
 
     def _in_force(self) -> dict[str, Value] | None:
-        """What the next trial meets: the last that was proposed, else the last that ended."""
-        waiting = list(self._history.outstanding.values())
-        if waiting:
-            return waiting[-1]
+        """What the next trial meets: the last that was proposed or ended, whichever came later."""
+        if self._history.was_asked and self._history.outstanding:
+            return list(self._history.outstanding.values())[-1]
         ran = self._ran()
         if not ran or _ends_processes(ran[-1]):
             return None

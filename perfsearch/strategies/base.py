@@ -95,8 +95,9 @@ class Strategy(ABC):
     def tell(self, trial: Trial) -> None:
         """Take note of a trial that ended."""
 
-    def ask_again(self, proposed: Configuration) -> dict[str, Value] | None:
-        """Ask once more for what was ``proposed`` before a kill, as a search goes on from there.
+    def ask_again(self, proposed: Configuration | None) -> dict[str, Value] | None:
+        """Ask once more for what was ``proposed`` before a kill, as a search goes on from there;
+        ``None`` where nothing was, as long as trials were outstanding.
 
         Overridden where asking again would lead to another answer.
         """

@@ -176,9 +176,9 @@ class External(Strategy):
             f"(strategy.retries={self.options.retries}); the last: {_short(error)}"
         )
 
-    def ask_again(self, proposed: Mapping[str, Value]) -> dict[str, Value] | None:
+    def ask_again(self, proposed: Mapping[str, Value] | None) -> dict[str, Value] | None:
         """Only take note of it: the program is told of its trial, and need not be asked."""
-        return self._history.propose(proposed)
+        return None if proposed is None else self._history.propose(proposed)
 
     def tell(self, trial: Trial) -> None:
         """Note what came of a trial, for the next question."""

@@ -232,7 +232,7 @@ _UNMEASURED = Trial(0, {}, Purpose.SEARCH, Status.OK).to_json()
         ("finished", {"trial": {"number": 1}}),
         ("finished", {"trial": {**_UNMEASURED, "number": 1}}),
         ("told", {"search_seconds": "x"}),
-        ("asked", {"configuration": None}),
+        ("asked", {"configuration": 3}),
         ("started", {"purpose": "whim"}),
     ],
 )

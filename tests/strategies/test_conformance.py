@@ -87,6 +87,39 @@ def test_outstanding_proposals_are_distinct(name: str) -> None:
     assert strategy.ask() not in points
 
 
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_several_trials_at_a_time_are_distinct_and_depend_on_the_order_of_tells(
+    name: str, lanes: int
+) -> None:
+    """As many asks as there are lanes before the first tell, then one for each that ended."""
+
+    def proposals(space: Space) -> list[str]:
+        strategy = make(name, space, 1, **NEVER_STOP.get(name, {}))
+        strategy.tell(ended(0, baseline_of(space), cost_of(space, baseline_of(space))))
+        under_way: list[Configuration] = []
+        seen: list[str] = []
+        order = iter([1, 0, 1, 1, 0, 0, 1, 0] * 2)  # which of those under way ends next
+        while len(seen) < 12:
+            while len(under_way) < lanes and (point := strategy.ask()) is not None:
+                assert space.feasible(point)
+                seen.append(key_of(point))
+                under_way.append(point)
+            if not under_way:
+                break
+            point = under_way.pop(min(next(order), len(under_way) - 1))
+            failed = len(seen) % 5 == 0
+            trial = ended(len(seen), point, None if failed else cost_of(space, point))
+            trial.status = Status.OOM if failed else Status.OK
+            strategy.tell(trial)
+        return seen
+
+    found = proposals(mixed_space())
+    assert len(found) >= 12
+    assert len(set(found)) == len(found)
+    assert proposals(mixed_space()) == found
+    assert len(set(proposals(small_space()))) == 5  # used up, though some were out when asked
+
+
 def test_the_same_seed_gives_the_same_proposals(name: str) -> None:
     def proposals(seed: int) -> list[str]:
         return [key_of(p) for p in drive(make(name, mixed_space(), seed), 9)]
