@@ -44,7 +44,9 @@ OF_THIS_PLACE = ("mlflow.source.", "mlflow.user")
 
 
 class Cautious(Replay, Screens):
-    """Refuses one configuration by arithmetic."""
+    """Refuses one configuration by arithmetic; several trials at a time have a host in common."""
+
+    shares_host = True
 
     def screen(self, configuration):
         return "too large" if configuration["bucket"] == 8 else None
@@ -73,6 +75,7 @@ def run_dir(tmp_path_factory):
             "workload": {"name": "mlp"},
             "confirm": {"finalists": 1, "max_repeats": 3},
             "sentinel_every": 2,
+            "parallel_trials": 2,
             "run_dir": str(directory / "run"),
             "tracking": {"uri": f"sqlite:///{directory / 'mlflow.db'}", "experiment": "frozen"},
         }

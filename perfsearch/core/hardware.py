@@ -38,6 +38,9 @@ class Gpu:
 
 CPU_RANKS = 2
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_CPUS = Path("/sys/devices/system/cpu")
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -74,15 +77,35 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Lane:
+    """The share of a node's devices that one of several trials at a time has.
+
+    Attributes:
+        gpus: its GPUs; empty on a CPU.
+        cores: numbers of its CPU cores.
+
+    """
+
+    gpus: tuple[Gpu, ...]
+    cores: tuple[int, ...]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that show its processes no other GPUs."""
+        return {_VISIBLE: ",".join(gpu.uuid for gpu in self.gpus)} if self.gpus else {}
+
+
+@dataclass(frozen=True)
 class Hardware:
-    """What is there to run on.
+    """What is there for a trial to run on.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
         nproc: ranks on this node.
         nnodes: number of nodes.
         gpus: the GPUs used on this node; empty on a CPU.
-        cores: CPU cores that this process may use.
+        cores: CPU cores that it may use.
+        lanes: shares of trials at a time, the first as above; empty where a trial has it all.
 
     """
 
@@ -91,6 +114,7 @@ class Hardware:
     nnodes: int
     gpus: tuple[Gpu, ...]
     cores: int
+    lanes: tuple[Lane, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -108,13 +132,20 @@ class Hardware:
         return ", ".join(sorted({gpu.name for gpu in self.gpus})) or "cpu"
 
     @property
+    def all_gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs of all trials at a time."""
+        return tuple(gpu for lane in self.lanes for gpu in lane.gpus) or self.gpus
+
+    @property
     def device_set(self) -> str:
         """``cpu``, or the UUIDs of the GPUs used."""
-        return ",".join(sorted(gpu.uuid for gpu in self.gpus)) or "cpu"
+        return ",".join(sorted(gpu.uuid for gpu in self.all_gpus)) or "cpu"
 
     def identity(self) -> dict[str, str]:
         """Ranks, devices and versions: what a result holds for."""
+        share = {"cores": f"1/{len(self.lanes)}"} if self.lanes else {}
         return {
+            **share,
             "world_size": str(self.world_size),
             "gpu": self.device_name,
             "torch": torch_version(),
@@ -154,6 +185,11 @@ def detect_hardware(device: str, environment: Environment) -> Hardware:
     nproc = environment.nproc
     if nproc is not None and nproc < 1:
         raise ValueError(f"nproc={nproc}: must be at least 1, or null for every device")
+    if environment.parallel_trials > 1 and environment.nnodes > 1:
+        raise ValueError(
+            f"parallel_trials={environment.parallel_trials}: the devices of one node are dealt out "
+            f"to trials, and nnodes={environment.nnodes}. Set one of them to 1"
+        )
     without_cuda = torch_version().endswith("+cpu")
     if device == "cuda" and without_cuda:
         raise ValueError(
@@ -161,7 +197,9 @@ def detect_hardware(device: str, environment: Environment) -> Hardware:
             "Use runner.device=cpu or auto, or install a CUDA build of torch"
         )
     gpus = [] if device == "cpu" or without_cuda else visible_gpus()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if environment.parallel_trials > 1 and (gpus or device != "cuda"):
+        return _dealt_out(environment, gpus)
+    cores = len(usable_cores())
     if not gpus:
         if device == "cuda":
             shown = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -171,13 +209,86 @@ def detect_hardware(device: str, environment: Environment) -> Hardware:
                 "check that nvidia-smi lists one"
             )
         ranks = CPU_RANKS if nproc is None else nproc
-        return Hardware("cpu", ranks, environment.nnodes, (), cores or 1)
+        return Hardware("cpu", ranks, environment.nnodes, (), cores)
     ranks = len(gpus) if nproc is None else nproc
     if ranks > len(gpus):
         raise ValueError(
             f"nproc={ranks}: only {len(gpus)} GPUs are visible, and each rank needs its own"
         )
-    return Hardware("cuda", ranks, environment.nnodes, tuple(gpus[:ranks]), cores or 1)
+    return Hardware("cuda", ranks, environment.nnodes, tuple(gpus[:ranks]), cores)
+
+
+def _dealt_out(environment: Environment, gpus: Sequence[Gpu]) -> Hardware:
+    """The same where several trials run at a time: GPUs in their order, and cores, evenly."""
+    count, cores = environment.parallel_trials, usable_cores()
+    there, name = (len(gpus), "GPUs") if gpus else (len(cores), "CPU cores")
+    ranks = environment.nproc
+    if ranks is None:
+        ranks = max(1, there // count) if gpus else max(1, min(CPU_RANKS, there // count))
+    if ranks * count > there or count > len(cores):
+        raise ValueError(
+            f"parallel_trials={count}: nproc={ranks} for each needs {ranks * count} {name} and "
+            f"{count} CPU cores; there are {there} {name} and {len(cores)} CPU cores. Set fewer "
+            "parallel_trials, or a smaller nproc"
+        )
+    shares = shared_out(cores, count)
+    mine = [tuple(gpus[ranks * i : ranks * (i + 1)]) for i in range(count)]
+    lanes = tuple(Lane(cards, share) for cards, share in zip(mine, shares, strict=True))
+    fewest = min(len(share) for share in shares)
+    return Hardware("cuda" if gpus else "cpu", ranks, 1, lanes[0].gpus, fewest, lanes)
+
+
+def usable_cores() -> list[int]:
+    """Numbers of the CPU cores that this thread may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def shared_out(cores: Sequence[int], count: int, topology: Path = _CPUS) -> list[tuple[int, ...]]:
+    """The cores in ``count`` equal shares; what is left over stays idle.
+
+    Two threads of one physical core go to the same share where there are enough cores.
+
+    Args:
+        cores: numbers of logical cores, at least ``count``.
+        count: of shares.
+        topology: where the kernel tells which of them are threads of one core.
+
+    """
+    together: dict[str, list[int]] = {}
+    for core in cores:
+        file = topology / f"cpu{core}" / "topology" / "thread_siblings_list"
+        try:
+            siblings = file.read_text()
+        except OSError:
+            siblings = str(core)
+        together.setdefault(siblings, []).append(core)
+    whole = list(together.values()) if len(together) >= count else [[core] for core in cores]
+    size = len(whole) // count
+    return [
+        tuple(core for group in whole[size * i : size * (i + 1)] for core in group)
+        for i in range(count)
+    ]
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Keep this thread, and processes that it starts, on these CPU cores while the block runs.
+
+    Args:
+        cores: their numbers; empty: all that it may use.
+
+    """
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @dataclass(frozen=True)

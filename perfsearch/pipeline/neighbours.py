@@ -34,10 +34,19 @@ class Disturbance:
     allowed: float
     lanes: int
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether it is more than noise."""
+        return abs(math.log1p(self.change)) > math.log1p(self.allowed)
+
+
+_TELLING = 0.25
+"""Noise above which nothing is known of neighbours."""
+
 
 def run(session: Session) -> None:
     """Settle how many trials run at a time: as many as the runner has lanes, or one where they
-    disturb each other by more than the noise.
+    disturb each other by more than the noise, or where so much is noise that it cannot be told.
 
     An earlier run of the same search that has it on record is believed.
     """
@@ -57,16 +66,17 @@ def run(session: Session) -> None:
         return
     session.lanes = found.lanes
     told = (
-        f"beside {runner.lanes - 1} more the baseline takes {found.change:+.1%} of its time "
-        f"(noise: {found.allowed:.1%})"
+        f"the baseline's cost changes by {found.change:+.1%} with {runner.lanes - 1} more beside "
+        f"it, where noise alone may make {found.allowed:.1%}"
     )
-    if found.lanes == 1:
-        session.view.warning(
-            f"{told}: trials at the same time would disturb each other, so one runs at a time, on "
-            f"1 of {runner.lanes} shares of the devices. parallel_trials=1 gives it all of them"
-        )
-    else:
+    if found.lanes > 1:
         session.view.note(f"{told}: {found.lanes} trials at a time")
+        return
+    why = "they disturb each other" if found.is_seen else "a disturbance would not be seen in it"
+    session.view.warning(
+        f"{told}: {why}, so one trial runs at a time, on one of {runner.lanes} shares of the "
+        "devices. parallel_trials=1 gives it all of them"
+    )
 
 
 def _recorded(session: Session, lanes: int) -> Disturbance | None:
@@ -130,7 +140,7 @@ def judge(alone: Readings, beside: Readings) -> Disturbance:
         errors.append(math.sqrt(squares))
     worst = max(range(len(changes)), key=lambda lane: abs(changes[lane]))
     allowed = allowed_change(errors[worst])
-    disturbed = abs(changes[worst]) > allowed
+    disturbed = abs(changes[worst]) > allowed or math.expm1(allowed) > _TELLING
     return Disturbance(
         [[cost for cost, _ in readings] for readings in alone],
         [[cost for cost, _ in readings] for readings in beside],

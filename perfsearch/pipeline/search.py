@@ -408,7 +408,7 @@ def _open(
     stack.callback(_remove_unused, absent)
     places = settings.limits.lock_directory
     stack.enter_context(device_lock(_device_set(runner), view.note, places))
-    occupied = occupants(runner.hardware.gpus) if isinstance(runner, HoldsDevices) else ""
+    occupied = occupants(runner.hardware.all_gpus) if isinstance(runner, HoldsDevices) else ""
     if occupied:  # no search of this host, as that would hold the lock
         view.warning(f"{occupied}: what runs beside it is measured too. Wait for it, or end it")
     for caution in runner.cautions:

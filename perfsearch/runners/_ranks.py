@@ -6,10 +6,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 
-from perfsearch.core.hardware import Environment, GroupSpec, Hardware, threads_today
+from perfsearch.core.hardware import (
+    Environment,
+    GroupSpec,
+    Hardware,
+    Lane,
+    on_cores,
+    threads_today,
+)
 from perfsearch.core.trial import Outcome
 from perfsearch.knobs.process import THREADS_VARIABLE
 from perfsearch.runners.base import Plan
+from perfsearch.workers import processes
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
 from perfsearch.workloads.spec import WorkloadSpec
@@ -53,6 +61,56 @@ def group_spec(
         env=whole,
         capture_nccl=capture_nccl,
     )
+
+
+class LanePools:
+    """A pool for each trial at a time, on its share of the devices.
+
+    Args:
+        environment: where it is on record, and time limits.
+        hardware: with its lanes.
+
+    Attributes:
+        pools: by lane.
+
+    """
+
+    def __init__(self, environment: Environment, hardware: Hardware) -> None:
+        self._run_dir = environment.run_dir
+        self._lanes = hardware.lanes or (Lane(hardware.gpus, ()),)
+        self._shown = bool(hardware.lanes)
+        self.pools = [Pool(environment, lane.gpus) for lane in self._lanes]
+
+    def measure(
+        self, spec: GroupSpec, request: TrialRequest, plan: Plan, samples_per_step: int | None
+    ) -> Outcome:
+        """As ``measure_in_group``, in the plan's lane."""
+        lane = self._lanes[plan.lane]
+        if self._shown:
+            spec = replace(spec, env={**spec.env, **lane.variables})
+        with on_cores(lane.cores):
+            return measure_in_group(self.pools[plan.lane], spec, request, plan, samples_per_step)
+
+    def break_off(self) -> None:
+        """Kill all ranks, from any thread; what measures in them sees that they are gone."""
+        processes.reap_groups(self._run_dir, grace_s=0.0)
+
+    def close(self) -> None:
+        """End every process."""
+        for pool in self.pools:
+            pool.close()
+
+
+def told_shares(hardware: Hardware) -> list[str]:
+    """What a user should know of the shares of several trials at a time; nothing for one."""
+    if not hardware.lanes:
+        return []
+    cards = "; ".join(",".join(gpu.uuid for gpu in lane.gpus) for lane in hardware.lanes)
+    of_gpus = f", and GPUs {cards}" if hardware.gpus else ""
+    return [
+        f"each of {len(hardware.lanes)} trials at a time has {hardware.cores} CPU cores of its own"
+        f"{of_gpus}; the baseline and the confirmation have the first of these shares, too"
+    ]
 
 
 def measure_in_group(

@@ -1,9 +1,12 @@
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from perfsearch.core import hardware
-from perfsearch.core.hardware import Environment, Gpu, detect_hardware
+from perfsearch.core.hardware import Environment, Gpu, detect_hardware, shared_out
 
 
 class FakeNvml:
@@ -179,3 +182,60 @@ def test_who_else_uses_a_gpu_is_told(monkeypatch):
     told = hardware.occupants([CARD], FakeNvml(pids=(5, 6, 7)))
     assert told == f"{CARD.uuid} ({CARD.name}) is used by process 6, 7"
     assert hardware.occupants([CARD], FakeNvml(pids=(5,))) == ""
+
+
+def siblings(tmp_path, *pairs):
+    for pair in pairs:
+        for core in pair:
+            directory = tmp_path / f"cpu{core}" / "topology"
+            directory.mkdir(parents=True)
+            (directory / "thread_siblings_list").write_text(",".join(map(str, pair)))
+    return tmp_path
+
+
+def test_threads_of_one_core_go_to_the_same_share(tmp_path):
+    """As Linux numbers them where each core has two: the second threads after all first ones."""
+    topology = siblings(tmp_path, (0, 4), (1, 5), (2, 6), (3, 7))
+    assert shared_out(range(8), 2, topology) == [(0, 4, 1, 5), (2, 6, 3, 7)]
+    assert shared_out(range(8), 3, topology) == [(0, 4), (1, 5), (2, 6)]  # one core is left over
+
+
+def test_threads_of_one_core_are_parted_where_there_are_no_others(tmp_path):
+    assert shared_out([0, 1], 2, siblings(tmp_path, (0, 1))) == [(0,), (1,)]
+    assert shared_out([3, 5], 2, tmp_path / "no such files") == [(3,), (5,)]
+
+
+def test_gpus_are_dealt_out_to_trials_at_a_time(two_gpus, monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, "usable_cores", lambda: list(range(8)))
+    found = detect_hardware("auto", Environment(tmp_path, parallel_trials=2))
+    assert (found.nproc, found.world_size, found.cores) == (1, 1, 4)
+    assert [len(lane.gpus) for lane in found.lanes] == [1, 1]
+    assert found.gpus == found.lanes[0].gpus != found.lanes[1].gpus
+    assert found.device_set == ",".join(sorted(gpu.uuid for gpu in found.all_gpus))
+    assert found.lanes[1].variables == {"CUDA_VISIBLE_DEVICES": found.lanes[1].gpus[0].uuid}
+    assert found.identity()["cores"] == "1/2"
+    assert "cores" not in detect_hardware("auto", Environment(tmp_path)).identity()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel_trials": 2, "nproc": 5}, "parallel_trials=2: nproc=5 for each needs 10 CPU"),
+        ({"parallel_trials": 9}, "9 CPU cores; there are 8 CPU cores and 8 CPU cores"),
+        ({"parallel_trials": 2, "nnodes": 2, "rdzv_endpoint": "h:1"}, "nnodes=2. Set one of them"),
+    ],
+)
+def test_more_trials_at_a_time_than_there_is_room_for(
+    no_gpu, monkeypatch, tmp_path, changes, message
+):
+    monkeypatch.setattr(hardware, "usable_cores", lambda: list(range(8)))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        detect_hardware("cpu", Environment(tmp_path, **changes))
+
+
+def test_processes_that_are_started_on_some_cores_stay_there():
+    mine = hardware.usable_cores()
+    with hardware.on_cores(mine[:1]):
+        words = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
+        assert subprocess.check_output(words, text=True).strip() == str({mine[0]})
+    assert hardware.usable_cores() == mine

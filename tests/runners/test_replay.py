@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -387,3 +388,45 @@ def test_escape_sequences_in_a_table_are_spelled_out(tmp_path: Path) -> None:
     table.write_text("a,step_ms\n\x1b]0;owned\x07,1.0\n'=1+1,2.0\n")
     values = [p["a"] for p in replay(table=str(table)).space.listed() or []]
     assert values == ["\\x1b]0;owned\\x07", "=1+1"]
+
+
+def test_a_trial_takes_as_long_as_it_did_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = write(
+        tmp_path, "x,status,samples_per_s,step_ms,trial_seconds\n1,ok,10,9 9 9,4\n2,oom,,,6\n"
+    )
+    runner = replay(table, real_time=0.5)
+    waited: list[float] = []
+    monkeypatch.setattr(runner._ended, "wait", waited.append)
+    assert runner.measure({"x": 1}, Plan(0)).status is Status.OK
+    assert runner.measure({"x": 2}, Plan(1)).status is Status.OOM
+    assert waited == [2.0, 3.0]
+    at_once = replay(table)
+    monkeypatch.setattr(at_once._ended, "wait", waited.append)
+    at_once.measure({"x": 1}, Plan(0))
+    assert waited == [2.0, 3.0]
+
+
+def test_steps_say_how_long_a_trial_takes_where_the_table_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = write(tmp_path, "x,status,samples_per_s,step_ms\n1,ok,10,100\n2,ok,10,100\n")
+    runner = replay(table, real_time=1.0)
+    waited: list[float] = []
+    monkeypatch.setattr(runner._ended, "wait", waited.append)
+    outcome = runner.measure({"x": 1}, Plan(0))
+    assert outcome.measurement is not None
+    assert waited == [pytest.approx(sum(outcome.measurement.step_seconds))]
+
+
+def test_what_is_waited_for_can_be_broken_off(tmp_path: Path) -> None:
+    table = write(
+        tmp_path, "x,status,samples_per_s,step_ms,trial_seconds\n1,ok,10,9,1e9\n2,ok,9,9,1\n"
+    )
+    runner = replay(table, real_time=1.0)
+    thread = threading.Thread(target=runner.measure, args=({"x": 1}, Plan(0)), daemon=True)
+    thread.start()
+    runner.break_off()
+    thread.join(20)
+    assert not thread.is_alive()

@@ -63,11 +63,11 @@ class Bench:
 
     @property
     def token(self):
-        return self.runner._pool._group.token
+        return self.runner._pools.pools[0]._group.token
 
     def left(self, token):
         """Processes of a group that ended; the one that groups are forked from stays."""
-        return processes.members(token, exclude=[self.runner._pool._preloaded.pid])
+        return processes.members(token, exclude=[self.runner._pools.pools[0]._preloaded.pid])
 
 
 def is_gone(pid):
@@ -236,14 +236,14 @@ def test_an_interrupt_ends_the_group(warm):
 
 
 def test_the_control_channel_is_the_users_own(warm):
-    directory = warm.runner._pool._group.directory
+    directory = warm.runner._pools.pools[0]._group.directory
     assert directory.stat().st_mode & 0o777 == 0o700
     assert {p.name for p in directory.iterdir()} >= {"control.sock", "spec.json", "store"}
 
 
 def test_death_of_the_launcher_ends_the_ranks(warm):
     token = warm.token
-    launcher = warm.runner._pool._group.process
+    launcher = warm.runner._pools.pools[0]._group.process
     killer = threading.Timer(1.0, launcher.kill)
     killer.start()
     outcome = warm.measure({"kind": "hang", "rank": 0})
@@ -285,7 +285,7 @@ def test_death_of_the_controller_leaves_nothing(tmp_path):
         import test_faults_real
         bench = test_faults_real.Bench(Path({str(tmp_path)!r}))
         bench.measure()
-        print(bench.token, bench.runner._pool._group.directory, flush=True)
+        print(bench.token, bench.runner._pools.pools[0]._group.directory, flush=True)
         bench.measure({{"kind": "hang"}}, time_limit_s=60.0)
         """
     )

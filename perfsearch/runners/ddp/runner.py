@@ -27,9 +27,10 @@ from perfsearch.knobs import nccl
 from perfsearch.knobs.base import Job, Use, declare
 from perfsearch.knobs.process import THREADS
 from perfsearch.knobs.starts import starts
-from perfsearch.runners._ranks import group_spec, measure_in_group
+from perfsearch.runners._ranks import LanePools, group_spec, told_shares
 from perfsearch.runners.base import (
     HoldsDevices,
+    MeasuresBeside,
     Plan,
     Runner,
     TakesScripts,
@@ -39,14 +40,13 @@ from perfsearch.runners.base import (
 from perfsearch.runners.ddp import export
 from perfsearch.workers import processes
 from perfsearch.workers.messages import TrialRequest
-from perfsearch.workers.pool import Pool
 from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
 
 
-class DDP(Runner, HoldsDevices, TakesScripts):
+class DDP(Runner, HoldsDevices, MeasuresBeside, TakesScripts):
     """Searches what DistributedDataParallel, its optimizer, loader and NCCL can be told.
 
     Nothing is started before the first ``measure``. Groups of ranks stay warm between trials as
@@ -120,12 +120,14 @@ class DDP(Runner, HoldsDevices, TakesScripts):
         self.space = Space(searched, rules)
         self.baseline = {knob.name: knob.default for knob in searched}
         self.declared = {knob.name: knob for knob in declared}
-        self._pool = Pool(environment, self.hardware.gpus)
+        self.remarks = told_shares(self.hardware)
+        self.lanes = len(self.hardware.lanes) or 1
+        self._pools = LanePools(environment, self.hardware)
 
     def open(self, run_dir: Path) -> None:
         """End the processes that a killed controller of this search left behind."""
         super().open(run_dir)
-        self._pool = Pool(self.environment, self.hardware.gpus)
+        self._pools = LanePools(self.environment, self.hardware)
         processes.reap_groups(run_dir)
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
@@ -142,7 +144,11 @@ class DDP(Runner, HoldsDevices, TakesScripts):
             samples_per_step=self.workload.global_batch,
         )
         spec = self._group_spec(whole)
-        return measure_in_group(self._pool, spec, request, plan, self.workload.samples_per_step)
+        return self._pools.measure(spec, request, plan, self.workload.samples_per_step)
+
+    def break_off(self) -> None:
+        """Kill the ranks of every trial that is under way."""
+        self._pools.break_off()
 
     def _group_spec(self, whole: Mapping[str, Value]) -> GroupSpec:
         variables = nccl.environment(whole, of_communicator=False)
@@ -180,7 +186,7 @@ class DDP(Runner, HoldsDevices, TakesScripts):
 
     def close(self) -> None:
         """End the warm group, and what an interrupt kept from becoming one."""
-        self._pool.close()
+        self._pools.close()
         processes.reap_groups(self.environment.run_dir, grace_s=0.0)
 
 

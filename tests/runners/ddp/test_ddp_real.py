@@ -54,11 +54,11 @@ class Bench:
 
     @property
     def token(self):
-        return self.runner._pool._group.token
+        return self.runner._pools.pools[0]._group.token
 
     def left(self, token):
         """Processes of a group that ended; the one that groups are forked from stays."""
-        return processes.members(token, exclude=[self.runner._pool._preloaded.pid])
+        return processes.members(token, exclude=[self.runner._pools.pools[0]._preloaded.pid])
 
 
 @pytest.fixture(scope="module")
