@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -221,11 +222,20 @@ class Knob:
         position = min(1.0, max(0.0, position))
         choices = self.choices() if self.count is not None and self.count <= 4096 else None
         if choices is not None:
-            return min(choices, key=lambda c: abs(self.unit_position(c) - position))
+            places = self._positions
+            above = min(bisect.bisect_left(places, position), len(places) - 1)
+            below = max(above - 1, 0)
+            nearer_below = position - places[below] <= abs(places[above] - position)
+            return choices[below if nearer_below else above]
         assert self.low is not None and self.high is not None
         if self.log:
             return self._on_grid(self.low * (self.high / self.low) ** position)
         return self._on_grid(self.low + (self.high - self.low) * position)
+
+    @cached_property
+    def _positions(self) -> list[float]:
+        """The unit positions of the choices, ascending."""
+        return [self.unit_position(choice) for choice in self.choices() or ()]
 
     def _on_grid(self, number: float) -> Value:
         """The value of a range nearest to a number inside of it."""

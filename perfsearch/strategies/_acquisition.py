@@ -15,7 +15,7 @@ from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Trial
 from perfsearch.strategies._candidates import with_nulls_apart
-from perfsearch.strategies._gp import Classifier, Forest, Model, Prior, fit
+from perfsearch.strategies._gp import Classifier, Forest, Model, Prior, fit, telling
 from perfsearch.strategies._history import History, cost_of, log_costs
 from perfsearch.strategies._transfer import Belief, log_predicted
 
@@ -32,6 +32,10 @@ noise, as each trial's own is known."""
 
 _CENSORED_ERROR = 0.1
 """Error of the logarithm of a cost that is known as a lower bound only."""
+
+_MOST_TRIALS, _MOST_OTHERS = 300, 100
+"""Measured trials that the model is made of, and the latest of those that failed or were cut short:
+time grows with the third power of them."""
 
 _OPTIMISM = 2.0
 """Standard deviations below the mean at which a cost is still thought possible."""
@@ -73,7 +77,9 @@ class Acquisition:
             weight: how much each knob is expected to matter; ``None``: all alike.
 
         """
-        measured, bounded = self._history.measured(), self._history.bounded()
+        measured = self._history.measured()
+        kept = telling(log_costs(measured)[0], _MOST_TRIALS)
+        measured, bounded = [measured[i] for i in kept], self._history.bounded()[-_MOST_OTHERS:]
         trials = [*measured, *bounded]
         seen = self._encode([t.configuration for t in trials])
         logs, errors = log_costs(trials)
@@ -101,7 +107,9 @@ class Acquisition:
             deviation = deviation * np.sqrt(1.0 + unknown**2 / model.prior_variance(encoded))
         better = best - mean - xi / scale
         improvement = _expected_improvement(better, deviation)
-        feasibility = Feasibility(self._space, self._hints, trials, self._history.failed())
+        feasibility = Feasibility(
+            self._space, self._hints, trials, self._history.failed()[-_MOST_OTHERS:]
+        )
         likely = feasibility.probability(points, rows)
         any_safe = bool(likely.max() >= _LEAST_LIKELY)
         safe = np.where(likely >= _LEAST_LIKELY, likely, 0.0) if any_safe else likely

@@ -24,6 +24,12 @@ class History:
         space: where the proposals come from.
         seed: seed of ``generator``.
 
+    Attributes:
+        trials: all that were told.
+        of_space: those whose configurations are of this space.
+        outstanding: proposals whose trials have not ended, by key.
+        was_asked: whether anything was proposed since a trial was last told.
+
     """
 
     def __init__(self, space: Space, seed: int) -> None:
@@ -31,8 +37,9 @@ class History:
         self.seed = seed
         self.trials: list[Trial] = []
         self.outstanding: dict[str, dict[str, Value]] = {}
-        self.was_asked = False  # since a trial was last told
+        self.was_asked = False
         self._told: set[str] = set()
+        self.of_space: list[Trial] = []
 
     def propose(self, configuration: Configuration) -> dict[str, Value]:
         """Note ``configuration`` as outstanding and return a copy of it."""
@@ -49,6 +56,7 @@ class History:
         if key is not None:
             self.outstanding.pop(key, None)
             self._told.add(key)
+            self.of_space.append(trial)
 
     def key(self, configuration: Configuration) -> str | None:
         """Key of a configuration of this space; ``None`` where a knob is missing or out of it."""
@@ -85,15 +93,15 @@ class History:
 
     def measured(self) -> list[Trial]:
         """Trials of this space with a cost, without those stopped early; repeats stay apart."""
-        return [t for t in self._of_space() if t.status is Status.OK and _has_cost(t)]
+        return [t for t in self.of_space if t.status is Status.OK and _has_cost(t)]
 
     def bounded(self) -> list[Trial]:
         """Trials of this space that were stopped early: their cost is a lower bound."""
-        return [t for t in self._of_space() if t.status is Status.PRUNED and _has_cost(t)]
+        return [t for t in self.of_space if t.status is Status.PRUNED and _has_cost(t)]
 
     def failed(self) -> list[Trial]:
         """Trials of this space whose configuration is to blame for the failure."""
-        return [t for t in self._of_space() if t.status.is_failure and t.status is not Status.OK]
+        return [t for t in self.of_space if t.status.is_failure and t.status is not Status.OK]
 
     def best(self) -> Trial | None:
         """The measured trial of least cost, the earliest of equals."""
@@ -111,9 +119,6 @@ class History:
         """A logarithm that is worse than every measured cost's by a factor of e."""
         costs = [cost_of(t) for t in self.measured()]
         return math.log(max(costs)) + 1.0 if costs else 1.0
-
-    def _of_space(self) -> list[Trial]:
-        return [t for t in self.trials if self.key(t.configuration) is not None]
 
     def untaken(self, points: Sequence[Configuration]) -> list[dict[str, Value]]:
         """The points that were neither told nor are outstanding."""

@@ -138,8 +138,8 @@ class Prices:
     def _ran(self) -> list[Trial]:
         """Trials of this search in the order in which they ran, each once."""
         ran: dict[int, Trial] = {}
-        for trial in self._history.trials:
-            if trial.number >= 0 and self._history.key(trial.configuration) is not None:
+        for trial in self._history.of_space:
+            if trial.number >= 0:
                 ran.setdefault(trial.number, trial)
         return list(ran.values())
 
