@@ -29,9 +29,6 @@ EVENTS = (
     *("neighbours", "summarised", "ended"),
 )
 
-_MARKS = ("opened", "ended")
-"""Events that say whether the search goes on."""
-
 _REMEDY = "Use resume=never for a new search beside it, or move the directory away."
 
 
@@ -90,11 +87,6 @@ class Journal:
 
     The first line is a header with the schema version. A line that a kill tore in the middle is
     dropped when the journal is opened again; nothing else is ever removed.
-
-    Attributes:
-        events: what it held when it was opened again; what is appended is on disk, and not kept.
-        count: of all its events.
-
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -107,8 +99,8 @@ class Journal:
         self.path = path
         self._redact = Redactor()
         self.header: dict[str, Any] = {"schema": SCHEMA, **self._redact.tree(header)}
-        self.events: list[Event] = []
-        self.count, self._mark = 0, ""
+        self._held: list[Event] | None = []
+        self._count = 0
         self.followers: list[Callable[[Event], None]] = []
         self.dropped_line = ""
         try:
@@ -130,10 +122,9 @@ class Journal:
         """
         header, events, good_bytes, torn = _read(path)
         journal = cls.__new__(cls)
-        journal.path, journal.header, journal.events = path, header, events
+        journal.path, journal.header = path, header
+        journal._held, journal._count = events, len(events)
         journal.dropped_line, journal.followers = torn, []
-        journal.count = len(events)
-        journal._mark = next((e.name for e in reversed(events) if e.name in _MARKS), "")
         journal._redact = Redactor()
         try:
             journal._file = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -153,29 +144,45 @@ class Journal:
         """
         if name not in EVENTS:
             raise ValueError(f"unknown journal event {name!r}")
-        count, size = self.count, os.fstat(self._file).st_size
+        count, size = self._count, os.fstat(self._file).st_size
         event = Event(count + 1, name, self._redact.tree(data))
         try:
-            self.count = event.number
+            if self._held is not None:
+                self._held.append(event)
+            self._count += 1
             self._write({"n": event.number, "event": name, **event.data})
         except BaseException as error:
             # Also where a signal raises in between: the file and this record of it stay the same.
-            self.count = count
+            self._count = count
+            if self._held is not None:
+                del self._held[count:]
             os.ftruncate(self._file, size)
             if isinstance(error, OSError):
                 message = f"{self.path}: cannot be written: {error.strerror}"
                 raise JournalWriteError(error.errno, message) from error
             raise
-        if name in _MARKS:
-            self._mark = name
         for follower in self.followers:
             follower(event)
         return event
 
     @property
+    def events(self) -> list[Event]:
+        """All so far; once they are no longer held, they are read from the disk each time."""
+        return read(self.path)[1] if self._held is None else self._held
+
+    def hold_no_more(self) -> None:
+        """Give their memory back, as they are on disk."""
+        self._held = None
+
+    def of(self, *names: str) -> Iterator[Event]:
+        """The events with one of these names, in order."""
+        return (event for event in self.events if event.name in names)
+
+    @property
     def ended(self) -> bool:
         """Whether the search came to its own end since it was last opened."""
-        return self._mark == "ended"
+        last = [e.name for e in self.events if e.name in ("opened", "ended")]
+        return bool(last) and last[-1] == "ended"
 
     def close(self) -> None:
         """Close the file."""

@@ -296,8 +296,7 @@ def _check_breakers(session: Session, trial: Trial | None = None) -> None:
 def _sentinel_is_due(session: Session) -> bool:
     """Whether so many trials have ended that the baseline is measured again."""
     every, count = session.settings.sentinel_every, len(session.search_trials)
-    sentinels = [t for t in session.trials if t.purpose is Purpose.SENTINEL]
-    done = [t for t in sentinels if t.status is not Status.INTERRUPTED]
+    done = [t for t in session.sentinels if t.status is not Status.INTERRUPTED]
     return every > 0 and session.baseline_cost is not None and count // every > len(done)
 
 

@@ -272,7 +272,7 @@ def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
     return numbers
 
 
-def trials_until_within(trials: list[Trial], fraction: float) -> int | None:
+def trials_until_within(trials: Sequence[Trial], fraction: float) -> int | None:
     """Number of search trials after which the best reading was within ``fraction`` of the last."""
     best, history = None, []
     for trial in trials:

@@ -530,6 +530,7 @@ def start_record(session: Session) -> None:
     line = resume.restore(session)
     if line:
         session.view.note(line)
+    session.journal.hold_no_more()
 
 
 def _slow_steps(session: Session) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from perfsearch.core.trial import (
 from perfsearch.core.verdict import Interval, leader
 from perfsearch.metrics.diagnosis import CAUSES, Thresholds, causes_of, diagnose
 from perfsearch.metrics.slow_steps import SLOW_STEPS, THROTTLED, blame_quota
+from perfsearch.pipeline.known import Known
 from perfsearch.pipeline.loss_check import (
     between_starts,
     has_other_kernels,
@@ -139,6 +139,10 @@ class Session:
     resumed: bool = False  # trial 0 is of an earlier run, whose processes are gone
     _said: set[str] = field(default_factory=set)
     _last_told: float = field(default_factory=time.monotonic)
+    _known: Known = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._known = Known(self.trials)
 
     @property
     def objective(self) -> Objective:
@@ -154,26 +158,27 @@ class Session:
     @property
     def baseline(self) -> Trial | None:
         """Trial 0, once it has ended."""
-        return next((t for t in self.trials if t.purpose is Purpose.BASELINE), None)
+        return self._known.catch_up().baseline
 
     @property
     def baseline_cost(self) -> float | None:
         """Median cost of the baseline and its sentinels."""
-        purposes = (Purpose.BASELINE, Purpose.SENTINEL)
-        costs = [t.cost for t in self.trials if t.purpose in purposes and t.cost is not None]
-        return statistics.median(costs) if costs else None
+        return self._known.catch_up().baseline_cost
 
     @property
-    def search_trials(self) -> list[Trial]:
+    def search_trials(self) -> Sequence[Trial]:
         """Trials of the search stage that came to an end of their own."""
-        searched = [t for t in self.trials if t.purpose is Purpose.SEARCH]
-        return [t for t in searched if t.status is not Status.INTERRUPTED]
+        return self._known.catch_up().searched
+
+    @property
+    def sentinels(self) -> Sequence[Trial]:
+        """Trials that measured the baseline again."""
+        return self._known.catch_up().sentinels
 
     @property
     def best(self) -> Trial | None:
         """The fastest valid search trial so far, by its single reading."""
-        valid = [t for t in self.search_trials if t.status is Status.OK and t.cost is not None]
-        return min(valid, key=lambda t: t.cost or 0.0, default=None)
+        return self._known.catch_up().best
 
     def budget_left(self) -> dict[str, float | None]:
         """Search trials and seconds that are left; ``None`` where there is no limit."""
@@ -196,19 +201,22 @@ class Session:
     @property
     def next_number(self) -> int:
         """Number of the next trial."""
-        known = (*(t.number for t in self.trials), *self.under_way, -1)
-        return max(max(known) + 1, self.numbers_from)
+        last = max((self._known.catch_up().last_number, *self.under_way))
+        return max(last + 1, self.numbers_from)
 
     def add(self, trial: Trial) -> None:
         """Take up a trial; a later end of the same number replaces an earlier one.
 
         In place, since the runner's hints read this very list.
         """
-        self.trials[:] = [t for t in self.trials if t.number != trial.number] + [trial]
+        if self.find(trial.number) is not None:
+            self.trials[:] = [t for t in self.trials if t.number != trial.number]
+            self._known.read_anew()
+        self.trials.append(trial)
 
     def find(self, number: int) -> Trial | None:
         """The trial of that number, if it ended."""
-        return next((t for t in self.trials if t.number == number), None)
+        return self._known.catch_up().by_number.get(number)
 
     def numbered(self, number: int) -> Trial:
         """The trial of that number.
@@ -236,13 +244,7 @@ class Session:
 
     def recorded(self, configuration: Mapping[str, Value]) -> Trial | None:
         """The trial that already answers ``configuration``, if there is one."""
-        key = key_of(configuration)
-        for trial in self.trials:
-            unfit = trial.status is Status.INTERRUPTED or trial.status.is_from_outside
-            same = key_of(trial.configuration) == key
-            if same and trial.purpose.is_of_search and not unfit:
-                return trial
-        return None
+        return self._known.catch_up().answer(configuration)
 
     def run(
         self,
@@ -530,8 +532,7 @@ class Session:
 
         """
         baseline = dict(self.runner.baseline)
-        sentinels = [t for t in self.trials if t.purpose is Purpose.SENTINEL]
-        broken_off = [t.number for t in sentinels if t.status is Status.INTERRUPTED]
+        broken_off = [t.number for t in self.sentinels if t.status is Status.INTERRUPTED]
         number = broken_off[0] if broken_off else number
         trial = self.run(
             baseline,

@@ -33,7 +33,7 @@ noise, as each trial's own is known."""
 _CENSORED_ERROR = 0.1
 """Error of the logarithm of a cost that is known as a lower bound only."""
 
-_MOST_TRIALS, _MOST_OTHERS = 300, 100
+_MOST_TRIALS, _MOST_OTHERS = 200, 100
 """Measured trials that the model is made of, and the latest of those that failed or were cut short:
 time grows with the third power of them."""
 

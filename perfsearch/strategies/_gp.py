@@ -22,7 +22,7 @@ _ROUGH_LENGTH, _ROUGH_PRODUCT = 0.2, 8.0
 starts: from smooth ones alone it may end where a narrow valley is taken for noise."""
 
 
-_LEARNED_FROM = 128
+_LEARNED_FROM = 100
 """Rows from which hyperparameters are learned, at most; all rows are then conditioned on. Each step
 of learning them costs the square of this."""
 

@@ -131,7 +131,7 @@ class History:
         found none.
         """
         listed = self.space.listed()
-        if listed is not None and len(listed) <= 4 * len(self._told | set(self.outstanding)):
+        if listed is not None and len(listed) <= 4 * (len(self._told) + len(self.outstanding)):
             free = self.untaken(listed)
             return free[int(generator.integers(len(free)))] if free else None
         for _ in range(_TRIES):

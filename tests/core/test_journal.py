@@ -22,9 +22,7 @@ def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
     header, events = read(journal.path)
     assert header == {"schema": SCHEMA, "identity": {"torch": "2.13.0"}}
     assert [(e.number, e.name) for e in events] == [(1, "opened"), (2, "asked")]
-    assert journal.count == len(events)
-    assert journal.events == [], "what is appended is on disk, and not kept"
-    assert Journal.reopen(journal.path).events == events
+    assert events == journal.events
 
 
 def test_reopening_goes_on_counting(tmp_path: Path) -> None:
@@ -138,7 +136,7 @@ def test_an_interrupt_in_the_middle_of_an_event_leaves_none_of_it(
         with pytest.raises(KeyboardInterrupt):
             journal.append("told", trial=0)
         monkeypatch.undo()
-        assert journal.count == len(read(journal.path)[1]) == 2
+        assert len(journal.events) == len(read(journal.path)[1]) == 2
     journal.append("told", trial=0)
     assert [e.number for e in read(journal.path)[1]] == [1, 2, 3]
 
@@ -152,7 +150,7 @@ def test_a_kill_in_the_first_line_leaves_no_journal(tmp_path: Path, monkeypatch)
         make(tmp_path / "j")
     monkeypatch.undo()
     assert not (tmp_path / "j").exists()
-    assert make(tmp_path / "j").count == 2
+    assert len(make(tmp_path / "j").events) == 2
 
 
 def test_a_journal_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch) -> None:
@@ -178,6 +176,6 @@ def test_secrets_are_masked_in_header_and_events(tmp_path: Path) -> None:
     journal.append("opened", parameters={"a": ["--api_key", "b9SECRET"], "password": "c9SECRET"})
     journal.close()
     again = Journal.reopen(journal.path)
-    event = again.append("told", reason="postgres://u:d9SECRET@h/x refused")
+    again.append("told", reason="postgres://u:d9SECRET@h/x refused")
     assert "SECRET" not in journal.path.read_text()
-    assert event.data["reason"] == "postgres://***@h/x refused"
+    assert again.events[1].data["reason"] == "postgres://***@h/x refused"

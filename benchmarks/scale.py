@@ -1,0 +1,309 @@
+"""Several trials at a time, and what many trials and many ranks cost the controller.
+
+    python benchmarks/scale.py [beside] [trials] [ranks] [mlflow] [bayes]
+
+`beside`: the same 24 recorded trials, which really last as long as they say, one at a time and two
+at a time, in turn. Wanted: at most 0.6 of the time. `trials`: searches of 10,000 trials: trial
+10,000 against trial 100 (wanted: at most 1.5 times its cost), memory a trial (wanted: below 5 KiB),
+and a resume (wanted: seconds). `ranks`: reports of 1,000 ranks made into one trial. `mlflow`:
+10,000 trials into a SQLite store, and what the last take against the first. `bayes`: an ask after
+1,000 trials (wanted: within 1 s). All of them where none is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from _environment import set_environment
+from _scale_runner import STEPS, Many, said
+from verdict import Silent
+
+from perfsearch.config.schema import validate
+from perfsearch.core.hints import Hints
+from perfsearch.core.journal import JOURNAL
+from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.space import Space
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.pipeline.search import build_runner, search, strategy_factory
+from perfsearch.strategies import load
+from perfsearch.workers.results import combine
+
+MANY = 10_000
+EARLY, WINDOW = 100, 100
+PAIRS = 5
+RANKS = 1_000
+
+
+def main() -> int:
+    """Run what is named, and print what came of it."""
+    set_environment()
+    parts: dict[str, Callable[[Path], None]] = {
+        "beside": beside,
+        "trials": trials,
+        "ranks": ranks,
+        "mlflow": mlflow,
+        "bayes": bayes,
+    }
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("part", nargs="*", help=", ".join(parts))
+    for name in parser.parse_args().part or list(parts):
+        with tempfile.TemporaryDirectory() as directory:
+            print(f"== {name}", flush=True)
+            parts[name](Path(directory))
+    return 0
+
+
+# -----------------------------------------------------------------------------
+# Two trials at a time against one, on the same trials.
+
+
+def beside(directory: Path) -> None:
+    """One and two at a time in turn, first the one, then the other."""
+    table = directory / "table.csv"
+    generator = np.random.default_rng(0)
+    rows = ["bucket_cap_mb,static_graph,status,samples_per_s,step_ms,trial_seconds"]
+    for bucket in (1, 2, 4, 8, 16, 25, 32, 64, 96, 128, 192, 256):
+        for static in ("false", "true"):
+            seconds = 0.5 * math.exp(float(generator.normal(0, 0.4)))
+            rows.append(f"{bucket},{static},ok,32,10 10.1 9.9,{seconds:.3f}")
+    table.write_text("\n".join(rows) + "\n")
+    ratios = []
+    for pair in range(PAIRS):
+        taken = {}
+        for lanes in (1, 2) if pair % 2 == 0 else (2, 1):
+            settings = validate(
+                {
+                    "runner": {"name": "replay", "table": str(table), "real_time": 1.0},
+                    "strategy": {"name": "grid"},
+                    "workload": {"name": "mlp"},
+                    "budget": {"trials": None, "seconds": None},
+                    "confirm": {"finalists": 0},
+                    "sentinel_every": 0,
+                    "parallel_trials": lanes,
+                    "run_dir": str(directory / f"{pair}-{lanes}"),
+                    "tracking": {"enabled": False},
+                }
+            )
+            ended = search(settings, build_runner(settings), strategy_factory(settings), Silent())
+            events = _journal(ended.run_dir)
+            told = [e for e in events if e["event"] == "told"]
+            taken[lanes] = float(told[-1]["search_seconds"])
+            assert sum(t.purpose is Purpose.SEARCH for t in ended.trials) == len(rows) - 2
+        ratios.append(taken[2] / taken[1])
+        print(f"one at a time {taken[1]:.2f} s, two {taken[2]:.2f} s: {ratios[-1]:.3f}", flush=True)
+    print(f"median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+def _journal(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / JOURNAL).read_text().splitlines()
+    return [json.loads(line) for line in lines[1:]]
+
+
+# -----------------------------------------------------------------------------
+# Many trials.
+
+
+class Clock(Silent):
+    """Notes when each trial ended, and the memory of the process now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[tuple[float, float]] = []
+        self.memory: dict[int, int] = {}
+
+    def trial_finished(self, trial: Trial, *args: Any, **more: Any) -> None:
+        """Take note."""
+        self.ends.append((time.perf_counter(), time.process_time()))
+        if len(self.ends) % 1000 == 0:
+            gc.collect()
+            self.memory[len(self.ends)] = psutil.Process().memory_info().rss
+
+    def costs(self, last: int) -> tuple[float, float]:
+        """Median milliseconds of the trials up to ``last``: by the clock, of the processor."""
+        chosen = self.ends[last - WINDOW : last]
+        pairs = list(itertools.pairwise(chosen))
+        by_clock = statistics.median(after[0] - before[0] for before, after in pairs)
+        return 1e3 * by_clock, 1e3 * statistics.median(b[1] - a[1] for a, b in pairs)
+
+
+def trials(directory: Path) -> None:
+    """Searches of many trials, whose strategy costs little."""
+    for full in (False, True):
+        name = "full" if full else "small"
+        clock, changes = Clock(), {"budget": {"trials": MANY, "seconds": None}}
+        _many(directory / name, full, clock, changes)
+        early, late = clock.costs(EARLY + WINDOW // 2), clock.costs(MANY)
+        for kind, before, after in zip(("clock", "processor"), early, late, strict=True):
+            print(
+                f"{name}: a trial around {EARLY}: {before:.2f} ms, around {MANY}: {after:.2f} ms "
+                f"by the {kind}: {after / before:.2f} times"
+            )
+        a, b = 1000, max(clock.memory)
+        grown = (clock.memory[b] - clock.memory[a]) / (b - a) / 1024
+        size = (directory / name / JOURNAL).stat().st_size / MANY / 1024
+        print(
+            f"{name}: {grown:.2f} KiB of memory a trial, {size:.2f} KiB in the journal", flush=True
+        )
+        _resume(directory / name, full, name)
+
+
+def _many(run_dir: Path, full: bool, view: Silent, changes: Mapping[str, Any]) -> None:
+    settings = validate(
+        {
+            "runner": {"name": "replay"},
+            "strategy": {"name": "random"},
+            "workload": {"name": "mlp"},
+            "confirm": {"finalists": 0},
+            "run_dir": str(run_dir),
+            "tracking": {"enabled": False},
+            **changes,
+        }
+    )
+    search(settings, Many(full), strategy_factory(settings), view)
+
+
+def _resume(run_dir: Path, full: bool, name: str) -> None:
+    """Cut the end off, as a kill does, and see how long it takes until the next trial has ended."""
+    journal = run_dir / JOURNAL
+    lines = journal.read_bytes().splitlines(keepends=True)
+    kept = max(i for i, line in enumerate(lines) if b'"event":"told"' in line)
+    journal.write_bytes(b"".join(lines[: kept + 1]))
+    clock, begin = Clock(), time.perf_counter()
+    _many(run_dir, full, clock, {"budget": {"trials": MANY + 1, "seconds": None}})
+    until = clock.ends[0][0] - begin
+    print(
+        f"{name}: {until:.1f} s from the start of a resume to the end of its first trial",
+        flush=True,
+    )
+
+
+# -----------------------------------------------------------------------------
+# Many ranks.
+
+
+def ranks(directory: Path) -> None:
+    """What the leading rank makes of all ranks' reports, and what the journal has of it."""
+    generator = np.random.default_rng(0)
+    for count in (8, RANKS):
+        results = [_report(generator, rank) for rank in range(count)]
+        begin = time.perf_counter()
+        found = combine(results)
+        seconds = time.perf_counter() - begin
+        size = len(json.dumps(found)) / 1024
+        print(f"{count} ranks: {1e3 * seconds:.1f} ms, {size:.0f} KiB", flush=True)
+
+
+def _report(generator: np.random.Generator, rank: int) -> dict[str, Any]:
+    told = said(generator, {"bucket_cap_mb": 25})
+    steps = (0.02 * np.exp(generator.normal(0, 0.01, STEPS))).tolist()
+    return {
+        "status": "ok",
+        "reason": "",
+        "agreed": {"step_seconds": steps, "samples_per_step": 32, "first_losses": [3.0]},
+        "phases_ms": told["phases_ms"],
+        "evidence": {**told["bottleneck_evidence"], "phases_step_ms": 20.0},
+        "peaks": {"peak_allocated_gib": 1.0},
+        "in_force": told["in_force"],
+        "environment": {"host": f"node-{rank // 8}", "device": f"cuda:{rank % 8}"},
+    }
+
+
+# -----------------------------------------------------------------------------
+# MLflow.
+
+
+def mlflow(directory: Path) -> None:
+    """Trials into a store, one after another, as its writer does beside a search."""
+    from perfsearch.core.journal import Event
+    from perfsearch.tracking.mlflow import Tracker
+
+    generator = np.random.default_rng(0)
+    uri = f"sqlite:///{directory / 'mlflow.db'}"
+    store = Tracker(uri, "scale", directory / "run", "s1")._store
+    store.show(Event(1, "opened", {"unix_s": time.time(), "definition": {}, "parameters": {}}))
+    taken = []
+    for number in range(MANY):
+        configuration = {f"knob_{i}": int(generator.integers(9)) for i in range(5)}
+        steps = (0.02 * np.exp(generator.normal(0, 0.01, STEPS))).tolist()
+        measured = Measurement(steps, 32, **said(generator, configuration))
+        trial = Trial(number, configuration, Purpose.SEARCH, Status.OK, measured, cost=0.02)
+        event = Event(number + 2, "finished", {"unix_s": time.time(), "trial": trial.to_json()})
+        begin = time.perf_counter()
+        store.show(event)
+        taken.append(1e3 * (time.perf_counter() - begin))
+        if (number + 1) % 1000 == 0:
+            print(
+                f"{number + 1} trials: {statistics.median(taken[-WINDOW:]):.1f} ms each", flush=True
+            )
+    early, late = taken[EARLY - WINDOW // 2 : EARLY + WINDOW // 2], taken[-WINDOW:]
+    before, after = statistics.median(early), statistics.median(late)
+    print(
+        f"around {EARLY}: {before:.1f} ms, around {MANY}: {after:.1f} ms: "
+        f"{after / before:.2f} times"
+    )
+
+
+# -----------------------------------------------------------------------------
+# A strategy with a model.
+
+
+def bayes(directory: Path) -> None:
+    """Asks after 100 and after 1,000 trials, of which one in 20 failed, two of them outstanding."""
+    space = Space(
+        [
+            Knob("bucket_cap_mb", Kind.INTEGER, 25, low=1, high=512, log=True),
+            Knob("gradient_as_bucket_view", Kind.BOOLEAN, False),
+            Knob("static_graph", Kind.BOOLEAN, False),
+            Knob("algorithm", Kind.CATEGORICAL, None, values=(None, "Ring", "Tree")),
+            Knob("workers", Kind.ORDINAL, 0, (0, 1, 2, 4, 8)),
+            Knob("prefetch", Kind.ORDINAL, 2, (1, 2, 4, 8)),
+            Knob("sockets", Kind.ORDINAL, 1, (1, 2, 4, 8)),
+            Knob("threads", Kind.ORDINAL, 1, (1, 2, 4)),
+        ]
+    )
+    chosen = load("bayes")
+    for count in (100, 1000):
+        generator = np.random.default_rng(0)
+        base = {knob.name: knob.default for knob in space.knobs}
+        strategy = chosen(space, Hints(baseline=base), 0, chosen.Options(min_gain=0.0))
+        for number in range(count):
+            point = base if number == 0 else space.sample(generator)
+            away = abs(math.log2(float(point["bucket_cap_mb"] or 1) / 60))
+            cost = 0.1 * math.exp(0.05 * away - 0.03 * bool(point["static_graph"]))
+            cost *= math.exp(float(generator.normal(0, 0.005)))
+            failed = number % 20 == 19
+            status = Status.OOM if failed else Status.OK
+            trial = Trial(number, point, Purpose.SEARCH, status, cost=None if failed else cost)
+            trial.cost_error, trial.seconds = 0.005, 2.0
+            strategy.tell(trial)
+        strategy.ask()  # imports what it needs
+        taken = []
+        for number in range(10):
+            begin = time.perf_counter(), time.process_time()
+            point = strategy.ask()
+            taken.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
+            assert point is not None
+            strategy.tell(Trial(count + number, point, Purpose.SEARCH, Status.OK, cost=0.09))
+        clock, processor = (sorted(t[i] for t in taken) for i in (0, 1))
+        print(
+            f"{count} trials: {statistics.median(clock):.2f} s by the clock (most "
+            f"{clock[-1]:.2f}), {statistics.median(processor):.2f} s of the processor (most {processor[-1]:.2f})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
