@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from perfsearch.core.hardware import Environment
 from perfsearch.core.knob import Configuration, Kind, Knob
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Outcome, Status
@@ -26,6 +27,7 @@ class Many(Runner):
     """
 
     def __init__(self, full: bool) -> None:
+        super().__init__(self.Options(), Environment(Path()))
         self.full = full
         knobs = [Knob(f"knob_{i}", Kind.ORDINAL, 1, tuple(range(1, 10))) for i in range(5)]
         self.space = Space(knobs)

@@ -17,6 +17,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -41,7 +42,7 @@ from perfsearch.pipeline.search import build_runner, search, strategy_factory
 from perfsearch.strategies import load
 from perfsearch.workers.results import combine
 
-MANY = 10_000
+MANY = int(os.environ.get("SCALE_TRIALS", "10000"))
 EARLY, WINDOW = 100, 100
 PAIRS = 5
 RANKS = 1_000
@@ -127,7 +128,7 @@ class Clock(Silent):
     def trial_finished(self, trial: Trial, *args: Any, **more: Any) -> None:
         """Take note."""
         self.ends.append((time.perf_counter(), time.process_time()))
-        if len(self.ends) % 1000 == 0:
+        if len(self.ends) % (MANY // 10) == 0:
             gc.collect()
             self.memory[len(self.ends)] = psutil.Process().memory_info().rss
 
@@ -151,7 +152,7 @@ def trials(directory: Path) -> None:
                 f"{name}: a trial around {EARLY}: {before:.2f} ms, around {MANY}: {after:.2f} ms "
                 f"by the {kind}: {after / before:.2f} times"
             )
-        a, b = 1000, max(clock.memory)
+        a, b = MANY // 10, max(clock.memory)
         grown = (clock.memory[b] - clock.memory[a]) / (b - a) / 1024
         size = (directory / name / JOURNAL).stat().st_size / MANY / 1024
         print(
@@ -300,7 +301,8 @@ def bayes(directory: Path) -> None:
         clock, processor = (sorted(t[i] for t in taken) for i in (0, 1))
         print(
             f"{count} trials: {statistics.median(clock):.2f} s by the clock (most "
-            f"{clock[-1]:.2f}), {statistics.median(processor):.2f} s of the processor (most {processor[-1]:.2f})",
+            f"{clock[-1]:.2f}), {statistics.median(processor):.2f} s of the processor (most "
+            f"{processor[-1]:.2f})",
             flush=True,
         )
 

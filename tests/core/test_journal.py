@@ -179,3 +179,14 @@ def test_secrets_are_masked_in_header_and_events(tmp_path: Path) -> None:
     again.append("told", reason="postgres://u:d9SECRET@h/x refused")
     assert "SECRET" not in journal.path.read_text()
     assert again.events[1].data["reason"] == "postgres://***@h/x refused"
+
+
+def test_events_that_are_no_longer_held_are_read_from_the_disk(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", {})
+    journal.append("asked", configuration={"x": 1})
+    journal.hold_no_more()
+    journal.append("asked", configuration={"x": 2})
+    assert [e.data["configuration"]["x"] for e in journal.events] == [1, 2]
+    assert [e.number for e in journal.events] == [1, 2]
+    journal.close()
+    assert len(Journal.reopen(tmp_path / "journal.jsonl").events) == 2

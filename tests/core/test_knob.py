@@ -61,3 +61,21 @@ def test_long_ranges_are_drawn_on_their_grid() -> None:
     assert geometric.count is not None and geometric.count > 4096
     places = math.log(float(geometric.from_unit(0.37))) / math.log(1.001)
     assert places == pytest.approx(round(places), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "knob",
+    [
+        Knob("a", Kind.INTEGER, 25, low=1, high=512, log=True),
+        Knob("b", Kind.INTEGER, 3, low=0, high=40),
+        Knob("c", Kind.ORDINAL, 1, (1, 2, 4, 8, 64)),
+        Knob("d", Kind.ORDINAL, 0, (0, 1, 2, 4, 8)),
+        Knob("e", Kind.ORDINAL, 3, (3,)),
+    ],
+)
+def test_a_position_stands_for_the_nearest_choice(knob: Knob) -> None:
+    choices = knob.choices() or ()
+    for place in range(1001):
+        position = place / 1000
+        away = [abs(knob.unit_position(choice) - position) for choice in choices]
+        assert knob.from_unit(position) == choices[away.index(min(away))]

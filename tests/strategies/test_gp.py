@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perfsearch.strategies._gp import MixedKernel, Prior, fit
+from perfsearch.strategies._gp import MixedKernel, Prior, fit, telling
 
 ORDERED = np.array([True, True, False])
 SHARE = np.array([1.0, 0.5, 0.8])
@@ -128,3 +128,26 @@ def test_surprises_are_those_of_fits_without_the_row() -> None:
     expected = float((target[3] - mean)[0] / np.sqrt(variance[0, 0]))
     assert model.surprises()[3] == pytest.approx(expected, rel=1e-4)
     assert model.surprises()[3] < -2.0
+
+
+def test_of_many_values_the_smallest_are_kept_and_the_others_evenly() -> None:
+    values = np.random.default_rng(0).permutation(1000).astype(float)
+    kept = telling(values, 100)
+    assert list(kept) == sorted(set(kept))
+    assert len(kept) == 100
+    chosen = sorted(values[kept])
+    assert chosen[:50] == list(range(50))
+    assert set(np.diff(chosen[50:])) == {19.0}
+    assert list(telling(values[:100], 100)) == list(range(100))
+
+
+def test_what_is_learned_of_a_part_is_conditioned_on_all_rows() -> None:
+    """Between rows that the hyperparameters were not learned from, it is as sure as at them."""
+    generator = np.random.default_rng(1)
+    rows = generator.random((400, 2))
+    target = np.sin(3 * rows[:, 0]) + 0.01 * generator.standard_normal(400)
+    model = fit(rows, target, np.array([True, True]))
+    mean, deviation = model.predict(rows)
+    assert len(model.regressor.X_train_) == 400
+    assert float(np.abs(mean - np.sin(3 * rows[:, 0])).max()) < 0.1
+    assert float(deviation.max()) < 0.1
