@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 
-from hypothesis import given
-from hypothesis import strategies as some
+import pytest
 
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.known import Known
 
 
-@some.composite
-def ended(draw: some.DrawFn) -> list[Trial]:
+def ended(draw: random.Random) -> list[Trial]:
     trials = []
-    for number in range(draw(some.integers(0, 12))):
-        status = draw(some.sampled_from(list(Status)))
-        cost = draw(some.sampled_from([0.1, 0.2, 0.3])) if status is Status.OK else None
-        point = {"x": draw(some.integers(0, 3))}
-        purpose = draw(some.sampled_from(list(Purpose)))
-        trials.append(Trial(number, point, purpose, status, cost=cost))
+    for number in range(draw.randrange(20)):
+        status = draw.choice([Status.OK, *Status])
+        cost = draw.choice([0.1, 0.2, 0.3]) if status is Status.OK else None
+        point = {"x": draw.randrange(4)}
+        trials.append(Trial(number, point, draw.choice(list(Purpose)), status, cost=cost))
     return trials
 
 
-@given(trials=ended(), at_once=some.booleans())
-def test_it_says_what_going_through_all_says(trials: list[Trial], at_once: bool) -> None:
+@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("at_once", [False, True])
+def test_it_says_what_going_through_all_says(seed: int, at_once: bool) -> None:
+    trials = ended(random.Random(seed))
     listed: list[Trial] = []
     known = Known(listed)
     for trial in trials:
