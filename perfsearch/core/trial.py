@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -202,6 +203,14 @@ class Trial:
     def __post_init__(self) -> None:
         self.reason = printable(self.reason)
 
+    def share_words(self) -> None:
+        """Have names and short texts of its measurement in common with other trials, as these take
+        a third of its memory.
+        """
+        if self.measurement is not None:
+            for name in _WORDY:
+                setattr(self.measurement, name, _with_shared_words(getattr(self.measurement, name)))
+
     def to_json(self) -> dict[str, Any]:
         """Plain values for the journal."""
         return asdict(self)
@@ -229,6 +238,19 @@ class Trial:
             # written before there was a choice, when it was the median
             values["measurement"] = Measurement(**{"statistic": Statistic.MEDIAN, **raw})
         return cls(**values)
+
+
+_WORDY = ("phases_ms", "in_force", "environment", "system", "bottleneck_evidence")
+
+_LONGEST_SHARED = 80
+
+
+def _with_shared_words(node: Any) -> Any:
+    if isinstance(node, str):
+        return sys.intern(str(node)) if len(node) <= _LONGEST_SHARED else node
+    if isinstance(node, dict):
+        return {_with_shared_words(k): _with_shared_words(v) for k, v in node.items()}
+    return [_with_shared_words(v) for v in node] if isinstance(node, list) else node
 
 
 def printable(text: str) -> str:

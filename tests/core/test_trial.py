@@ -74,3 +74,19 @@ def test_a_reason_holds_nothing_that_a_terminal_or_a_file_cannot_take() -> None:
     assert trial.reason == "h\u00e9llo \\udce9 \\x00 \\x1b[31m"
     trial.reason.encode()
     assert Trial.from_json(trial.to_json()) == trial
+
+
+def test_words_are_shared_and_nothing_else_changes() -> None:
+    def measured() -> Trial:
+        name = "node_0/" + "disk"[:4].lower()
+        told = {"findings": [f"{name} is slow", "x" * 200], "ranks": [{"host": name, "rank": 1}]}
+        found = Measurement([0.1], 32, system={name: 1.0}, environment=told, in_force={"a": None})
+        return Trial(1, {"a": 1}, Purpose.SEARCH, Status.OK, found)
+
+    first, second = measured(), measured()
+    before = first.to_json()
+    first.share_words()
+    second.share_words()
+    assert first.to_json() == before == second.to_json()
+    names = [next(iter(t.measurement.system)) for t in (first, second) if t.measurement]
+    assert names[0] is names[1]
