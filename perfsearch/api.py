@@ -171,7 +171,7 @@ def read_knobs(source: str | Path | Mapping[str, Any]) -> dict[str, Value]:
     for name, value in knobs.items():
         names = effect_order(Use.DDP)
         if name not in names:
-            raise BadInputError(f"{name}={value}: no such knob. {nearest(name, names)}")
+            raise BadInputError(f"{name}={value}: no such knob. {nearest(str(name), names)}")
         if isinstance(value, list | dict) or value == "search":
             raise BadInputError(f"{name}={value}: it was searched over; give one value.")
         by_name[name].require(value, name)

@@ -47,6 +47,7 @@ def require_told(error):
 @example(b"a: !!python/object:os.system x", "config.yaml")
 @example(b"a: 2024-13-45\n", "config.yaml")
 @example(b"\xff\xfe", "config.yaml")
+@example(b"{runner: {name: ddp, knobs: [[null, n]]}}", "config.yaml")
 def test_a_file_of_knobs_is_read_or_refused(tmp_path_factory, raw, name):
     file = tmp_path_factory.mktemp("f") / name
     file.write_bytes(raw)

@@ -202,4 +202,5 @@ def test_the_option_file_names_every_knob():
     assert set(written["knobs"]) == set(EFFECT_ORDER)
     assert written.pop("name") == "zero"
     written.pop("knobs")
+    assert tuple(written.pop("constraints")) == Zero.Options().constraints
     assert written == {f: getattr(Zero.Options(), f) for f in written}
