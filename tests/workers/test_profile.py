@@ -62,7 +62,8 @@ def test_the_score_and_the_next_trial_know_nothing_of_it(trainer):
 def test_phases_of_a_light_trial_sum_to_the_step_and_have_an_error(trainer):
     found = run_trial(trainer, LIGHT)
     assert sum(found.phases_ms.values()) == pytest.approx(
-        found.evidence["phases_step_ms"], rel=0.15  # medians of a busy machine do not add up
+        found.evidence["phases_step_ms"],
+        rel=0.15,  # medians of a busy machine do not add up
     )
     assert set(found.phases_ms) >= {"backward", "comm_exposed", "optimizer"}
     assert all(f"{phase}_error_ms" in found.evidence for phase in found.phases_ms)
