@@ -2,8 +2,8 @@
 
 A room has its own small disks for the working directory, for temporary files and for shared memory,
 and its commands see the last two as ``/tmp`` and ``/dev/shm``: what is found there is theirs alone.
-Where this may not be mounted, they are plain directories, shared memory is not looked at, and
-disks are not filled.
+Where this may not be mounted, or the commands themselves lie below ``/tmp``, they are plain
+directories, shared memory is not looked at, and disks are not filled.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ def open_room(directory: Path) -> Iterator[Room]:
 
 
 def _may_mount() -> bool:
+    if any(Path(place).resolve().is_relative_to("/tmp") for place in (sys.prefix, __file__)):
+        return False  # another /tmp would hide them
     try:
         command = ["unshare", "--mount", "true"]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
