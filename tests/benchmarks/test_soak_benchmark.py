@@ -15,7 +15,7 @@ sys.path.append(str(BENCHMARKS))
 
 import soak  # noqa: E402
 from _fault_common import Fault  # noqa: E402
-from _soak_faults import KINDS, draw_strikes  # noqa: E402
+from _soak_faults import KINDS, Strike, draw_strikes  # noqa: E402
 from _soak_jobs import JOBS  # noqa: E402
 from _soak_room import Room, check_left, slope_kib, state_of  # noqa: E402
 
@@ -116,10 +116,15 @@ def test_a_struck_replay_loses_and_leaves_nothing(monkeypatch):
     whole = JOBS["replay"]
 
     def short(work, draw):
-        return [*whole.make(work, draw), "strategy=random", "budget.trials=4"]
+        # trials that take a while, so that there is something to strike
+        words = ("runner.real_time=0.1", "strategy=random", "budget.trials=4")
+        return [*whole.make(work, draw), *words]
 
-    job = replace(whole, make=short, events=30, kinds=("kill", "store"))
-    monkeypatch.setitem(JOBS, "replay", job)
+    def struck_early(draw, kinds, events):
+        return [Strike("kill", 4, 0.0, 0.5, seed=draw.randrange(2**31))]
+
+    monkeypatch.setitem(JOBS, "replay", replace(whole, make=short))
+    monkeypatch.setattr(soak, "draw_strikes", struck_early)
     with tempfile.TemporaryDirectory(prefix="soak-", dir="/var/tmp") as home:
         episode = soak.run_episode("replay", 5, Path(home), None)
     assert episode.findings == {}, soak.line_of(episode)
