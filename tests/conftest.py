@@ -1,5 +1,6 @@
 """Keeps tests that run at the same time out of each other's way."""
 
+import logging
 import os
 import shutil
 import tempfile
@@ -27,6 +28,15 @@ def pytest_configure(config):
 def pytest_unconfigure(config):
     """Remove it."""
     shutil.rmtree(getattr(config, "perfsearch_own", ""), ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def levels_of_logging():
+    """Take back what a command run in this process sets for all of it (``hydra.verbose=true``)."""
+    root = logging.getLogger()
+    before = root.level
+    yield
+    root.setLevel(before)
 
 
 @pytest.fixture
