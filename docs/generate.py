@@ -63,7 +63,7 @@ def keys_page() -> str:
         for key, allowed, default, text in settings_keys()
         if key not in GROUPS
     ]
-    intro = "Every key outside the groups `runner`, `strategy` and `workload`.\n"
+    intro = "Every key outside the groups `runner`, `strategy`, `workload` and `launcher`.\n"
     return f"# Keys\n\n{_MADE}\n{intro}\n{table(('key', 'allowed', 'default', 'meaning'), rows)}"
 
 

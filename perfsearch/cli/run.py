@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -308,9 +308,17 @@ def _local_ranks(asked: RunArguments) -> int:
 
 
 def _nodes(asked: RunArguments) -> int:
+    return _node_range(asked)[1]
+
+
+def _node_range(asked: RunArguments) -> tuple[int, int]:
     from torch.distributed.run import parse_min_max_nnodes
 
-    return int(parse_min_max_nnodes(str(asked.parsed.nnodes))[1])
+    try:
+        least, most = parse_min_max_nnodes(str(asked.parsed.nnodes))
+    except (ValueError, RuntimeError) as error:
+        raise BadInputError(f"--nnodes={asked.parsed.nnodes}: {error}") from error
+    return int(least), int(most)
 
 
 def _torchrun(options: argparse.Namespace, script: str, arguments: Sequence[str]) -> int:
@@ -351,7 +359,7 @@ def as_search(asked: RunArguments) -> tuple[list[str], dict[str, Any]]:
         BadInputError: an option that a search cannot honour.
 
     """
-    _require_one_node(asked)
+    _require_usual_options(asked)
     overrides = list(asked.overrides)
     keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
     taken = sorted(key for key in keys if key == "workload" or key.startswith("workload.command"))
@@ -370,6 +378,7 @@ def as_search(asked: RunArguments) -> tuple[list[str], dict[str, Any]]:
     nproc = _nproc(asked)
     if nproc is not None and "nproc" not in keys:
         overrides.append(f"nproc={nproc}")
+    overrides += _of_nodes(asked, keys)
     words = ["workload=script", "workload.command=[SCRIPT]", *overrides]
     return words, {"workload": workload(asked)}
 
@@ -454,28 +463,53 @@ def _is_configured(asked: RunArguments) -> bool:
 
 
 _ALLOWED = ("nproc_per_node", "standalone", "module", "nnodes", "max_restarts", "run_path")
-"""torchrun's options that mean something to a search on this node."""
+"""torchrun's options that mean something to a search."""
+
+_OF_NODES = ("rdzv_endpoint", "rdzv_backend", "rdzv_id")
+"""Those that mean something to one over several nodes."""
 
 
-def _require_one_node(asked: RunArguments) -> None:
-    doing = "--profile" if asked.profile else "--search"
-    if asked.parsed.nnodes not in ("1", "1:1"):
+def _of_nodes(asked: RunArguments, keys: Collection[str]) -> list[str]:
+    """The keys that torchrun's options on several nodes stand for.
+
+    Args:
+        asked: the command line.
+        keys: that are given by ``-o``, and stay as they are.
+
+    """
+    least, nnodes = _node_range(asked)
+    if nnodes == 1:
+        return []
+    if least != nnodes:
         raise BadInputError(
-            f"--nnodes={asked.parsed.nnodes} {doing}: trials start on this node alone. Search on "
-            "one node, then start on all of them with --knobs best/config.yaml"
+            f"--nnodes={asked.parsed.nnodes}: a search is of one number of nodes. Give "
+            f"--nnodes={nnodes}"
         )
-    refused = _unusual(asked.torchrun)
+    endpoint = asked.parsed.rdzv_endpoint
+    words = [] if "nnodes" in keys else [f"nnodes={nnodes}"]
+    if "launcher" not in keys:
+        slurm = "SLURM_JOB_NODELIST" in os.environ and not endpoint
+        words.append(f"launcher={'slurm' if slurm else 'torchrun'}")
+    if endpoint and "launcher.endpoint" not in keys:
+        words.append(f"launcher.endpoint='{endpoint}'")
+    return words
+
+
+def _require_usual_options(asked: RunArguments) -> None:
+    doing = "--profile" if asked.profile else "--search"
+    several = _node_range(asked)[1] > 1
+    refused = _unusual(asked.torchrun, (*_ALLOWED, *(_OF_NODES if several else ())))
     if refused:
         raise BadInputError(
             f"{refused} {doing}: the ranks are started in perfsearch's own way. Leave it out; "
-            "--nproc-per-node, --standalone and -m are kept"
+            "--nproc-per-node, --nnodes, --rdzv-endpoint, --standalone and -m are kept"
         )
 
 
-def _unusual(torchrun: Sequence[str]) -> str:
+def _unusual(torchrun: Sequence[str], allowed: Sequence[str]) -> str:
     """The first option of torchrun that a search would have to ignore."""
     for option in torchrun:
-        if option.startswith("--") and not any(_names(option, name) for name in _ALLOWED):
+        if option.startswith("--") and not any(_names(option, name) for name in allowed):
             return option.partition("=")[0]
         if option.startswith("-") and not option.startswith("--") and option != "-m":
             return option

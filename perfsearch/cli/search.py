@@ -41,6 +41,7 @@ _SIGPIPE = 141
 
 COMMANDS = {
     "compare": "perfsearch.cli.compare",
+    "join": "perfsearch.cli.join",
     "mcp": "perfsearch.cli.mcp",
     "session": "perfsearch.cli.session",
     "space": "perfsearch.cli.space",

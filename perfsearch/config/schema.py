@@ -29,11 +29,18 @@ from perfsearch.metrics.diagnosis import Thresholds
 SCHEMA_VERSION = 1
 """Version of the settings as written to ``config.yaml`` of a run, under ``schema_version``."""
 
-GROUPS = ("runner", "strategy", "workload")
+GROUPS = ("runner", "strategy", "workload", "launcher")
 """Keys whose value is one option of a group, with keys of its own."""
 
-_REGISTRIES = {"runner": "perfsearch.runners", "strategy": "perfsearch.strategies"}
+_REGISTRIES = {
+    "runner": "perfsearch.runners",
+    "strategy": "perfsearch.strategies",
+    "launcher": "perfsearch.workers.launchers",
+}
 """Packages that hold the options of a group, a module each."""
+
+_WITH_DEFAULT = frozenset({"launcher"})
+"""Groups that settings without Hydra's files may leave out."""
 
 _DEFINES_A_SEARCH = (
     "mode",
@@ -183,7 +190,7 @@ class Settings:
     confirm: ConfirmSettings = field(default_factory=ConfirmSettings)
     limits: Limits = field(default_factory=Limits)
     on_failure: Literal["continue", "stop"] = "continue"
-    launcher: Literal["local"] = "local"
+    launcher: Selected = field(default_factory=lambda: Selected("local"))
     run_dir: Path | None = None
     resume: Literal["auto", "never", "failed"] = "auto"
     resume_force: tuple[str, ...] = ()
@@ -199,10 +206,11 @@ class Settings:
                 f"run_dir={self.run_dir}: the run needs a directory of its own. "
                 "Name one, or leave the key out for outputs/RUNNER-STRATEGY-HASH.",
             )
-        if self.launcher == "local" and self.nnodes > 1:
+        if self.launcher.name == "local" and self.nnodes > 1:
             raise ConfigError(
                 "nnodes",
-                f"nnodes={self.nnodes}: launcher=local starts ranks on one node. Allowed: 1.",
+                f"nnodes={self.nnodes}: launcher=local starts ranks on one node. Allowed: 1. For "
+                "several: launcher=torchrun launcher.endpoint=HOST:PORT, or launcher=slurm.",
             )
 
 
@@ -234,7 +242,8 @@ def validate(plain: Mapping[str, Any]) -> Settings:
             raise ConfigError(str(key), f"{key}: no such key. {nearest(str(key), fields)}")
     values = {k: v for k, v in plain.items() if k != "schema_version"}
     for group in GROUPS:
-        values[group] = _selected(group, values.get(group))
+        if group in values or group not in _WITH_DEFAULT:
+            values[group] = _selected(group, values.get(group))
     return build_options(Settings, values, "")
 
 

@@ -50,8 +50,8 @@ class Environment:
         run_dir: directory of the search; the list of started groups is kept there.
         nproc: ranks on this node; ``None``: one for every visible GPU, or two on a CPU.
         nnodes: number of nodes.
-        rdzv_endpoint: rendezvous ``host:port``, needed for several nodes.
-        interface: network interface for several nodes.
+        launcher: where ranks start, a ``Launcher`` of ``perfsearch.workers.launchers``; ``None``:
+            on this node alone.
         seed: of weights, data and random numbers.
         numerics: the most that a searched knob may do to the computation.
         limits: time limits.
@@ -65,8 +65,7 @@ class Environment:
     run_dir: Path
     nproc: int | None = None
     nnodes: int = 1
-    rdzv_endpoint: str = ""
-    interface: str = ""
+    launcher: object = None
     seed: int = 0
     numerics: Numerics = Numerics.REORDERED
     limits: Limits = field(default_factory=Limits)
@@ -170,18 +169,13 @@ def detect_hardware(device: str, environment: Environment) -> Hardware:
         environment: what the user asked for.
 
     Raises:
-        ValueError: a device, rank count or rendezvous that is not possible here.
+        ValueError: a device or rank count that is not possible here.
 
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"runner.device={device}: allowed are auto, cpu, cuda")
     if environment.nnodes < 1:
         raise ValueError(f"nnodes={environment.nnodes}: must be at least 1")
-    if environment.nnodes > 1 and not environment.rdzv_endpoint:
-        raise ValueError(
-            f"nnodes={environment.nnodes}: several nodes need rdzv_endpoint=host:port, the same on "
-            "each of them"
-        )
     nproc = environment.nproc
     if nproc is not None and nproc < 1:
         raise ValueError(f"nproc={nproc}: must be at least 1, or null for every device")
@@ -300,8 +294,6 @@ class GroupSpec:
         device: ``cpu`` or ``cuda``.
         nproc: ranks on this node.
         nnodes: number of nodes.
-        rdzv_endpoint: rendezvous ``host:port`` for several nodes; empty on one.
-        interface: network interface of stores and gloo on several nodes.
         seed: where weights, data and RNG states start.
         env: process-scope environment, set when the processes are started and never later.
         capture_nccl: whether NCCL logs which algorithm and protocol it uses.
@@ -312,8 +304,6 @@ class GroupSpec:
     device: str
     nproc: int
     nnodes: int = 1
-    rdzv_endpoint: str = ""
-    interface: str = ""
     seed: int = 0
     env: dict[str, str] = field(default_factory=dict)
     capture_nccl: bool = False

@@ -36,7 +36,7 @@ from perfsearch.instrument.patching import (
 from perfsearch.instrument.report import lines
 from perfsearch.instrument.seeds import seed_process
 from perfsearch.workers.log import report_error, switch_log
-from perfsearch.workers.messages import Channel
+from perfsearch.workers.messages import Channel, Place
 from perfsearch.workers.processes import started_at, watch_controller
 from perfsearch.workers.stack_dumps import answer_stack_requests
 
@@ -211,12 +211,12 @@ def run_in_search(config: LaunchConfig) -> int:
     rank = int(os.environ.get("RANK", "0"))  # without one it is a process by itself
     switch_log(config.log_directory, rank)
     answer_stack_requests(config.directory, rank)
-    controller = config.controller_pid, config.controller_started
-    spare = [config.forked_from]
-    watch_controller(*controller, config.token, Path(config.directory), spare)
-    here = _Rank(config, rank)
+    place, directory = Place.read(config.directory), Path(config.directory)
+    spare = [place.forked_from]
+    watch_controller(place.owner_pid, place.owner_started, place.token, directory, spare)
+    here = _Rank(config, rank, place)
     seed_process(config.seed, rank)
-    if config.undo:
+    if config.undo and os.path.isdir(config.undo):  # which other nodes may not see
         here.at_first_step = keep_files(config.undo, [config.directory]).first_step
     attach_at_import(here.attach)
     watch_for_launchers(config.script, _refuse)
@@ -245,14 +245,16 @@ def run_in_search(config: LaunchConfig) -> int:
 class _Rank:
     """A rank whose instruments are made when the script has imported torch, or when it ends."""
 
-    def __init__(self, config: LaunchConfig, rank: int) -> None:
+    def __init__(self, config: LaunchConfig, rank: int, place: Place) -> None:
         self.config = config
         self.rank = rank
+        self._host = place.host
         self.protocol: RankProtocol | None = None
         self.at_first_step: Callable[[], None] = lambda: None
         pid = os.getpid()
         self._channel = Channel.connect(socket_path(config.directory, rank))
-        self._channel.send({"event": "hello", "pid": pid, "started": started_at(pid)})
+        hello = {"pid": pid, "started": started_at(pid), "node": place.node, "host": place.host}
+        self._channel.send({"event": "hello", **hello})
 
     def attach(self) -> RankProtocol:
         """Make the instruments, unless there are some."""
@@ -264,7 +266,7 @@ class _Rank:
 
             listen_on_loopback()
             script = Script(self.config.knobs, self.config.perturbed)
-            self.protocol = RankProtocol(script, self._channel, self.rank)
+            self.protocol = RankProtocol(script, self._channel, self.rank, self._host)
             self.protocol.at_first_step = self.at_first_step
         return self.protocol
 

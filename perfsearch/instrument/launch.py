@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 
 from perfsearch.core.knob import Value
 from perfsearch.core.python import OPTIONS
-from perfsearch.workers.messages import TORCH_LOGS
 
 VARIABLE = "PERFSEARCH_SCRIPT"
 """Holds ``LaunchConfig`` as JSON in each rank that ``perfsearch-run`` starts."""
@@ -50,12 +49,8 @@ class LaunchConfig:
         directory: of the search that started it, with a socket for each rank; empty: no search.
         log_directory: where the ranks of a search log.
         undo: where a rank of a search records what it does to files; empty: nowhere.
-        token: mark of the search's processes.
-        controller_pid: the process whose death ends the script.
-        controller_started: when that process was started.
         seed: of that search; its ranks' generators are seeded before the script begins.
         perturbed: whether weights are changed after the first step by what rounding does.
-        forked_from: the process that the start is forked from, and that outlives it.
         mapped: knobs that were given to the script by its own arguments or files, and how.
         given: their values.
         by_torchrun: the command that has torchrun start the script, where it was started as
@@ -72,12 +67,8 @@ class LaunchConfig:
     directory: str = ""
     log_directory: str = ""
     undo: str = ""
-    token: str = ""
-    controller_pid: int = 0
-    controller_started: float = 0.0
     seed: int = 0
     perturbed: bool = False
-    forked_from: int = 0
     mapped: dict[str, str] = field(default_factory=dict)
     given: dict[str, Value] = field(default_factory=dict)
     by_torchrun: list[str] = field(default_factory=list)
@@ -127,19 +118,12 @@ class Finished(SystemExit):
     """The window is full: the script has done what it was started for."""
 
 
-def torchrun_arguments(directory: Path, nproc: int) -> list[str]:
-    """Options of torchrun for ranks of this node alone, which meet through a file."""
-    return [
-        f"--nproc-per-node={nproc}",
-        "--nnodes=1",
-        "--max-restarts=0",
-        "--rdzv-backend=c10d",
-        "--rdzv-conf=store_type=file",
-        f"--rdzv-endpoint={directory / 'rendezvous'}",
-        f"--rdzv-id={directory.name}",
-        "--local-addr=localhost",
-        f"--log-dir={directory / TORCH_LOGS}",  # by default a new one, never removed
-    ]
+_RANKS = "--nproc-per-node="
+
+
+def torchrun_arguments(nproc: int) -> list[str]:
+    """What is asked of torchrun, beside how the ranks of all nodes meet."""
+    return [f"{_RANKS}{nproc}"]
 
 
 def python_arguments() -> list[str]:
@@ -152,15 +136,15 @@ def run_start(directory: Path, arguments: list[str]) -> int:
 
     Args:
         directory: of the start.
-        arguments: options of torchrun, or of Python, then ``-m``, our entry, and what that is
-            given.
+        arguments: ``torchrun_arguments``, or ``python_arguments``, then ``-m``, our entry, and
+            what that is given.
 
     """
-    from perfsearch.workers.forkserver import leave_report, run_ranks
+    from perfsearch.workers.forkserver import agent_arguments, leave_report, run_ranks
 
-    begin = python_arguments()
-    if arguments[: len(begin)] != begin:
-        return run_ranks(directory, lambda: options_of(arguments))
+    if arguments[0].startswith(_RANKS):
+        nproc, rest = int(arguments[0].removeprefix(_RANKS)), arguments[1:]
+        return run_ranks(directory, lambda: options_of([*agent_arguments(directory, nproc), *rest]))
     code = subprocess.call([sys.executable, *arguments])
     if code:
         leave_report(directory, [{"rank": 0, "exit_code": code, "time": time.time()}])

@@ -57,6 +57,7 @@ class RankProtocol:
         script: the instruments.
         channel: to the controller, which has been greeted.
         rank: which rank this is.
+        host: what its node is called.
 
     Attributes:
         steps: steps made so far.
@@ -65,10 +66,11 @@ class RankProtocol:
 
     """
 
-    def __init__(self, script: Script, channel: Channel, rank: int) -> None:
+    def __init__(self, script: Script, channel: Channel, rank: int, host: str) -> None:
         self.steps = 0
         self.at_first_step: Callable[[], None] = lambda: None
         self._rank = rank
+        self._host = host
         self._script = script
         self._rewinder = Rewinder(script, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.timing = Timing(script)
@@ -184,7 +186,7 @@ class RankProtocol:
                 "tokens": counts.tokens,
                 "aside": counts.aside,
                 "peaks": read_peaks(device),
-                "place": {"host": os.uname().nodename, "device": _name_of(device)},
+                "place": {"host": self._host, "device": _name_of(device)},
                 "facts": facts.to_json(),
                 "why_not_again": self._script.why_not_again(),
             }

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from perfsearch import runners, strategies
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import Settings, default_run_dir
-from perfsearch.core.errors import BadInputError
+from perfsearch.core.errors import BadInputError, NodesGoneError
 from perfsearch.core.files import make_private, why_not_writable
 from perfsearch.core.hardware import occupants
 from perfsearch.core.hints import Hints
@@ -47,6 +47,7 @@ from perfsearch.runners.base import (
 )
 from perfsearch.strategies.base import Strategy, Surroundings
 from perfsearch.tracking import open_tracker
+from perfsearch.workers import launchers
 from perfsearch.workers.processes import OtherPrograms, reap_groups
 from perfsearch.workloads.spec import SCRIPT
 
@@ -353,7 +354,9 @@ def search(
         Interrupted: a signal came; finished trials are recorded first.
     """
     begin, course = time.monotonic(), course or Course()
+    launcher = launchers.of(runner.environment)
     with ExitStack() as stack:
+        stack.callback(launcher.close)
         stack.callback(_close, runner)
         try:
             session = _open(stack, settings, runner, strategy_factory, view, tracker_factory)
@@ -414,6 +417,8 @@ def _open(
     for caution in runner.cautions:
         view.warning(caution)
     reap_groups(directory)
+    if isinstance(runner, HoldsDevices):
+        launchers.of(runner.environment).open(runner.hardware, view.note)
     runner.open(directory)
     defined = resume.search_definition(settings, runner)
     prior = transfer.find(settings, runner, defined, directory / JOURNAL if resuming else None)
@@ -466,6 +471,8 @@ def _lacking(error: BaseException) -> str:
     """
     if isinstance(error, JournalWriteError):
         return _FREE_SPACE
+    if isinstance(error, NodesGoneError):
+        return "Have every node there"
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         number = errno.EAGAIN

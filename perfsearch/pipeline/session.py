@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from perfsearch.core.errors import NodesGoneError
 from perfsearch.core.files import private
 from perfsearch.core.journal import Journal, JournalError
 from perfsearch.core.knob import Configuration, Value
@@ -748,9 +749,15 @@ def measure_guarded(runner: Runner, configuration: Configuration, plan: Plan) ->
     """What came of the trial; an exception of the runner is a failed trial with its traceback.
 
     A system call that failed says nothing of the configuration; anything else may.
+
+    Raises:
+        NodesGoneError: nothing can be measured any more.
+
     """
     try:
         return runner.measure(configuration, plan)
+    except NodesGoneError:
+        raise
     except Exception as error:
         log = plan.log_directory / LOG
         with contextlib.suppress(OSError):  # a full disk may be the very cause

@@ -47,16 +47,12 @@ def group_spec(
         # a failed collective is broken off by the ranks themselves, not by ending the process
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
         whole[name] = user.get(name, "0")
-    if environment.interface:
-        whole["GLOO_SOCKET_IFNAME"] = whole["NCCL_SOCKET_IFNAME"] = environment.interface
     whole.update(variables)
     return GroupSpec(
         workload=asdict(workload),
         device=hardware.device,
         nproc=hardware.nproc,
         nnodes=hardware.nnodes,
-        rdzv_endpoint=environment.rdzv_endpoint,
-        interface=environment.interface,
         seed=environment.seed,
         env=whole,
         capture_nccl=capture_nccl,

@@ -18,6 +18,7 @@ from perfsearch.core.knob import Configuration, Knob, Value
 from perfsearch.core.rules import KEY, Rule, parse, refuse_unknown
 from perfsearch.core.space import Constraint, Space
 from perfsearch.core.trial import Outcome, Purpose, Trial
+from perfsearch.workers import launchers
 from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
@@ -370,6 +371,7 @@ def environment_of(settings: Settings) -> Environment:
         run_dir=(settings.run_dir or default_run_dir(settings)).absolute(),
         nproc=None if settings.nproc == "auto" else settings.nproc,
         nnodes=settings.nnodes,
+        launcher=launchers.of_settings(settings),
         seed=settings.seed,
         numerics=settings.numerics,
         limits=settings.limits,

@@ -7,11 +7,10 @@ of its dead sockets, so that a second group made through it fails to connect.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,7 @@ from perfsearch.core.hardware import GroupSpec
 _IDLE = timedelta(days=30)
 _ABORT_POLL_S = 0.25
 _STORE_FILE = "store"
-_STORE_KEY = "perfsearch/store"
-_SPEC_KEY = "spec"
-_OF_THE_NODE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_PREFIX = "perfsearch"
 
 
 @dataclass
@@ -40,7 +37,6 @@ class Groups:
         local_rank: this rank on its node.
         world_size: ranks over all nodes.
         device: where this rank computes.
-        leads: whether it is the rank that talks to the controller: the first of its node.
         generation: counts process groups; each has its own prefix in the store.
 
     """
@@ -51,58 +47,26 @@ class Groups:
     local_rank: int
     world_size: int
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - devices are immutable
-    leads: bool = False
     generation: int = -1
     _values: dict[str, Any] = field(default_factory=dict)
     _spawn_env: dict[str, str | None] = field(default_factory=dict)
     _subgroups: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    _address: tuple[str, int] | None = None
-    _server: Any = None
     _aborting: threading.Lock = field(default_factory=threading.Lock)
 
     def connect(self) -> Any:
         """A new client of the group's own store; threads must not share one.
 
-        A file in the group's directory on one node, on several a TCP server of the leading rank.
+        A file in the group's directory on one node. On several it is the store at which torch's
+        launchers met; its port on this host's loopback leads there from each node.
         """
         if self.spec.nnodes == 1:
             store = dist.FileStore(str(self.directory / _STORE_FILE), -1)
         else:
-            host, port = self._find_server()
-            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+            store = dist.PrefixStore(_PREFIX, store)
         store.set_timeout(_IDLE)
         return store
-
-    def _find_server(self) -> tuple[str, int]:
-        if self._address is None:
-            agent = dist.TCPStore(
-                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-            )
-            key = f"{_STORE_KEY}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
-            if self.leads:
-                host = interface_address(self.spec.interface)
-                self._server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-                agent.set(key, f"{host} {self._server.port}")
-            host, port = agent.get(key).decode().split()
-            self._address = (host, int(port))
-        return self._address
-
-    def share_spec(self) -> None:
-        """On several nodes: take the spec from the leading rank, with its environment.
-
-        Other nodes join without knowing what is to be trained.
-        """
-        if self.spec.nnodes == 1:
-            return
-        store = self.connect()
-        if self.leads:
-            store.set(_SPEC_KEY, json.dumps(asdict(self.spec)))
-            return
-        given = GroupSpec(**json.loads(store.get(_SPEC_KEY)))
-        self.spec = replace(given, nproc=self.spec.nproc, interface=self.spec.interface)
-        own = {name: os.environ[name] for name in _OF_THE_NODE if name in os.environ}
-        os.environ.update({**given.env, **own})
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
     @property
     def alive(self) -> bool:
@@ -213,25 +177,3 @@ class AbortWatch:
             if self._store.check([self._key]):
                 self._on_abort()
                 return
-
-
-def interface_address(interface: str) -> str:
-    """The IPv4 address of a network interface; of loopback where none is named.
-
-    Raises:
-        ValueError: there is no such interface, or it has no IPv4 address.
-
-    """
-    if not interface:
-        return "127.0.0.1"
-    import socket
-
-    import psutil
-
-    addresses = psutil.net_if_addrs()
-    for address in addresses.get(interface, []):
-        if address.family == socket.AF_INET:
-            return str(address.address)
-    raise ValueError(
-        f"interface={interface}: no IPv4 address. Interfaces here: {', '.join(sorted(addresses))}"
-    )

@@ -136,6 +136,7 @@ class Evidence:
         disk_full: why nothing can be written beside the logs; empty if it can. The cause may then
             be missing, or be another than what is left says.
         places: lines at which ranks stood when the time was over, by rank.
+        lost: nodes of which nothing is to be heard any more, and why; empty where there is none.
 
     """
 
@@ -149,6 +150,7 @@ class Evidence:
     starting: bool = False
     disk_full: str = ""
     places: dict[int, str] = field(default_factory=dict)
+    lost: str = ""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,12 @@ class Failure:
 
 
 def classify(evidence: Evidence) -> Failure:
-    """Name the kind and the cause, from the first failing rank."""
+    """Name the kind and the cause, from the first failing rank.
+
+    Where a node is gone, all else follows from that.
+    """
+    if evidence.lost:
+        return Failure(Status.INFRASTRUCTURE, evidence.lost)
     first = first_error(evidence.errors)
     if first is not None and not is_echo(first):
         return replace(_of_error(first, evidence), while_profiling=first.phase == PROFILING)

@@ -10,6 +10,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,14 @@ from typing import Any, NoReturn
 
 from perfsearch.core.files import private, write_text
 from perfsearch.workers import processes
-from perfsearch.workers.messages import EXIT_FILE, LAUNCHER_REPORT, TORCH_LOGS, Startup
+from perfsearch.workers.messages import (
+    EXIT_FILE,
+    LAUNCHER_REPORT,
+    STORE_PORT_FILE,
+    TORCH_LOGS,
+    Place,
+    Startup,
+)
 from perfsearch.workers.processes import EXIT_ORPHANED, watch_controller
 
 _ORPHAN_CHECK_S = 2.0
@@ -135,22 +143,32 @@ def _become_subreaper() -> None:
 # what libraries read of the environment while they are imported (see ``preload.LATE_PREFIXES``).
 
 RENDEZVOUS_FILE = "rendezvous"
+_LOOPBACK = "127.0.0.1"
+
+
+def agent_arguments(directory: Path, nproc: int) -> list[str]:
+    """Options of torchrun for the ranks of one group on this node.
+
+    On one node they meet through a file: torch's TCP store listens on every interface, and the
+    rendezvous through it reads pickles. On several nodes they meet at a store that only this host's
+    loopback reaches, and that holds none; whoever holds a node's place carries its bytes there.
+    """
+    place = Place.read(directory)
+    arguments = [f"--nproc-per-node={nproc}", f"--nnodes={place.nnodes}", "--max-restarts=0"]
+    arguments.append(f"--log-dir={directory / TORCH_LOGS}")  # by default a new one, never removed
+    arguments += [f"--rdzv-id={place.group}", "--local-addr=localhost"]
+    if place.nnodes == 1:
+        arguments += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
+        return [*arguments, f"--rdzv-endpoint={directory / RENDEZVOUS_FILE}"]
+    port = place.store_port or int((directory / STORE_PORT_FILE).read_text())
+    arguments += ["--rdzv-backend=static", f"--node-rank={place.node}"]
+    return [*arguments, f"--master-addr={_LOOPBACK}", f"--master-port={port}"]
 
 
 def torchrun_arguments(startup: Startup, directory: Path) -> list[str]:
     """The command line for torch's launcher."""
-    spec = startup.spec
-    arguments = [f"--nproc-per-node={spec.nproc}", "--max-restarts=0", "--rdzv-backend=c10d"]
-    arguments.append(f"--log-dir={directory / TORCH_LOGS}")  # by default a new one, never removed
-    if spec.nnodes == 1:
-        # Through a file: torch's TCP store listens on every interface, and reads pickles.
-        arguments += ["--nnodes=1", "--rdzv-conf=store_type=file", "--local-addr=localhost"]
-        arguments += [f"--rdzv-endpoint={directory / RENDEZVOUS_FILE}"]
-        arguments += [f"--rdzv-id={directory.name}"]
-    else:
-        arguments += [f"--nnodes={spec.nnodes}", f"--rdzv-endpoint={spec.rdzv_endpoint}"]
-        arguments += ["--rdzv-id=perfsearch"]
-    return [*arguments, "--start-method=fork", "-m", "perfsearch.workers.rank", str(directory)]
+    options = agent_arguments(directory, startup.spec.nproc)
+    return [*options, "--start-method=fork", "-m", "perfsearch.workers.rank", str(directory)]
 
 
 def run_group(directory: Path) -> int:
@@ -159,11 +177,9 @@ def run_group(directory: Path) -> int:
 
     from perfsearch.workers.rank import serve
 
-    startup = Startup.read(directory)
-    controller = startup.controller_pid, startup.controller_started
-    watch_controller(*controller, startup.token, directory)
-    if startup.spec.nnodes == 1:
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # nobody needs that one either
+    startup, place = Startup.read(directory), Place.read(directory)
+    watch_controller(place.owner_pid, place.owner_started, place.token, directory)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # nobody needs that one either
     return run_ranks(
         directory,
         lambda: run.parse_args(torchrun_arguments(startup, directory)),
@@ -208,9 +224,7 @@ def _import_what_ranks_need() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``CONTROLLER_PID STARTED``: fork groups on demand. ``DIRECTORY``: run that group here."""
-    if len(arguments) == 1:
-        return run_group(Path(arguments[0]))
+    """``CONTROLLER_PID STARTED``: fork groups on demand."""
     _import_what_ranks_need()
     os.write(1, b'{"ready": true}\n')
     return serve_forks(int(arguments[0]), float(arguments[1]), _run, _prepare)
@@ -241,6 +255,7 @@ def run_ranks(
     failures: list[dict[str, Any]] = []
     failed: Exception | None = None
     try:
+        store = _serve_store(directory)  # as long as the ranks run
         config, command, given = run.config_from_args(options())
         entrypoint, arguments = entry or (command, given)
         elastic_launch(config=config, entrypoint=entrypoint)(*arguments)
@@ -253,9 +268,34 @@ def run_ranks(
         failed = error
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     else:
+        del store
         return 0
     leave_report(directory, failures, failed)
     return 1
+
+
+def _serve_store(directory: Path) -> Any:
+    """On the first of several nodes: the store at which all meet, for this host's loopback alone.
+
+    torch's launcher finds it by the port and takes it for its own, which would listen everywhere.
+    """
+    place = Place.read(directory)
+    if place.nnodes == 1 or place.node:
+        return None
+    import torch.distributed as dist
+
+    listener = socket.create_server((_LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        _LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+    write_text(directory / STORE_PORT_FILE, str(port))
+    return store
 
 
 def leave_report(

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
-import shlex
 import signal
 import subprocess
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from perfsearch.core import hardware
 from perfsearch.core.cgroup import KernelMemory
-from perfsearch.core.files import private, remove_temporary_directory
+from perfsearch.core.files import remove_temporary_directory, write_text
 from perfsearch.core.hardware import Gpu, GroupSpec
 from perfsearch.core.objective import Limits
-from perfsearch.core.secrets import Redactor
 from perfsearch.core.trial import Status
 from perfsearch.workers import processes
 from perfsearch.workers.failures import (
@@ -32,6 +30,7 @@ from perfsearch.workers.failures import (
     classify,
     launcher_report,
 )
+from perfsearch.workers.launchers.base import Launch, NodeReport, Process
 from perfsearch.workers.messages import (
     NCCL_LOG_FILE,
     SOCKET_FILE,
@@ -39,13 +38,16 @@ from perfsearch.workers.messages import (
     Channel,
     ChannelClosed,
     Listener,
+    Place,
     RankError,
     Startup,
     TrialRequest,
+    rank_error_file,
+    rank_log,
     short_temporary_directory,
     socket_directory,
 )
-from perfsearch.workers.preload import LauncherGone, Preloaded
+from perfsearch.workers.preload import LauncherGone
 from perfsearch.workers.stack_dumps import ask_for_stacks
 
 POLL_S = 0.25
@@ -73,139 +75,6 @@ class GroupGone(Exception):
     def __init__(self, limit_s: float | None = None) -> None:
         super().__init__("a rank ended" if limit_s is None else f"no answer in {limit_s:g} s")
         self.limit_s = limit_s
-
-
-class CannotStartError(Exception):
-    """There is no such command, or it cannot be run."""
-
-
-class Process(Protocol):
-    """The first process of a group, which ends when the ranks have."""
-
-    def poll(self) -> int | None:
-        """Its exit code, negative for a signal; ``None`` while it runs."""
-
-    def wait(self, timeout: float | None = None, /) -> int:
-        """Wait for its end, and raise ``subprocess.TimeoutExpired`` if it does not come."""
-
-
-class Launch(Protocol):
-    """How a group is started: ``Fork`` or ``Command``."""
-
-    @property
-    def token(self) -> str:
-        """The mark in the environment of each of the group's processes."""
-
-    @property
-    def outliving(self) -> Sequence[int]:
-        """Processes that bear the mark and are there before and after the group."""
-
-    def record(self, directory: Path) -> None:
-        """Note the group, before it is started, for whoever has to end what is left of it."""
-
-    def forget(self) -> None:
-        """Strike it, as nothing is left."""
-
-    def start(
-        self, directory: Path, environment: Mapping[str, str], log: Path, limit_s: float
-    ) -> Process:
-        """Start it.
-
-        Args:
-            directory: the group's own.
-            environment: of its processes.
-            log: where the first process writes.
-            limit_s: longest wait until it runs.
-
-        Raises:
-            LauncherGone: the process that it is forked from ended.
-            TimeoutError: it took longer.
-            CannotStartError: the command cannot be run.
-
-        """
-
-
-@dataclass(frozen=True)
-class Fork:
-    """A group in a fork of a process that has imported what takes long, and that outlives it.
-
-    Attributes:
-        preloaded: that process.
-        arguments: of the fork, which may name the group's directory; ``None``: it has none.
-
-    """
-
-    preloaded: Preloaded
-    arguments: Callable[[Path], list[str]] | None = None
-
-    @property
-    def token(self) -> str:
-        """See ``Launch``."""
-        return self.preloaded.token
-
-    @property
-    def outliving(self) -> Sequence[int]:
-        """See ``Launch``."""
-        return (self.preloaded.pid,)
-
-    def record(self, directory: Path) -> None:
-        """See ``Launch``."""
-        self.preloaded.record(directory)
-
-    def forget(self) -> None:
-        """Strike the group's directory; the process that it was forked from stays on record."""
-        self.preloaded.record()
-
-    def start(
-        self, directory: Path, environment: Mapping[str, str], log: Path, limit_s: float
-    ) -> Process:
-        """See ``Launch``."""
-        more = {} if self.arguments is None else {"arguments": self.arguments(directory)}
-        return self.preloaded.fork(directory, environment, log, limit_s, **more)
-
-
-@dataclass(frozen=True)
-class Command:
-    """A group that is started as its user would start it, in a session of its own.
-
-    Attributes:
-        words: the command.
-        run_dir: where it is put on record.
-        token: see ``Launch``.
-
-    """
-
-    words: Sequence[str]
-    run_dir: Path
-    token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    outliving: Sequence[int] = ()
-
-    def record(self, directory: Path) -> None:
-        """See ``Launch``."""
-        processes.record_group(self.run_dir, self.token, directory)
-
-    def forget(self) -> None:
-        """See ``Launch``."""
-        processes.forget_group(self.run_dir, self.token)
-
-    def start(
-        self, directory: Path, environment: Mapping[str, str], log: Path, limit_s: float
-    ) -> Process:
-        """See ``Launch``."""
-        with open(log, "ab", opener=private) as file:
-            file.write(f"{shlex.join(Redactor().words(self.words))}\n".encode())
-            file.flush()
-            try:
-                return subprocess.Popen(
-                    list(self.words),
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    env=dict(environment),
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise CannotStartError(f"{self.words[0]}: {error.strerror}") from error
 
 
 class RankGroup(ABC):
@@ -272,6 +141,7 @@ class RankGroup(ABC):
         self.logs = logs.absolute()
         self.logs.mkdir(parents=True, exist_ok=True)
         self.failure_files.clear()
+        self._launch.log_to(self.logs)
         self._memory_before = KernelMemory.read()
 
     def launch(
@@ -290,8 +160,10 @@ class RankGroup(ABC):
         Raises:
             GroupGone: it ended, or takes too long.
             CannotStartError: there is no such command; nothing is left.
+            NodesGoneError: another node did not come; nothing was started.
 
         """
+        self._launch.await_nodes()
         limit_s = self._limits.startup_s
         deadline = time.monotonic() + limit_s
         self._used_before = hardware.used_gib(self._gpus)
@@ -299,6 +171,7 @@ class RankGroup(ABC):
         self._launch.record(directory)
         listeners = [Listener(directory / name) for name in sockets]
         try:
+            self._place(directory).write(directory)
             marked = {**environment(directory), TOKEN_VARIABLE: self.token}
             marked.update(short_temporary_directory(marked, directory))
             self.process = self._launch.start(directory, marked, self.launcher_log, limit_s)
@@ -316,6 +189,19 @@ class RankGroup(ABC):
             for listener in listeners:
                 listener.close()
         return deadline
+
+    def _place(self, directory: Path) -> Place:
+        """What its processes on this node are told of it."""
+        me = os.getpid()
+        return Place(
+            group=directory.name,
+            token=self.token,
+            owner_pid=me,
+            owner_started=processes.started_at(me),
+            forked_from=next(iter(self._launch.outliving), 0),
+            nnodes=self._launch.nnodes,
+            host=os.uname().nodename,
+        )
 
     def send(self, message: Message) -> None:
         """Say the same to all who have connected.
@@ -371,8 +257,21 @@ class RankGroup(ABC):
         evidence = self._evidence(
             ends=ends, launcher_error=launcher_error, timed_out=timed_out, places=places
         )
+        reports = self._launch.reports(self.logs, self._world_size, timed_out is not None)
+        self._gather(reports)
+        evidence = with_reports(evidence, reports)
         self.end(kill=True)
         return self._classify(evidence, code)
+
+    def _gather(self, reports: Sequence[NodeReport]) -> None:
+        """Keep the ends of other nodes' logs here, unless their files are here already."""
+        for report in reports:
+            for rank, tail in report.log_tails.items():
+                if not rank_log(self.logs, rank).exists():
+                    write_text(rank_log(self.logs, rank), tail)
+            for error in report.errors:
+                if not rank_error_file(self.logs, error.rank).exists():
+                    write_text(rank_error_file(self.logs, error.rank), json.dumps(asdict(error)))
 
     def _wait_for_launcher(self, process: Process) -> ProcessEnd | None:
         """Wait until the first process has ended; the rank that ended before, where one has.
@@ -419,6 +318,7 @@ class RankGroup(ABC):
         for channel in self.channels:
             channel.close()
         self.channels = []
+        self._launch.end_elsewhere()
         processes.end_all(self.token, _TERM_S, exclude=self._launch.outliving)
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -460,6 +360,24 @@ class RankGroup(ABC):
         return classify(evidence)
 
 
+def with_reports(evidence: Evidence, reports: Sequence[NodeReport]) -> Evidence:
+    """What is known on this node, and what the other nodes of the group say."""
+    lost = [report.lost for report in reports if report.lost]
+    told = [report.launcher_error for report in reports if report.launcher_error]
+    errors = {error.rank: error for report in reports for error in report.errors}
+    errors |= {error.rank: error for error in evidence.errors}
+    return replace(
+        evidence,
+        lost="; ".join(lost),
+        errors=list(errors.values()),
+        ends=[*evidence.ends, *(end for report in reports for end in report.ends)],
+        launcher_error=evidence.launcher_error or next(iter(told), ""),
+        log_tails={**evidence.log_tails, **{k: v for r in reports for k, v in r.log_tails.items()}},
+        places={**evidence.places, **{k: v for r in reports for k, v in r.places.items()}},
+        oom_kills=evidence.oom_kills + sum(report.oom_kills for report in reports),
+    )
+
+
 @dataclass
 class Reply:
     """What came of a request.
@@ -484,7 +402,7 @@ class WorkerGroup(RankGroup):
     Args:
         spec: what to start.
         limits: time limits.
-        preloaded: the process to fork the group from; it outlives the group.
+        launch: how it is started.
         gpus: GPUs that it uses.
 
     Attributes:
@@ -497,10 +415,10 @@ class WorkerGroup(RankGroup):
         self,
         spec: GroupSpec,
         limits: Limits,
-        preloaded: Preloaded,
+        launch: Launch,
         gpus: tuple[Gpu, ...] = (),
     ) -> None:
-        super().__init__(Fork(preloaded), spec.world_size, limits, gpus)
+        super().__init__(launch, spec.world_size, limits, gpus)
         self.spec = spec
         self.info: dict[str, Any] = {}
         self.requests = 0
@@ -541,9 +459,6 @@ class WorkerGroup(RankGroup):
         """Leave word of the start, and give the environment of the ranks."""
         startup = Startup(
             spec=self.spec,
-            token=self.token,
-            controller_pid=os.getpid(),
-            controller_started=processes.started_at(os.getpid()),
             log_directory=str(self.logs),
             group_values=first.group_values,
             group_env=first.group_env,
@@ -629,7 +544,8 @@ class RankProcesses:
     """The ranks of a group as each told of itself: host, device and process.
 
     Args:
-        ranks: of each, ``host``, ``device``, ``pid`` and ``started``.
+        ranks: of each, ``host``, ``device``, ``pid`` and ``started``, and ``node`` where it is on
+            another one than this.
 
     """
 
@@ -646,7 +562,7 @@ class RankProcesses:
         return None
 
     def ended(self) -> list[ProcessEnd]:
-        """Ranks on this host whose processes are gone, though the launcher still runs.
+        """Ranks on this node whose processes are gone, though the launcher still runs.
 
         The launcher takes no notice of one that ended with 0, and sees another only when the last
         of the processes that it started has ended, too. It ends the others by SIGTERM: those come
@@ -655,7 +571,7 @@ class RankProcesses:
         ended = []
         for rank, process in enumerate(self._ranks):
             place = process["pid"], process["started"]
-            if process["host"] == os.uname().nodename and not processes.is_alive(*place):
+            if not process.get("node") and not processes.is_alive(*place):
                 # Had its launcher taken note of another code, it would have ended the group.
                 code = processes.exit_code(*place)
                 ended.append(ProcessEnd(rank, 0 if code is None else code, time.time()))

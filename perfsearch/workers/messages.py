@@ -21,6 +21,8 @@ TOKEN_VARIABLE = "PERFSEARCH_GROUP"
 """Environment variable that marks every process of a group, and their descendants."""
 
 SPEC_FILE = "spec.json"
+PLACE_FILE = "place.json"
+STORE_PORT_FILE = "store.port"
 SOCKET_FILE = "control.sock"
 LAUNCHER_REPORT = "launcher.json"
 EXIT_FILE = "launcher.exit"
@@ -34,14 +36,50 @@ PROFILING = "profile"
 
 
 @dataclass(frozen=True)
+class Place:
+    """What the processes of a group are told of the node that they are on.
+
+    Attributes:
+        group: name of the group, the same on each node.
+        token: the mark in the environment of each of its processes on this node.
+        owner_pid: the process whose death ends the group here: the controller, or what holds its
+            place on another node.
+        owner_started: when that process was started, so that a reused pid is told apart.
+        forked_from: the process that the group is forked from, and that outlives it; 0: none.
+        node: number of this node; the controller's is 0.
+        nnodes: how many there are.
+        host: what the node is called.
+        store_port: of this host's loopback, at which the group's store is reached; 0 on the
+            controller's node, where whoever serves it leaves the port in ``STORE_PORT_FILE``.
+
+    """
+
+    group: str
+    token: str
+    owner_pid: int
+    owner_started: float
+    forked_from: int = 0
+    node: int = 0
+    nnodes: int = 1
+    host: str = ""
+    store_port: int = 0
+
+    def write(self, directory: Path) -> None:
+        """Leave it in the group's directory."""
+        (directory / PLACE_FILE).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, directory: str | Path) -> Place:
+        """What ``write`` left."""
+        return cls(**json.loads((Path(directory) / PLACE_FILE).read_text()))
+
+
+@dataclass(frozen=True)
 class Startup:
     """What one start of a group needs beyond its spec.
 
     Attributes:
         spec: the group.
-        token: the mark in the environment of each of its processes.
-        controller_pid: the process whose death ends the group.
-        controller_started: when that process was started, so that a reused pid is told apart.
         log_directory: where ranks log until the first trial names its own.
         group_values: group-scope values of the first trial, for the first process group.
         group_env: the environment that it is made under.
@@ -49,17 +87,9 @@ class Startup:
     """
 
     spec: GroupSpec
-    token: str
-    controller_pid: int
-    controller_started: float
     log_directory: str
     group_values: dict[str, Any] = field(default_factory=dict)
     group_env: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is the controller's node; others join without knowing the workload."""
-        return bool(self.spec.workload)
 
     def write(self, directory: Path) -> None:
         """Leave it for the launcher and the ranks."""
@@ -184,7 +214,9 @@ _MAX_DIRECTORY = 70  # a Unix socket's path holds about 100 characters
 LONGEST_SOCKET = 107
 """Characters that a Unix socket's path may have on Linux."""
 
-_TEMPORARY = ("TMPDIR", "TEMP", "TMP")  # as tempfile looks for them
+TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+"""Variables that name the place of temporary files, in the order in which they are looked for."""
+
 _LOADER_SOCKET = len("/pymp-12345678/listener-12345678")  # multiprocessing's, to hand over tensors
 
 
@@ -206,13 +238,13 @@ def short_temporary_directory(environment: Mapping[str, str], directory: Path) -
         directory: from ``socket_directory``, where the link is made, and goes with it.
 
     """
-    given = (environment.get(name) for name in _TEMPORARY)
+    given = (environment.get(name) for name in TEMPORARY)
     base = os.path.abspath(next((path for path in given if path and os.path.isdir(path)), "/"))
     if len(os.fsencode(base)) <= LONGEST_SOCKET - _LOADER_SOCKET:
         return {}
     link = directory / "tmp"
     link.symlink_to(base)
-    return dict.fromkeys(_TEMPORARY, str(link))
+    return dict.fromkeys(TEMPORARY, str(link))
 
 
 class ChannelClosed(ConnectionError):
@@ -236,6 +268,11 @@ class Channel:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(str(path))
         return cls(connection)
+
+    @property
+    def own_address(self) -> str:
+        """The address of this end, where it is one of the network."""
+        return str(self._socket.getsockname()[0])
 
     def send(self, message: dict[str, Any]) -> None:
         """Send one message.
@@ -274,7 +311,8 @@ class Channel:
             except OSError as error:
                 raise ChannelClosed(str(error)) from error
             if not data:
-                raise ChannelClosed("the connection was closed")
+                code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                raise ChannelClosed(os.strerror(code) if code else "the connection was closed")
             self._buffer += data
             whole = b"\n" in data
             if len(self._buffer) > MOST_OF_MESSAGE:

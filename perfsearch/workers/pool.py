@@ -13,6 +13,7 @@ from perfsearch.core.hardware import Environment, Gpu, GroupSpec
 from perfsearch.core.knob import Value
 from perfsearch.core.trial import Measurement, Outcome, Status
 from perfsearch.metrics.throughput import peak_flops
+from perfsearch.workers import launchers
 from perfsearch.workers.failures import Failure
 from perfsearch.workers.group import WorkerGroup
 from perfsearch.workers.messages import TrialRequest, rank_log
@@ -92,7 +93,8 @@ class Pool:
     def _replace(self, spec: GroupSpec, request: TrialRequest) -> Failure | None:
         self._end_group()
         environment = {**os.environ, **spec.env}
-        group = WorkerGroup(spec, self._environment.limits, self._preload(environment), self._gpus)
+        launch = launchers.of(self._environment).launch(self._preload(environment))
+        group = WorkerGroup(spec, self._environment.limits, launch, self._gpus)
         failure = group.start(Path(request.log_directory), request)
         if failure is None:
             self._group = group

@@ -98,7 +98,8 @@ class Preloaded:
     ) -> None:
         self.token = uuid.uuid4().hex
         self.early = early_variables(environment)
-        self._environment = dict(environment)
+        self.environment = dict(environment)
+        self.module, self.directory, self.python = module, directory, python
         self._run_dir = run_dir
         self.record()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +160,7 @@ class Preloaded:
         request = {
             "directory": str(directory),
             "environment": dict(environment),
-            "unset": [name for name in self._environment if name not in environment],
+            "unset": [name for name in self.environment if name not in environment],
             "log": str(log),
             **more,
         }

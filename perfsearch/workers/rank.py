@@ -26,6 +26,7 @@ from perfsearch.workers.messages import (
     SOCKET_FILE,
     Channel,
     ChannelClosed,
+    Place,
     RankError,
     Startup,
     TrialRequest,
@@ -65,10 +66,9 @@ def main(directory: Path) -> int:
     startup = Startup.read(directory)
     switch_log(startup.log_directory, rank)
     answer_stack_requests(directory, rank)
-    controller = startup.controller_pid, startup.controller_started
-    watch_controller(*controller, startup.token, directory)
-    leads = startup.leads and os.environ["LOCAL_RANK"] == "0"
-    channel = Channel.connect(directory / SOCKET_FILE) if leads else None
+    place = Place.read(directory)
+    watch_controller(place.owner_pid, place.owner_started, place.token, directory)
+    channel = Channel.connect(directory / SOCKET_FILE) if rank == 0 else None
     try:
         loop = _make_loop(directory, startup, rank, channel)
         loop.introduce()
@@ -92,12 +92,10 @@ def _make_loop(directory: Path, startup: Startup, rank: int, channel: Channel | 
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     groups = Groups(startup.spec, directory, rank, local_rank, world_size)
-    groups.leads = channel is not None
-    groups.share_spec()
     if groups.spec.device == "cuda":
         groups.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(groups.device)
-    return Loop(Trainer(groups), channel, startup)
+    return Loop(Trainer(groups), channel, startup, Place.read(directory))
 
 
 class Loop:
@@ -109,10 +107,13 @@ class Loop:
         trainer: the warm part of the rank.
         channel: to the controller, on the leading rank.
         startup: how the group was started.
+        place: the node that it is on.
 
     """
 
-    def __init__(self, trainer: Trainer, channel: Channel | None, startup: Startup) -> None:
+    def __init__(
+        self, trainer: Trainer, channel: Channel | None, startup: Startup, place: Place
+    ) -> None:
         self._trainer = trainer
         self._groups = trainer.groups
         self._channel = channel
@@ -120,10 +121,8 @@ class Loop:
         self._store = self._groups.connect()
         self._watch_store = self._groups.connect()
         self._send_lock = threading.Lock()
-        self._place = {
-            "host": os.uname().nodename,
-            "device": _device_name(self._groups.device),
-        }
+        self._place = {"host": place.host, "device": _device_name(self._groups.device)}
+        self._node = place.node
 
     def serve(self) -> int:
         """Run until the controller says ``close`` or is gone; return the exit code."""
@@ -148,7 +147,7 @@ class Loop:
         self._groups.ensure(self._startup.group_values, self._startup.group_env, _FIRST_TIMEOUT_S)
         slowest([0.0], self._groups.device)
         log.note("the ranks have met")
-        process = {"pid": os.getpid(), "started": started_at(os.getpid())}
+        process = {"pid": os.getpid(), "started": started_at(os.getpid()), "node": self._node}
         hello = json.dumps({**self._place, **process})
         self._store.set(f"hello/{self._groups.rank}", hello)
         if self._channel is None:

@@ -211,10 +211,11 @@ def test_one_node_has_no_store_that_others_could_reach(tmp_path):
     """torch's TCP store listens on every interface, and its rendezvous unpickles what it reads."""
     from perfsearch.core.hardware import GroupSpec
     from perfsearch.workers.forkserver import torchrun_arguments
-    from perfsearch.workers.messages import Startup
+    from perfsearch.workers.messages import Place, Startup
 
     spec = GroupSpec(workload={}, device="cpu", nproc=2, nnodes=1)
-    startup = Startup(spec, "token", 1, 1.0, str(tmp_path))
+    startup = Startup(spec, str(tmp_path))
+    Place("group", "token", 1, 1.0).write(tmp_path)
     arguments = torchrun_arguments(startup, tmp_path)
     assert "--rdzv-conf=store_type=file" in arguments
     assert f"--rdzv-endpoint={tmp_path}/rendezvous" in arguments
@@ -224,19 +225,13 @@ def test_torchs_launcher_leaves_its_logs_where_they_are_removed(tmp_path):
     """Without ``--log-dir`` it makes a new ``torchelastic_*`` at every start, for good."""
     from torch.distributed import run
 
-    from perfsearch.core.hardware import GroupSpec
-    from perfsearch.instrument import launch as of_scripts
     from perfsearch.workers import forkserver
-    from perfsearch.workers.messages import Startup
+    from perfsearch.workers.messages import Place
 
-    spec = GroupSpec(workload={}, device="cpu", nproc=2, nnodes=1)
-    startup = Startup(spec, "token", 1, 1.0, str(tmp_path))
-    for arguments in (
-        forkserver.torchrun_arguments(startup, tmp_path),
-        [*of_scripts.torchrun_arguments(tmp_path, 2), "-m", "script"],
-    ):
-        config, _, _ = run.config_from_args(run.parse_args(arguments))
-        assert config.logs_specs.root_log_dir == str(tmp_path / "torch")
+    Place("group", "token", 1, 1.0).write(tmp_path)
+    arguments = [*forkserver.agent_arguments(tmp_path, 2), "-m", "script"]
+    config, _, _ = run.config_from_args(run.parse_args(arguments))
+    assert config.logs_specs.root_log_dir == str(tmp_path / "torch")
 
 
 def test_locks_are_not_laid_behind_another_users_link(monkeypatch, tmp_path):

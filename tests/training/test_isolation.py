@@ -16,6 +16,7 @@ from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Status
 from perfsearch.training.process_groups import Groups
 from perfsearch.workers.group import RankProcesses, WorkerGroup
+from perfsearch.workers.launchers.local import Fork
 
 TABLE = "bucket,status,samples_per_s,step_ms\n1,ok,10,9 9 9\n2,ok,12,5 5 5\n4,oom,,\n"
 
@@ -60,7 +61,7 @@ def test_a_variable_of_one_generation_does_not_reach_the_next(monkeypatch, tmp_p
 def test_ranks_on_one_device_are_refused(devices, status):
     """meta-pytorch/tritonbench#869: under torchrun every rank took GPU 0."""
     spec = GroupSpec(workload={}, device="cuda", nproc=2)
-    group = WorkerGroup(spec, Limits(), SimpleNamespace(token="t", pid=1))
+    group = WorkerGroup(spec, Limits(), Fork(SimpleNamespace(token="t", pid=1)))
     group._ranks = RankProcesses([{"host": "h", "device": name} for name in devices])
     failure = group._shared_device()
     assert (failure.status if failure else None) is status

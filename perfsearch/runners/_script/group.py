@@ -19,11 +19,10 @@ from perfsearch.instrument.launch import (
     torchrun_arguments,
 )
 from perfsearch.runners._script.ways import Way
-from perfsearch.workers import processes
+from perfsearch.workers import launchers
 from perfsearch.workers.failures import ProcessEnd
 from perfsearch.workers.group import (
     POLL_S,
-    Fork,
     GroupGone,
     Message,
     RankGroup,
@@ -58,7 +57,7 @@ class ScriptGroup(RankGroup):
         environment: where it is on record, and time limits.
         gpus: GPUs that it uses.
         logs: where ranks log.
-        launchers: gives the process to fork torch's launcher from, which outlives the start; told
+        forked_from: gives the process to fork torch's launcher from, which outlives the start; told
             where it may log.
         undo: gives the place where the start records what it does to files; told its mark.
             By default it records nothing.
@@ -78,15 +77,16 @@ class ScriptGroup(RankGroup):
         environment: Environment,
         gpus: tuple[Gpu, ...],
         logs: Path,
-        launchers: Callable[[Path], Preloaded],
+        forked_from: Callable[[Path], Preloaded],
         undo: Callable[[str], str] = lambda token: "",
     ) -> None:
         log = logs.absolute() / "launcher.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log_begins = log.stat().st_size if log.exists() else 0
-        super().__init__(Fork(launchers(log), self._words), way.ranks, environment.limits, gpus)
-        self.nproc = way.ranks
-        self.steps = [0] * way.ranks
+        launch = launchers.of(environment).launch(forked_from(log), self._words)
+        self.nproc = way.ranks * launch.nnodes
+        super().__init__(launch, self.nproc, environment.limits, gpus)
+        self.steps = [0] * self.nproc
         self.ended: list[int] = []
         self._ranks = RankProcesses()
         self._way = way
@@ -97,7 +97,7 @@ class ScriptGroup(RankGroup):
     def _words(self, directory: Path) -> list[str]:
         """What torch's launcher is given, or Python itself."""
         ranks = self._way.by_torchrun
-        options = torchrun_arguments(directory, self.nproc) if ranks else python_arguments()
+        options = torchrun_arguments(self._way.ranks) if ranks else python_arguments()
         return [*options, "-m", ENTRY, self._orders.script, *self._arguments]
 
     def _environ(self, directory: Path) -> dict[str, str]:
@@ -105,10 +105,6 @@ class ScriptGroup(RankGroup):
             self._orders,
             directory=str(directory),
             log_directory=str(self.logs),
-            token=self.token,
-            controller_pid=os.getpid(),
-            controller_started=processes.started_at(os.getpid()),
-            forked_from=self._launch.outliving[0],
         )
         environ = {**os.environ, **self._variables, **whole.to_environment()}
         if self._way.by_torchrun:
@@ -123,9 +119,7 @@ class ScriptGroup(RankGroup):
 
         """
         self.launch(self._environ, [socket_path("", rank).name for rank in range(self.nproc)])
-        here = os.uname().nodename
-        told = self.receive("hello", self._limits.startup_s)
-        self._ranks = RankProcesses([{"host": here, **message} for message in told])
+        self._ranks = RankProcesses(self.receive("hello", self._limits.startup_s))
 
     @property
     def log(self) -> Path:

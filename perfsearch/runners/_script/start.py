@@ -98,7 +98,7 @@ class Runs:
         try:
             group.join()
             first = receive_steps(group, plan, deadline - time.monotonic())
-            window.require_ranks_together(first, self.way.ranks)
+            window.require_ranks_together(first, self.way.world_size)
             start = Start(
                 Facts(**first[0]["facts"]),
                 first[0]["pulls"],

@@ -19,30 +19,45 @@ class Way:
     """How the processes of a script are started.
 
     Attributes:
-        ranks: how many there are.
+        ranks: how many there are on a node.
         by_torchrun: whether torchrun starts them, so that ``RANK`` and its like are set.
+        nnodes: nodes that they are on.
 
     """
 
     ranks: int
     by_torchrun: bool
+    nnodes: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all nodes."""
+        return self.ranks * self.nnodes
 
     def words(self, module: bool) -> list[str]:
         """The command that starts a script so, up to the script's name."""
-        ranks = ["torchrun", "--standalone", f"--nproc-per-node={self.ranks}"]
+        alone = ["--standalone"]
+        nodes = [f"--nnodes={self.nnodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:PORT"]
+        where = alone if self.nnodes == 1 else nodes
+        ranks = ["torchrun", *where, f"--nproc-per-node={self.ranks}"]
         return [*(ranks if self.by_torchrun else ["python"]), *(["-m"] if module else [])]
 
     def to_identity(self) -> dict[str, str]:
         """As a search's record has it, by which a resumed one goes on the same way."""
-        return {"world_size": str(self.ranks), _LAUNCHER: _NAMES[self.by_torchrun]}
+        nodes = {} if self.nnodes == 1 else {_NNODES: str(self.nnodes)}
+        launcher = {_LAUNCHER: _NAMES[self.by_torchrun]}
+        return {"world_size": str(self.world_size), **launcher, **nodes}
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, str]) -> Self:
         """What ``to_identity`` wrote."""
-        return cls(int(identity["world_size"]), identity.get(_LAUNCHER) != _NAMES[False])
+        nnodes = int(identity.get(_NNODES, 1))
+        ranks = int(identity["world_size"]) // nnodes
+        return cls(ranks, identity.get(_LAUNCHER) != _NAMES[False], nnodes)
 
 
 _LAUNCHER = "launcher"
+_NNODES = "nnodes"
 _NAMES = {True: "torchrun", False: "python"}
 
 
@@ -50,8 +65,8 @@ _NAMES = {True: "torchrun", False: "python"}
 class Finder:
     """Finds how a script is meant to be started, from how its first starts went.
 
-    Where a number of ranks is asked for, it is given so many, by torchrun. Else it gets one process
-    as ``python`` starts it, or ranks on all GPUs where there are several.
+    Where a number of ranks or several nodes are asked for, it is given them by torchrun. Else it
+    gets one process as ``python`` starts it, or ranks on all GPUs where there are several.
 
     Args:
         asked: the number of ranks that is asked for.
@@ -70,8 +85,9 @@ class Finder:
         """The way that is right as far as is known."""
         if self.known is not None:
             return self.known
-        if self.asked is not None:
-            return Way(self.asked, by_torchrun=True)
+        nnodes = self.hardware.nnodes
+        if self.asked is not None or nnodes > 1:
+            return Way(self.asked or self.hardware.nproc, by_torchrun=True, nnodes=nnodes)
         ranks = len(self.hardware.gpus) or 1
         if self.trains_apart:
             ranks = 1
@@ -92,7 +108,8 @@ class Finder:
 
         """
         before = self.way
-        if self.asked is not None or self.known is not None or (steps and not apart):
+        settled = self.asked is not None or self.known is not None or before.nnodes > 1
+        if settled or (steps and not apart):
             return ""
         if apart:
             self.trains_apart = True

@@ -24,7 +24,9 @@ from perfsearch.instrument.undo import UserFiles
 from perfsearch.runners.deepspeed import request
 from perfsearch.runners.deepspeed.request import Request
 from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify, refusal
-from perfsearch.workers.group import CannotStartError, Command, GroupGone, RankGroup
+from perfsearch.workers.group import GroupGone, RankGroup
+from perfsearch.workers.launchers.base import CannotStartError
+from perfsearch.workers.launchers.local import Command
 from perfsearch.workers.messages import TORCH_LOGS, rank_log
 from perfsearch.workers.results import combine
 

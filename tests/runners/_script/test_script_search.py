@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from perfsearch.cli.run import runner_for, search, split
+from perfsearch.cli.run import as_search, runner_for, search, split
 from perfsearch.config.schema import MetricsSettings
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment
@@ -32,8 +32,10 @@ def test_the_runner_is_what_the_script_calls_for(tmp_path, source, arguments, ru
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--nnodes=2"], "trials start on this node alone"),
+        (["--nnodes=1:2"], "a search is of one number of nodes. Give --nnodes=2"),
+        (["--nnodes=few"], "--nnodes=few"),
         (["--rdzv-endpoint=a:1"], "--rdzv-endpoint --search"),
+        (["--nnodes=2", "--node-rank=1"], "--node-rank --search"),
         (["-o", "workload.command=[x]"], "stand after it"),
     ],
 )
@@ -54,8 +56,22 @@ def test_a_profile_is_a_search_in_its_mode(tmp_path, monkeypatch):
     assert {"workload=script", "mode=profile", "runner=ddp", "seed=3", "nproc=2"} <= set(asked[0])
     with pytest.raises(BadInputError, match="--profile is -o mode=profile"):
         search(split(["--profile", "-o", "mode=search", str(script)]))
-    with pytest.raises(BadInputError, match="--nnodes=2 --profile"):
-        search(split(["--profile", "--nnodes=2", str(script)]))
+
+
+def test_options_on_several_nodes_are_keys_of_the_launcher(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+
+    def words(*options):
+        return set(as_search(split(["--search", *options, str(script)]))[0])
+
+    meeting = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1"]
+    assert {"nnodes=2", "launcher=torchrun", "launcher.endpoint='a:1'"} <= words(*meeting)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert "launcher=slurm" in words("--nnodes=2")
+    assert "launcher=torchrun" in words(*meeting)
+    assert "launcher=slurm" not in words("--nnodes=2", "-o", "launcher=torchrun")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 import math
 import os
-import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -168,33 +165,3 @@ def test_the_environment_of_the_controller_is_not_touched(pair):
     before = dict(os.environ)
     pair.measure()
     assert dict(os.environ) == before
-
-
-def test_ranks_over_two_nodes(tmp_path):
-    """Two launchers on one host stand for two nodes; both leave when the search is over."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"localhost:{probe.getsockname()[1]}"
-    common = ["--nnodes=2", "--nproc=1", f"--rdzv-endpoint={endpoint}", "--interface=lo"]
-    joining = subprocess.Popen(
-        [sys.executable, "-m", "perfsearch.workers.join", *common, "--patience=12"], cwd=tmp_path
-    )
-    environment = Environment(
-        tmp_path,
-        nproc=1,
-        nnodes=2,
-        rdzv_endpoint=endpoint,
-        interface="lo",
-        limits=Limits(180, 180, 5),
-    )
-    runner = DDP(DDP.Options("cpu", {"static_graph": "search"}), WorkloadSpec("mlp"), environment)
-    try:
-        for number, static in enumerate((False, True)):
-            plan = Plan(number=number, log_directory=tmp_path / str(number), scored_seconds=0.05)
-            outcome = runner.measure({"static_graph": static}, plan)
-            assert outcome.status is Status.OK, outcome.reason
-            assert outcome.measurement.world_size == 2
-    finally:
-        runner.close()
-        joining.wait(60)
-    assert joining.returncode == 0

@@ -1,0 +1,82 @@
+"""Ranks on the nodes of a Slurm allocation (``launcher=slurm``)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from perfsearch.core.errors import BadInputError
+from perfsearch.core.option import option
+from perfsearch.core.python import module_command
+from perfsearch.workers.launchers._nodes import SeveralNodes, Starter
+from perfsearch.workers.launchers.torchrun import JOIN
+
+_SCONTROL_S = 30.0
+
+
+class Slurm(SeveralNodes):
+    """Starts ranks by torch's launcher on each node of the allocation, which ``srun`` has join.
+
+    The search itself runs inside of the allocation, on one of its nodes.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of the launcher, as keys ``launcher.*``.
+
+        Attributes:
+            endpoint: ``HOST:PORT`` of this node, at which the others reach it; ``null``: its own
+                name, any port.
+            interface: network interface of the ranks' sockets; ``null``: the one that leads to the
+                endpoint.
+            srun: further options of ``srun``, as in ``[--mpi=none]``.
+            wait_s: longest wait for a node that is missing, in seconds.
+
+        """
+
+        endpoint: str | None = None
+        interface: str | None = None
+        srun: tuple[str, ...] = ()
+        wait_s: float = option(600.0, low=0.0)
+
+    def starters(self) -> list[Starter]:
+        """See ``SeveralNodes``."""
+        others = other_nodes(self.nnodes)
+        join = module_command(JOIN, self.endpoint, "--secret-from-input")
+        step = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--kill-on-bad-exit=0"]
+        return [
+            Starter([*step, f"--nodelist={host}", *self.options.srun, *join], says=self.secret)
+            for host in others
+        ]
+
+
+def other_nodes(nnodes: int) -> list[str]:
+    """Nodes of the allocation beside this one.
+
+    Raises:
+        BadInputError: there is no allocation, or it has too few nodes.
+
+    """
+    listed = os.environ.get("SLURM_JOB_NODELIST", "")
+    if not listed or shutil.which("srun") is None:
+        raise BadInputError(
+            "launcher=slurm: this is no Slurm allocation (SLURM_JOB_NODELIST is not set, or there "
+            f"is no srun). Start it inside of one: salloc --nodes={nnodes}, or sbatch."
+        )
+    names = subprocess.run(
+        ["scontrol", "show", "hostnames", listed],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_SCONTROL_S,
+    ).stdout.split()
+    here = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    others = [name for name in names if name not in (here, here.partition(".")[0])]
+    if len(others) < nnodes - 1:
+        raise BadInputError(
+            f"nnodes={nnodes}: the allocation has {len(names)} ({listed}). Ask Slurm for as many, "
+            "or lower nnodes."
+        )
+    return others[: nnodes - 1]
