@@ -311,8 +311,7 @@ class Channel:
             except OSError as error:
                 raise ChannelClosed(str(error)) from error
             if not data:
-                code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                raise ChannelClosed(os.strerror(code) if code else "the connection was closed")
+                raise ChannelClosed("the connection was closed")
             self._buffer += data
             whole = b"\n" in data
             if len(self._buffer) > MOST_OF_MESSAGE:

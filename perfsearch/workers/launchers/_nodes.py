@@ -92,8 +92,8 @@ class Node:
                 with self._changed:
                     self._heard[message["event"], message["group"]] = message
                     self._changed.notify_all()
-        except (ChannelClosed, KeyError) as error:
-            self.give_up(str(error))
+        except (ChannelClosed, KeyError):
+            self.give_up("its connection is lost")
 
     def give_up(self, why: str) -> None:
         """Count it as gone."""
@@ -106,8 +106,8 @@ class Node:
         """Say something to it; it is gone where it cannot be reached."""
         try:
             self._channel.send(message)
-        except ChannelClosed as error:
-            self.give_up(str(error))
+        except ChannelClosed:
+            self.give_up("its connection is lost")
 
     def heard(self, event: str, group: str) -> Message | None:
         """What it said of a group, if it did."""
