@@ -466,9 +466,12 @@ def straggler(facts: Facts) -> Finding | None:
     share = costs / facts.step_ms
     if share <= facts.limits.straggler_excess:
         return None
-    who = "one rank" if rank is None else _name_of(facts.measurement, int(rank))
-    others = "the other" if facts.measurement.world_size == 2 else "the mean of the others"
     phases = [name for name, ms in excesses.items() if ms >= _NAMED_FROM * worst]
+    who = "one rank" if rank is None else _name_of(facts.measurement, int(rank))
+    if rank is not None and all(f"straggler_{name}_node" in facts.evidence for name in phases):
+        host = facts.measurement.environment["ranks"][int(rank)]["host"]
+        who = f"node {host}, on which every rank is slower than those elsewhere,"
+    others = "the other" if facts.measurement.world_size == 2 else "the mean of the others"
     where = " and ".join(phases)
     longer = f"{who} takes {worst:.2f} ms a step longer than {others} in {where}"
     evidence = (

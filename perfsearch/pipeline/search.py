@@ -202,6 +202,10 @@ def build_runner(settings: Settings) -> Runner:
     if settings.mode not in (*modes, *own):
         has = " and mode=".join([*modes, *own])
         raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
+    if settings.nnodes > 1 and not runner.several_nodes:
+        raise ConfigError(
+            "nnodes", f"nnodes={settings.nnodes}: runner={name} runs on one node. Allowed: 1."
+        )
     if settings.batch == "free" and settings.objective.metric is Metric.LATENCY:
         raise ConfigError("objective.metric", REWARDS_LESS)
     if settings.workload.name == SCRIPT and issubclass(runner, TakesScripts):
@@ -354,7 +358,7 @@ def search(
         Interrupted: a signal came; finished trials are recorded first.
     """
     begin, course = time.monotonic(), course or Course()
-    launcher = launchers.of(runner.environment)
+    launcher = launchers.of(getattr(runner, "environment", None))
     with ExitStack() as stack:
         stack.callback(launcher.close)
         stack.callback(_close, runner)

@@ -188,9 +188,10 @@ class Member:
                     self._start(message, address)
                 except (OSError, TimeoutError, LauncherGone) as error:
                     told = f"{type(error).__name__}: {error}"
-                    channel.send({"event": "ended", "group": group, "code": 1, "error": told})
-                    self._shares.setdefault(group, Share(socket_directory())).error = told
-            case "report":
+                    channel.send({"event": "ended", "group": group, "code": 1})
+                    if group in self._shares:
+                        self._shares[group].error = told
+            case "report" if group in self._shares:
                 channel.send({"event": "report", "group": group, **self._report(message)})
             case "end":
                 share = self._shares.pop(group, None)
@@ -202,16 +203,15 @@ class Member:
 
     def _start(self, message: Message, address: str) -> None:
         """Start this node's share of a group."""
-        there = Path(message["working_directory"])
+        own, there = socket_directory(), Path(message["working_directory"])
+        group = str(message["group"])
+        share = self._shares[group] = Share(own, Doors(self._gate, self._secret))
         if not there.is_dir():
             raise FileNotFoundError(
                 f"no directory {there} here: the search's working directory must be there on each "
                 "node, with what the job needs of it"
             )
-        own = socket_directory()
         message = in_json(message, message["directory"], str(own))
-        group = str(message["group"])
-        share = self._shares[group] = Share(own, Doors(self._gate, self._secret))
         port = share.open_doors(group, message["sockets"])
         for name, text in message["files"].items():
             write_text(own / Path(name).name, text)
@@ -266,13 +266,11 @@ class Member:
         for group, share in self._shares.items():
             code = share.newly_ended()
             if code is not None:
-                channel.send({"event": "ended", "group": group, "code": code, "error": ""})
+                channel.send({"event": "ended", "group": group, "code": code})
 
     def _report(self, message: Message) -> Message:
         """What is known here of a group that failed."""
-        share = self._shares.get(str(message["group"]))
-        if share is None:
-            share = Share(Path())
+        share = self._shares[str(message["group"])]
         logs, size = Path(message["logs"]), int(message["world_size"])
         files, memory = FailureFiles(logs, size), KernelMemory.read()
         ends, error = launcher_report(share.directory, share.code)
@@ -314,7 +312,7 @@ class Share:
     """
 
     directory: Path
-    doors: Doors | None = None
+    doors: Doors
     error: str = ""
     _preloaded: Preloaded | None = None
     _process: ForkedLauncher | None = None
@@ -324,7 +322,6 @@ class Share:
 
     def open_doors(self, group: str, sockets: Sequence[str]) -> int:
         """Open what its ranks connect to; the port of the store."""
-        assert self.doors is not None
         for name in sockets:
             self.doors.open_socket(self.directory / Path(name).name, group, name)
         return self.doors.open_port(group, STORE)
@@ -366,8 +363,7 @@ class Share:
         if self._preloaded is not None:
             processes.end_all(self._preloaded.token, _TERM_S, exclude=[self._preloaded.pid])
             hardware.wait_until_free(self._gpus, self._used_before, _FREE_S)
-        if self.doors is not None:
-            self.doors.close()
+        self.doors.close()
         remove_temporary_directory(self.directory)
 
 

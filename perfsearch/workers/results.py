@@ -28,7 +28,7 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_rank = [_apart(r["phases_ms"], r["evidence"]) for r in results]
     evidence = _largest([r["evidence"] for r in results])
     peaks = _largest([r["peaks"] for r in results])
-    evidence.update(_stragglers(by_rank))
+    evidence.update(_stragglers(by_rank, [r["environment"].get("host") for r in results]))
     if "allocator_retries" in peaks:
         evidence["allocator_retries"] = peaks.pop("allocator_retries")
     busy = [v for r in results if (v := r["evidence"].get("device_busy_ms")) is not None]
@@ -90,8 +90,12 @@ def _apart(phases_ms: dict[str, float], evidence: dict[str, float | None]) -> di
     return phases
 
 
-def _stragglers(by_rank: Sequence[dict[str, float]]) -> dict[str, float]:
-    """For each phase its slowest rank, and by how much that exceeds the mean of the others."""
+def _stragglers(
+    by_rank: Sequence[dict[str, float]], hosts: Sequence[str | None]
+) -> dict[str, float]:
+    """For each phase its slowest rank, and by how much that exceeds the mean of the others; also
+    whether each rank of its node is slower than all of the other nodes.
+    """
     found: dict[str, float] = {}
     if len(by_rank) < 2:
         return found
@@ -101,6 +105,11 @@ def _stragglers(by_rank: Sequence[dict[str, float]]) -> dict[str, float]:
         others = (sum(values) - slowest) / (len(values) - 1)
         found[f"straggler_{phase}_excess_ms"] = slowest - others
         found[f"straggler_{phase}_rank"] = float(values.index(slowest))
+        slow_host = hosts[values.index(slowest)]
+        on_it = [v for v, host in zip(values, hosts, strict=True) if host == slow_host]
+        elsewhere = [v for v, host in zip(values, hosts, strict=True) if host != slow_host]
+        if elsewhere and len(on_it) > 1 and min(on_it) > max(elsewhere):
+            found[f"straggler_{phase}_node"] = 1.0
     return found
 
 

@@ -130,3 +130,14 @@ def test_high_utilisation_alone_does_not_hide_communication():
     system = {"gpu_utilization_percentage": 100.0}
     assert names(job({"comm_exposed": 40.0}, system=system)) == ["communication_bound"]
     assert names(job({"forward": 95.0}, system=system)) == ["compute_bound"]
+
+
+def test_a_node_whose_ranks_are_all_slow_is_named():
+    evidence = {**slow(3, forward=20.0), "straggler_forward_node": 1.0}
+    ranks = [{"host": host, "device": "cpu"} for host in ("a", "a", "b (10.0.0.2)", "b (10.0.0.2)")]
+    measured = job({"forward": 100.0}, bottleneck_evidence=evidence, environment={"ranks": ranks})
+    measured.world_size = 4
+    found = first(measured)
+    assert found.evidence.startswith(
+        "node b (10.0.0.2), on which every rank is slower than those elsewhere, takes 20.00 ms"
+    )

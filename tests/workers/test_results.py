@@ -79,3 +79,16 @@ def test_the_idlest_device_is_known():
     made = combine([rank_result(evidence={"device_busy_ms": ms}) for ms in (9.0, 4.0)])
     evidence = made["measurement"]["bottleneck_evidence"]
     assert (evidence["device_busy_ms"], evidence["device_busy_least_ms"]) == (9.0, 4.0)
+
+
+def test_a_node_is_slow_where_each_of_its_ranks_is_slower_than_all_elsewhere():
+    def made(*forward_ms):
+        ranks = [
+            rank_result(phases_ms={"forward": ms}, environment={"host": host, "device": "cpu"})
+            for ms, host in zip(forward_ms, "aabb", strict=True)
+        ]
+        return combine(ranks)["measurement"]["bottleneck_evidence"]
+
+    slow = made(2.0, 2.5, 7.0, 8.0)
+    assert (slow["straggler_forward_rank"], slow["straggler_forward_node"]) == (3.0, 1.0)
+    assert "straggler_forward_node" not in made(2.0, 7.5, 7.0, 8.0)

@@ -66,6 +66,8 @@ class DDP(Runner, HoldsDevices, MeasuresBeside, TakesScripts):
 
     """
 
+    several_nodes = True
+
     @dataclass(frozen=True)
     class Options(Runner.Options):
         """The ``runner.*`` keys of this runner.

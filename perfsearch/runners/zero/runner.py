@@ -85,6 +85,8 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
 
     """
 
+    several_nodes = True
+
     @dataclass(frozen=True)
     class Options(Runner.Options):
         """The ``runner.*`` keys of this runner.

@@ -43,10 +43,10 @@ def of_settings(settings: Settings) -> Launcher:
     return launcher(options, settings.nnodes)
 
 
-def of(environment: Environment) -> Launcher:
+def of(environment: Environment | None) -> Launcher:
     """The launcher of an environment; this node alone where none is given."""
     from perfsearch.workers.launchers.base import Launcher
     from perfsearch.workers.launchers.local import Local
 
-    given = environment.launcher
+    given = None if environment is None else environment.launcher
     return given if isinstance(given, Launcher) else Local(Local.Options(), 1)

@@ -175,7 +175,7 @@ class _Carrier:
     ) -> None:
         try:
             await handle(connection)
-        except (OSError, TimeoutError, ValueError):
+        except (OSError, TimeoutError, ValueError, LookupError, TypeError):
             connection.close()
 
     def close(self) -> None:

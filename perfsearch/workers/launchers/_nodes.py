@@ -570,7 +570,7 @@ def listen_at(endpoint: str | None, interface: str | None) -> socket.socket:
     if endpoint and (not host or not port.isdigit()):
         raise BadInputError(f"launcher.endpoint={endpoint}: give it as HOST:PORT.")
     if not host:
-        host = address_of(interface) if interface else socket.gethostname()
+        host = address_of(interface) if interface else own_address()
     try:
         found = socket.getaddrinfo(host, int(port or 0), type=socket.SOCK_STREAM)[0]
         return socket.create_server(found[4][:2], family=found[0], backlog=1024)
@@ -581,6 +581,16 @@ def listen_at(endpoint: str | None, interface: str | None) -> socket.socket:
             "and a free port of this node, at which the others reach it. Addresses here: "
             f"{here}."
         ) from error
+
+
+def own_address() -> str:
+    """The address that this node's name stands for; another one where that is loopback's."""
+    try:
+        named = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        named = "127.0.0.1"
+    others = [one for _, one in _addresses() if not one.startswith(("127.", "::1", "fe80:"))]
+    return next(iter(others), named) if named.startswith("127.") else named
 
 
 def address_of(interface: str) -> str:

@@ -28,7 +28,7 @@ class Slurm(SeveralNodes):
 
         Attributes:
             endpoint: ``HOST:PORT`` of this node, at which the others reach it; ``null``: its own
-                name, any port.
+                address, any port.
             interface: network interface of the ranks' sockets; ``null``: the one that leads to the
                 endpoint.
             srun: further options of ``srun``, as in ``[--mpi=none]``.
@@ -72,8 +72,14 @@ def other_nodes(nnodes: int) -> list[str]:
         check=True,
         timeout=_SCONTROL_S,
     ).stdout.split()
-    here = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-    others = [name for name in names if name not in (here, here.partition(".")[0])]
+    here = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.partition(".")[0]
+    if here not in names:
+        raise BadInputError(
+            f"launcher=slurm: this is {here}, which is no node of the allocation ({listed}). Start "
+            "the search on one of them: by sbatch, or inside of the allocation by srun --nodes=1 "
+            "--ntasks=1 --overlap --pty."
+        )
+    others = [name for name in names if name != here]
     if len(others) < nnodes - 1:
         raise BadInputError(
             f"nnodes={nnodes}: the allocation has {len(names)} ({listed}). Ask Slurm for as many, "

@@ -23,7 +23,7 @@ class Torchrun(SeveralNodes):
 
         Attributes:
             endpoint: ``HOST:PORT`` of this node, at which the others reach it; ``null``: its own
-                name, any port.
+                address, any port.
             interface: network interface of the ranks' sockets; ``null``: the one that leads to the
                 endpoint.
             hosts: nodes on which the command is run through ``ssh``; by default you run it.

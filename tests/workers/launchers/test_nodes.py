@@ -196,6 +196,9 @@ def test_slurm_is_asked_for_the_other_nodes_of_the_allocation(monkeypatch, tmp_p
     assert other_nodes(3) == ["n1", "n3"]
     with pytest.raises(BadInputError, match="the allocation has 3"):
         other_nodes(4)
+    monkeypatch.setenv("SLURMD_NODENAME", "login")
+    with pytest.raises(BadInputError, match="this is login, which is no node of the allocation"):
+        other_nodes(2)
 
 
 def test_without_a_node_a_search_ends_with_one_line(monkeypatch, tmp_path, capsys):
