@@ -151,7 +151,7 @@ class Member:
     def _serve(self, channel: Channel) -> int | None:
         """Do what the search says; the exit code, or ``None`` where it is out of reach."""
         try:
-            name = os.uname().nodename
+            name = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
             channel.send(
                 {"event": "join", "instance": self._instance, "name": name, **_agreement.facts()}
             )
