@@ -77,6 +77,55 @@ class GroupGone(Exception):
         self.limit_s = limit_s
 
 
+@dataclass
+class Devices:
+    """GPUs that a group uses on one node.
+
+    Attributes:
+        gpus: which.
+
+    """
+
+    gpus: Sequence[Gpu]
+    _used_before: list[float] = field(default_factory=list)
+
+    def note(self) -> None:
+        """Note how much of their memory is in use before the group is there."""
+        self._used_before = hardware.used_gib(self.gpus)
+
+    def await_memory(self, timeout_s: float) -> None:
+        """Wait until the group that is gone has given it back."""
+        if self.gpus:
+            hardware.wait_until_free(self.gpus, self._used_before, timeout_s)
+
+
+def report_of(
+    directory: Path, files: FailureFiles, code: int | None, memory: KernelMemory, stacks: bool
+) -> NodeReport:
+    """What a node knows of a failed group, of which it has a share.
+
+    Args:
+        directory: of the share.
+        files: of the failure.
+        code: exit code of the share's first process; ``None`` where it runs.
+        memory: what the kernel said when the trial began.
+        stacks: whether ranks are asked where they stand.
+
+    """
+    ends, error = launcher_report(directory, code)
+    now = KernelMemory.read()
+    asked = ask_for_stacks(directory, files.directory, files.world_size) if stacks else {}
+    return NodeReport(
+        errors=files.errors(),
+        ends=ends,
+        launcher_error=error,
+        log_tails=files.tails(),
+        places=asked,
+        oom_kills=now.kills_since(memory),
+        memory=str(now),
+    )
+
+
 class RankGroup(ABC):
     """Ranks that are started together; ``end`` must be called however it went.
 
@@ -109,10 +158,9 @@ class RankGroup(ABC):
         self._launch = launch
         self._world_size = world_size
         self._limits = limits
-        self._gpus = gpus
+        self._devices = Devices(gpus)
         self._gone: ProcessEnd | None = None
         self._gone_until = math.inf
-        self._used_before: list[float] = []
         self._memory_before = KernelMemory.read()
 
     @property
@@ -166,7 +214,7 @@ class RankGroup(ABC):
         self._launch.await_nodes()
         limit_s = self._limits.startup_s
         deadline = time.monotonic() + limit_s
-        self._used_before = hardware.used_gib(self._gpus)
+        self._devices.note()
         directory = self.directory = socket_directory()
         self._launch.record(directory)
         listeners = [Listener(directory / name) for name in sockets]
@@ -323,8 +371,7 @@ class RankGroup(ABC):
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(self._limits.grace_s)
-            if self._gpus:
-                hardware.wait_until_free(self._gpus, self._used_before, self._limits.grace_s)
+            self._devices.await_memory(self._limits.grace_s)
         self._launch.forget()
         remove_temporary_directory(directory)
         self.process = self.directory = None  # only now: an interrupt leaves it to be ended again

@@ -13,17 +13,17 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from perfsearch.core import hardware
 from perfsearch.core.cgroup import KernelMemory
 from perfsearch.core.files import make_temporary_directory, remove_temporary_directory, write_text
-from perfsearch.core.hardware import Gpu
 from perfsearch.core.signals import ExitCode
 from perfsearch.workers import processes
-from perfsearch.workers.failures import FailureFiles, launcher_report
+from perfsearch.workers.failures import FailureFiles
+from perfsearch.workers.group import Devices, report_of
 from perfsearch.workers.launchers import _agreement
 from perfsearch.workers.launchers._gate import SECRET_VARIABLE, Doors, StrangerError
 from perfsearch.workers.launchers._nodes import (
@@ -42,7 +42,6 @@ from perfsearch.workers.messages import (
     socket_directory,
 )
 from perfsearch.workers.preload import ForkedLauncher, LauncherGone, Preloaded, early_variables
-from perfsearch.workers.stack_dumps import ask_for_stacks
 
 _POLL_S = 0.1
 _AGAIN_S = 1.0
@@ -271,20 +270,12 @@ class Member:
     def _report(self, message: Message) -> Message:
         """What is known here of a group that failed."""
         share = self._shares[str(message["group"])]
-        logs, size = Path(message["logs"]), int(message["world_size"])
-        files, memory = FailureFiles(logs, size), KernelMemory.read()
-        ends, error = launcher_report(share.directory, share.code)
-        places = ask_for_stacks(share.directory, logs, size) if message["stacks"] else {}
-        errors = [e for e in files.errors() if e.time >= self._logs_since]
-        return {
-            "errors": [asdict(one) for one in errors],
-            "ends": [asdict(end) for end in ends],
-            "launcher_error": share.error or error,
-            "log_tails": files.tails(),
-            "places": places,
-            "oom_kills": memory.kills_since(self._memory_before),
-            "memory": str(memory),
-        }
+        files = FailureFiles(Path(message["logs"]), int(message["world_size"]))
+        memory, stacks = self._memory_before, bool(message["stacks"])
+        report = report_of(share.directory, files, share.code, memory, stacks)
+        errors = [error for error in report.errors if error.time >= self._logs_since]
+        error = share.error or report.launcher_error
+        return asdict(replace(report, errors=errors, launcher_error=error))
 
     def _end_shares(self) -> None:
         shares, self._shares = self._shares, {}
@@ -317,8 +308,7 @@ class Share:
     _preloaded: Preloaded | None = None
     _process: ForkedLauncher | None = None
     _told: bool = False
-    _gpus: list[Gpu] = field(default_factory=list)
-    _used_before: list[float] = field(default_factory=list)
+    _devices: Devices = field(default_factory=lambda: Devices(()))
 
     def open_doors(self, group: str, sockets: Sequence[str]) -> int:
         """Open what its ranks connect to; the port of the store."""
@@ -342,8 +332,8 @@ class Share:
 
         """
         if not hardware.torch_version().endswith("+cpu"):
-            self._gpus = hardware.visible_gpus()
-            self._used_before = hardware.used_gib(self._gpus)
+            self._devices = Devices(hardware.visible_gpus())
+            self._devices.note()
         self._preloaded = preloaded
         self._process = preloaded.fork(self.directory, environment, log, limit_s, **more)
 
@@ -362,7 +352,7 @@ class Share:
         """End its processes and wait until its devices are free."""
         if self._preloaded is not None:
             processes.end_all(self._preloaded.token, _TERM_S, exclude=[self._preloaded.pid])
-            hardware.wait_until_free(self._gpus, self._used_before, _FREE_S)
+            self._devices.await_memory(_FREE_S)
         self.doors.close()
         remove_temporary_directory(self.directory)
 
