@@ -167,7 +167,8 @@ def test_only_the_gate_is_to_be_reached_by_others(nodes, start, tmp_path):
     options = ["--search", "--nnodes=2", "--nproc-per-node=1"]
     options += [f"--rdzv-endpoint={nodes.addresses[0]}:{PORT}"]
     keys = ["budget.trials=1", "confirm.finalists=0", "objective.min_gain=0", "strategy=random"]
-    keys += ["run_dir=run", "tracking.enabled=false", "runner.knobs.dataloader_workers=null"]
+    keys += ["run_dir=run", "tracking.enabled=false", "sentinel_every=0"]
+    keys += [f"runner.knobs.{name}=null" for name in ("dataloader_workers", "omp_num_threads")]
     words = [*PYTHON, "perfsearch.cli.run", *options]
     words += [word for key in keys for word in ("-o", key)]
     search = start(0, "search", [*words, "train.py"], PERFSEARCH_SECRET=SECRET)
