@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -144,6 +145,8 @@ def _become_subreaper() -> None:
 
 RENDEZVOUS_FILE = "rendezvous"
 _LOOPBACK = "127.0.0.1"
+_STORE_S = 300.0
+_LOOK_S = 0.02
 
 
 def agent_arguments(directory: Path, nproc: int) -> list[str]:
@@ -255,7 +258,7 @@ def run_ranks(
     failures: list[dict[str, Any]] = []
     failed: Exception | None = None
     try:
-        store = _serve_store(directory)  # as long as the ranks run
+        _serve_store(directory)
         config, command, given = run.config_from_args(options())
         entrypoint, arguments = entry or (command, given)
         elastic_launch(config=config, entrypoint=entrypoint)(*arguments)
@@ -268,34 +271,71 @@ def run_ranks(
         failed = error
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     else:
-        del store
         return 0
     leave_report(directory, failures, failed)
     return 1
 
 
-def _serve_store(directory: Path) -> Any:
-    """On the first of several nodes: the store at which all meet, for this host's loopback alone.
+def _serve_store(directory: Path) -> None:
+    """On the first of several nodes: serve the store at which all meet, to this host's loopback.
 
-    torch's launcher finds it by the port and takes it for its own, which would listen everywhere.
+    torch's launcher would serve it itself, to everybody. It is served by a process of its own, as
+    forks of one in which a store's thread runs may wait for ever, and the ranks are such forks.
     """
     place = Place.read(directory)
-    if place.nnodes == 1 or place.node:
-        return None
-    import torch.distributed as dist
+    if place.nnodes == 1:
+        return
+    _meet_as_clients()
+    if place.node:
+        return
+    if os.fork() == 0:
+        _be_store(directory, place)
+    deadline = time.monotonic() + _STORE_S
+    while not (directory / STORE_PORT_FILE).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the store at which ranks meet was not there in {_STORE_S:g} s")
+        time.sleep(_LOOK_S)
 
-    listener = socket.create_server((_LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        _LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
-    write_text(directory / STORE_PORT_FILE, str(port))
-    return store
+
+def _be_store(directory: Path, place: Place) -> NoReturn:
+    """In the fork: serve the store for as long as the group may need it."""
+    try:
+        import torch.distributed as dist
+
+        listener = socket.create_server((_LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            _LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        write_text(directory / STORE_PORT_FILE, str(port))
+        while directory.exists() and processes.is_alive(place.owner_pid, place.owner_started):
+            time.sleep(_ORPHAN_CHECK_S)
+        del store
+    finally:
+        os._exit(0)
+
+
+def _meet_as_clients() -> None:
+    """Have torch's launcher take the store as it is, on the first node too."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    original = StaticTCPRendezvous.next_rendezvous
+
+    def next_rendezvous(self: Any) -> Any:
+        if self._store is None:
+            self._store = dist.TCPStore(
+                self.master_addr, self.master_port, None, False, timedelta(seconds=_STORE_S)
+            )
+        return original(self)
+
+    StaticTCPRendezvous.next_rendezvous = next_rendezvous
 
 
 def leave_report(
