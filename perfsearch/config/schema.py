@@ -212,6 +212,12 @@ class Settings:
                 f"nnodes={self.nnodes}: launcher=local starts ranks on one node. Allowed: 1. For "
                 "several: launcher=torchrun launcher.endpoint=HOST:PORT, or launcher=slurm.",
             )
+        if self.parallel_trials > 1 and self.nnodes > 1:
+            raise ConfigError(
+                "parallel_trials",
+                f"parallel_trials={self.parallel_trials}: with nnodes={self.nnodes} a trial has "
+                "every device. Allowed: 1.",
+            )
 
 
 def validate(plain: Mapping[str, Any]) -> Settings:
