@@ -57,8 +57,8 @@ Message = dict[str, Any]
 
 _LOOK_S = 0.05
 
-_NOTICES_S = 1.0
-"""Time in which a launcher sees that a rank has ended with another code than 0."""
+_NOTICES_S = 2.0
+"""Time in which a launcher that saw a rank end with another code than 0 has ended the others."""
 
 _TERM_S = 1.0
 """How long what is left of a group has for SIGTERM, before SIGKILL."""
@@ -327,12 +327,14 @@ class RankGroup(ABC):
         It takes no notice of a rank that ended with 0, and ends the others at once for any other:
         while those go on, there is nothing to wait for. Where it ended by itself, so did they.
         """
-        deadline, seen = time.monotonic() + self._limits.grace_s, math.inf
+        deadline, until = time.monotonic() + self._limits.grace_s, math.inf
         ended: list[ProcessEnd] = []
-        while process.poll() is None and time.monotonic() < min(deadline, seen + _NOTICES_S):
+        while process.poll() is None and time.monotonic() < min(deadline, until):
             ended = ended or self._ended()
-            if ended and seen == math.inf and self._some_run():
-                seen = time.monotonic()
+            if not (ended and self._some_run()):
+                until = math.inf
+            elif until == math.inf:
+                until = time.monotonic() + _NOTICES_S
             time.sleep(_LOOK_S)
         return ended[0] if ended and not process.poll() else None
 
