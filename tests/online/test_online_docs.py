@@ -31,7 +31,7 @@ def test_every_option_stands_in_the_table_with_its_default():
 def test_the_example_runs(tmp_path):
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *(str(ROOT / "examples" / "autotune_ddp.py"), "--steps", "101", "--log-file", "log.csv"),
+        *(str(ROOT / "examples" / "autotune_ddp.py"), "--steps", "1001", "--log-file", "log.csv"),
     ]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
