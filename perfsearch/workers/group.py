@@ -57,8 +57,8 @@ Message = dict[str, Any]
 
 _LOOK_S = 0.05
 
-_NOTICES_S = 2.0
-"""Time in which a launcher that saw a rank end with another code than 0 has ended the others."""
+_NOTICES_S = 1.0
+"""Time in which a launcher sees that a rank has ended with another code than 0."""
 
 _TERM_S = 1.0
 """How long what is left of a group has for SIGTERM, before SIGKILL."""
@@ -327,14 +327,12 @@ class RankGroup(ABC):
         It takes no notice of a rank that ended with 0, and ends the others at once for any other:
         while those go on, there is nothing to wait for. Where it ended by itself, so did they.
         """
-        deadline, until = time.monotonic() + self._limits.grace_s, math.inf
+        deadline, seen = time.monotonic() + self._limits.grace_s, math.inf
         ended: list[ProcessEnd] = []
-        while process.poll() is None and time.monotonic() < min(deadline, until):
+        while process.poll() is None and time.monotonic() < min(deadline, seen + _NOTICES_S):
             ended = ended or self._ended()
-            if not (ended and self._some_run()):
-                until = math.inf
-            elif until == math.inf:
-                until = time.monotonic() + _NOTICES_S
+            if ended and seen == math.inf and self._some_run():
+                seen = time.monotonic()
             time.sleep(_LOOK_S)
         return ended[0] if ended and not process.poll() else None
 
@@ -600,6 +598,7 @@ class RankProcesses:
 
     def __init__(self, ranks: Sequence[Mapping[str, Any]] = ()) -> None:
         self._ranks = ranks
+        self._ends: dict[int, ProcessEnd] = {}
 
     def shared_device(self) -> tuple[str, int] | None:
         """What is wrong where two ranks are on one device, and the second of them."""
@@ -615,16 +614,17 @@ class RankProcesses:
 
         The launcher takes no notice of one that ended with 0, and sees another only when the last
         of the processes that it started has ended, too. It ends the others by SIGTERM: those come
-        last, for they are not the cause.
+        last, for they are not the cause. The system forgets a code once the launcher has asked for
+        it, so that what was seen first is kept.
         """
-        ended = []
         for rank, process in enumerate(self._ranks):
             place = process["pid"], process["started"]
-            if not process.get("node") and not processes.is_alive(*place):
-                # Had its launcher taken note of another code, it would have ended the group.
-                code = processes.exit_code(*place)
-                ended.append(ProcessEnd(rank, 0 if code is None else code, time.time()))
-        return sorted(ended, key=lambda end: end.exit_code == -signal.SIGTERM)
+            if rank in self._ends or process.get("node") or processes.is_alive(*place):
+                continue
+            # Had its launcher taken note of another code, it would have ended the group.
+            code = processes.exit_code(*place)
+            self._ends[rank] = ProcessEnd(rank, 0 if code is None else code, time.time())
+        return sorted(self._ends.values(), key=lambda end: end.exit_code == -signal.SIGTERM)
 
     def some_run(self) -> bool:
         """Whether another rank still runs, so that the launcher will not end soon."""

@@ -45,6 +45,16 @@ def test_ranks_that_the_launcher_has_ended_come_after_the_one_that_was_killed():
     assert ends == [(1, -signal.SIGKILL), (0, -signal.SIGTERM)]
 
 
+def test_how_a_rank_ended_is_known_once_its_launcher_has_taken_note():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ranks = RankProcesses([told(child.pid)])
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert [end.exit_code for end in ranks.ended()] == [-signal.SIGKILL]
+    child.communicate()  # from here on the system knows nothing of it
+    assert [end.exit_code for end in ranks.ended()] == [-signal.SIGKILL]
+
+
 def test_ranks_of_other_nodes_are_not_looked_for_here():
     """Hosts may be called alike, as containers often are."""
     stranger = {**told(os.getpid()), "pid": 2**22 + 1}
