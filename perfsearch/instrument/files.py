@@ -19,6 +19,7 @@ import stat
 import sys
 import tempfile
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,8 @@ class Keeper:
 
     def _database(self, path: Any) -> None:
         name = os.fsdecode(path)
+        if name.startswith("file:"):  # https://sqlite.org/uri.html
+            name = urllib.parse.unquote(urllib.parse.urlsplit(name).path)
         if name not in ("", ":memory:"):
             for file in (name, *(name + ending for ending in _SQLITE_FILES)):
                 self.before_writing(file, creates=True)

@@ -229,13 +229,17 @@ def _mark(path: str, entry: Entry) -> None:
         os.utime(path, ns=tuple(entry["times"]))
 
 
+_WORTH_KEEPING_BYTES = 2**20
+"""Less than this is made again in no time, and may be what tells a script that it ran before."""
+
+
 def downloads(entries: Sequence[Entry]) -> list[Entry]:
     """What a start made that the next ones would only make again, in the order of its making.
 
     That are files made before its first step, read by itself, and not touched after that step,
     such as a data set that it fetched. What lies in the same new directory belongs to them. What a
-    script only writes (arguments, logs, a first checkpoint) does not: the next start is not to
-    find it.
+    script only writes (arguments, logs, a first checkpoint) does not, nor what is small (its own
+    state): the next start is not to find it.
     """
     deeds = [entry["deed"] for entry in entries]
     if Deed.STEP not in deeds or Deed.MOVED in deeds:
@@ -244,7 +248,20 @@ def downloads(entries: Sequence[Entry]) -> list[Entry]:
     paths = {e["path"] for e in made}
     used = {_root(e["path"], paths) for e in entries if e["deed"] == Deed.READ}
     touched = {e["path"] for e in entries if e["deed"] == Deed.TOUCHED}
-    return [e for e in made if e["path"] not in touched and _root(e["path"], paths) in used]
+    stay = [e for e in made if e["path"] not in touched and _root(e["path"], paths) in used]
+    sizes: Counter[str] = Counter()
+    for path in {e["path"] for e in stay}:
+        sizes[_root(path, paths)] += _size(path)
+    return [e for e in stay if sizes[_root(e["path"], paths)] >= _WORTH_KEEPING_BYTES]
+
+
+def _size(path: str) -> int:
+    """Bytes of a file; 0 of a directory, and where nothing is."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return 0
+    return 0 if stat.S_ISDIR(found.st_mode) else found.st_size
 
 
 def _root(path: str, made: set[str]) -> str:
@@ -277,6 +294,7 @@ def list_files(directory: Path, own: Sequence[Path]) -> Listing | None:
 
     """
     left_out = {str(path.absolute()) for path in own}
+    drafts = tuple(f"{path.absolute().parent}/.{path.name}." for path in own)
     said = set()
     for descriptor in (1, 2):  # as with > search.log
         with contextlib.suppress(OSError):
@@ -297,6 +315,8 @@ def list_files(directory: Path, own: Sequence[Path]) -> Listing | None:
             continue  # Python's packages
         for entry in entries:
             if entry.path in left_out or entry.name in _OF_TOOLS:
+                continue
+            if entry.path.startswith(drafts):
                 continue
             with contextlib.suppress(OSError):
                 if entry.is_dir(follow_symlinks=False):

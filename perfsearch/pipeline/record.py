@@ -18,7 +18,7 @@ from perfsearch.core.knob import Value
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline import baseline, profile
 from perfsearch.pipeline.session import BASELINE, Result, Session, Verdict
-from perfsearch.runners.base import ClosingLines
+from perfsearch.runners.base import ClosingLines, KeepsFiles
 from perfsearch.tracking import export, report
 
 SYSTEM_SERIES = "system.jsonl"
@@ -64,6 +64,7 @@ def close_record(session: Session, result: Result) -> None:
     if result.exit_code != 1 and isinstance(runner, ClosingLines):
         for line in runner.closing_lines(_best_configuration(session, result), session.trials):
             session.view.note(line)
+    name_changed_files(session)
     session.view.result(_rows(session, result.verdict), result.verdict.reason, files)
     session.tracker.close("FINISHED" if result.exit_code == 0 else "FAILED")
     session.view.note(session.tracker.how_to_open())
@@ -99,6 +100,13 @@ def append_summary(session: Session, verdict: Verdict, tags: Mapping[str, str], 
     )
 
 
+def name_changed_files(session: Session) -> None:
+    """Name files of the user's that are not as they were, however the search ended."""
+    runner = session.runner
+    if isinstance(runner, KeepsFiles) and (line := runner.not_as_before()):
+        session.view.note(line)
+
+
 def interrupted(session: Session) -> None:
     """Keep and show the finished trials of a search that is being ended from outside."""
     # What ended the search is on its way up; a full disk must not take its place.
@@ -106,6 +114,7 @@ def interrupted(session: Session) -> None:
         knobs, pinned = session.runner.space.knobs, session.runner.pinned
         export.write_trials(session.run_dir, session.trials, knobs, pinned)
         _keep_series(session)
+    name_changed_files(session)
     done = [t for t in session.trials if t.status is not Status.INTERRUPTED]
     session.view.result(
         _rows(session, Verdict()),

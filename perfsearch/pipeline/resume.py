@@ -241,7 +241,8 @@ def restore(session: Session) -> str:
         line = _restore_fitting(session, events[:begin], before)
     if same:
         _replay(session, events[begin:])
-        line = f"going on with {len(session.trials)} finished trials"
+        done = [t for t in session.trials if t.status is not Status.INTERRUPTED]
+        line = f"going on with {len(done)} finished trials"
     session.journal.append(
         "opened",
         pid=os.getpid(),

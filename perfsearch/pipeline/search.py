@@ -381,6 +381,7 @@ def search(
         except BaseException as error:
             _close(runner)  # no process waits for the view to be finished
             if isinstance(error, BadInputError):  # the same command would be refused again
+                record.name_changed_files(session)
                 session.tracker.close("FAILED")
                 raise
             if not _lacking(error):

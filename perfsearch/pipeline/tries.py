@@ -273,6 +273,7 @@ class Tries(Course):
         if isinstance(runner, ClosingLines):
             for line in runner.closing_lines(runner.baseline, session.trials):
                 session.view.note(line)
+        record.name_changed_files(session)
         session.view.note(f"session ended: {result.reason}; {result.verdict.reason}")
         session.view.note(f"  {session.run_dir / 'report.html'}")
         session.tracker.close("FAILED" if result.exit_code else "FINISHED")

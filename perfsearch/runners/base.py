@@ -303,6 +303,14 @@ class ClosingLines(ABC):
         """What to print of it at the end."""
 
 
+class KeepsFiles(ABC):
+    """Puts files of the user's back that starts of a script changed."""
+
+    @abstractmethod
+    def not_as_before(self) -> str:
+        """One line that names those that could not be; empty where there is none."""
+
+
 class FollowsUp(ABC):
     """Does what the user wants done with the result."""
 

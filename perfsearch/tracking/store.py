@@ -673,6 +673,12 @@ def _some_home() -> Iterator[None]:
         os.environ.pop("HOME", None)
 
 
+def _remove_draft(file: Path) -> None:
+    """Remove what a process leaves that is ended while it makes a database."""
+    for left in file.parent.glob(f"{escape(file.name)}*"):
+        left.unlink(missing_ok=True)
+
+
 def _make(file: Path) -> None:
     """Make a database file at one stroke: MLflow cannot go on with one that is half made.
 
@@ -685,6 +691,7 @@ def _make(file: Path) -> None:
         left.unlink()  # of one that was killed
     # MLflow keeps a connection to each path that it ever opened, so no path is used twice.
     new = file.with_name(f".{file.name}.{uuid4().hex}.new")
+    atexit.register(_remove_draft, new)
     client = MlflowClient(tracking_uri=_sqlite(new))
     client.search_experiments(max_results=1)
     # closed before the file is moved; no public function of MLflow's does it

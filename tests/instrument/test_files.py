@@ -2,6 +2,7 @@
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -171,7 +172,7 @@ def test_downloads_stay_until_the_search_ends(directory):
     if not os.path.exists('data/set'):
         os.mkdir('data/set')
         for part in range(3):
-            open(f'data/set/part{part}', 'w').write('x')
+            open(f'data/set/part{part}', 'w').write('x' * 2**19)
     open('data/set/part1').read()
     open('log', 'w').write('begun')
     open('log').read()
@@ -185,6 +186,40 @@ def test_downloads_stay_until_the_search_ends(directory):
     assert directory.start(program) == "True False False\n"
     directory.files.end()
     assert sorted(os.listdir("data/set")) == ["part0", "part1", "part2"]
+    directory.check()
+
+
+def test_a_small_file_that_a_start_reads_back_is_not_found_by_the_next(directory):
+    program = """
+    print(os.path.exists('state.json'), os.path.exists('exp'))
+    open('state.json', 'w').write('{}')
+    open('state.json').read()
+    os.mkdir('exp')
+    open('exp/config.json', 'w').write('{}')
+    open('exp/config.json').read()
+    keeper.first_step()
+    """
+    for _ in range(2):
+        assert directory.start(program) == "False False\n"
+        directory.files.end()
+    directory.check()
+
+
+def test_a_database_named_by_a_uri_is_put_back(directory):
+    program = """
+    import sqlite3
+    for name in ('file:plain.db', 'file:a%20b.db?mode=rwc', 'file:mine.db'):
+        connection = sqlite3.connect(name, uri=True)
+        connection.execute('create table if not exists u (x)')
+        connection.execute('insert into u values (1)')
+        connection.commit()
+    print(sorted(name for name in os.listdir() if name.endswith('.db')))
+    """
+    made = sqlite3.connect("mine.db")
+    made.execute("create table t (x)")
+    made.close()
+    directory.before = directory.state()
+    assert directory.start(program) == "['a b.db', 'mine.db', 'plain.db']\n"
     directory.check()
 
 

@@ -279,3 +279,20 @@ def test_a_trial_without_a_time_always_gets_the_same_one() -> None:
         ("finished", {"trial": trial(1).to_json()}),
     )
     assert [event.data["unix_s"] for event in shown(journal)] == [10.0, 12.0, 14.0]
+
+
+ENDED = """
+import sys, threading, time
+from pathlib import Path
+from perfsearch.tracking.store import _make
+making = threading.Thread(target=_make, args=(Path("mlflow.db").absolute(),), daemon=True)
+making.start()
+while not list(Path().glob(".mlflow.db.*")):
+    time.sleep(0.01)
+sys.exit(0)
+"""
+
+
+def test_a_process_that_ends_while_it_makes_a_database_leaves_nothing_of_it(tmp_path):
+    subprocess.run([sys.executable, "-c", ENDED], cwd=tmp_path, check=True, timeout=100)
+    assert list(tmp_path.iterdir()) == []

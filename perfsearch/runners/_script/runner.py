@@ -49,6 +49,7 @@ from perfsearch.runners.base import (
     Advises,
     ClosingLines,
     HoldsDevices,
+    KeepsFiles,
     Plan,
     Runner,
     StartsScripts,
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
 
 
-class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
+class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFiles):
     """Searches what can be changed in a script from outside, without a change to it.
 
     The script is started once before trial 0, to see what it builds; trial 0 goes on in that start.
@@ -480,13 +481,12 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines):
 
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
         """What the baseline's window had besides training; what the best asks of the script."""
+        return [*validation_lines(trials), *export.promises(self._changed(configuration))]
+
+    def not_as_before(self) -> str:
+        """One line that names files of the user's that could not be put back."""
         self._runs.close()  # so that what starts did to files is undone, as far as it can be
-        changed = self.files.not_as_before()
-        return [
-            *validation_lines(trials),
-            *export.promises(self._changed(configuration)),
-            *([changed] if changed else []),
-        ]
+        return self.files.not_as_before()
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """Only what is not as the script has it: the rest stays the script's own."""

@@ -27,9 +27,9 @@ from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch, settle
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.zero import applicable
 from perfsearch.runners.base import (
-    ClosingLines,
     FollowsUp,
     HoldsDevices,
+    KeepsFiles,
     Plan,
     Runner,
     Screens,
@@ -55,7 +55,7 @@ _SEARCHED = (STAGE.name, MICRO_BATCH.name, ACCUMULATION.name)
 
 
 class DeepSpeed(
-    Runner, HoldsDevices, StartsScripts, Screens, ClosingLines, FollowsUp, SettlesSettings
+    Runner, HoldsDevices, StartsScripts, Screens, KeepsFiles, FollowsUp, SettlesSettings
 ):
     """Searches ZeRO stage, batch and ZeRO settings of a DeepSpeed job in its own processes.
 
@@ -316,11 +316,10 @@ class DeepSpeed(
             directory,
         )
 
-    def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
-        """Files of the user's that are not as they were."""
+    def not_as_before(self) -> str:
+        """One line that names files of the user's that could not be put back."""
         self.files.close()
-        changed = self.files.not_as_before()
-        return [changed] if changed else []
+        return self.files.not_as_before()
 
     def follow_up(self, configuration: Configuration) -> int:
         """Start the training with the tuned file, where ``--autotuning run`` was asked for."""

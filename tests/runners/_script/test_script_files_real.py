@@ -100,6 +100,38 @@ def test_a_killed_search_leaves_them_too_and_goes_on(tmp_path, short_tmp, number
     work.check()
 
 
+CHANGES = """import subprocess
+subprocess.run("echo more >> train.log", shell=True, check=True)
+"""
+
+TRAINS = """import torch
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+while True:
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("raise RuntimeError('no data')", 1),
+        (TRAINS.replace("while True", "for _ in range(6)"), 2),
+        (TRAINS, 130),
+    ],
+)
+def test_what_is_not_undone_is_named_however_the_search_ends(tmp_path, short_tmp, ending, code):
+    (tmp_path / "train.py").write_text(CHANGES + ending)
+    work = Work(tmp_path / "work", short_tmp, tmp_path / "train.py")
+    running = work.search(nproc=1)
+    if code == 130:
+        work.wait_until(lambda: "trial   0" in work.said, running)
+        running.send_signal(signal.SIGINT)
+    assert running.wait(100) == code, work.said
+    assert "in a way that is not undone or by others: train.log" in work.said
+
+
 def test_a_snapshot_of_one_start_is_none_of_the_next(tmp_path, short_tmp):
     work = Work(tmp_path / "work", short_tmp, SCRIPTS / "resumes_from_own_snapshot.py")
     assert work.search().wait(400) == 0, work.said
