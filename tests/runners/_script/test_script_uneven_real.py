@@ -46,21 +46,25 @@ def measured_by_clock(directory, words, clock):
     return found, own[: len(found.step_seconds)]
 
 
-def scored_as_its_clock_says(directory, measure):
-    """What ``measure`` makes in a directory, its score within a tenth of the script's own clock.
+def one_of_three_starts(directory, measure, check):
+    """Hold what ``measure`` returns of a new directory to ``check``, in one of three starts.
 
-    Other work on the machine can fall between the two clocks at the end of a step: then they put it
-    into different steps, and may take different steps for slow. One of three starts is free of it.
+    Other work on the machine can fall between the two clocks at the end of a step, or be as slow as
+    the script is: then they differ, or take different steps for slow.
     """
     for start in ("first", "second", "third"):
         (directory / start).mkdir()
         found, own = measure(directory / start)
-        assert sum(found.step_seconds) == pytest.approx(sum(own), rel=0.1)
-        expected = pytest.approx(read_window(own).step_s, rel=0.1)
-        if found.step_time_s == expected:
-            break
-    assert found.step_time_s == expected
-    return found, own
+        try:
+            return check(found, own)
+        except AssertionError:
+            if start == "third":
+                raise
+
+
+def scored_as_its_clock_says(found, own):
+    assert sum(found.step_seconds) == pytest.approx(sum(own), rel=0.1)
+    assert found.step_time_s == pytest.approx(read_window(own).step_s, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -79,15 +83,16 @@ def scored_as_its_clock_says(directory, measure):
     ],
 )
 def test_a_window_is_scored_as_the_scripts_own_clock_says(tmp_path, kind, workers, cause, period):
-    found, own = scored_as_its_clock_says(
-        tmp_path, lambda directory: measured(directory, kind, workers)
-    )
-    kinds = found.environment["slow_steps"]
-    if cause:  # a machine with other work on it has slow steps of its own, even longer ones
-        assert cause in {kind["cause"] for kind in kinds}
-    # other work may make as many slow steps as the script; its own clock has those, too
-    if period is not None and recurs(period, [k.period_steps for k in read_window(own).slow]):
-        assert recurs(period, [kind["period_steps"] for kind in kinds])
+    def check(found, own):
+        scored_as_its_clock_says(found, own)
+        kinds = found.environment["slow_steps"]
+        if cause:  # a machine with other work on it has slow steps of its own, even longer ones
+            assert cause in {kind["cause"] for kind in kinds}
+        # other work may make as many slow steps as the script; its own clock has those, too
+        if period is not None and recurs(period, [k.period_steps for k in read_window(own).slow]):
+            assert recurs(period, [kind["period_steps"] for kind in kinds])
+
+    one_of_three_starts(tmp_path, lambda place: measured(place, kind, workers), check)
 
 
 def recurs(period, found):
@@ -120,7 +125,11 @@ def test_a_script_of_uneven_steps_is_scored_within_a_tenth(tmp_path, monkeypatch
     text = (SCRIPTS / name).read_text()
     (tmp_path / name).write_text(STAMPED.format(clock=str(clock)) + text)
     words = (str(tmp_path / name),)
-    scored_as_its_clock_says(tmp_path, lambda directory: measured_by_clock(directory, words, clock))
+    one_of_three_starts(
+        tmp_path,
+        lambda directory: measured_by_clock(directory, words, clock),
+        scored_as_its_clock_says,
+    )
 
 
 def test_a_script_with_few_steps_is_still_measured(tmp_path):
