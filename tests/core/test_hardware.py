@@ -221,7 +221,7 @@ def test_gpus_are_dealt_out_to_trials_at_a_time(two_gpus, monkeypatch, tmp_path)
     [
         ({"parallel_trials": 2, "nproc": 5}, "parallel_trials=2: nproc=5 for each needs 10 CPU"),
         ({"parallel_trials": 9}, "9 CPU cores; there are 8 CPU cores and 8 CPU cores"),
-        ({"parallel_trials": 2, "nnodes": 2, "rdzv_endpoint": "h:1"}, "nnodes=2. Set one of them"),
+        ({"parallel_trials": 2, "nnodes": 2}, "nnodes=2. Set one of them"),
     ],
 )
 def test_more_trials_at_a_time_than_there_is_room_for(

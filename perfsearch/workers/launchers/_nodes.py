@@ -304,9 +304,9 @@ class SeveralNodes(Launcher):
                     before = self.members.get(number)
                     self.members[number] = node
             if reason:
+                self._say(f"warning: node {named} was refused: {reason}")
                 channel.send({"op": "refuse", "reason": reason})
                 channel.close()
-                self._say(f"warning: node {named} was refused: {reason}")
                 return
             if before is not None and not before.lost:
                 before.give_up("it has joined anew")
