@@ -38,6 +38,7 @@ from perfsearch.workers.messages import (
     Channel,
     ChannelClosed,
     Listener,
+    Message,
     Place,
     RankError,
     Startup,
@@ -52,8 +53,6 @@ from perfsearch.workers.stack_dumps import ask_for_stacks
 
 POLL_S = 0.25
 """How often a group that says nothing is checked."""
-
-Message = dict[str, Any]
 
 _LOOK_S = 0.05
 

@@ -8,6 +8,7 @@ and ends it when the search is gone.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -25,18 +26,14 @@ from perfsearch.workers import processes
 from perfsearch.workers.failures import FailureFiles
 from perfsearch.workers.group import Devices, report_of
 from perfsearch.workers.launchers import _agreement
+from perfsearch.workers.launchers._addresses import interface_variables, interface_with
 from perfsearch.workers.launchers._gate import SECRET_VARIABLE, Doors, StrangerError
-from perfsearch.workers.launchers._nodes import (
-    STORE,
-    Message,
-    in_json,
-    interface_variables,
-    interface_with,
-)
+from perfsearch.workers.launchers._nodes import STORE
 from perfsearch.workers.messages import (
     TOKEN_VARIABLE,
     Channel,
     ChannelClosed,
+    Message,
     Place,
     short_temporary_directory,
     socket_directory,
@@ -355,6 +352,12 @@ class Share:
             self._devices.await_memory(_FREE_S)
         self.doors.close()
         remove_temporary_directory(self.directory)
+
+
+def in_json(message: Message, old: str, new: str) -> Message:
+    """A message in which another path stands for ``old``, wherever that is named."""
+    renamed: Message = json.loads(json.dumps(message).replace(json.dumps(old)[1:-1], new))
+    return renamed
 
 
 if __name__ == "__main__":

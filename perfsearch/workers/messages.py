@@ -17,6 +17,9 @@ from typing import Any
 from perfsearch.core.files import make_temporary_directory
 from perfsearch.core.hardware import GroupSpec
 
+Message = dict[str, Any]
+"""What is said through a ``Channel``: plain values, which JSON holds."""
+
 TOKEN_VARIABLE = "PERFSEARCH_GROUP"
 """Environment variable that marks every process of a group, and their descendants."""
 

@@ -24,11 +24,10 @@ from perfsearch.workers.failures import ProcessEnd
 from perfsearch.workers.group import (
     POLL_S,
     GroupGone,
-    Message,
     RankGroup,
     RankProcesses,
 )
-from perfsearch.workers.messages import ChannelClosed, rank_log
+from perfsearch.workers.messages import ChannelClosed, Message, rank_log
 from perfsearch.workers.preload import Preloaded
 
 

@@ -43,8 +43,8 @@ from perfsearch.training.clock import (
     phases_of,
 )
 from perfsearch.workers.failures import UNUSED_REASON, Failure, last_words, refusal
-from perfsearch.workers.group import GroupGone, Message
-from perfsearch.workers.messages import rank_log
+from perfsearch.workers.group import GroupGone
+from perfsearch.workers.messages import Message, rank_log
 from perfsearch.workers.results import combine
 
 

@@ -8,10 +8,8 @@ import subprocess
 from dataclasses import dataclass
 
 from perfsearch.core.errors import BadInputError
-from perfsearch.core.option import option
 from perfsearch.core.python import module_command
-from perfsearch.workers.launchers._nodes import SeveralNodes, Starter
-from perfsearch.workers.launchers.torchrun import JOIN
+from perfsearch.workers.launchers._nodes import JOIN, SeveralNodes, Starter
 
 _SCONTROL_S = 30.0
 
@@ -23,23 +21,15 @@ class Slurm(SeveralNodes):
     """
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(SeveralNodes.Options):
         """Options of the launcher, as keys ``launcher.*``.
 
         Attributes:
-            endpoint: ``HOST:PORT`` of this node, at which the others reach it; ``null``: its own
-                address, any port.
-            interface: network interface of the ranks' sockets; ``null``: the one that leads to the
-                endpoint.
             srun: further options of ``srun``, as in ``[--mpi=none]``.
-            wait_s: longest wait for a node that is missing, in seconds.
 
         """
 
-        endpoint: str | None = None
-        interface: str | None = None
         srun: tuple[str, ...] = ()
-        wait_s: float = option(600.0, low=0.0)
 
     def starters(self) -> list[Starter]:
         """See ``SeveralNodes``."""

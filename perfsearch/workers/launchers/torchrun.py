@@ -6,35 +6,23 @@ import os
 import shlex
 from dataclasses import dataclass
 
-from perfsearch.core.option import option
 from perfsearch.core.python import module_command
-from perfsearch.workers.launchers._nodes import SeveralNodes, Starter
-
-JOIN = "perfsearch.workers.join"
-"""The module behind ``perfsearch join``."""
+from perfsearch.workers.launchers._nodes import JOIN, SeveralNodes, Starter
 
 
 class Torchrun(SeveralNodes):
     """Starts ranks by torch's launcher on each node that has joined."""
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(SeveralNodes.Options):
         """Options of the launcher, as keys ``launcher.*``.
 
         Attributes:
-            endpoint: ``HOST:PORT`` of this node, at which the others reach it; ``null``: its own
-                address, any port.
-            interface: network interface of the ranks' sockets; ``null``: the one that leads to the
-                endpoint.
             hosts: nodes on which the command is run through ``ssh``; by default you run it.
-            wait_s: longest wait for a node that is missing, in seconds.
 
         """
 
-        endpoint: str | None = None
-        interface: str | None = None
         hosts: tuple[str, ...] = ()
-        wait_s: float = option(600.0, low=0.0)
 
     def starters(self) -> list[Starter]:
         """See ``SeveralNodes``."""

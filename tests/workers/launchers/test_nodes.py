@@ -10,12 +10,12 @@ from perfsearch.config.schema import validate
 from perfsearch.core.errors import BadInputError, NodesGoneError
 from perfsearch.core.hardware import Gpu, Hardware
 from perfsearch.core.trial import Status
-from perfsearch.workers import launchers
+from perfsearch.workers import join, launchers
 from perfsearch.workers.failures import Evidence, ProcessEnd, classify
 from perfsearch.workers.group import with_reports
 from perfsearch.workers.launchers import _agreement, _nodes
+from perfsearch.workers.launchers._addresses import listen_at
 from perfsearch.workers.launchers._gate import Doors
-from perfsearch.workers.launchers._nodes import listen_at
 from perfsearch.workers.launchers.base import NodeReport
 from perfsearch.workers.launchers.slurm import other_nodes
 from perfsearch.workers.launchers.torchrun import Torchrun
@@ -147,7 +147,7 @@ def test_the_gate_listens_at_one_address_of_this_node():
 
 def test_what_is_named_of_a_group_is_another_path_on_each_node():
     told = {"files": {"spec.json": '{"a": "/tmp/p-1/nccl.%p"}'}, "directory": "/tmp/p-1"}
-    renamed = _nodes.in_json(told, "/tmp/p-1", "/tmp/p-2")
+    renamed = join.in_json(told, "/tmp/p-1", "/tmp/p-2")
     assert renamed == {"files": {"spec.json": '{"a": "/tmp/p-2/nccl.%p"}'}, "directory": "/tmp/p-2"}
 
 
