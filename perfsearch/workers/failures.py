@@ -152,6 +152,12 @@ class Evidence:
     places: dict[int, str] = field(default_factory=dict)
     lost: str = ""
 
+    @property
+    def own_ends(self) -> Sequence[ProcessEnd]:
+        """Ends of ranks that did not say that they ended for want of another one."""
+        echoes = {error.rank for error in self.errors if is_echo(error)}
+        return [end for end in self.ends if end.rank not in echoes]
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -195,7 +201,8 @@ def classify(evidence: Evidence) -> Failure:
             stack_dump = in_words(evidence.places)
             reason += f"; {stack_dump}"
         return Failure(status, reason, stack_dump=stack_dump)
-    end = min(evidence.ends, key=lambda e: (e.time, e.exit_code == -signal.SIGTERM), default=None)
+    ends = evidence.own_ends or evidence.ends
+    end = min(ends, key=lambda e: (e.time, e.exit_code == -signal.SIGTERM), default=None)
     if end is not None:
         return _of_end(end, evidence)
     if evidence.launcher_error:

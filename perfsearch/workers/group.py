@@ -288,6 +288,7 @@ class RankGroup(ABC):
         """Gather what can be known of the failure, and end what is left."""
         process, directory = self.process, self.directory
         assert directory is not None
+        self._ended()  # so that the first to be gone is seen before the others follow
         missed = self._gone if gone.limit_s is not None else None
         timed_out = gone.limit_s if missed is None else None
         if process is not None and timed_out is None and not (missed and self._some_run()):
@@ -307,6 +308,8 @@ class RankGroup(ABC):
         reports = self._launch.reports(self.logs, self._world_size, timed_out is not None)
         self._gather(reports)
         evidence = with_reports(evidence, reports)
+        if evidence.ends and not evidence.own_ends:
+            evidence = replace(evidence, ends=[*evidence.ends, *self._unreported()])
         self.end(kill=True)
         return self._classify(evidence, code)
 
@@ -386,6 +389,10 @@ class RankGroup(ABC):
     def _ended(self) -> list[ProcessEnd]:
         """Ranks that are known to have ended though the first process runs."""
         return []
+
+    def _unreported(self) -> list[ProcessEnd]:
+        """Ranks that ended and that the launcher did not end: it takes no notice of code 0."""
+        return [end for end in self._ended() if end.exit_code != -signal.SIGTERM]
 
     def _some_run(self) -> bool:
         """Whether ranks still run after one has ended, so that no exit code is to come soon."""

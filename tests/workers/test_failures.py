@@ -268,6 +268,16 @@ def test_an_echo_yields_to_the_death_that_caused_it():
     assert (failure.status, failure.rank) == (Status.KILLED, 1)
 
 
+def test_a_rank_that_left_with_code_0_is_named_before_one_that_only_lost_it():
+    echo = error("Connection reset by peer [127.0.0.1]:1", rank=0, time=1.0)
+    ends = [ProcessEnd(0, 1, 1.0), ProcessEnd(1, 0, 2.0)]  # its launcher cuts seconds off
+    failure = classify(Evidence(errors=[echo], ends=ends, log_tails={1: "enough of this"}))
+    assert (failure.status, failure.rank) == (Status.CRASH, 1)
+    assert failure.reason == 'rank 1 ended with exit code 0; its last line: "enough of this"'
+    alone = classify(Evidence(errors=[echo], ends=ends[:1]))
+    assert (alone.status, alone.rank) == (Status.CRASH, 0)
+
+
 def test_an_echo_alone_is_a_crash_or_a_failed_connection():
     text = "Gloo connectFullMesh failed: Connection refused"
     assert classify(Evidence(errors=[error(text)])).status is Status.CRASH
