@@ -168,7 +168,7 @@ class Bench:
         from perfsearch.training.clock import is_detailed
 
         if self._protocol is None:
-            self._protocol = RankProtocol(script, None, self.dist.get_rank())  # silent in a window
+            self._protocol = RankProtocol(script, None, self.dist.get_rank(), "")  # silent
             self._protocol.steps = AFTER_FIRST_STEPS
         optimizers, protocol = script.optimizers, self._protocol
         optimizers.before_step, optimizers.after_step = protocol.before_step, protocol.after_step

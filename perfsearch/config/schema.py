@@ -24,7 +24,7 @@ from perfsearch.core.knob import Numerics
 from perfsearch.core.objective import Budget, Limits, Objective
 from perfsearch.core.option import option
 from perfsearch.core.secrets import Redactor
-from perfsearch.metrics.diagnosis import Thresholds
+from perfsearch.metrics.thresholds import Thresholds
 
 SCHEMA_VERSION = 1
 """Version of the settings as written to ``config.yaml`` of a run, under ``schema_version``."""

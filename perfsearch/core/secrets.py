@@ -16,9 +16,7 @@ from perfsearch.core.errors import BadInputError
 
 MASK = "***"
 
-_VARIABLE = re.compile(
-    r"(SECRET|TOKEN|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH)", re.I
-)
+_VARIABLE = r"(?i:SECRET|TOKEN|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH)"
 """In the name of an environment variable, which are set for many more uses than arguments are."""
 
 _ENDS = (
@@ -30,23 +28,20 @@ _ENDS = (
 )
 """How the name of an argument, a key or a parameter ends whose value is a secret."""
 
-_NAME = re.compile(rf"^[-+~]*[\w.-]*?{_ENDS}$", re.I)
+_NAME = rf"(?i)^[-+~]*[\w.-]*?{_ENDS}$"
 
 _NO_SECRET = r"(?:true|false|null|none|yes|no|on|off|\*\*\*)\b"
 
 # The name and what stands between it and its value: `name=`, `"name": `, `name = '`; `--name `, and
 # the same as two elements of a list in JSON, YAML and Python.
-_NAMED = re.compile(
-    rf"""(?P<before>{_ENDS}["']?\s*(?:=|:)\s*(?:Bearer\s+|Basic\s+)?
+_NAMED = rf"""(?ix)(?P<before>{_ENDS}["']?\s*(?:=|:)\s*(?:Bearer\s+|Basic\s+)?
     | (?<![\w-])--?[\w.-]*?{_ENDS}(?:["']?\s*,\s*|["']?\s*\n\s*-\s+|[ ]+)(?!["']?--?[a-zA-Z])
     | \b(?:Bearer|Basic)\s+(?=[\w+/=.~-]{{16}}))
-    (?!["']?{_NO_SECRET})(?P<quote>["'])?(?(quote)[^"'\n]+|[^\s"',;&\]\)}}]+)""",
-    re.I | re.X,
-)
+    (?!["']?{_NO_SECRET})(?P<quote>["'])?(?(quote)[^"'\n]+|[^\s"',;&\]\)}}]+)"""
 
-_IN_URL = re.compile(r"(?<=://)[^/\s:@\"']*:[^\s@\"']+(?=@)")
+_IN_URL = r"(?<=://)[^/\s:@\"']*:[^\s@\"']+(?=@)"
 
-_SHAPES = re.compile(
+_SHAPES = (
     r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
     r"|sk-[\w-]{20,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}"
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
@@ -75,15 +70,15 @@ class Redactor:
         self._variables = {
             value
             for name, value in variables.items()
-            if _VARIABLE.search(name) and _is_value(value) and not _is_place(value)
+            if re.search(_VARIABLE, name) and _is_value(value) and not _is_place(value)
         }
 
     def text(self, value: str) -> str:
         """The text with secrets masked."""
         for secret in self._known():
             value = value.replace(secret, MASK)
-        value = _SHAPES.sub(MASK, _IN_URL.sub(MASK, value))
-        return _NAMED.sub(lambda found: f"{found['before']}{found['quote'] or ''}{MASK}", value)
+        value = re.sub(_SHAPES, MASK, re.sub(_IN_URL, MASK, value))
+        return re.sub(_NAMED, lambda found: f"{found['before']}{found['quote'] or ''}{MASK}", value)
 
     def data(self, value: bytes) -> bytes:
         """The same for a file's content, whatever its encoding; in binary ones by value only."""
@@ -115,7 +110,7 @@ class Redactor:
             ]
         if not isinstance(value, str):
             return value
-        return MASK if value and _NAME.match(name) and _is_secret(value) else self.text(value)
+        return MASK if value and re.match(_NAME, name) and _is_secret(value) else self.text(value)
 
     def words(self, command: Sequence[str]) -> list[str]:
         """The words of a command with secrets masked."""
@@ -124,7 +119,7 @@ class Redactor:
 
     def _word(self, word: Any) -> str:
         name, joined, _ = str(word).partition("=")
-        return f"{name}={MASK}" if joined and _NAME.match(name) else MASK
+        return f"{name}={MASK}" if joined and re.match(_NAME, name) else MASK
 
     def _known(self) -> list[str]:
         return sorted(self._variables | _learned, key=len, reverse=True)
@@ -158,7 +153,7 @@ def in_shell(
             continue
         name, value = places[place]
         variable = next(
-            (n for n, v in environment.items() if v == value and _VARIABLE.search(n)), name
+            (n for n, v in environment.items() if v == value and re.search(_VARIABLE, n)), name
         )
         before = word.removesuffix(value)
         words.append(f'{shlex.quote(before) if before else ""}"${variable}"')
@@ -213,9 +208,9 @@ def _masked(command: Sequence[str]) -> Iterator[tuple[int, str, str]]:
 def _variable(words: Sequence[str], place: int) -> tuple[str, str]:
     """What stands before a word's value, and the name of the variable that has the value."""
     name, joined, _ = words[place].partition("=")
-    if joined and _NAME.match(name):
+    if joined and re.match(_NAME, name):
         return f"{name}=", _plain_name(name)
-    if place and _NAME.match(words[place - 1]):
+    if place and re.match(_NAME, words[place - 1]):
         return "", _plain_name(words[place - 1])
     return "", f"ARGUMENT_{place}"
 
@@ -232,9 +227,9 @@ def _named(words: Sequence[Any]) -> Iterator[tuple[int, str, str]]:
             before = ""
             continue
         name, joined, value = word.partition("=")
-        if joined and _NAME.match(name) and _is_secret(value):
+        if joined and re.match(_NAME, name) and _is_secret(value):
             yield place, name, value
-        elif before.startswith("-") and _NAME.match(before) and _is_secret(word):
+        elif before.startswith("-") and re.match(_NAME, before) and _is_secret(word):
             yield place, before, word
         before = word
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import os
 import signal
@@ -129,6 +128,8 @@ def ends_with_parent() -> Callable[[], None]:
     """
     if sys.platform != "linux":
         return lambda: None
+    import ctypes
+
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 

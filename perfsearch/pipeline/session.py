@@ -28,8 +28,9 @@ from perfsearch.core.trial import (
     loss_resolution,
 )
 from perfsearch.core.verdict import Interval, leader
-from perfsearch.metrics.diagnosis import CAUSES, Thresholds, causes_of, diagnose
+from perfsearch.metrics.diagnosis import CAUSES, causes_of, diagnose
 from perfsearch.metrics.slow_steps import SLOW_STEPS, THROTTLED, blame_quota
+from perfsearch.metrics.thresholds import Thresholds
 from perfsearch.pipeline.known import Known
 from perfsearch.pipeline.loss_check import (
     between_starts,

@@ -4,7 +4,8 @@ import pytest
 from support.diagnosis_jobs import first, job, names, slow
 
 from perfsearch.core.trial import WITHOUT_LOADER, Measurement
-from perfsearch.metrics.diagnosis import Severity, Thresholds, diagnose, report
+from perfsearch.metrics.diagnosis import Severity, diagnose, report
+from perfsearch.metrics.thresholds import Thresholds
 
 
 def test_a_loader_that_waits_is_found_with_its_milliseconds():

@@ -8,7 +8,8 @@ import re
 import pytest
 
 from perfsearch.core.trial import Measurement
-from perfsearch.metrics.diagnosis import Finding, Severity, Thresholds, diagnose
+from perfsearch.metrics.diagnosis import Finding, Severity, diagnose
+from perfsearch.metrics.thresholds import Thresholds
 
 STEP_MS = 100.0
 LIMITS = Thresholds()

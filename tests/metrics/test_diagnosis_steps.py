@@ -6,8 +6,9 @@ import pytest
 from support.diagnosis_jobs import names
 
 from perfsearch.core.trial import Measurement
-from perfsearch.metrics.diagnosis import Severity, Thresholds, diagnose
+from perfsearch.metrics.diagnosis import Severity, diagnose
 from perfsearch.metrics.slow_steps import slow_steps
+from perfsearch.metrics.thresholds import Thresholds
 
 
 def with_long_steps(long: int, times: float, cause: str = "") -> Measurement:

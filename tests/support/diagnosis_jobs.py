@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from perfsearch.core.trial import Measurement
-from perfsearch.metrics.diagnosis import Thresholds, diagnose
+from perfsearch.metrics.diagnosis import diagnose
+from perfsearch.metrics.thresholds import Thresholds
 
 NO_OTHER = Thresholds(other=1.0)
 
