@@ -13,7 +13,8 @@ def patched_places() -> list[tuple[Any, str]]:
     from torch.utils.data import dataloader
 
     iterator = dataloader._BaseDataLoaderIter
-    return [(torch.autograd, "backward"), (iterator, "__init__"), (iterator, "__next__")]
+    of_iterators = [(iterator, "__init__"), (iterator, "__next__")]
+    return [(torch.autograd, "backward"), (torch.autograd, "grad"), *of_iterators]
 
 
 class Surroundings:

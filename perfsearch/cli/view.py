@@ -357,7 +357,7 @@ def result_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             speed_up = "1"
         else:
             speed_up = _unconfirmed(row, rows[0])
-        step = _step_ms(trial, row["objective"], str(row["unit"]))
+        step = row["step_ms"]
         cells.append(
             [
                 str(row["label"]),
@@ -379,19 +379,6 @@ def _unconfirmed(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
     ratio = before / here if row["unit"] == "ms/step" else here / before
     readings = "one reading each" if row["confirmed"] else "one reading"
     return f"{ratio:.3f}x ({readings}, not confirmed)"
-
-
-def _step_ms(trial: Trial, objective: float | None, unit: str) -> float | None:
-    """Milliseconds of a step that go with the objective shown, which may be of several runs."""
-    measured = trial.measurement
-    if measured is None or not objective:
-        return None
-    if unit == "ms/step":
-        return objective
-    if unit == "steps/s":
-        return 1e3 / objective
-    work = measured.flops_per_step if unit == "FLOP/s" else measured.samples_per_step
-    return None if work is None else work / objective * 1e3
 
 
 def differing_knobs(trial: Trial, baseline: Trial | None) -> str:

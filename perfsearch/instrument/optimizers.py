@@ -242,6 +242,7 @@ class Losses:
         self._unscaled: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._undo = (
             wrap(torch.autograd, "backward", self._backward),
+            wrap(torch.autograd, "grad", self._grad),
             wrap(torch.amp.GradScaler, "scale", self._scale),
         )
 
@@ -250,12 +251,25 @@ class Losses:
         """Of the last loss kept, which says how finely it can be told; empty before."""
         return str(self._dtype or "").removeprefix("torch.")
 
-    def _backward(
+    def _grad(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A backward pass as well, unless its result is to be differentiated, as a penalty is."""
+        create_graph = args[4] if len(args) > 4 else kwargs.get("create_graph", False)
+        if create_graph:
+            return original(*args, **kwargs)
+        return self._backward(original, args, kwargs, "outputs")
+
+    def _backward(
+        self,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str = "tensors",
     ) -> Any:
         if self._inside:  # a pass inside a pass, as reentrant checkpointing makes it
             return original(*args, **kwargs)
-        given = args[0] if args else kwargs.pop("tensors", None)
+        given = args[0] if args else kwargs.pop(name, None)
         roots = (given,) if isinstance(given, _SINGLE) else tuple(given or ())
         rest, mark = args[1:], self.mark
         if mark is not None:

@@ -48,6 +48,9 @@ _SENDING = {
 """Functions of modules that also only read."""
 
 _UPLOAD = "push_to_hub"
+_OWN_STORE = "set_tracking_uri"
+"""By which a script has MLflow send where the environment does not decide."""
+
 _READS_ONLY = {"hf_hub_download", "snapshot_download", "try_to_load_from_cache", "login"}
 
 
@@ -64,13 +67,16 @@ def find_services(script: str, module: bool, arguments: Sequence[str] = ()) -> d
 
     """
     found: dict[str, str] = {}
+    own: set[str] = set()
     for tree in _sources(script, module):
         for name in _named(tree):
             service = next((s for s in SERVICES if f"{name}.".startswith(f"{s}.")), None)
             found[service or name] = SERVICES.get(service or "", "")
+        if any(isinstance(n, ast.Attribute) and n.attr == _OWN_STORE for n in ast.walk(tree)):
+            own.add("mlflow")
     if any(a.lstrip("-").partition("=")[0] == _UPLOAD for a in arguments):
         found.setdefault(_UPLOAD, "")
-    return dict(sorted(found.items()))
+    return {name: "" if name in own else found[name] for name in sorted(found)}
 
 
 def caution(services: dict[str, str]) -> str:

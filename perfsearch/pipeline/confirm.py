@@ -23,7 +23,7 @@ from perfsearch.core.verdict import (
     two_kinds,
 )
 from perfsearch.pipeline.blocks import Blocks
-from perfsearch.pipeline.session import BASELINE, Session, Verdict
+from perfsearch.pipeline.session import BASELINE, LOSSES_UNSEEN, Session, Verdict
 
 _READ_AGAIN = 5
 """Of so many of the best readings the finalists are chosen."""
@@ -279,8 +279,9 @@ def _decide(session: Session, verdict: Verdict, readings: dict[int, Reading]) ->
     if disputed:
         verdict.reason = f"no gain is claimed: trial {first} is {said}, {disputed}"
         return
+    unseen = f"; {LOSSES_UNSEEN}" if session.sees_no_losses else ""
     verdict.winner = first
-    verdict.reason = f"trial {first} is {said}"
+    verdict.reason = f"trial {first} is {said}{unseen}"
 
 
 def _cut_short(session: Session, verdict: Verdict, reading: Reading) -> str:

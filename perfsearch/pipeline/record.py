@@ -15,7 +15,7 @@ from perfsearch.config.schema import to_plain
 from perfsearch.core.files import write_text
 from perfsearch.core.journal import JOURNAL
 from perfsearch.core.knob import Value
-from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.pipeline import baseline, profile
 from perfsearch.pipeline.session import BASELINE, Result, Session, Verdict
 from perfsearch.runners.base import ClosingLines, KeepsFiles
@@ -195,7 +195,7 @@ def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
     rows = []
     baseline = session.baseline
     if baseline is not None:
-        rows.append(_row(session, "baseline", baseline, verdict.costs.get(BASELINE), None))
+        rows.append(_row(session, "baseline", baseline, verdict, None))
     shown = [t for n in verdict.intervals if (t := session.find(n)) is not None]
     if not shown and verdict.winner is not None:
         shown = [session.numbered(verdict.winner)]
@@ -211,7 +211,7 @@ def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
             label = "finalist"
         else:
             label = "best so far" if _is_faster(session, trial, verdict) else "fastest other"
-        rows.append(_row(session, label, trial, verdict.costs.get(trial.number), interval))
+        rows.append(_row(session, label, trial, verdict, interval))
     return rows
 
 
@@ -233,17 +233,31 @@ def _cost(session: Session, trial: Trial | None, costs: list[float] | None) -> f
 
 
 def _row(
-    session: Session, label: str, trial: Trial, costs: list[float] | None, interval: Any
+    session: Session, label: str, trial: Trial, verdict: Verdict, interval: Any
 ) -> dict[str, Any]:
+    costs = verdict.costs.get(BASELINE if trial is session.baseline else trial.number)
     cost = _cost(session, trial, costs)
+    steps_s = [m.step_time_s for m in _measured(session, trial, verdict, bool(costs))]
     return {
         "label": label,
         "trial": trial,
         "objective": None if cost is None else session.objective.from_cost(cost),
+        "step_ms": 1e3 * statistics.median(steps_s) if steps_s else None,
         "unit": session.unit,
         "interval": interval,
         "confirmed": bool(costs),
     }
+
+
+def _measured(
+    session: Session, trial: Trial, verdict: Verdict, confirmed: bool
+) -> list[Measurement]:
+    """What a row's numbers are of; steps of different windows may be of different work."""
+    if confirmed:
+        return session.confirmed(verdict, trial.number)[trial.number]
+    again = session.sentinels if trial is session.baseline else ()
+    found = [t.measurement for t in (trial, *again) if t.cost is not None]
+    return [measured for measured in found if measured is not None]
 
 
 # -----------------------------------------------------------------------------

@@ -521,6 +521,13 @@ def _stages(session: Session) -> Result:
         verdict.reason = _nothing_succeeded(session)
     elif profiled:
         verdict.reason = PROFILED
+    elif again := _fails_again(session):
+        exit_code = ExitCode.NO_TRIAL_SUCCEEDED
+        verdict.reason = (
+            f"the job as it is ran once, and started again it ended {again.status}: "
+            f"{again.reason}. No other configuration ran either. Mend that first: it may be what a "
+            "start leaves behind"
+        )
     else:
         verdict = confirm.run(session)  # stage 4
         verdict.reason += _slow_steps(session)
@@ -554,6 +561,14 @@ def _slow_steps(session: Session) -> str:
     least = session.settings.metrics.thresholds.uneven
     most = told_shortly([kind for kind in kinds if kind["share"] > least])
     return f"; {most}" if most else ""
+
+
+def _fails_again(session: Session) -> Trial | None:
+    """The baseline's second start, where it failed by itself, and all else that was tried too."""
+    if any(t.status is Status.OK for t in (*session.search_trials, *session.sentinels)):
+        return None
+    own = [t for t in session.sentinels if t.status.has_failed and not t.status.is_from_outside]
+    return own[0] if own and session.search_trials else None
 
 
 def _nothing_succeeded(session: Session) -> str:

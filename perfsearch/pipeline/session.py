@@ -53,6 +53,11 @@ if TYPE_CHECKING:
 CUT_OFF = "the time for it was over"
 """Reason of a trial that was ended because the search's time was."""
 
+LOSSES_UNSEEN = (
+    "no backward pass of the baseline was seen, and so no loss: nothing shows that configurations "
+    "train the same"
+)
+
 BASELINE = -1
 """The baseline's place among the arms of a block of the confirmation."""
 
@@ -454,6 +459,9 @@ class Session:
             None,
         )
         if reference is None:
+            if self.sees_no_losses and LOSSES_UNSEEN not in self._said:
+                self._said.add(LOSSES_UNSEEN)
+                self.view.warning(f"{LOSSES_UNSEEN}. Call backward() on the loss")
             return ""
         assert reference.measurement is not None
         tolerance = self.settings.limits.loss_tolerance
@@ -474,6 +482,14 @@ class Session:
         return loss_disagreement(
             expected, measurement.first_losses, tolerance, whose, finest, allowance.share
         )
+
+    @property
+    def sees_no_losses(self) -> bool:
+        """Whether nothing shows that configurations of a script train the same."""
+        baseline = self.baseline
+        measured = None if baseline is None or baseline.status.has_failed else baseline.measurement
+        starts = isinstance(self.runner, StartsScripts)
+        return starts and measured is not None and not measured.first_losses
 
     def _is_todays(self, configuration: Configuration) -> bool:
         return key_of(configuration) == key_of(self.runner.baseline)

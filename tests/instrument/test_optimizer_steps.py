@@ -119,6 +119,18 @@ def test_the_loss_of_a_step_is_the_sum_of_its_backward_passes(losses):
     assert marks == ["forward", "backward"] * 3
 
 
+def test_gradients_that_a_script_asks_for_by_hand_are_a_backward_pass(losses):
+    """Not those that are differentiated again, as a penalty on gradients is."""
+    marks = []
+    losses.mark = marks.append
+    weight = torch.nn.Parameter(torch.ones(1))
+    (slope,) = torch.autograd.grad((weight**2).sum(), weight, create_graph=True)
+    assert losses.take() is None and not marks
+    loss = (weight * 3).sum() + slope.sum()
+    (gradient,) = torch.autograd.grad(outputs=loss, inputs=[weight])
+    assert (gradient.item(), losses.take(), marks) == (5.0, 5.0, ["forward", "backward"])
+
+
 def test_what_a_backward_pass_waits_for_is_told_apart(alone):
     made, marks = Losses(lambda: True), []
     net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))

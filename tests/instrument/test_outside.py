@@ -21,6 +21,8 @@ from perfsearch.instrument.outside import caution, cautions, find_programs, find
         ("import requests\nrequests.get('x')", {}),
         ("from requests import post", {"requests.post": ""}),
         ("# import wandb\ntext = 'import wandb'\nimport wandbox", {}),
+        ("import mlflow", {"mlflow": "MLFLOW_TRACKING_URI=sqlite:////tmp/trials.db"}),
+        ("import mlflow\nmlflow.set_tracking_uri('sqlite:///own.db')", {"mlflow": ""}),
         ("from .wandb import x", {}),
         ("this is no Python", {}),
     ],

@@ -2,6 +2,7 @@ import contextlib
 import json
 import math
 import re
+import statistics
 
 import pytest
 from support.small_search import Search
@@ -425,3 +426,22 @@ def test_cautions_are_said_before_anything_is_started(search: Search) -> None:
 
     search(Careful(), budget={"trials": 1, "seconds": None})
     assert said_first == ["warning: it uploads"]
+
+
+def test_step_times_of_the_closing_table_are_those_of_its_own_windows(search: Search) -> None:
+    """Windows of uneven batches are of different work: no rate tells the time of another's step."""
+
+    class UnevenBatches(SyntheticRunner):
+        def measure(self, configuration, plan):
+            outcome = super().measure(configuration, plan)
+            if outcome.measurement is not None and plan.purpose is Purpose.CONFIRM:
+                measured = outcome.measurement
+                measured.samples_per_step = 2 * measured.samples_per_step
+                measured.step_seconds = [2.1 * s for s in measured.step_seconds]
+            return outcome
+
+    result = search(UnevenBatches())
+    confirmed = [t for t in result.trials if t.purpose is Purpose.CONFIRM]
+    today = [t for t in confirmed if t.configuration == result.trials[0].configuration]
+    steps_ms = [1e3 * t.measurement.step_time_s for t in today]
+    assert search.view.rows[0]["step_ms"] == pytest.approx(statistics.median(steps_ms))

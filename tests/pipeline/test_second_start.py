@@ -190,3 +190,29 @@ def test_knobs_that_change_no_kernel_are_held_to_the_tolerance(search: Search) -
     assert not any(is_perturbed(t) for t in result.trials)
     view = [t for t in result.trials if t.configuration["view"]]
     assert view and {t.status for t in view} == {Status.DIVERGED}
+
+
+def test_where_no_loss_is_seen_it_is_said_and_the_claim_says_so(search: Search) -> None:
+    class Silent(Starts):
+        def measure(self, configuration, plan):
+            outcome = super().measure(configuration, plan)
+            if outcome.measurement is not None:
+                outcome.measurement.first_losses = []
+            return outcome
+
+    result = search(Silent(), sentinel_every=0)
+    said = [line for line in search.view.lines if "no backward pass of the baseline" in line]
+    assert any(line.startswith("warning") for line in said)
+    assert result.verdict.winner is not None
+    assert result.verdict.reason.endswith("nothing shows that configurations train the same")
+
+
+def test_where_no_second_start_runs_the_search_says_so_and_fails(search: Search) -> None:
+    def fail(configuration, plan):
+        if plan.purpose is Purpose.BASELINE:
+            return None
+        return Outcome(Status.CRASH, reason="rank 0: FileExistsError: pipe")
+
+    result = search(Starts(fail=fail), sentinel_every=0, budget={"trials": 3})
+    assert result.exit_code == 1
+    assert "started again it ended crash: rank 0: FileExistsError: pipe" in result.verdict.reason
