@@ -26,7 +26,7 @@ from typing import Any
 
 from perfsearch.core.locks import lock, unlock
 from perfsearch.instrument.patching import after_import, wrap
-from perfsearch.instrument.undo import ORDERS, RECORD, Deed, Entry
+from perfsearch.instrument.undo import ORDERS, RECORD, SHELF, Deed, Entry, below, marks
 
 _MOST_COPIED = 2**30
 """Bytes up to which a file that is changed in place is copied."""
@@ -36,7 +36,6 @@ _FICLONE = 0x40049409  # of Linux: let a file share another's blocks
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _UNNAMED = getattr(os, "O_TMPFILE", 0)
 _SQLITE_FILES = ("-journal", "-wal", "-shm")
-_KEPT = "kept"
 
 _CACHES = {
     "XDG_CACHE_HOME": "~/.cache",
@@ -76,7 +75,7 @@ class Scope:
         python = [sys.prefix, sys.base_prefix, sys.exec_prefix]
         system = ["/dev", "/proc", "/sys", "/run", "/tmp", "/var/tmp", tempfile.gettempdir()]
         roots = {os.path.realpath(os.path.expanduser(p)) for p in caches + python + system if p}
-        around = {root for root in roots if _below(here, root)}
+        around = {root for root in roots if below(here, root)}
         expressly = {os.path.realpath(path) for path in own}
         self._left_out = tuple(f"{root}{os.sep}" for root in (roots - around) | expressly)
         self._around = tuple(f"{root}{os.sep}" for root in around)
@@ -88,10 +87,6 @@ class Scope:
         if whole.startswith(self._left_out) or f"{os.sep}__pycache__{os.sep}" in whole:
             return False
         return whole.startswith(self._here) or not whole.startswith(self._around)
-
-
-def _below(path: str, root: str) -> bool:
-    return f"{path}{os.sep}".startswith(f"{root.rstrip(os.sep)}{os.sep}")
 
 
 class Record:
@@ -162,8 +157,8 @@ class Record:
                     self.early_names.add(os.path.basename(path))
             case Deed.MOVED:
                 for moved in (path, entry["to"]):  # from now on other things have these names
-                    self.known = {p for p in self.known if not _below(p, moved)}
-                    self._said = {said for said in self._said if not _below(said[1], moved)}
+                    self.known = {p for p in self.known if not below(p, moved)}
+                    self._said = {said for said in self._said if not below(said[1], moved)}
             case Deed.STEP:
                 self.stepped = True
         if deed is not Deed.MOVED:  # which may happen to another of that name again
@@ -183,7 +178,7 @@ class Keeper:
         orders = json.loads(Path(directory, ORDERS).read_text())
         self.scope = Scope(orders["directory"], [*orders["own"], *own])
         self.record = Record(directory)
-        self._shelf = os.path.join(directory, _KEPT)
+        self._shelf = os.path.join(directory, SHELF)
         os.makedirs(self._shelf, exist_ok=True)
         self._device = os.stat(self._shelf).st_dev
         self._mark = os.path.basename(os.path.dirname(directory))
@@ -192,13 +187,17 @@ class Keeper:
             "open": self._opened,
             "os.remove": self._removed,
             "os.rmdir": self._directory_removed,
-            "os.mkdir": lambda path, mode, at: self._made(path, at),
-            "os.symlink": lambda source, path, at: self._made(path, at),
+            "os.mkdir": lambda path, mode, at: self.made(path, at),
+            "os.symlink": lambda source, path, at: self.made(path, at),
             "os.link": self._linked,
             "os.rename": self._renamed,
             "os.truncate": lambda path, length: self.before_writing(path),
             "os.chmod": lambda path, mode, at: self._marked(path, at),
             "os.utime": lambda path, times, ns, at: self._marked(path, at),
+            "os.chown": lambda path, user, group, at: self._marked(path, at),
+            "os.setxattr": lambda path, *_: self._marked(path),
+            "os.removexattr": lambda path, *_: self._marked(path),
+            "socket.bind": lambda socket, address: self._bound(address),
             "sqlite3.connect": self._database,
         }
 
@@ -289,18 +288,14 @@ class Keeper:
     def _keep(self, name: str, found: os.stat_result) -> None:
         """Give what is at ``name`` another name of ours; a copy where there are no hard links."""
         at = self._place(name, found)
-        times = [found.st_atime_ns, found.st_mtime_ns]
-        mode = stat.S_IMODE(found.st_mode)
-        self.record.say(Deed.KEPT, name, at=at, mode=mode, times=times)
+        self.record.say(Deed.KEPT, name, at=at, **marks(name, found))
         if os.path.lexists(at):
             return
         try:
             os.link(name, at, follow_symlinks=False)
         except OSError:
-            if found.st_size > _MOST_COPIED:
+            if not _copied(name, at, found):
                 self.record.say(Deed.LOST, name)
-            else:
-                shutil.copy2(name, at, follow_symlinks=False)
 
     def _place(self, name: str, found: os.stat_result) -> str:
         """Where this file is kept, or would be: on its own file system."""
@@ -346,7 +341,8 @@ class Keeper:
         if found is not None and stat.S_ISDIR(found.st_mode) and name not in self.record.known:
             self.record.say(Deed.REMOVED, name, mode=stat.S_IMODE(found.st_mode))
 
-    def _made(self, path: Any, at: int) -> None:
+    def made(self, path: Any, at: int | None = None) -> None:
+        """An entry of a directory is about to be made, where there is none."""
         name = _entry(path, at)
         if self.scope.has(name):
             with self.record.turn():
@@ -358,7 +354,7 @@ class Keeper:
         if self.scope.has(origin):
             with self.record.turn():
                 self._before_loss(origin)  # what is written to the other name is not to reach it
-        self._made(path, at)
+        self.made(path, at)
 
     def _renamed(self, source: Any, target: Any, source_at: int, target_at: int) -> None:
         old, new = _entry(source, source_at), _entry(target, target_at)
@@ -380,7 +376,14 @@ class Keeper:
                 else:
                     self._before_loss(new)
 
-    def _marked(self, path: Any, at: int) -> None:
+    def _bound(self, address: Any) -> None:
+        """A socket is about to be bound, which makes a file where the address is a path."""
+        if isinstance(address, str | bytes) and os.fsencode(address)[:1] not in (b"", b"\0"):
+            self.made(address)
+
+    def _marked(self, path: Any, at: int = -1) -> None:
+        if isinstance(path, int):  # a descriptor
+            path = os.readlink(f"/proc/self/fd/{path}")
         if not isinstance(path, str | bytes | os.PathLike):
             return
         name = os.path.realpath(_entry(path, at))
@@ -389,9 +392,7 @@ class Keeper:
         with self.record.turn():
             found = _status(name)
             if found is not None and name not in self.record.known:
-                times = [found.st_atime_ns, found.st_mtime_ns]
-                mode = stat.S_IMODE(found.st_mode)
-                self.record.say(Deed.MARKED, name, mode=mode, times=times)
+                self.record.say(Deed.MARKED, name, **marks(name, found))
 
     def _database(self, path: Any) -> None:
         name = os.fsdecode(path)
@@ -418,6 +419,18 @@ def _entry(path: Any, at: int | None = -1) -> str:
     if last in ("", ".", ".."):
         return os.path.realpath(name)
     return os.path.join(os.path.realpath(above), last)
+
+
+def _copied(name: str, at: str, found: os.stat_result) -> bool:
+    """Copy a file; ``False`` where it cannot be or is too much. At ``at`` it is whole or not."""
+    if found.st_size > _MOST_COPIED:
+        return False
+    try:
+        shutil.copy2(name, f"{at}.new", follow_symlinks=False)
+        os.replace(f"{at}.new", at)
+    except OSError:
+        return False
+    return True
 
 
 def _draft(name: str, draft: str, found: os.stat_result, empty: bool) -> bool:
@@ -447,6 +460,10 @@ _WRITERS = (
 """Functions that open the file which their second argument names, outside of Python."""
 
 
+_MAKERS = ("mkfifo", "mknod")
+"""Functions of ``os`` that make what their first argument names, of which Python does not tell."""
+
+
 def _hook(keeper: Keeper) -> Callable[[str, tuple[Any, ...]], None]:
     """Python's audit hook; most events, such as each ``id()``, are none of files'."""
     action, quietly = keeper.events.get, keeper.quietly
@@ -474,6 +491,12 @@ def keep_files(directory: str, own: Sequence[str] = ()) -> Keeper:
         keeper.quietly(lambda: keeper.before_writing(named, replaces=True, creates=True))
         return original(*args, **kwargs)
 
+    def making(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        keeper.quietly(keeper.made, args[0] if args else kwargs.get("path"), kwargs.get("dir_fd"))
+        return original(*args, **kwargs)
+
+    for maker in _MAKERS:
+        wrap(os, maker, making)
     for module, function in _WRITERS:
         owner, _, name = function.rpartition(".")
 

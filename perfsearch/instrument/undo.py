@@ -7,8 +7,8 @@ that starts are forked from, or a later search in the same directory reads it ba
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
-import math
 import os
 import shutil
 import socket
@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -32,6 +32,12 @@ ROOM = ".perfsearch-undo"
 
 RECORD = "record.jsonl"
 ORDERS = "start.json"
+SHELF = "kept"
+"""Directory of a start in which files are kept."""
+
+_DRAFTS = (".new", ".again")
+"""Endings of what is on a shelf only while it is made or put back."""
+
 _OWNER = "owner.json"
 _DOWNLOADS = "downloads.jsonl"
 _README = "README.txt"
@@ -71,15 +77,22 @@ class Deed(StrEnum):
     KEPT = "kept"  # the file that was at ``path`` is at ``at``
     REMOVED = "removed"  # a directory was at ``path``, with ``mode``
     MOVED = "moved"  # the directory at ``path`` has gone to ``to``
-    MARKED = "marked"  # ``path`` had this ``mode`` and these ``times``
+    MARKED = "marked"  # ``path`` had this ``mode``, these ``times``, and so on
     LOST = "lost"  # ``path`` is changed, and could not be kept
     STEP = "step"  # the first step of an optimizer is made
     TOUCHED = "touched"  # ``path``, made before that, is changed after it
     READ = "read"  # ``path``, made before that, is read
 
 
-def read(file: Path) -> list[Entry]:
-    """The entries of a record; lines that were torn are none."""
+def read(file: Path, was: str = "", now: str = "") -> list[Entry]:
+    """The entries of a record; lines that were torn are none.
+
+    Args:
+        file: the record.
+        was: the path that a directory had when the record was written,
+        now: and the one that it has: what lies below it is there now.
+
+    """
     entries = []
     try:
         lines = file.read_bytes().split(b"\n")
@@ -87,8 +100,18 @@ def read(file: Path) -> list[Entry]:
         return []
     for line in lines:
         with contextlib.suppress(ValueError):
-            entries.append(json.loads(line))
+            entry = json.loads(line)
+            for key in ("path", "at", "to") if was != now else ():
+                if key in entry and below(entry[key], was):
+                    way = os.path.relpath(entry[key], was)
+                    entry[key] = os.path.normpath(os.path.join(now, way))
+            entries.append(entry)
     return entries
+
+
+def below(path: str, root: str) -> bool:
+    """Whether a path is that of a directory, or of something in it."""
+    return f"{path}{os.sep}".startswith(f"{root.rstrip(os.sep)}{os.sep}")
 
 
 # -----------------------------------------------------------------------------
@@ -103,30 +126,43 @@ class Undone:
         lost: files that are not as they were.
         back: files that were put back, or removed as a start had made them.
         others: files that were changed after the start had died, which are left as they are.
+        left: entries of files that are still kept, as they could not be put back.
 
     """
 
     lost: set[str] = field(default_factory=set)
     back: set[str] = field(default_factory=set)
     others: set[str] = field(default_factory=set)
+    left: list[Entry] = field(default_factory=list)
 
     def add(self, more: Undone) -> None:
         """Take up what came of another one."""
         self.lost |= more.lost
         self.back |= more.back
         self.others |= more.others
+        self.left += more.left
+
+
+Anothers = Callable[[str], bool]
+"""Tells whether what is at a path was put or changed there by others than the starts."""
+
+
+def _nobody(path: str) -> bool:
+    return False
 
 
 def undo(
-    entries: Sequence[Entry], staying: frozenset[str] = frozenset(), died_s: float = math.inf
+    entries: Sequence[Entry],
+    staying: frozenset[str] = frozenset(),
+    is_anothers: Anothers = _nobody,
 ) -> Undone:
     """Put back what a start changed; may be broken off anywhere and called again.
 
     Args:
         entries: its record, or what is left to be undone of one.
         staying: paths that it made and that are left where they are.
-        died_s: Unix time after which it changed nothing any more. What was changed later is
-            another's: it stays, and what was kept is put beside it.
+        is_anothers: tells of what was changed after it had died. That stays, and what was kept is
+            put beside it.
 
     """
     done = Undone()
@@ -139,13 +175,15 @@ def undo(
             others_need_it = to_come[entry["at"]] > 0
         if entry["deed"] == Deed.MADE and path in staying:
             continue
-        later = _is_anothers(path, died_s)
+        later = is_anothers(path)
         try:
             if _undo_deed(entry, others_need_it, later):
                 (done.others if later else done.back).add(path)
-        except FileNotFoundError:
-            continue
-        except OSError:
+        except OSError as error:
+            if entry["deed"] == Deed.KEPT and not _was_put_back(entry["at"]):
+                done.left.insert(0, entry)
+            elif isinstance(error, FileNotFoundError):
+                continue
             done.lost.add(path)
         if entry["deed"] == Deed.LOST:
             done.lost.add(path)
@@ -177,15 +215,6 @@ def _undo_deed(entry: Entry, others_need_it: bool, later: bool) -> bool:
     return False
 
 
-def _is_anothers(path: str, died_s: float) -> bool:
-    """Whether a file was written to after the start had died."""
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return False
-    return not stat.S_ISDIR(found.st_mode) and found.st_ctime > died_s
-
-
 def _remove(path: str) -> bool:
     """Remove what a start made, a directory only if nothing of another is in it; whether it did."""
     if not stat.S_ISDIR(os.lstat(path).st_mode):
@@ -200,8 +229,8 @@ def _remove(path: str) -> bool:
 def _put_back(entry: Entry, others_need_it: bool, aside: bool) -> bool:
     """Put a kept file back, or beside what has taken its place; whether it was still there."""
     path, at = entry["path"], entry["at"]
-    if not os.path.lexists(at):
-        return False  # done before, by an undo that was broken off
+    if _was_put_back(at):
+        return False
     if aside:
         path = f"{path}{ASIDE}"
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -213,7 +242,7 @@ def _put_back(entry: Entry, others_need_it: bool, aside: bool) -> bool:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(source)
         os.link(at, source, follow_symlinks=False)
-    os.replace(source, path)
+    _move(source, path)
     if not os.path.islink(path):
         _mark(path, entry)
     with contextlib.suppress(FileNotFoundError):
@@ -221,9 +250,68 @@ def _put_back(entry: Entry, others_need_it: bool, aside: bool) -> bool:
     return True
 
 
+def _was_put_back(at: str) -> bool:
+    """Whether a kept file is gone because an undo that was broken off has put it back.
+
+    It is not if the place where it was kept is gone too, as a file system that is not mounted here.
+    """
+    return not os.path.lexists(at) and os.path.isdir(os.path.dirname(at))
+
+
+def _move(source: str, path: str) -> None:
+    """Let a file take the place of another, on another file system too."""
+    try:
+        os.replace(source, path)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        draft = f"{path}{ASIDE}.part"
+        shutil.copy2(source, draft, follow_symlinks=False)
+        os.replace(draft, path)
+        os.unlink(source)
+
+
+_OF_SYSTEM = "security."
+"""Start of the names of extended attributes that are none of a script's."""
+
+
+def marks(path: str, found: os.stat_result) -> Entry:
+    """What a file has beside its content, as entries of the record have it."""
+    return {
+        "mode": stat.S_IMODE(found.st_mode),
+        "times": [found.st_atime_ns, found.st_mtime_ns],
+        "owner": [found.st_uid, found.st_gid],
+        "attributes": _attributes(path),
+    }
+
+
+def _attributes(path: str) -> dict[str, str]:
+    """Extended attributes of a file, their values in hexadecimal digits; none where there are none.
+
+    A file system or a kind of file that has no such attributes is one without any.
+    """
+    if os.path.islink(path) or not hasattr(os, "listxattr"):
+        return {}
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listxattr(path) if not name.startswith(_OF_SYSTEM)]
+        return {name: os.getxattr(path, name).hex() for name in names}
+    return {}
+
+
 def _mark(path: str, entry: Entry) -> None:
     now = os.stat(path)
-    if stat.S_IMODE(now.st_mode) != entry["mode"]:
+    user, group = entry.get("owner", (now.st_uid, now.st_gid))
+    # no user but root gives files away: one with another owner was copied by that one
+    if (now.st_uid, now.st_gid) != (user, group) and (now.st_uid == user or os.geteuid() == 0):
+        os.chown(path, user, group)
+    found = _attributes(path)
+    wanted = entry.get("attributes", found)
+    for name in found.keys() - wanted.keys():
+        os.removexattr(path, name)
+    for name in wanted:
+        if found.get(name) != wanted[name]:
+            os.setxattr(path, name, bytes.fromhex(wanted[name]))
+    if stat.S_IMODE(os.stat(path).st_mode) != entry["mode"]:  # which another owner may change
         os.chmod(path, entry["mode"])
     if now.st_mtime_ns != entry["times"][1]:
         os.utime(path, ns=tuple(entry["times"]))
@@ -352,6 +440,7 @@ class UserFiles:
     directory: Path = field(default_factory=Path.cwd)
     _lost: set[str] = field(default_factory=set)
     _room: Path | None = None
+    _left_in: str = ""
     _starts: int = 0
     _before: Listing | None = None
     _closed: threading.Event = field(default_factory=threading.Event)
@@ -368,6 +457,7 @@ class UserFiles:
             done = recover(place)
             self._lost |= done.lost
             lines += _of_killed(done) + [_left_alone(room, host) for room, host in strangers(place)]
+            lines += [_still_kept(room, paths) for room, paths in unfinished(place)]
         if self._before is None:
             self._before = list_files(self.directory, self.own)
         return lines
@@ -405,7 +495,10 @@ class UserFiles:
         """Leave everything as it was before the first start."""
         room, self._room = self._room, None
         if room is not None:
-            self._lost |= _close(room).lost
+            done = _close(room)
+            self._lost |= done.lost
+            if done.left:
+                self._left_in = os.path.relpath(room)
             self._closed.set()
 
     def not_as_before(self) -> str:
@@ -417,9 +510,13 @@ class UserFiles:
         paths = sorted(self._lost | set(_differing(self._before, after)))
         if not paths:
             return ""
+        kept = (
+            f"; what could not be put back of that is kept in {self._left_in}, and the next search "
+            "in this directory tries again"
+        )
         return (
             "warning: changed while starts of the script ran, in a way that is not undone or by "
-            f"others: {_listed(paths)}"
+            f"others: {_listed(paths)}{kept if self._left_in else ''}"
         )
 
 
@@ -441,6 +538,15 @@ def _left_alone(room: Path, host: str) -> str:
         f"warning: {os.path.relpath(room)} keeps files for a search on host {host}, which may "
         f"still run. If it does not, start one in this directory in {_SURELY_DEAD_S:g} s or later: "
         "they are put back then"
+    )
+
+
+def _still_kept(room: Path, paths: Collection[str]) -> str:
+    return (
+        f"warning: {os.path.relpath(room)} keeps files of a killed search that could not be put "
+        f"back: {_listed(paths) or 'which ones is not on record'}. See that their directories are "
+        "there and can be written, and start a search in this directory again, or take them from "
+        f"*/{SHELF} in it (*/{RECORD} says which is which) and remove it"
     )
 
 
@@ -466,8 +572,42 @@ def recover(directory: Path) -> Undone:
             with contextlib.suppress(OSError, ValueError):
                 processes.end_all(json.loads(orders.read_text())["token"], grace_s=0.0)
         with contextlib.suppress(OSError):
-            done.add(_close(owner.parent, owner.stat().st_mtime + _ANOTHERS_S))
+            done.add(_close(owner.parent, _after_death(owner.parent)))
     return done
+
+
+def _after_death(room: Path) -> Anothers:
+    """Tells which files were written to after the search of a room had died.
+
+    In a copy of a directory all files were changed when it was made: there the time counts when
+    their content was, which ``cp -a`` leaves as it was.
+    """
+    sign = (room / _OWNER).stat()  # of life, which sets both times
+    died_s = sign.st_mtime + _ANOTHERS_S
+    copy = _tree(room)[1] if sign.st_ctime > died_s else None
+
+    def is_anothers(path: str) -> bool:
+        try:
+            found = os.lstat(path)
+        except OSError:
+            return False
+        copied = copy is not None and below(path, copy)
+        changed_s = found.st_mtime if copied else found.st_ctime
+        return not stat.S_ISDIR(found.st_mode) and changed_s > died_s
+
+    return is_anothers
+
+
+def unfinished(directory: Path) -> list[tuple[Path, set[str]]]:
+    """Rooms of dead searches that keep files which could not be put back, and their paths."""
+    found = []
+    for owner in sorted((directory / ROOM).glob(f"*/{_OWNER}")):
+        room = owner.parent
+        starts = [orders.parent for orders in room.glob(f"*/{ORDERS}")]
+        if starts and _lives(owner) is False:
+            entries = [e for start in starts for e in read(start / RECORD, *_tree(room))]
+            found.append((room, {e["path"] for e in entries if e["deed"] == Deed.KEPT}))
+    return found
 
 
 def strangers(directory: Path) -> list[tuple[Path, str]]:
@@ -499,40 +639,81 @@ def _live(owner: Path, closed: threading.Event) -> None:
 def _new_room(directory: Path, own: Sequence[Path]) -> Path:
     """A directory of this search, in the working directory or in the first of its own."""
     name = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    room = next(
-        (place for place in (directory, *own) if os.access(place, os.W_OK | os.X_OK)), directory
-    )
-    room = room / ROOM / name
+    place = next((p for p in (directory, *own) if os.access(p, os.W_OK | os.X_OK)), directory)
+    room = Path(os.path.realpath(place), ROOM, name)
     with contextlib.suppress(FileNotFoundError):  # another search has just ended here
         room.mkdir(parents=True)
     room.mkdir(parents=True, exist_ok=True)
     (room.parent / _README).write_text(_EXPLANATION)
     (room.parent / _IGNORED).write_text("*\n")
     me = os.getpid()
-    owner = {"host": socket.gethostname(), "controller": [me, processes.started_at(me)]}
+    here, whole = os.path.realpath(directory), str(room)
+    tree = here if below(whole, here) else whole
+    owner = {
+        "host": socket.gethostname(),
+        "controller": [me, processes.started_at(me)],
+        "tree": [tree, os.path.relpath(tree, whole)],
+    }
     write_json(room / _OWNER, owner)
     return room
 
 
-def _undo_starts(room: Path, keep_downloads: bool, died_s: float = math.inf) -> Undone:
+def _tree(room: Path) -> tuple[str, str]:
+    """The directory that a room lies in and goes with: its path when that was made, and now.
+
+    The record names files by their paths of then. In a directory that was moved, copied or mounted
+    elsewhere since, those are nothing or, worse, the original's.
+    """
+    try:
+        was, way = json.loads((room / _OWNER).read_text())["tree"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", ""
+    return was, os.path.normpath(os.path.join(os.path.realpath(room), way))
+
+
+def _undo_starts(room: Path, keep_downloads: bool, is_anothers: Anothers = _nobody) -> Undone:
     done = Undone()
+    tree = _tree(room)
     for start in sorted((p.parent for p in room.glob(f"*/{ORDERS}")), reverse=True):
-        entries = read(start / RECORD)
+        entries = read(start / RECORD, *tree)
         stays = downloads(entries) if keep_downloads else []
         if stays:
             with (room / _DOWNLOADS).open("a") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in stays)
-        done.add(undo(entries, frozenset(e["path"] for e in stays), died_s))
-        shutil.rmtree(start, ignore_errors=True)
+        came = undo(entries, frozenset(e["path"] for e in stays), is_anothers)
+        done.add(came)
+        _clear(start, came.left)
     return done
 
 
-def _close(room: Path, died_s: float = math.inf) -> Undone:
+def _clear(start: Path, left: Sequence[Entry]) -> None:
+    """Remove what there is of a start that was undone, but never a file that is still kept."""
+    if left:
+        draft = start / f"{RECORD}.new"
+        draft.write_text("".join(json.dumps(entry) + "\n" for entry in left))
+        os.replace(draft, start / RECORD)
+    elif not _on_shelf(start):
+        (start / ORDERS).unlink(missing_ok=True)  # without which it is a start no more
+        shutil.rmtree(start, ignore_errors=True)
+
+
+def _on_shelf(start: Path) -> list[str]:
+    try:
+        names = os.listdir(start / SHELF)
+    except FileNotFoundError:
+        return []
+    return [name for name in names if not name.endswith(_DRAFTS)]
+
+
+def _close(room: Path, is_anothers: Anothers = _nobody) -> Undone:
     with _held(room) as there:
         if not there:
             return Undone()
-        done = _undo_starts(room, keep_downloads=False, died_s=died_s)
-        done.add(undo(read(room / _DOWNLOADS), died_s=died_s))
+        done = _undo_starts(room, keep_downloads=False, is_anothers=is_anothers)
+        done.add(undo(read(room / _DOWNLOADS, *_tree(room)), is_anothers=is_anothers))
+        (room / _DOWNLOADS).unlink(missing_ok=True)
+        if any(room.glob(f"*/{ORDERS}")):
+            return done  # what is still kept
         shutil.rmtree(room, ignore_errors=True)
     with contextlib.suppress(OSError):
         if not any(p.is_dir() for p in room.parent.iterdir()):

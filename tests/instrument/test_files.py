@@ -5,6 +5,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -120,6 +121,12 @@ CHANGES = {
     "bytes": "open(b'ckpt.pt', 'w').write('x'); os.remove(b'train.log')",
     "a database": "import sqlite3; c = sqlite3.connect('data/d.db'); "
     "c.execute('create table t (a)'); c.commit()",
+    "makes a pipe": "os.mkfifo('pipe'); os.mkfifo(path='out/pipe', mode=0o600); "
+    "d = os.open('out', os.O_RDONLY); os.mkfifo('second', dir_fd=d)",
+    "makes a node": "os.mknod('node'); open('node', 'a').write('x')",
+    "removes a pipe that it made": "os.mkfifo('pipe'); os.remove('pipe'); open('pipe', 'w')",
+    "binds a socket": "import socket; s = socket.socket(socket.AF_UNIX); s.bind('socket'); "
+    "t = socket.socket(); t.bind(('127.0.0.1', 0)); socket.socket(socket.AF_UNIX).bind('')",
     "in a forked process": "p = os.fork()\nif not p:\n  open('ckpt.pt', 'w').write('x'); "
     "os.remove('train.log'); open('by_child', 'w').write('x'); os._exit(0)\nos.waitpid(p, 0)\n"
     "open('by_child', 'a').write('y'); open('ckpt.pt', 'a').write('z')",
@@ -140,6 +147,34 @@ def test_what_a_start_changed_is_put_back(directory, change):
     directory.files.end()
     assert directory.state() == directory.before
     assert directory.files.not_as_before() == ""
+    directory.check()
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_owner_and_attributes_are_put_back(directory, renamed):
+    try:
+        os.setxattr("locked.txt", "user.had", b"\x00\xff")
+    except OSError:
+        pytest.skip("the file system has no extended attributes")
+    os.setxattr("ckpt.pt", "user.stays", b"as it is")
+    directory.before = directory.state()
+    program = """
+    for name in ('locked.txt', 'ckpt.pt'):
+        changed = 'x' if RENAMED else name
+        if RENAMED:
+            os.rename(name, changed)
+        os.setxattr(changed, 'user.new', b'x')
+        file = os.open(changed, os.O_RDONLY)
+        if os.geteuid() == 0:
+            os.fchown(file, 1, 1)
+        os.fchmod(file, 0o600)
+        if name == 'locked.txt':
+            os.removexattr(changed, 'user.had')
+        if RENAMED:
+            os.rename(changed, f'out/{name}')
+    """
+    directory.start(program.replace("RENAMED", str(renamed)))
+    assert directory.state() != directory.before
     directory.check()
 
 
@@ -372,6 +407,126 @@ def test_what_the_user_made_after_a_kill_is_left_and_what_was_kept_put_beside_it
         aside = directory.path / f"{name}{undo.ASIDE}"
         assert aside.read_bytes() == directory.before[name][0]
     assert not (directory.path / undo.ROOM).exists()
+
+
+LOSES = (
+    "open('ckpt.pt', 'w').write('of a trial'); open('new.txt', 'w').write('of a trial')\n"
+    "open('train.log', 'a').write('of a trial'); os.rename('out', 'gone'); os.remove('latest')"
+)
+
+
+def contents(state):
+    """What a directory holds, but for the inodes."""
+    return {path: seen if seen[0] == "directory" else seen[:-1] for path, seen in state.items()}
+
+
+def test_a_directory_that_was_moved_after_a_kill_is_put_back_where_it_is(directory, monkeypatch):
+    left_by_a_killed_search(directory, LOSES)
+    moved = directory.path.parent / "moved"
+    directory.path.rename(moved)
+    monkeypatch.chdir(moved)
+    (said,) = UserFiles().open()
+    assert said.startswith("put back what a killed search had changed: ckpt.pt, ")
+    assert state_of(moved, "run") == directory.before
+    assert not directory.path.exists()
+
+
+def test_a_copy_made_after_a_kill_is_put_back_and_leaves_the_original_alone(directory, monkeypatch):
+    monkeypatch.setattr(undo, "_ANOTHERS_S", 0.0)  # no time between the kill and the copy
+    owner = left_by_a_killed_search(directory, LOSES)
+    os.utime(owner)
+    time.sleep(0.05)
+    (directory.path / "mine.txt").write_text("made after the kill")
+    (directory.path / "new.txt").write_text("made after the kill")
+    copy = directory.path.parent / "copy"
+    subprocess.run(["cp", "-a", directory.path, copy], check=True)
+    original = state_of(directory.path)
+
+    monkeypatch.chdir(copy)
+    lines = UserFiles().open()
+    assert "left as they are: new.txt;" in lines[1]
+    assert state_of(directory.path) == original
+    mine = {"mine.txt", "new.txt"}
+    found = {k: v for k, v in contents(state_of(copy, "run")).items() if k not in mine}
+    assert found == contents(directory.before)
+    assert {(copy / name).read_text() for name in mine} == {"made after the kill"}
+
+    monkeypatch.chdir(directory.path)
+    UserFiles().open()
+    found = {k: v for k, v in directory.state().items() if k not in mine}
+    assert found == directory.before
+
+
+def test_a_room_without_the_path_of_its_directory_is_undone_where_it_was_made(directory):
+    owner = left_by_a_killed_search(directory, LOSES)
+    entry = json.loads(owner.read_text())
+    del entry["tree"]
+    owner.write_text(json.dumps(entry))
+    UserFiles(directory=directory.path).open()
+    assert directory.state() == directory.before
+
+
+def test_what_cannot_be_put_back_stays_kept_is_named_and_tried_again(directory):
+    room = left_by_a_killed_search(directory, "os.remove('ckpt.pt'); os.remove('train.log')").parent
+    (directory.path / "ckpt.pt").mkdir()
+    (directory.path / "ckpt.pt" / "mine").write_text("in its place")
+    for _ in range(2):
+        files = UserFiles(directory=directory.path)
+        said = files.open()[-1]
+        assert f"{undo.ROOM}/{room.name} keeps files" in said and "put back: ckpt.pt." in said
+        assert [p.read_bytes() for p in room.glob("*/kept/*")] == [b"weights of last week"]
+        assert "ckpt.pt" in files.not_as_before() and "train.log" not in files.not_as_before()
+    (directory.path / "ckpt.pt" / "mine").unlink()
+    assert "ckpt.pt" in UserFiles(directory=directory.path).open()[0]
+    assert directory.state() == directory.before
+    assert not (directory.path / undo.ROOM).exists()
+
+
+def test_a_search_that_cannot_put_back_at_its_end_says_where_the_file_is(directory):
+    directory.start("os.remove('ckpt.pt')")
+    (directory.path / "ckpt.pt").mkdir()
+    (directory.path / "ckpt.pt" / "mine").write_text("in its place")
+    directory.files.close()
+    said = directory.files.not_as_before()
+    assert "ckpt.pt" in said and f"is kept in {undo.ROOM}/" in said
+    kept = list((directory.path / undo.ROOM).glob("*/*/kept/*"))
+    assert [p.read_bytes() for p in kept] == [b"weights of last week"]
+
+
+def test_a_kept_file_without_its_record_is_never_removed(directory):
+    room = left_by_a_killed_search(directory, "os.remove('ckpt.pt')").parent
+    (record,) = room.glob("*/record.jsonl")
+    record.write_bytes(b"")  # as a crash of the machine may leave it
+    said = UserFiles(directory=directory.path).open()[-1]
+    assert "which ones is not on record" in said
+    assert [p.read_bytes() for p in room.glob("*/kept/*")] == [b"weights of last week"]
+
+
+def kept_entry(path, at):
+    """An entry of a file that is kept somewhere."""
+    entry = {"deed": undo.Deed.KEPT, "path": str(path), "at": str(at)}
+    return {**entry, "mode": 0o644, "times": [10**18, 10**18]}
+
+
+def test_a_file_kept_on_another_file_system_is_put_back(directory):
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("there is no other file system")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        at = os.path.join(other, "1-2")
+        with open(at, "w") as file:
+            file.write("kept")
+        if os.stat(at).st_dev == os.stat(".").st_dev:
+            pytest.skip("there is no other file system")
+        done = undo.undo([kept_entry(directory.path / "ckpt.pt", at)])
+        assert not done.lost and not done.left and not os.listdir(other)
+    assert (directory.path / "ckpt.pt").read_text() == "kept"
+
+
+def test_what_is_kept_where_nothing_is_mounted_counts_as_kept_still(directory):
+    here = kept_entry(directory.path / "ckpt.pt", directory.path / "run" / "put-back")
+    away = kept_entry(directory.path / "ckpt.pt", directory.path / "not-mounted" / "1-2")
+    assert undo.undo([here]) == undo.Undone()
+    assert undo.undo([away]).left == [away]
 
 
 def test_a_search_of_another_host_is_undone_once_it_is_surely_dead(directory, monkeypatch):
