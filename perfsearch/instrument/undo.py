@@ -582,9 +582,9 @@ def _after_death(room: Path) -> Anothers:
     In a copy of a directory all files were changed when it was made: there the time counts when
     their content was, which ``cp -a`` leaves as it was.
     """
-    sign = (room / _OWNER).stat()  # of life, which sets both times
+    sign = (room / _OWNER).stat()  # of life, which sets both times to the same
     died_s = sign.st_mtime + _ANOTHERS_S
-    copy = _tree(room)[1] if sign.st_ctime > died_s else None
+    copy = _tree(room)[1] if sign.st_ctime > sign.st_mtime + _HEARTBEAT_S else None
 
     def is_anothers(path: str) -> bool:
         try:

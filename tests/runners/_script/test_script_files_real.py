@@ -1,5 +1,6 @@
 """The user's files before and after a search over a script, a kill of it, and a resume."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.file_states import state_of
 
-from perfsearch.instrument.undo import ROOM
+from perfsearch.instrument.undo import ROOM, UserFiles
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +99,56 @@ def test_a_killed_search_leaves_them_too_and_goes_on(tmp_path, short_tmp, number
     assert running.wait(400) == 0, work.said
     assert "an earlier start's" not in work.said
     work.check()
+
+
+def kill_all_in(directory):
+    """Kill all processes of a search at once, by their working directory."""
+
+    def found():
+        for link in Path("/proc").glob("[0-9]*/cwd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(link) == str(directory):
+                    yield int(link.parent.name)
+
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in list(found()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+    while list(found()):
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("command", ["mv", "cp -a"])
+def test_a_directory_that_goes_elsewhere_after_a_kill_of_all_is_put_back_there(
+    tmp_path, short_tmp, monkeypatch, command
+):
+    work = Work(tmp_path / "work", short_tmp, SUPPORT / "script_files.py")
+    running = work.search()
+    work.wait_until(lambda: (work.path / "snapshot.pt").exists(), running)
+    kill_all_in(work.path)
+    running.wait(60)
+    assert work.state() != work.before and (work.path / ROOM).exists()
+    original, work.path = work.path, tmp_path / "elsewhere"
+    left = state_of(original)
+    subprocess.run([*command.split(), original, work.path], check=True)
+    monkeypatch.chdir(work.path)
+    (said,) = UserFiles([work.path / "run"]).open()
+    assert said.startswith("put back what a killed search had changed: ")
+    if command == "mv":
+        work.check()
+        assert not original.exists()
+    else:
+        assert without_inodes(work.state()) == without_inodes(work.before)
+        assert state_of(original) == left
+
+
+def without_inodes(state):
+    """A state with what a copy of a file has too; the log of the search is none of the user's."""
+    return {
+        path: seen if seen[0] == "directory" else seen[:-1]
+        for path, seen in state.items()
+        if path != "run.log"
+    }
 
 
 CHANGES = """import subprocess
