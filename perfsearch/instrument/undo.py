@@ -23,7 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from perfsearch.core.files import write_json
+from perfsearch.core.files import write_json, write_text
 from perfsearch.core.locks import lock
 from perfsearch.workers import processes
 
@@ -689,9 +689,7 @@ def _undo_starts(room: Path, keep_downloads: bool, is_anothers: Anothers = _nobo
 def _clear(start: Path, left: Sequence[Entry]) -> None:
     """Remove what there is of a start that was undone, but never a file that is still kept."""
     if left:
-        draft = start / f"{RECORD}.new"
-        draft.write_text("".join(json.dumps(entry) + "\n" for entry in left))
-        os.replace(draft, start / RECORD)
+        write_text(start / RECORD, "".join(json.dumps(entry) + "\n" for entry in left))
     elif not _on_shelf(start):
         (start / ORDERS).unlink(missing_ok=True)  # without which it is a start no more
         shutil.rmtree(start, ignore_errors=True)
