@@ -86,7 +86,7 @@ class Finding:
     @property
     def advice(self) -> str:
         """What to do."""
-        # The settings take their thresholds from this file, and ``--help`` needs no knob.
+        # which imports this module
         from perfsearch.metrics.advice import sentences
 
         return sentences(self.name, self.causes)
