@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -69,9 +68,7 @@ class Models:
             self.ignored = {name: f"{name}: {model.COMPILES_ITSELF}" for name in asked}
             return False
         if model.is_compiled(self._knobs):
-            importlib.import_module(
-                "torch._dynamo"
-            )  # in seconds, which are none of the next step's
+            model.import_compiler()
             mode = model.mode_of(self._knobs)
             self._compiled, self._give_up = model.compile_when_called(outermost, mode)
         return self._lay_out()

