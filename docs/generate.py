@@ -210,7 +210,7 @@ def _ddp_knobs() -> list[Knob]:
     found: dict[str, Knob] = {}
     for device, cores in (("cuda", 64), ("cpu", 64)):
         hardware = Hardware(device, nproc=8, nnodes=2, gpus=(), cores=cores)
-        job = Job(hardware, {}, _constructor(), convolutional=True, attends=True)
+        job = Job(hardware, {}, _constructor(), convolutional=True, attends=True, repeats=True)
         for knob in declare(of(Use.DDP), job)[0]:
             found.setdefault(knob.name, knob)
     return list(found.values())

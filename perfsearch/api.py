@@ -227,7 +227,9 @@ def _wrap(knobs: Mapping[str, Value], model: Any, optimizer: Any) -> Any:
     elsewhere = _elsewhere(knobs)
     process.apply(knobs)
     if not isinstance(model, DistributedDataParallel):
-        model = DistributedDataParallel(of_model.apply(knobs, model))
+        model, _, lost = of_model.apply(knobs, model)
+        elsewhere += [lost] if lost else []
+        model = DistributedDataParallel(model)
     elif of_model.CHANNELS_LAST.of(knobs) or of_model.is_compiled(knobs):
         names = " and ".join((of_model.CHANNELS_LAST.name, of_model.COMPILE.name))
         elsewhere.append(f"{names}: give the module before it is wrapped")

@@ -42,6 +42,7 @@ class Facts:
         convolutional: whether its backward pass goes through convolutions; ``None``: not known.
         modules: number of the outermost modules that it trains; 0 before its first step.
         images: whether they have convolutions over images; ``None``: not known.
+        blocks: how many blocks of one class they repeat; ``None``: not known.
         attention: what computes scaled dot-product attention, other than plainly, such as
             ``flash``; ``None``: not known.
 
@@ -65,6 +66,7 @@ class Facts:
     convolutional: bool | None = None
     modules: int = 0
     images: bool | None = None
+    blocks: int | None = None
     attention: list[str] | None = None
 
     def to_json(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from perfsearch.core.knob import Value
 from perfsearch.instrument.optimizers import Optimizers
 from perfsearch.knobs import model
-from perfsearch.knobs.model import CHANNELS_LAST, COMPILE
+from perfsearch.knobs.model import CHANNELS_LAST, COMPILE, SCOPE, graphs_compiled
 
 
 class Models:
@@ -30,7 +29,7 @@ class Models:
         self._knobs = dict(knobs)
         self._optimizers = optimizers
         self._found: list[tuple[weakref.ref[Any], bool]] = []
-        self._compiled: list[Any] = []
+        self._compiled: list[tuple[Any, list[Any]]] = []
         self._give_up: Callable[[], None] = lambda: None
         self._graphs = 0
 
@@ -45,6 +44,13 @@ class Models:
         if not self._found:
             return None
         return any(model.image_weights(module) for module, _ in self.live)
+
+    @property
+    def blocks(self) -> int | None:
+        """How many blocks they repeat, the most of any; ``None`` before they were found."""
+        if not self._found:
+            return None
+        return max((len(model.repeated_blocks(module)) for module, _ in self.live), default=0)
 
     @property
     def compiles(self) -> bool:
@@ -69,8 +75,9 @@ class Models:
             return False
         if model.is_compiled(self._knobs):
             model.import_compiler()
-            mode = model.mode_of(self._knobs)
-            self._compiled, self._give_up = model.compile_when_called(outermost, mode)
+            self._compiled, self._give_up = model.compile_when_called(
+                outermost, model.mode_of(self._knobs), model.in_blocks(self._knobs)
+            )
         return self._lay_out()
 
     def end_search(self) -> None:
@@ -99,10 +106,7 @@ class Models:
         """Note that they were; those in which code was compiled anew are not to be scored."""
         more = graphs_compiled() - self._graphs
         if self.compiles and more:
-            self.ignored[COMPILE.name] = (
-                f"{COMPILE.name}={COMPILE.of(self._knobs)} compiled {more} graphs anew in the "
-                "scored steps, as for other shapes: such steps are not scored"
-            )
+            self.ignored[COMPILE.name] = model.why_not_scored(self._knobs, more)
 
     def values(self) -> dict[str, Value]:
         """What is in force."""
@@ -114,10 +118,6 @@ class Models:
         done = self.compiles and graphs_compiled() > 0
         if done or not graphs_compiled():
             found[COMPILE.name] = COMPILE.of(self._knobs) if done else model.NOT_COMPILED
+        if done:
+            found[SCOPE.name] = model.scope_of(self._compiled)
         return found
-
-
-def graphs_compiled() -> int:
-    """Graphs that torch has compiled in this process so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])

@@ -154,6 +154,7 @@ class Script:
             convolutional=self.operators.convolutional,
             modules=len(self.models.live),
             images=self.models.images,
+            blocks=self.models.blocks,
             attention=self.operators.attention,
         )
 

@@ -99,6 +99,10 @@ class Seen(Protocol):
         """Whether modules that it trains have convolutions over images; ``None``: unknown."""
 
     @property
+    def blocks(self) -> int | None:
+        """How many blocks of one class a module that it trains repeats; ``None``: unknown."""
+
+    @property
     def attention(self) -> Sequence[str] | None:
         """What computes scaled dot-product attention, other than plainly; ``None``: unknown."""
 
@@ -123,6 +127,7 @@ class Job:
         draws_in_loader: whether loading draws random numbers; ``None``: unknown.
         use: which of its records it looks at.
         attends: whether the model calls ``scaled_dot_product_attention``.
+        repeats: whether the model repeats blocks, such as the layers of a transformer.
 
     """
 
@@ -134,6 +139,7 @@ class Job:
     draws_in_loader: bool | None = None
     use: Use = Use.DDP
     attends: bool = False
+    repeats: bool = False
 
     @property
     def seen(self) -> Seen | None:
@@ -159,6 +165,13 @@ class Job:
     def may_attend(self) -> bool:
         """The same of kernels for scaled dot-product attention."""
         return self.attends if self.seen is None else self.seen.attention != []
+
+    @property
+    def may_repeat(self) -> bool:
+        """The same of blocks that the model repeats; a script that was not seen may have some."""
+        if self.seen is None:
+            return self.repeats or self.use is Use.SCRIPT
+        return self.seen.blocks != 0
 
     @property
     def cores_per_rank(self) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,10 @@ from perfsearch.knobs.base import NO_CONVOLUTIONS, Job, Record, Taker, Use
 
 NOT_COMPILED = "none"
 _DEFAULT_MODE = "default"
+_WHOLE, _BLOCKS = "model", "blocks"
 
 COMPILES_ITSELF = "the script compiles its model itself"
+_NO_BLOCKS = "the model repeats no block"
 _SHARDED = "its model is sharded"
 
 
@@ -36,6 +39,15 @@ def _compiled(knob: Knob, job: Job) -> Knob | str:
     """With CUDA graphs among the modes where there is a GPU."""
     graphs = replace(knob, values=(*knob.values, "reduce-overhead")) if job.on_gpu else knob
     return _why_not(job) or graphs
+
+
+def _in_parts(knob: Knob, job: Job) -> Knob | str:
+    """With the modes of compiling that it goes with."""
+    compiled = _compiled(COMPILE.knob, job)
+    if isinstance(compiled, str):
+        return compiled
+    on = tuple(mode for mode in compiled.values if mode != NOT_COMPILED)
+    return replace(knob, when={COMPILE.name: on}) if job.may_repeat else _NO_BLOCKS
 
 
 def _for_images(knob: Knob, job: Job) -> Knob | str:
@@ -55,6 +67,17 @@ COMPILE = Record(
     script_scope=Scope.PROCESS,
 )  # fmt: skip
 
+SCOPE = Record(
+    Knob(
+        "compile_scope", Kind.CATEGORICAL, _WHOLE, values=(_WHOLE, _BLOCKS),
+        numerics=Numerics.REORDERED,
+        help="what is compiled: all of the model, or its repeated blocks, those alike but once",
+        shortens=(Part.COMPUTING,), redraws=True,
+    ),
+    uses=frozenset({Use.DDP, Use.SCRIPT}), effect=77, fit=_in_parts,
+    takers=(Taker.MODULE,), missing=COMPILE.missing, script_scope=Scope.PROCESS,
+)  # fmt: skip
+
 CHANNELS_LAST = Record(
     Knob(
         "channels_last", Kind.BOOLEAN, False, numerics=Numerics.REORDERED,
@@ -64,7 +87,7 @@ CHANNELS_LAST = Record(
     takers=(Taker.MODULE,), missing=COMPILE.missing,
 )  # fmt: skip
 
-RECORDS = (COMPILE, CHANNELS_LAST)
+RECORDS = (COMPILE, SCOPE, CHANNELS_LAST)
 
 
 def is_compiled(configuration: Mapping[str, Value]) -> bool:
@@ -78,21 +101,79 @@ def mode_of(configuration: Mapping[str, Value]) -> str | None:
     return None if mode == _DEFAULT_MODE else str(mode)
 
 
-def apply(configuration: Mapping[str, Value], module: Any) -> Any:
-    """The module in its layout, and compiled."""
+def in_blocks(configuration: Mapping[str, Value]) -> bool:
+    """Whether not all of the model is compiled, but its repeated blocks."""
+    return bool(SCOPE.of(configuration) == _BLOCKS)
+
+
+def apply(configuration: Mapping[str, Value], module: Any) -> tuple[Any, dict[str, Value], str]:
+    """The module in its layout, and compiled; blocks are so in place until ``undo``.
+
+    Returns:
+        What takes the module's place, what of compiling is in force, and why that is not what was
+        asked for, or empty.
+
+    """
     import torch
 
     if CHANNELS_LAST.of(configuration):
         lay_out(module, True, [])
-    if is_compiled(configuration):
-        import_compiler()
-        module = torch.compile(module, mode=mode_of(configuration))
-    return module
+    if not is_compiled(configuration):
+        return module, _in_force(configuration, []), ""
+    import_compiler()
+    if compiles_itself(module):
+        return module, _in_force({}, []), f"{COMPILE.name}: the model is compiled already"
+    mode = mode_of(configuration)
+    blocks = repeated_blocks(module) if in_blocks(configuration) else []
+    for block in blocks:
+        compile_in_place(block, mode)
+    made = module if blocks else torch.compile(module, mode=mode)
+    return made, _in_force(configuration, blocks), ""
+
+
+def _in_force(configuration: Mapping[str, Value], blocks: Collection[Any]) -> dict[str, Value]:
+    mode = COMPILE.of(configuration) or NOT_COMPILED
+    return {COMPILE.name: mode, SCOPE.name: _BLOCKS if blocks else _WHOLE}
+
+
+def undo(module: Any) -> None:
+    """Have nothing in the module be compiled any more."""
+    for inside in module.modules():
+        inside._compiled_call_impl = None
 
 
 def import_compiler() -> None:
     """Import it, in seconds that are none of the first compiled step's."""
     importlib.import_module("torch._inductor.compile_fx")
+
+
+def compiles_itself(module: Any) -> bool:
+    """Whether any of a module was compiled by who made it."""
+    import torch
+
+    kind = torch._dynamo.OptimizedModule
+    return any(isinstance(m, kind) or m._compiled_call_impl for m in module.modules())
+
+
+def scope_of(compiled: Iterable[tuple[Any, list[Any]]]) -> str:
+    """What was compiled, as the knob has it, from modules and their compiled parts."""
+    return _BLOCKS if any(part is not one for one, parts in compiled for part in parts) else _WHOLE
+
+
+def graphs_compiled() -> int:
+    """Graphs that torch has compiled in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def why_not_scored(configuration: Mapping[str, Value], more: int) -> str:
+    """Why steps in which so many graphs were compiled anew are not scored; empty for none."""
+    if not more:
+        return ""
+    return (
+        f"{COMPILE.name}={COMPILE.of(configuration)} compiled {more} graphs anew in the scored "
+        "steps, as for other shapes: such steps are not scored"
+    )
 
 
 def is_channels_last(module: Any) -> bool:
@@ -106,24 +187,45 @@ def is_channels_last(module: Any) -> bool:
 
 def code_lines(configuration: Mapping[str, Value]) -> list[str]:
     """Statements that do the same to ``model``."""
-    lines = []
-    if CHANNELS_LAST.of(configuration):
-        lines += [
-            "model = model.to(memory_format=torch.channels_last)",
-            "# and each batch: images = images.contiguous(memory_format=torch.channels_last)",
-        ]
-    if is_compiled(configuration):
-        mode = mode_of(configuration)
-        argument = "" if mode is None else f", mode={mode!r}"
-        lines += [f"model = torch.compile(model{argument})"]
-    return lines
+    lines = _layout_lines(configuration)
+    if not is_compiled(configuration):
+        return lines
+    if not in_blocks(configuration):
+        return [*lines, f"model = torch.compile(model{_mode_argument(configuration, ', ')})"]
+    functions = (repeated_blocks, compile_in_place)
+    sources = "\n\n".join(inspect.getsource(function) for function in functions)
+    call = f"compile_in_place(block, {mode_of(configuration)!r})"
+    loop = ["for block in repeated_blocks(model):", f"    {call}"]
+    return [*lines, "from typing import Any", "", "", *sources.split("\n"), "", *loop]
 
 
 def script_code_lines(knobs: Mapping[str, Value]) -> list[str]:
     """What to change where a script builds its model, before it is wrapped."""
-    lines = [f"# {line.removeprefix('# ')}" for line in code_lines(knobs)]
-    off = CHANNELS_LAST.of(knobs) is False
-    return [*lines, *(["# model: without memory_format=torch.channels_last"] if off else [])]
+    lines = _layout_lines(knobs)
+    if CHANNELS_LAST.of(knobs) is False:
+        lines += ["model: without memory_format=torch.channels_last"]
+    if is_compiled(knobs) and in_blocks(knobs):
+        lines += [
+            "for block in blocks:  # those that the model repeats, such as its layers",
+            f"    block.compile({_mode_argument(knobs)})",
+        ]
+    elif is_compiled(knobs):
+        lines += code_lines({COMPILE.name: COMPILE.of(knobs)})
+    return [f"# {line.removeprefix('# ')}" for line in lines]
+
+
+def _layout_lines(configuration: Mapping[str, Value]) -> list[str]:
+    if not CHANNELS_LAST.of(configuration):
+        return []
+    return [
+        "model = model.to(memory_format=torch.channels_last)",
+        "# and each batch: images = images.contiguous(memory_format=torch.channels_last)",
+    ]
+
+
+def _mode_argument(configuration: Mapping[str, Value], before: str = "") -> str:
+    mode = mode_of(configuration)
+    return "" if mode is None else f"{before}mode={mode!r}"
 
 
 _PROGRAM = '''
@@ -166,7 +268,7 @@ def settle_models(optimizer, args, kwargs):
         for module in modules:
             settle_layout(module, optimizers)
         called = modules if {compiles} else []
-        waiting.extend([optimizer, compile_when_called(called, {mode!r})[1]])
+        waiting.extend([optimizer, compile_when_called(called, {mode!r}, {blocks})[1]])
 
 
 register_optimizer_step_post_hook(settle_models)
@@ -181,12 +283,20 @@ def script_program(knobs: Mapping[str, Value]) -> str:
     compiles, layout = is_compiled(knobs), CHANNELS_LAST.of(knobs)
     if layout is None and not compiles:
         return ""
-    functions = (trained_modules, image_weights, lay_out, compile_when_called)
+    functions = (
+        trained_modules,
+        image_weights,
+        lay_out,
+        repeated_blocks,
+        compile_in_place,
+        compile_when_called,
+    )
     return _PROGRAM.format(
         functions="\n\n".join(inspect.getsource(function) for function in functions),
         layout=layout,
         compiles=compiles,
         mode=mode_of(knobs) if compiles else None,
+        blocks=in_blocks(knobs),
     )
 
 
@@ -248,25 +358,60 @@ def lay_out(module: Any, channels_last: bool, optimizers: Iterable[Any]) -> None
             weight.grad = weight.grad.contiguous(memory_format=layout)
 
 
+def repeated_blocks(module: Any) -> list[Any]:
+    """Blocks that a model repeats, such as the layers of a transformer; empty where it has none.
+
+    They are of the class of which most stand side by side, wherever they are, and none lies within
+    another. Layers without modules of their own are none, nor are torch's containers.
+    """
+    import torch
+
+    containers = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+    together: dict[type, int] = {}
+    for outer in module.modules():
+        inside = [type(one) for one in outer.children() if next(one.children(), None) is not None]
+        for kind in inside:
+            together[kind] = max(together.get(kind, 0), inside.count(kind))
+    several = {kind: n for kind, n in together.items() if n > 1 and kind not in containers}
+    kind = max(several, key=lambda one: several[one], default=None)
+    blocks: list[Any] = []
+    within: set[int] = set()
+    for one in module.modules():
+        if type(one) is kind and one is not module and id(one) not in within:
+            blocks.append(one)
+            within |= {id(inner) for inner in one.modules()}
+    return blocks
+
+
+def compile_in_place(module: Any, mode: str | None) -> None:
+    """Have torch compile what is done when a module is called, from its next call on."""
+    import torch
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    # not module.compile(), which compiles nothing of torch's own containers
+    module._compiled_call_impl = torch.compile(call, mode=mode)
+
+
 def compile_when_called(
-    modules: Iterable[Any], mode: str | None
-) -> tuple[list[Any], Callable[[], None]]:
+    modules: Iterable[Any], mode: str | None, in_blocks: bool = False
+) -> tuple[list[tuple[Any, list[Any]]], Callable[[], None]]:
     """Have what is called to train be compiled in place, from its second call on.
 
-    That is the outermost module that is called, or what is in its ``DistributedDataParallel``.
+    That is the outermost module that is called, or what is in its ``DistributedDataParallel``; of
+    it the blocks that it repeats, if it has some and they are asked for, and else all.
 
     Returns:
-        The modules that were compiled so far, and what gives up waiting for further calls.
+        The modules that were called so far, each with what of it is compiled, and what gives up
+        waiting for further calls.
 
     """
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    compiled: list[Any] = []
+    compiled: list[tuple[Any, list[Any]]] = []
     hooks: dict[int, Any] = {}
-
-    def call_of(module: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: module._call_impl(*args, **kwargs)
 
     def compile_it(module: Any, args: Any) -> None:
         trained = any(parameter.requires_grad for parameter in module.parameters())
@@ -275,9 +420,10 @@ def compile_when_called(
                 if id(inner) in hooks:
                     hooks.pop(id(inner)).remove()
             whole = module.module if isinstance(module, DistributedDataParallel) else module
-            # not module.compile(), which compiles nothing of torch's own containers
-            whole._compiled_call_impl = torch.compile(call_of(whole), mode=mode)
-            compiled.append(whole)
+            parts = (repeated_blocks(whole) if in_blocks else []) or [whole]
+            for part in parts:
+                compile_in_place(part, mode)
+            compiled.append((whole, parts))
 
     def give_up() -> None:
         while hooks:

@@ -94,6 +94,7 @@ class TrainStep(ABC):
         job: what it trains.
         loader: how its data is loaded.
         compiles: whether its first steps compile, which is accounted for apart.
+        lost: why something that was asked for is not in force; empty where all is.
         marks_communication: whether ``run`` marks ``comm_exposed`` after ``backward``: how long the
             step waits for communication when everything is computed.
 
@@ -102,6 +103,7 @@ class TrainStep(ABC):
     job: Job
     loader: LoaderOptions
     compiles: bool = False
+    lost: str = ""
     marks_communication: bool = False
 
     @abstractmethod

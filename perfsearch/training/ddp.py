@@ -43,10 +43,10 @@ class DdpStep(TrainStep):
         self._collection = Collection()
         self._collection.put(configuration)
         self.marks_communication = True
-        self.compiles = model.is_compiled(configuration)
-        self._mode = model.COMPILE.of(configuration) or model.NOT_COMPILED
+        made, self._model_values, self.lost = model.apply(configuration, self.job.model)
+        self.compiles = model.is_compiled(self._model_values)
         self.net = DistributedDataParallel(
-            model.apply(configuration, self.job.model),
+            made,
             device_ids=[device.index] if device.type == "cuda" else None,
             **ddp.arguments(configuration),
         )
@@ -88,8 +88,8 @@ class DdpStep(TrainStep):
             **process.values(),
             **self._collection.values(),
             ddp.HIERARCHY.name: self._hook.size if self._hook else 0,
+            **self._model_values,
             model.CHANNELS_LAST.name: model.is_channels_last(self.job.model),
-            model.COMPILE.name: self._mode,
             "bucket_bytes": data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes"),
         }
         found.update(nccl.read_back(os.environ, self._configuration))
@@ -122,6 +122,7 @@ class DdpStep(TrainStep):
         self.net._remove_autograd_hooks()
         self._collection.put({})
         if self.compiles:
+            model.undo(self.job.model)
             torch._dynamo.reset()
 
 

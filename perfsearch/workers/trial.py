@@ -15,6 +15,7 @@ import torch
 
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.loader import values_of
+from perfsearch.knobs.model import graphs_compiled, why_not_scored
 from perfsearch.metrics.slow_steps import SLOW_STEPS
 from perfsearch.training import clock
 from perfsearch.training.base import BuildContext, TrainStep, load
@@ -49,7 +50,7 @@ class RankResult:
     """What one rank has to say of a trial that ran to its end.
 
     Attributes:
-        status: ``ok``, ``pruned`` or ``diverged``.
+        status: ``ok``, ``pruned``, ``diverged`` or ``not_applied``.
         reason: why it is not ``ok``.
         agreed: fields of the measurement that are the same on every rank.
         phases_ms: this rank's phases.
@@ -165,6 +166,7 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
     if window.state is State.STOPPED:
         agreed.update(window.result(), step_seconds=window.warmup_s[2:])
         return RankResult("pruned", window.why_stopped, agreed, peaks=clock.read_peaks(device))
+    graphs = graphs_compiled()
     while window.state is State.SCORED:
         window.open()
         while window.is_open:
@@ -176,9 +178,13 @@ def _measured(step: TrainStep, feed: _Feed, request: TrialRequest, rewrap_s: flo
         evidence["host_ms"] = window.timer.host_s * 1e3
     agreed.update(window.result(step.compiles))
     agreed["first_losses"], diverged = losses.read(device)
+    anew = (
+        why_not_scored(request.configuration, graphs_compiled() - graphs) if step.compiles else ""
+    )
+    lost = step.lost or anew
     result = RankResult(
-        "diverged" if diverged else "ok",
-        diverged,
+        "diverged" if diverged else "not_applied" if lost else "ok",
+        diverged or lost,
         agreed=agreed,
         phases_ms=phases_ms,
         peaks=peaks,

@@ -30,6 +30,7 @@ class Traits:
         options: ``workload.*`` keys of this workload alone.
         convolutional: whether image layouts and cuDNN's search for algorithms matter.
         attends: whether the model calls ``scaled_dot_product_attention``.
+        repeats: whether the model repeats blocks, such as the layers of a transformer.
         draws_in_loader: whether loading draws random numbers, so that the number of loader
             processes changes what is trained.
 
@@ -41,6 +42,7 @@ class Traits:
     options: frozenset[str] = frozenset()
     convolutional: bool = False
     attends: bool = False
+    repeats: bool = False
     draws_in_loader: bool = False
 
 
@@ -51,6 +53,7 @@ TRAITS: dict[str, Traits] = {
         "small",
         frozenset({"sequence_length", "vocabulary", "layers", "width", "heads"}),
         attends=True,
+        repeats=True,
     ),
     "resnet": Traits(
         {"tiny": 16, "resnet18": 32, "resnet50": 64},
@@ -58,6 +61,7 @@ TRAITS: dict[str, Traits] = {
         "resnet50",
         frozenset({"image_size", "classes"}),
         convolutional=True,
+        repeats=True,
     ),
     "dlrm": Traits(
         {"tiny": 128, "small": 2048},
@@ -72,7 +76,7 @@ TRAITS: dict[str, Traits] = {
         {"custom": 8},
         "custom",
         "custom",
-        frozenset({"convolutional", "attends", "draws_in_loader"}),
+        frozenset({"convolutional", "attends", "repeats", "draws_in_loader"}),
         draws_in_loader=True,
     ),
 }
@@ -127,6 +131,7 @@ class WorkloadSpec:
                 traits,
                 convolutional=bool(self.options.get("convolutional")),
                 attends=bool(self.options.get("attends")),
+                repeats=bool(self.options.get("repeats")),
                 draws_in_loader=self.options.get("draws_in_loader") is not False,
             )
         return traits

@@ -1,11 +1,14 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from perfsearch.instrument.models import Models, graphs_compiled
+from perfsearch.instrument.models import Models
 from perfsearch.instrument.optimizers import Optimizers
 from perfsearch.knobs import model as knob
+from perfsearch.knobs.model import graphs_compiled
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -21,6 +24,23 @@ class Training(nn.Module):
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
+
+
+class Block(nn.Module):
+    """As a layer of a transformer: it has layers of its own."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+
+class Stage(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
 
 
 @pytest.fixture
@@ -122,11 +142,51 @@ def test_what_is_called_to_train_is_compiled_and_nothing_inside_of_it(alone):
         whole.inner[0](torch.ones(1, 2))
     assert not compiled
     whole.inner[0](torch.ones(1, 2)).sum().backward()
-    assert compiled == [used] and used._compiled_call_impl is not None
+    assert compiled == [(used, [used])] and used._compiled_call_impl is not None
     assert not any(m._forward_pre_hooks for m in used.modules())
     give_up()
     aside(torch.ones(1, 2))
-    assert compiled == [used] and not aside._forward_pre_hooks
+    assert compiled == [(used, [used])] and not aside._forward_pre_hooks
+    assert knob.scope_of(compiled) == "model"
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (nn.Sequential(Block(), Block(8), nn.Linear(4, 1)), 2),
+        (nn.ModuleList([Stage(Block(), Block()), Stage(*(Block() for _ in range(3)))]), 5),
+        (nn.Sequential(Block(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)), 0),
+        (nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))), 0),
+        (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 3), 3),
+        (Stage(Stage(Block(), Block()), Stage(Block(), Block()), Stage(Block())), 3),
+    ],
+)
+def test_blocks_are_of_the_class_of_which_most_stand_side_by_side(model, found):
+    blocks = knob.repeated_blocks(model)
+    assert len(blocks) == found and len({type(block) for block in blocks}) == bool(found)
+
+
+def test_blocks_are_compiled_in_place_of_the_whole_and_all_of_a_model_without_any(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda call, mode=None: call)
+    model, plain = nn.Sequential(Block(), Block()), nn.Linear(4, 4)
+    compiled, _ = knob.compile_when_called([model, plain], None, True)
+    for module in (model, plain):
+        module(torch.ones(1, 4))
+    assert compiled == [(model, [model[0], model[1]]), (plain, [plain])]
+    assert knob.scope_of(compiled) == "blocks" and model._compiled_call_impl is None
+    assert model[0]._compiled_call_impl is not None
+    knob.undo(model)
+    assert not knob.compiles_itself(model)
+
+
+def test_a_model_that_is_compiled_already_is_not_compiled_again():
+    asked = {"compile_mode": "default", "compile_scope": "blocks"}
+    for model in (torch.compile(nn.Linear(2, 2)), nn.Sequential(Block(), Block())):
+        if isinstance(model, nn.Sequential):
+            model[1].compile()
+        made, values, lost = knob.apply(asked, model)
+        assert made is model and "is compiled already" in lost
+        assert values == {"compile_mode": "none", "compile_scope": "model"}
 
 
 @pytest.mark.slow
@@ -148,6 +208,27 @@ def test_a_model_is_compiled_and_shapes_that_compile_anew_are_told(optimizers):
         models.end_window()
         assert ("compile_mode" in models.ignored) == lost
     assert "compile_mode=default compiled 1 graphs anew" in models.ignored["compile_mode"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eager")
+def test_blocks_that_are_alike_are_compiled_once_and_do_the_same(optimizers):
+    model = nn.Sequential(nn.Linear(4, 4), Block(), Block(), Block())
+    twin = copy.deepcopy(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
+    models = Models({"compile_mode": "default", "compile_scope": "blocks"}, optimizers)
+    for number in range(3):
+        step(model, sgd, torch.ones(2, 4))
+        if not number:
+            models.find()
+            assert models.blocks == 3 and "compile_scope" not in models.values()
+    assert models.values()["compile_scope"] == "blocks"
+    assert models.values()["compile_mode"] == "default" and graphs_compiled() == 1
+    plain = torch.optim.SGD(twin.parameters(), lr=1e-2)
+    for _ in range(3):
+        step(twin, plain, torch.ones(2, 4))
+    for changed, same in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(changed, same)
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_every_value_is_one_that_some_job_has():
     ]
     takes = frozenset(record.parameter for record in constructor_records())
     jobs = [
-        Job(machine, {}, takes, threads=4, convolutional=True, attends=True, use=use)
+        Job(machine, {}, takes, threads=4, convolutional=True, attends=True, repeats=True, use=use)
         for machine in machines
         for use in (Use.DDP, Use.ZERO)
     ]

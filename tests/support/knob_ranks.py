@@ -44,7 +44,7 @@ def job_for(use, facts=None):
     if use is Use.SCRIPT:
         return ScriptJob(MACHINE, {}, takes, facts=facts)
     return Job(MACHINE, {}, takes, convolutional=True, draws_in_loader=False,
-               use=use, attends=True)  # fmt: skip
+               use=use, attends=True, repeats=True)  # fmt: skip
 
 
 def other_value(knob):
@@ -66,7 +66,7 @@ def choose(record, use, facts=None):
 def built_in(trainer, use, more):
     """Ask for all at once that goes with ``more``, in a trial of a built-in job."""
     chosen = {r.name: choose(r, use) for r in knobs.of(use) if r.name not in more}
-    chosen["compile_mode"] = COMPILES
+    chosen["compile_mode"] = chosen["compile_scope"] = COMPILES
     asked = dict(more)
     for name, one in chosen.items():
         there = not isinstance(one, str) and name not in nccl.VARIABLES
@@ -128,7 +128,7 @@ def in_a_script(records):
         r.name: choose(r, Use.SCRIPT, whole_models if r.name in of_models else every)
         for r in records
     }
-    chosen["compile_mode"] = COMPILES
+    chosen["compile_mode"] = chosen["compile_scope"] = COMPILES
     asked = {}
     for one in chosen.values():
         asked.update({} if isinstance(one, str) else one)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from perfsearch.core.hardware import GroupSpec
+from perfsearch.knobs.model import graphs_compiled
 from perfsearch.training import base
 from perfsearch.training.process_groups import Groups
 from perfsearch.workers.messages import TrialRequest
@@ -122,3 +123,38 @@ def test_a_model_that_is_taken_apart_is_a_new_object(trainer):
 def test_recipes_are_modules_of_the_package(name):
     with pytest.raises(ValueError, match="is not a module name"):
         base.load(name)
+
+
+@pytest.fixture
+def transformer(tmp_path):
+    shape = {"sequence_length": 8, "vocabulary": 16, "layers": 3, "width": 16, "heads": 2}
+    workload = WorkloadSpec("gpt", options=shape).resolve("cpu", None, 1)
+    spec = GroupSpec(workload=asdict(workload), device="cpu", nproc=1)
+    groups = Groups(spec, tmp_path, 0, 0, 1, torch.device("cpu"))
+    yield Trainer(groups)
+    groups.destroy()
+
+
+@pytest.mark.slow
+def test_blocks_are_compiled_in_one_trial_and_no_more_in_the_next(transformer):
+    plain = trial(transformer)
+    asked = {"compile_mode": "default", "compile_scope": "blocks"}
+    before = graphs_compiled()
+    found = trial(transformer, **asked)
+    assert found.status == "ok" and {name: found.in_force[name] for name in asked} == asked
+    assert graphs_compiled() - before == 1  # of three blocks that are alike
+    assert found.agreed["compile_seconds"] > 0
+    assert found.agreed["first_losses"] == pytest.approx(plain.agreed["first_losses"], rel=1e-4)
+    after = trial(transformer)
+    assert after.in_force["compile_mode"] == "none" and "compile_seconds" not in after.agreed
+    assert after.agreed["first_losses"] == plain.agreed["first_losses"]
+
+
+def test_steps_in_which_code_is_compiled_anew_are_not_scored(trainer, monkeypatch):
+    graphs = itertools.count(5, 3)
+    monkeypatch.setattr(torch, "compile", lambda module, mode=None: module)
+    monkeypatch.setattr("perfsearch.workers.trial.graphs_compiled", lambda: next(graphs))
+    result = trial(trainer, compile_mode="default")
+    assert result.status == "not_applied"
+    assert result.reason.startswith("compile_mode=default compiled 3 graphs anew in the scored")
+    assert trial(trainer).status == "ok"

@@ -112,6 +112,7 @@ class DDP(Runner, HoldsDevices, MeasuresBeside, TakesScripts):
             self.workload.traits.convolutional,
             self.workload.traits.draws_in_loader,
             attends=self.workload.traits.attends,
+            repeats=self.workload.traits.repeats,
         )
         declared, absent = declare(knobs.of(Use.DDP), self._job)
         today = {THREADS.name: self._job.threads}

@@ -108,14 +108,23 @@ import json, sys
 import torch
 from torch import nn
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3), nn.Flatten())
+        self.blocks = nn.Sequential(Block(), Block())
         self.head = nn.Linear(64, 1)
 
     def forward(self, images):
-        return self.head(self.body(images))
+        return self.head(self.blocks(self.body(images)))
 
 torch.manual_seed(0)
 net = Net()
@@ -128,6 +137,7 @@ dynamo = sys.modules.get("torch._dynamo.utils")
 print("FOUND", json.dumps({
     "last": net.body[2].weight.is_contiguous(memory_format=torch.channels_last),
     "graphs": dynamo.counters["stats"]["unique_graphs"] if dynamo else 0,
+    "compiled": sum(m._compiled_call_impl is not None for m in net.modules()),
     "attention": torch.backends.cuda.flash_sdp_enabled(),
     "hooks": sum(len(m._forward_pre_hooks) for m in net.modules()),
 }))
@@ -140,7 +150,11 @@ print("FOUND", json.dumps({
     [
         ({"channels_last": True}, {"last": True, "graphs": 0}),
         ({"compile_mode": "default"}, {"last": False, "graphs": 1}),
-        ({"channels_last": True, "compile_mode": "default"}, {"last": True, "graphs": 1}),
+        (
+            {"channels_last": True, "compile_mode": "default"},
+            {"last": True, "graphs": 1, "compiled": 1},
+        ),
+        ({"compile_mode": "default", "compile_scope": "blocks"}, {"graphs": 1, "compiled": 2}),
         ({"attention_backend": "math"}, {"last": False, "attention": False}),
     ],
 )
@@ -158,7 +172,9 @@ def test_what_becomes_of_a_model_is_handed_over(changed, found, tmp_path):
     assert {name: said[name] for name in found} == found and said["hooks"] == 0
     lines = (tmp_path / "apply" / "changes.py").read_text()
     assert ("channels_last" in lines) == ("channels_last" in changed)
-    assert ("# model = torch.compile(model)" in lines) == ("compile_mode" in changed)
+    whole = "compile_mode" in changed and "compile_scope" not in changed
+    assert ("# model = torch.compile(model)" in lines) == whole
+    assert ("#     block.compile()" in lines) == ("compile_scope" in changed)
 
 
 def test_no_file_holds_a_secret_and_the_command_still_runs(tmp_path):

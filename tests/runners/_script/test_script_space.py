@@ -319,3 +319,23 @@ def test_compiling_takes_minutes_and_is_asked_for():
     asked = settled(facts, wanted={**files, "compile_mode": "search"})
     assert asked.space.by_name["compile_mode"].values == ("none", "default", "max-autotune")
     assert asked.scope({"compile_mode"}) == {Scope.PROCESS}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "wanted", "searched", "why"),
+    [
+        (12, ["none", "default"], {"compile_mode": ("default", "max-autotune")}, ""),
+        (12, "default", {}, ""),
+        (12, "none", None, ""),
+        (None, ["none", "default"], {"compile_mode": ("default", "max-autotune")}, ""),
+        (0, ["none", "default"], None, "the model repeats no block"),
+    ],
+)
+def test_blocks_are_compiled_where_a_model_repeats_some(blocks, wanted, searched, why):
+    facts = Facts(modules=1, blocks=blocks)
+    known = settled(facts, wanted={"compile_mode": wanted, "compile_scope": "search"})
+    knob = known.space.by_name.get("compile_scope")
+    assert (knob and dict(knob.when)) == searched
+    assert known.left_out.get("compile_scope", "") == why
+    assert why or known.declared["compile_scope"].default == "model"
+    assert not known.unsupported({"compile_scope": "search"}, [])

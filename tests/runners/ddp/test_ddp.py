@@ -35,6 +35,7 @@ def declared(hardware, workload="gpt", environ=None, takes=TODAY):
         traits.convolutional,
         traits.draws_in_loader,
         attends=traits.attends,
+        repeats=traits.repeats,
     )
     knobs, absent = declare(of(Use.DDP), job)
     return {k.name: k for k in knobs}, absent
@@ -130,11 +131,23 @@ def test_default_space(tmp_path):
     made = runner(tmp_path)
     assert made.space.feasible(made.baseline)
     assert made.pinned["compile_mode"] == "none"
+    assert made.pinned["compile_scope"] == "model"  # as nothing is compiled
     assert "nccl_algo" in made.left_out
     assert made.hints([]).effect_order[0] == "bucket_cap_mb"
     assert made.device_set() == "cpu"
     assert made.identity()["world_size"] == "2"
     assert made.devices == 2
+
+
+def test_blocks_are_compiled_where_a_workload_repeats_some_and_compiling_was_asked_for(tmp_path):
+    wanted = {"compile_mode": ["none", "default"], "compile_scope": "search"}
+    space = runner(tmp_path, wanted).space
+    assert space.by_name["compile_scope"].values == ("model", "blocks")
+    assert not space.feasible({"compile_mode": "none", "compile_scope": "blocks"})
+    other = runner(tmp_path, wanted, WorkloadSpec("mlp"))
+    assert other.left_out["compile_scope"] == "the model repeats no block"
+    custom = WorkloadSpec("custom", options={"repeats": True}).traits
+    assert custom.repeats and not TRAITS["custom"].repeats
 
 
 def test_numerics_bound_what_is_searched(tmp_path):
@@ -195,6 +208,19 @@ def test_environment_lines_can_be_sourced(tmp_path):
     command = f'. {path}; printf "%s|%s|%s" "$NCCL_ALGO" "$NCCL_BUFFSIZE" "$NCCL_PROTO"'
     shown = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
     assert shown.stdout == "allreduce:tree;x y|1024|"
+
+
+def test_exported_lines_compile_the_blocks(monkeypatch):
+    torch = pytest.importorskip("torch")
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda call, mode: compiled.append(mode) or call)
+    layer = torch.nn.TransformerEncoderLayer(8, 2)
+    model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    configuration = {"compile_mode": "max-autotune", "compile_scope": "blocks"}
+    text = export.code(configuration, "cpu")
+    exec(text.partition("model = DistributedDataParallel(")[0], {"model": model})
+    assert compiled == ["max-autotune"] * 3
+    assert all(block._compiled_call_impl is not None for block in model.layers)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
