@@ -420,7 +420,7 @@ def compiled_once(runner: Runner, nnodes: int = 1) -> Iterator[None]:
         try:
             yield
         finally:
-            del os.environ[_COMPILED]
+            os.environ.pop(_COMPILED, None)
 
 
 def _open(
