@@ -373,11 +373,11 @@ def repeated_blocks(module: Any) -> list[Any]:
         for kind in inside:
             together[kind] = max(together.get(kind, 0), inside.count(kind))
     several = {kind: n for kind, n in together.items() if n > 1 and kind not in containers}
-    kind = max(several, key=lambda one: several[one], default=None)
+    chosen = max(several, key=lambda one: several[one], default=None)
     blocks: list[Any] = []
     within: set[int] = set()
     for one in module.modules():
-        if type(one) is kind and one is not module and id(one) not in within:
+        if type(one) is chosen and one is not module and id(one) not in within:
             blocks.append(one)
             within |= {id(inner) for inner in one.modules()}
     return blocks
