@@ -373,7 +373,7 @@ def repeated_blocks(module: Any) -> list[Any]:
         for kind in inside:
             together[kind] = max(together.get(kind, 0), inside.count(kind))
     several = {kind: n for kind, n in together.items() if n > 1 and kind not in containers}
-    chosen = max(several, key=lambda one: several[one], default=None)
+    chosen: Any = max(several, key=lambda one: several[one], default=None)
     blocks: list[Any] = []
     within: set[int] = set()
     for one in module.modules():
