@@ -93,6 +93,7 @@ def test_a_script_that_is_started_again_compiles_nothing_again(in_a_search, tmp_
     """Its second start takes a fifth of the first one's seconds at most."""
     said = tmp_path / "counters"
     monkeypatch.setenv("SAY_COUNTERS", str(said))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # however many cores there are
     environment = Environment(tmp_path, limits=Limits(300, 300, 5))
     knobs = {"compile_mode": "default", "gc_each_steps": [0, 50]}
     runner = Script("cpu", knobs, Script.Options((str(SCRIPT),)), environment)
