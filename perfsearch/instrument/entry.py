@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import builtins
 import importlib
 import os
 import runpy
@@ -11,11 +10,11 @@ import sys
 import traceback
 import types
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perfsearch.core.signals import pause_at_end
+from perfsearch.instrument import imports
 from perfsearch.instrument.files import keep_files
 from perfsearch.instrument.launch import (
     VARIABLE,
@@ -77,19 +76,29 @@ def main() -> int:
 def run_script(config: LaunchConfig, arguments: list[str]) -> None:
     """Run the script as ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` would."""
     sys.argv = [config.script, *arguments]
-    path = os.path.join(os.getcwd(), config.script)  # not tidied up, as Python does not
-    if not os.environ.get("PYTHONSAFEPATH"):
-        first = os.getcwd() if config.module else os.path.dirname(os.path.realpath(path))
+    path = script_path(config)
+    first = first_in_path(config)
+    if first:
         sys.path.insert(0, first)
     if config.module:
         runpy.run_module(config.script, run_name="__main__", alter_sys=True)
         return
-    main = types.ModuleType("__main__")  # kept, so that workers and pickles find its classes
-    main.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins)
-    main.__loader__ = SourceFileLoader("__main__", path)
-    sys.modules["__main__"] = main
+    main = imports.blank_main(path)
     code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     exec(code, main.__dict__)
+
+
+def script_path(config: LaunchConfig) -> str:
+    """The script's own ``__file__``; not tidied up, as Python does not."""
+    return os.path.join(os.getcwd(), config.script)
+
+
+def first_in_path(config: LaunchConfig) -> str:
+    """What is put first in ``sys.path`` for the script; empty: nothing."""
+    if os.environ.get("PYTHONSAFEPATH"):
+        return ""
+    script = os.path.realpath(script_path(config))
+    return os.getcwd() if config.module else os.path.dirname(script)
 
 
 def attach_at_import(attach: Callable[[], object]) -> None:
@@ -218,6 +227,7 @@ def run_in_search(config: LaunchConfig) -> int:
     seed_process(config.seed, rank)
     if config.undo and os.path.isdir(config.undo):  # which other nodes may not see
         here.at_first_step = keep_files(config.undo, [config.directory]).first_step
+    here.begin_imports(sys.argv[2:])
     attach_at_import(here.attach)
     watch_for_launchers(config.script, _refuse)
     try:
@@ -251,6 +261,7 @@ class _Rank:
         self._host = place.host
         self.protocol: RankProtocol | None = None
         self.at_first_step: Callable[[], None] = lambda: None
+        self._says_first: Callable[[], dict[str, Any]] = dict
         pid = os.getpid()
         self._channel = Channel.connect(socket_path(config.directory, rank))
         hello = {"pid": pid, "started": started_at(pid), "node": place.node, "host": place.host}
@@ -268,7 +279,30 @@ class _Rank:
             script = Script(self.config.knobs, self.config.perturbed)
             self.protocol = RankProtocol(script, self._channel, self.rank, self._host)
             self.protocol.at_first_step = self.at_first_step
+            self.protocol.says_first = self._says_first
         return self.protocol
+
+    def begin_imports(self, arguments: list[str]) -> None:
+        """Note what is imported from here on, or whether what was imported ahead is right.
+
+        Args:
+            arguments: of the script.
+
+        """
+        config, ahead = self.config, imports.ahead
+        if ahead is None and not (config.tells_imports and self.rank == 0):
+            return
+        recorder = imports.Recorder()
+
+        def says_first() -> dict[str, Any]:
+            modules, settings = recorder.end()
+            if ahead is not None:
+                return {"unlike": ahead.unlike(settings)}
+            words, main = [config.script, *arguments], "" if config.module else script_path(config)
+            found = imports.Imports(modules, settings, words, first_in_path(config), main)
+            return {"imports": found.to_json()}
+
+        self._says_first = says_first
 
     def report(self, error: BaseException) -> None:
         """Leave what the script failed of where the controller looks for it."""

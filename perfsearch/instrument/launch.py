@@ -2,8 +2,9 @@
 
 ``python -m perfsearch.instrument.launch CONTROLLER_PID STARTED`` imports torch's launcher once, and
 forks for each start of the script that it is asked for on standard input. The ranks are new
-processes, and so is a script that is started as ``python`` starts it. Importing this module imports
-no torch.
+processes, and so is a script that is started as ``python`` starts it. With ``--ahead`` it first
+imports what the script's first start had imported (``imports.py``), which the first line tells, and
+ranks may be forks too (``forked.py``). Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class LaunchConfig:
         given: their values.
         by_torchrun: the command that has torchrun start the script, where it was started as
             ``python`` starts it and may turn out to need that; empty: it is as it is.
+        tells_imports: whether rank 0 of a search tells what it has imported at its first step.
 
     """
 
@@ -72,6 +74,7 @@ class LaunchConfig:
     mapped: dict[str, str] = field(default_factory=dict)
     given: dict[str, Value] = field(default_factory=dict)
     by_torchrun: list[str] = field(default_factory=list)
+    tells_imports: bool = False
 
     def to_environment(self) -> dict[str, str]:
         """The variable to set for the ranks."""
@@ -120,6 +123,12 @@ class Finished(SystemExit):
 
 _RANKS = "--nproc-per-node="
 
+FORKED = "--forked"
+"""The first argument of a start whose ranks are forks of the process that has imported ahead."""
+
+AHEAD = "--ahead"
+"""Has that process import ahead."""
+
 
 def torchrun_arguments(nproc: int) -> list[str]:
     """What is asked of torchrun, beside how the ranks of all nodes meet."""
@@ -137,11 +146,14 @@ def run_start(directory: Path, arguments: list[str]) -> int:
     Args:
         directory: of the start.
         arguments: ``torchrun_arguments``, or ``python_arguments``, then ``-m``, our entry, and
-            what that is given.
+            what that is given; ``FORKED`` before them.
 
     """
     from perfsearch.workers.forkserver import agent_arguments, leave_report, run_ranks
 
+    if arguments[0] == FORKED:
+        _have_ranks_forked()
+        arguments = arguments[1:]
     if arguments[0].startswith(_RANKS):
         nproc, rest = int(arguments[0].removeprefix(_RANKS)), arguments[1:]
         return run_ranks(directory, lambda: options_of([*agent_arguments(directory, nproc), *rest]))
@@ -201,15 +213,65 @@ def _refuse(message: str) -> NoReturn:
     raise UsageError(message)
 
 
-def main(controller_pid: int, controller_started: float) -> int:
-    """Fork launchers until the controller is gone, or has no more to start."""
+_ground: list[Any] = []
+"""What forked ranks begin with, once this process has imported ahead."""
+
+
+def _have_ranks_forked() -> None:
+    from perfsearch.instrument.entry import main as entry
+    from perfsearch.instrument.forked import have_ranks_forked
+
+    words = [sys.executable, *python_arguments(), "-m", ENTRY]
+    have_ranks_forked(entry, _ground[0], words)
+
+
+_NEEDED_BY_RANKS = ("entry", "rank", "script", "store")
+"""Modules of this package that a rank imports; they import torch."""
+
+
+def _import_ahead() -> dict[str, Any]:
+    """Import what the first line of standard input tells of; what came of it, for the answer."""
+    from perfsearch.instrument import forked, imports, patching
+
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(0, 65_536)
+        if not chunk:
+            return {}
+        line += chunk
+    told = json.loads(line)
+    forked.write_at_once()
+    asked = imports.Imports.from_json(told["imports"])
+    done = imports.import_ahead(asked, told["by_torchrun"])
+    patching.held_elsewhere = True
+    if "torch" in sys.modules:
+        for name in _NEEDED_BY_RANKS:
+            importlib.import_module(f"perfsearch.instrument.{name}")
+    imports.ahead = asked
+    return {"left_out": done.left_out, "with_them": sorted(done.with_them)}
+
+
+def main(controller_pid: int, controller_started: float, ahead: bool = False) -> int:
+    """Fork launchers until the controller is gone, or has no more to start.
+
+    Args:
+        controller_pid: whose end ends this.
+        controller_started: when that process was started.
+        ahead: whether to import ahead.
+
+    """
     from perfsearch.instrument.undo import recover
     from perfsearch.workers.forkserver import serve_forks
     from perfsearch.workers.processes import is_alive
 
+    found = _import_ahead() if ahead else {}
     for name in ("torch.distributed.launcher.api", "torch.distributed.run"):
         importlib.import_module(name)
-    os.write(1, b'{"ready": true}\n')
+    if ahead:
+        from perfsearch.instrument.forked import Ground
+
+        _ground.append(Ground.here())
+    os.write(1, json.dumps({"ready": True, **found}).encode() + b"\n")
     code = serve_forks(
         controller_pid,
         controller_started,
@@ -224,7 +286,7 @@ def main(controller_pid: int, controller_started: float) -> int:
 
 
 if __name__ == "__main__":
-    code = main(int(sys.argv[1]), float(sys.argv[2]))
+    code = main(int(sys.argv[1]), float(sys.argv[2]), AHEAD in sys.argv[3:])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # taking torch's modules down costs a second and frees nothing

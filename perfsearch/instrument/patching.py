@@ -92,6 +92,9 @@ def after_import(name: str, then: Then) -> None:
 # -----------------------------------------------------------------------------
 # Wrap constructors and methods of a library, and leave them alone where that is asked for.
 
+held_elsewhere = False
+"""Whether modules were imported before the instruments came, and hold functions by own names."""
+
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Gets the original, the positional arguments (the object first) and the others; calls it."""
 
@@ -125,11 +128,26 @@ def wrap(owner: Any, name: str, around: Around) -> Callable[[], None]:
         return around(original, args, kwargs)
 
     setattr(owner, name, wrapper)
+    holders = _holders(original) if held_elsewhere and isinstance(owner, ModuleType) else []
+    for holder, own_name in holders:
+        setattr(holder, own_name, wrapper)
 
     def undo() -> None:
-        setattr(owner, name, original)
+        for holder, own_name in [*holders, (owner, name)]:
+            setattr(holder, own_name, original)
 
     return undo
+
+
+def _holders(function: Callable[..., Any]) -> list[tuple[ModuleType, str]]:
+    """Modules that have a function by a name of their own (``from x import y``), and the name."""
+    return [
+        (module, name)
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType)
+        for name, value in list(vars(module).items())
+        if value is function
+    ]
 
 
 def once(function: Callable[[], None]) -> Callable[[], None]:

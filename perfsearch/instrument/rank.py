@@ -63,12 +63,14 @@ class RankProtocol:
         steps: steps made so far.
         timing: of the scored window.
         at_first_step: called when the first step is made.
+        says_first: what is told besides with that step.
 
     """
 
     def __init__(self, script: Script, channel: Channel, rank: int, host: str) -> None:
         self.steps = 0
         self.at_first_step: Callable[[], None] = lambda: None
+        self.says_first: Callable[[], dict[str, Any]] = dict
         self._rank = rank
         self._host = host
         self._script = script
@@ -143,6 +145,8 @@ class RankProtocol:
             "pulls": self._script.loaders.pulls,
             "taken": self._script.loaders.pulls - self._pulled,
         }
+        if self.steps == 1:
+            message.update(self.says_first())
         if self.steps <= 2:
             initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
             message["facts"] = self._script.facts().to_json()

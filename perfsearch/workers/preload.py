@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,12 @@ class Preloaded:
         module: what it runs: imports, and then ``forkserver.serve_forks``.
         directory: its working directory; ``None``: the current one.
         python: the interpreter; empty: this one.
+        arguments: further ones of the module.
+        first: what it is told on its first line; ``None``: nothing.
+
+    Attributes:
+        early: its variables that an import may have read.
+        said: what it said when it was ready.
     """
 
     def __init__(
@@ -95,8 +101,11 @@ class Preloaded:
         module: str = "perfsearch.workers.forkserver",
         directory: Path | None = None,
         python: str = "",
+        arguments: Sequence[str] = (),
+        first: Mapping[str, Any] | None = None,
     ) -> None:
         self.token = uuid.uuid4().hex
+        self.said: dict[str, Any] = {}
         self.early = early_variables(environment)
         self.environment = dict(environment)
         self.module, self.directory, self.python = module, directory, python
@@ -106,7 +115,9 @@ class Preloaded:
         me = os.getpid()
         with open(log, "ab", opener=private) as stderr:
             self._process = subprocess.Popen(
-                module_command(module, str(me), repr(processes.started_at(me)), python=python),
+                module_command(
+                    module, str(me), repr(processes.started_at(me)), *arguments, python=python
+                ),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -115,7 +126,7 @@ class Preloaded:
                 start_new_session=True,
             )
         self._unread = b""
-        self._ready = False
+        self._unsent = b"" if first is None else json.dumps(first).encode() + b"\n"
 
     def record(self, directory: Path = Path()) -> None:
         """Put it on record, with the directory of the group that is forked from it now."""
@@ -130,6 +141,20 @@ class Preloaded:
     def alive(self) -> bool:
         """Whether it still runs."""
         return self._process.poll() is None
+
+    def await_ready(self, timeout_s: float) -> dict[str, Any]:
+        """Wait until it has imported what it was to import; what it said then.
+
+        Raises:
+            LauncherGone: the process died.
+            TimeoutError: it took longer than ``timeout_s``.
+        """
+        if not self.said:
+            line, self._unsent = self._unsent, b""
+            if line:
+                self._tell(line)
+            self.said = self._answer(time.monotonic() + timeout_s)
+        return self.said
 
     def fork(
         self,
@@ -154,9 +179,7 @@ class Preloaded:
             TimeoutError: it took longer than ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
-        if not self._ready:
-            self._answer(deadline)
-            self._ready = True
+        self.await_ready(timeout_s)
         request = {
             "directory": str(directory),
             "environment": dict(environment),
@@ -164,17 +187,20 @@ class Preloaded:
             "log": str(log),
             **more,
         }
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise LauncherGone("the launcher is gone") from error
+        self._tell(json.dumps(request).encode() + b"\n")
         answer = self._answer(deadline)
         pid, started = int(answer["pid"]), float(answer["started"])
         return ForkedLauncher(pid, started, directory, lambda: self.alive)
 
-    def _answer(self, deadline: float) -> dict[str, float]:
+    def _tell(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        except OSError as error:
+            raise LauncherGone("the launcher is gone") from error
+
+    def _answer(self, deadline: float) -> dict[str, Any]:
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         while b"\n" not in self._unread:
@@ -191,7 +217,7 @@ class Preloaded:
                 raise LauncherGone(f"the launcher ended with code {code}")
             self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
-        answer: dict[str, float] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def close(self, grace_s: float) -> None:

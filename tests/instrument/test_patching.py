@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from perfsearch.instrument import patching
 from perfsearch.instrument.patching import after_import, expect
 
 
@@ -55,3 +56,17 @@ def test_one_that_imports_what_asks_for_it_is_changed_when_it_is_whole(package):
     import late_package
 
     assert when == [late_package.value] == [1]
+
+
+def test_a_function_that_others_had_taken_before_is_wrapped_there_too(package, monkeypatch):
+    import late_package
+
+    def function():
+        return "plain"
+
+    late_package.inner.function = late_package.taken = function
+    monkeypatch.setattr(patching, "held_elsewhere", True)
+    undo = patching.wrap(late_package.inner, "function", lambda original, *_: f"not {original()}")
+    assert late_package.taken() == late_package.inner.function() == "not plain"
+    undo()
+    assert late_package.taken is late_package.inner.function is function

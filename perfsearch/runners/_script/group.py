@@ -12,6 +12,7 @@ from perfsearch.core.hardware import Environment, Gpu
 from perfsearch.core.trial import Status
 from perfsearch.instrument.launch import (
     ENTRY,
+    FORKED,
     SET_BY_TORCHRUN,
     LaunchConfig,
     python_arguments,
@@ -28,7 +29,24 @@ from perfsearch.workers.group import (
     RankProcesses,
 )
 from perfsearch.workers.messages import ChannelClosed, Message, rank_log
-from perfsearch.workers.preload import Preloaded
+from perfsearch.workers.preload import Preloaded, early_variables
+
+IMPORTED = "left_out"
+"""What only a process says that has imported what a script imports."""
+
+
+def base_environment(way: Way, variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a script's processes, apart from what a single start is told.
+
+    Args:
+        way: how they are started.
+        variables: beside those of this process.
+
+    """
+    environ = {**os.environ, **variables}
+    if way.by_torchrun:
+        return {**environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {name: value for name, value in environ.items() if name not in SET_BY_TORCHRUN}
 
 
 class EndedError(Exception):
@@ -60,8 +78,10 @@ class ScriptGroup(RankGroup):
             where it may log.
         undo: gives the place where the start records what it does to files; told its mark.
             By default it records nothing.
+        plainly: whether its ranks must be processes that import everything anew.
 
     Attributes:
+        forked: whether its ranks are forks of a process that has imported what the script imports.
         steps: steps that each rank is known to have made.
         ended: ranks whose script has come to its own end.
 
@@ -78,11 +98,16 @@ class ScriptGroup(RankGroup):
         logs: Path,
         forked_from: Callable[[Path], Preloaded],
         undo: Callable[[str], str] = lambda token: "",
+        plainly: bool = False,
     ) -> None:
         log = logs.absolute() / "launcher.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log_begins = log.stat().st_size if log.exists() else 0
-        launch = launchers.of(environment).launch(forked_from(log), self._words)
+        self._environment = base_environment(way, variables)
+        source = forked_from(log)
+        same = source.early == early_variables(self._environment)
+        self.forked = IMPORTED in source.said and same and not plainly
+        launch = launchers.of(environment).launch(source, self._words)
         self.nproc = way.ranks * launch.nnodes
         super().__init__(launch, self.nproc, environment.limits, gpus)
         self.steps = [0] * self.nproc
@@ -90,13 +115,14 @@ class ScriptGroup(RankGroup):
         self._ranks = RankProcesses()
         self._way = way
         self._orders = replace(orders, undo=undo(self.token))
-        self._arguments, self._variables = arguments, variables
+        self._arguments = arguments
         self.log_to(logs)
 
     def _words(self, directory: Path) -> list[str]:
         """What torch's launcher is given, or Python itself."""
         ranks = self._way.by_torchrun
         options = torchrun_arguments(self._way.ranks) if ranks else python_arguments()
+        options = [FORKED, *options] if self.forked else options
         return [*options, "-m", ENTRY, self._orders.script, *self._arguments]
 
     def _environ(self, directory: Path) -> dict[str, str]:
@@ -105,10 +131,7 @@ class ScriptGroup(RankGroup):
             directory=str(directory),
             log_directory=str(self.logs),
         )
-        environ = {**os.environ, **self._variables, **whole.to_environment()}
-        if self._way.by_torchrun:
-            return {**environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return {name: value for name, value in environ.items() if name not in SET_BY_TORCHRUN}
+        return {**self._environment, **whole.to_environment()}
 
     def join(self) -> None:
         """Start the script, and wait until every rank is there, about to run it.
@@ -187,43 +210,3 @@ class ScriptGroup(RankGroup):
             log.seek(self._log_begins)
             lines = log.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-# -----------------------------------------------------------------------------
-# The process that starts of a script are forked from: torch's launcher, imported once.
-
-_MODULE = "perfsearch.instrument.launch"
-
-
-class Launchers:
-    """Made when it is first needed, and anew where it has ended.
-
-    Args:
-        variables: environment of the script's processes as it is today.
-
-    """
-
-    def __init__(self, variables: Mapping[str, str]) -> None:
-        self._variables = variables
-        self._process: Preloaded | None = None
-
-    def process(self, environment: Environment, log: Path) -> Preloaded:
-        """The process; where it must be made, it is put on record, and ``log`` gets its output."""
-        if self._process is None or not self._process.alive:
-            self.close(environment)
-            environ = {**os.environ, **self._variables}
-            self._process = Preloaded(
-                environ,
-                environment.run_dir,
-                log,
-                _MODULE,
-                environment.directory,
-                environment.python,
-            )
-        return self._process
-
-    def close(self, environment: Environment) -> None:
-        """End it."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.close(environment.limits.grace_s)

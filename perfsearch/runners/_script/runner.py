@@ -109,6 +109,8 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
                 fetches for its batches, or, where that is not known, steps/s are scored.
             draws_in_loader: whether loading a sample draws random numbers, so that the number of
                 loader processes changes what is trained; ``null``: found out where it can be.
+            import_once: whether what the script imports is imported once, in a process that later
+                starts are forked from; ``false``: each start imports it anew.
 
         """
 
@@ -120,6 +122,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         silence: tuple[str, ...] = ()
         samples_per_step: int | None = option(None, low=1)
         draws_in_loader: bool | None = None
+        import_once: bool = True
 
         def __post_init__(self) -> None:
             if not self.command:
@@ -251,6 +254,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
             self.environment,
             self._ways.way,
             self.files,
+            self.options.import_once,
         )
 
     def _start_this_way(self) -> None:
@@ -481,7 +485,11 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
 
     def closing_lines(self, configuration: Configuration, trials: Sequence[Trial]) -> list[str]:
         """What the baseline's window had besides training; what the best asks of the script."""
-        return [*validation_lines(trials), *export.promises(self._changed(configuration))]
+        return [
+            *validation_lines(trials),
+            *export.promises(self._changed(configuration)),
+            *self._runs.lines_of_imports(),
+        ]
 
     def not_as_before(self) -> str:
         """One line that names files of the user's that could not be put back."""

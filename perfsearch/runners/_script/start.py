@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from perfsearch.core.hardware import Environment, Hardware
 from perfsearch.core.knob import Value, same_value
@@ -19,7 +20,8 @@ from perfsearch.instrument.undo import UserFiles
 from perfsearch.knobs import transport
 from perfsearch.knobs.transport import Mapped, apply
 from perfsearch.runners._script import window
-from perfsearch.runners._script.group import EndedError, Launchers, ScriptGroup
+from perfsearch.runners._script.group import EndedError, ScriptGroup
+from perfsearch.runners._script.source import Source
 from perfsearch.runners._script.ways import Way
 from perfsearch.runners._script.window import (
     Start,
@@ -56,6 +58,7 @@ class Runs:
         environment: where it is on record, and time limits.
         way: how it is started.
         files: keeps what a start changes of the user's files.
+        imports_once: whether what the script imports is imported once, for later starts.
         sound: whether training the same steps again gave the same losses; ``None``: not tried.
         knobs: what is not as the script has it, in the present start.
         apart: whether the last start was given up as its ranks train apart from each other.
@@ -71,15 +74,19 @@ class Runs:
     environment: Environment
     way: Way
     files: UserFiles = field(default_factory=UserFiles)
+    imports_once: bool = True
     sound: bool | None = None
     knobs: dict[str, Value] = field(default_factory=dict)
     group: ScriptGroup | None = None
     start: Start | None = None
     apart: bool = False
     made: int = 0
+    _forked: bool = False
+    _unlike: str = ""
 
     def __post_init__(self) -> None:
-        self._launchers = Launchers(self.variables)
+        variables = {**hash_seed(self.environment.seed, os.environ), **self.variables}
+        self._source = Source(self.way, variables, self.imports_once)
 
     def begin(self, knobs: dict[str, Value], plan: Plan, keeps: bool) -> Outcome | None:
         """Start the script and let it make two steps; return the failure, if it is one.
@@ -90,15 +97,32 @@ class Runs:
             keeps: whether the point after the first step is to be kept, to go back to.
 
         """
+        failed = self._begin(knobs, plan, keeps)
+        if not self._forked:
+            return failed
+        if failed is None:
+            self._source.note_success()
+        elif self._source.doubts(failed):
+            why, variable = failed.reason, self._unlike
+            failed = self._begin(knobs, plan, keeps, plainly=True)
+            if failed is None:
+                self._source.note_failure(why, variable)
+        return failed
+
+    def _begin(
+        self, knobs: dict[str, Value], plan: Plan, keeps: bool, plainly: bool = False
+    ) -> Outcome | None:
         self.end()
-        self.apart = False
-        group = self.group = self._started(knobs, plan)
+        self.apart, self._unlike = False, ""
+        group = self.group = self._started(knobs, plan, plainly)
+        self._forked = group.forked
         limit_s = self.environment.limits.startup_s + plan.time_limit_s
         deadline = time.monotonic() + limit_s
         try:
             group.join()
             first = receive_steps(group, plan, deadline - time.monotonic())
             window.require_ranks_together(first, self.way.world_size)
+            self._learn_imports(first)
             start = Start(
                 Facts(**first[0]["facts"]),
                 first[0]["pulls"],
@@ -124,7 +148,19 @@ class Runs:
         self.start, self.knobs = start, dict(knobs)
         return None
 
-    def _started(self, knobs: dict[str, Value], plan: Plan) -> ScriptGroup:
+    def _learn_imports(self, first: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what a start says of its imports with its first step.
+
+        Raises:
+            EndedError: what was imported ahead of it is not as it would have been imported.
+
+        """
+        self._source.learn(first[0].get("imports"))
+        self._unlike = next((m["unlike"] for m in first if m.get("unlike")), "")
+        if self._unlike:
+            raise EndedError(f"it sets {self._unlike} otherwise than its first start did")
+
+    def _started(self, knobs: dict[str, Value], plan: Plan, plainly: bool) -> ScriptGroup:
         planned = transport.plan(knobs, self.maps)
         files = plan.log_directory.absolute() / "files"
         arguments, told = apply(self.arguments, self.maps, planned.mapped, files)
@@ -137,6 +173,7 @@ class Runs:
             seed=seed,
             perturbed=plan.perturbed,
             mapped=told,
+            tells_imports=self._source.asks,
         )
         return ScriptGroup(
             orders,
@@ -146,14 +183,19 @@ class Runs:
             self.environment,
             self.hardware.gpus,
             plan.log_directory,
-            partial(self._launchers.process, self.environment),
+            partial(self._source.process, self.environment),
             self.files.begin,
+            plainly,
         )
+
+    def lines_of_imports(self) -> list[str]:
+        """What to tell of what could not be imported once."""
+        return self._source.lines()
 
     def close(self) -> None:
         """End the start, if there is one, and what starts are forked from."""
         self.end()
-        self._launchers.close(self.environment)
+        self._source.close(self.environment)
         self.files.close()
 
     def failure(self, error: GroupGone | EndedError, knobs: Mapping[str, Value]) -> Outcome:
