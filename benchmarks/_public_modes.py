@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import time
-import uuid
 from pathlib import Path
 from typing import Any
 
-import psutil
+from _handed_over import without_perfsearch
 from _public_cases import Case
+from _searched import found_in, key_words
+from _watched import watched
 
 CLOCKS = ("clock", "clock-again")
 MODES = ("plain", "clock", "run", "profile", "search", CLOCKS[1], "autotune", "knobs", "handover")
-MARK = "PERFSEARCH_PUBLIC_SCRIPT"
 KEPT_LINES = 200
 
 
@@ -92,7 +89,6 @@ class Bench:
             OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1",
             HF_HOME=str(self.home / "hf"), MPLBACKEND="Agg", PYTHONDONTWRITEBYTECODE="1",
         )  # fmt: skip
-        here[MARK] = uuid.uuid4().hex
         for pair in self.case.environment:
             name, _, value = pair.partition("=")
             here[name] = value.replace("{root}", str(self.tree))
@@ -118,44 +114,24 @@ class Bench:
         if mode == "knobs":
             return [*tuned, "--knobs", str(best / "config.yaml"), *script], environment
         if mode == "handover":
-            return ["sh", str(best / "apply" / "run.sh")], self._alone(environment)
+            alone = without_perfsearch(self.home / "alone", environment)
+            return ["sh", str(best / "apply" / "run.sh")], alone
         shutil.rmtree(self._run_dir(mode), ignore_errors=True)
         keys = {"run_dir": self._run_dir(mode), "tracking.enabled": "false"}
         if mode == "search":
             seconds, trials = self.options.seconds, self.options.trials
             keys |= {"budget.trials": trials, "budget.seconds": seconds, "confirm.seconds": seconds}
-        words = [word for key, value in keys.items() for word in ("-o", f"{key}={value}")]
-        return [*tuned, f"--{mode}", *words, *case.options, *script], environment
+        return [*tuned, f"--{mode}", *key_words(keys), *case.options, *script], environment
 
     def _run_dir(self, mode: str) -> Path:
         return self.run_dir if mode == "search" else self.home / "profile"
 
-    def _alone(self, environment: dict[str, str]) -> dict[str, str]:
-        """The environment, without a perfsearch that could be imported."""
-        blocked = self.home / "alone"
-        blocked.mkdir(exist_ok=True)
-        (blocked / "perfsearch.py").write_text("raise ImportError('perfsearch is not here')\n")
-        path = [str(blocked), *filter(None, [environment.get("PYTHONPATH")])]
-        return {**environment, "PYTHONPATH": os.pathsep.join(path)}
-
     def _start(self, command: list[str], environment: dict[str, str], log: Path) -> dict[str, Any]:
-        begun = time.monotonic()
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, cwd=self.tree / self.case.folder, env=environment, stdout=out,
-                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-            try:
-                timed_out = _outlasts(process, self.options.limit)
-                seconds = time.monotonic() - begun
-                time.sleep(0.5)  # processes that are about to end are none that were left
-            finally:
-                left = _end_marked(environment[MARK])
-        process.wait(10)
-        lines = _lines(log)
+        place = self.tree / self.case.folder
+        ended = watched(command, place, environment, log, self.options.limit)
         return {
-            "rc": None if timed_out else process.returncode, "seconds": round(seconds, 1),
-            "left": 0 if timed_out else left, "lines": lines[-KEPT_LINES:],
+            "rc": ended.rc, "seconds": round(ended.seconds, 1), "left": ended.left,
+            "lines": ended.lines[-KEPT_LINES:],
         }  # fmt: skip
 
     def _found(self, mode: str) -> dict[str, Any]:
@@ -165,17 +141,7 @@ class Bench:
             return clock_of(json.loads(file.read_text())) if file.exists() else {"steps": 0}
         if mode not in ("search", "profile"):
             return {}
-        run_dir, found = self._run_dir(mode), {}
-        summary = run_dir / "best" / "summary.json"
-        if summary.exists():
-            told = json.loads(summary.read_text())
-            found["summary"] = {
-                name: told.get(name) for name in ("verdict", "is_baseline", "speed_up", "knobs")
-            }
-        journal = run_dir / "journal.jsonl"
-        if journal.exists():
-            found["trials"] = trials_of(journal)
-        return found
+        return found_in(self._run_dir(mode))
 
 
 def archive(case: Case, options: argparse.Namespace, into: Path) -> None:
@@ -213,61 +179,6 @@ def clock_of(times: list[float]) -> dict[str, Any]:
     }
 
 
-def trials_of(journal: Path) -> list[dict[str, Any]]:
-    """Status, reason and seconds a step of each trial, and whether it is one of the baseline."""
-    found: list[dict[str, Any]] = []
-    today = None
-    for line in journal.read_text().splitlines():
-        event = json.loads(line)
-        trial = event.get("trial") if isinstance(event.get("trial"), dict) else event
-        if "status" not in trial:
-            continue
-        measured = trial.get("measurement") or {}
-        seconds = measured.get("step_seconds") or []
-        configuration = trial.get("configuration")
-        today = today if found else configuration
-        found.append({
-            "purpose": trial.get("purpose"), "baseline": configuration == today,
-            "status": trial["status"],
-            "reason": trial.get("reason"),
-            "mean_s": statistics.fmean(seconds) if seconds else None,
-            "begin_step": measured.get("discarded_steps"), "steps": len(seconds),
-            "fresh": trial.get("fresh_process"),
-        })  # fmt: skip
-    return found
-
-
-def _lines(log: Path) -> list[str]:
-    """The lines of a log, without colours, of a progress bar only its last state."""
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log.read_text(errors="replace"))
-    text = text.replace(f"{log.absolute().parent}/", "")
-    lines = (line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n"))
-    return [line[:400] for line in lines if line]
-
-
 def _nameless(name: str) -> str:
     """A file's name with its numbers taken out: times, process ids, random names of caches."""
     return re.sub(r"[0-9a-f]{16,}|\d+", "N", name)
-
-
-def _outlasts(process: subprocess.Popen[bytes], limit: float) -> bool:
-    """Wait for the end; where it does not come in time, interrupt the process, and say so."""
-    try:
-        process.wait(limit)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        return True
-    return False
-
-
-def _end_marked(mark: str) -> int:
-    """Kill what a start has left behind, told by the variable that it inherited."""
-    left = 0
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                process.kill()
-                left += 1
-    return left

@@ -31,9 +31,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from _handed_over import ENDLESS, shortened, without_perfsearch
+from _searched import key_words
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "scripts" / "ddp_train.py"
-ENDLESS = "1000000"
 RATE = re.compile(r"(\d+) samples/s")
 
 # Small batches, so that the optimizer and the reduction of gradients are worth tuning.
@@ -75,27 +77,7 @@ class Bench:
         if options.device == "cpu":
             self.environment["CUDA_VISIBLE_DEVICES"] = ""
         self.elsewhere = directory / "alone"  # python looks for modules where it is started
-        self.alone = self._without_perfsearch(self.elsewhere)
-
-    def _without_perfsearch(self, directory: Path) -> dict[str, str]:
-        """An environment in which torchrun can be called and perfsearch cannot be imported."""
-        directory.mkdir(parents=True)
-        (directory / "perfsearch.py").write_text("raise ImportError('perfsearch is not here')\n")
-        launcher = directory / "torchrun"
-        launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-        launcher.chmod(0o755)
-        environment = {
-            **self.environment,
-            "PYTHONPATH": str(directory),
-            "PATH": f"{directory}:{self.environment.get('PATH', os.defpath)}",
-        }
-        told = subprocess.run(
-            [sys.executable, "-c", "import perfsearch"],
-            env=environment, cwd=directory, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if "perfsearch is not here" not in told.stderr:
-            raise RuntimeError("perfsearch can be imported in the arm that is to do without it")
-        return environment
+        self.alone = without_perfsearch(self.elsewhere, self.environment)
 
     def search(self) -> dict[str, Any]:
         """Search, unless the directory holds a finished search; return its summary."""
@@ -110,10 +92,8 @@ class Bench:
                 "run_dir": self.run_dir,
                 "tracking.enabled": "false",
             }
-            given = [word for key, value in keys.items() for word in ("-o", f"{key}={value}")]
-            command = [
-                *self._perfsearch_run("--search", *given), *self.script, "--epochs", ENDLESS,
-            ]  # fmt: skip
+            search = self._perfsearch_run("--search", *key_words(keys))
+            command = [*search, *self.script, "--epochs", ENDLESS]
             subprocess.run(command, env=self.environment, check=True, timeout=1800)
         found: dict[str, Any] = json.loads(file.read_text())
         if found["is_baseline"]:
@@ -151,7 +131,7 @@ class Bench:
             launch = ["torchrun", "--standalone", f"--nproc-per-node={self.options.nproc}"]
             command = [*launch, *self.script, *epochs]
         elif arm == "applied":
-            command = ["sh", str(self._shortened(epochs[1]))]
+            command = ["sh", str(shortened(self.run_dir, epochs[1]))]
         else:
             best = str(self.run_dir / "best" / "config.yaml")
             command = [*self._perfsearch_run("--quiet", "--knobs", best), *self.script, *epochs]
@@ -166,16 +146,6 @@ class Bench:
         if len(rates) != self.options.epochs + DISCARDED_EPOCHS:
             raise RuntimeError(f"{arm} did not train to its end:\n{done.stderr[-3000:]}")
         return statistics.median(rates[DISCARDED_EPOCHS:])
-
-    def _shortened(self, epochs: str) -> Path:
-        """``run.sh`` as it was handed over, for so many epochs."""
-        script = self.run_dir / "best" / "apply" / "run.sh"
-        text = script.read_text()
-        if text.count(ENDLESS) != 1:
-            raise RuntimeError(f"{script} does not train for {ENDLESS} epochs")
-        short = script.with_name("run-short.sh")
-        short.write_text(text.replace(ENDLESS, epochs))
-        return short
 
 
 def table(rates: dict[str, list[float]], summary: dict[str, Any]) -> list[str]:

@@ -38,6 +38,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from _handed_over import ENDLESS, shortened, without_perfsearch  # noqa: E402
+
 from perfsearch.cli.view import open_view  # noqa: E402
 from perfsearch.config.schema import validate  # noqa: E402
 from perfsearch.core.trial import Trial  # noqa: E402
@@ -45,7 +47,6 @@ from perfsearch.pipeline import search  # noqa: E402
 
 SCRIPTS = ROOT / "examples" / "scripts"
 TCP = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-ENDLESS = "1000000"
 LLAMA = ["--hidden_size", "2048", "--layers", "14", "--heads", "16", "--vocabulary", "32000",
          "--sequence_length", "1024"]  # fmt: skip
 TRAINER = [
@@ -142,10 +143,12 @@ def run_case(name: str, directory: Path, options: argparse.Namespace) -> dict[st
         "winner": summary["trial"],
     }
     plain = [word.format(steps=case["rerun_steps"]) for word in command]
+    alone = without_perfsearch(run_dir / "blocked", os.environ)
     rates: dict[str, list[float]] = {"baseline": [], "handed over": []}
     for _ in range(options.reruns):  # in turn, so that a drift meets both
-        rates["handed over"].append(_handed_over(run_dir, case["rerun_steps"]))
-        rates["baseline"].append(_rate([*_torchrun(nproc), *plain], run_dir))
+        short = ["sh", str(shortened(run_dir, case["rerun_steps"]))]
+        rates["handed over"].append(_rate(short, run_dir, alone))
+        rates["baseline"].append(_rate([*_torchrun(nproc), *plain], run_dir, alone))
     found["without_perfsearch"] = {who: statistics.mean(r) for who, r in rates.items()}
     return found
 
@@ -172,22 +175,8 @@ def _torchrun(nproc: int) -> list[str]:
             f"--nproc-per-node={nproc}"]  # fmt: skip
 
 
-def _handed_over(run_dir: Path, steps: int) -> float:
-    """What ``run.sh`` reaches; its endless number of steps is cut, nothing else."""
-    script = run_dir / "best" / "apply" / "run.sh"
-    text = script.read_text().replace(ENDLESS, str(steps))
-    text = text.replace("torchrun ", f"{sys.executable} -m torch.distributed.run ", 1)
-    short = script.with_name("run-short.sh")
-    short.write_text(text)
-    return _rate(["sh", str(short)], run_dir)
-
-
-def _rate(command: list[str], run_dir: Path) -> float:
-    """Samples a second that the script prints, with perfsearch blocked; 0.0 where it fails."""
-    blocked = run_dir / "blocked"
-    blocked.mkdir(exist_ok=True)
-    (blocked / "perfsearch.py").write_text("raise ImportError('perfsearch is not here')\n")
-    environment = {**os.environ, "PYTHONPATH": str(blocked)}
+def _rate(command: list[str], run_dir: Path, environment: dict[str, str]) -> float:
+    """Samples a second that the script prints; 0.0 where it fails."""
     done = subprocess.run(
         command, env=environment, cwd=run_dir, capture_output=True, text=True, timeout=280,
         check=False,
