@@ -12,8 +12,9 @@ sys.path.append(str(BENCHMARKS))
 
 from _public_cases import CASES, Case  # noqa: E402
 from _public_judge import judge  # noqa: E402
-from _public_modes import clock_of, trials_of  # noqa: E402
+from _public_modes import clock_of  # noqa: E402
 from _public_report import report  # noqa: E402
+from _searched import trials_of  # noqa: E402
 
 CASE = Case("a", ("owner/name", "0" * 40), ".", "train.py")
 REFUSED = Case("b", ("owner/name", "0" * 40), ".", "train.py", refusal="no optimizer")
