@@ -172,7 +172,7 @@ class Bench:
             self._protocol.steps = AFTER_FIRST_STEPS
         optimizers, protocol = script.optimizers, self._protocol
         optimizers.before_step, optimizers.after_step = protocol.before_step, protocol.after_step
-        script.loaders.tape.keeps_random = False
+        script.loaders.tape.compares = False
         if script.loaders.tape.kept >= self.options.steps:
             script.loaders.tape.rewind(0)
         each, steps = self._each(), self.options.steps

@@ -83,6 +83,7 @@ class Knob:
         shortens: parts of a step that it can make shorter; empty: it may do anything.
         redraws: whether a job that draws random numbers in its forward pass (dropout) draws others
             with another value, by the nature of the knob.
+        on_request: values that it can take too, and that are searched only where they are named.
 
     """
 
@@ -101,6 +102,7 @@ class Knob:
     help: str = ""
     shortens: tuple[Part, ...] = ()
     redraws: bool = False
+    on_request: tuple[Value, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind is Kind.BOOLEAN and not self.values:

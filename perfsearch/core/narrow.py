@@ -13,6 +13,9 @@ from perfsearch.core.knob import Kind, Knob, Numerics, Value, same_value
 SEARCH = "search"
 """The value of a knob that is searched over its built-in values or range."""
 
+SEARCH_ON_GPU = "search_on_gpu"
+"""The value of a knob that is searched so on GPUs alone, and left as it is on a CPU."""
+
 AUTO = "auto"
 """``runner.knobs`` as a whole: the baseline's timings say which knobs are searched, and when."""
 
@@ -35,6 +38,23 @@ def is_auto(options: Mapping[str, Any]) -> bool:
 def expanded(options: Mapping[str, Any], searched: Mapping[str, Any]) -> dict[str, Any]:
     """The ``runner.*`` keys, with ``runner.knobs=auto`` put as what it lets be searched."""
     return {**options, "knobs": dict(searched)} if is_auto(options) else dict(options)
+
+
+def on_device(
+    settings: Mapping[str, Any], defaults: Mapping[str, Value], on_gpu: bool
+) -> dict[str, Any]:
+    """What is searched on GPUs alone, put as what it is on this device.
+
+    Args:
+        settings: ``runner.knobs``.
+        defaults: what knobs are where they are not searched.
+        on_gpu: whether the job trains on GPUs.
+
+    """
+    return {
+        name: (SEARCH if on_gpu else defaults.get(name)) if setting == SEARCH_ON_GPU else setting
+        for name, setting in settings.items()
+    }
 
 
 def narrow(
@@ -108,7 +128,8 @@ def checked(knob: Knob, value: Any) -> Value:
 
     """
     if value is None or isinstance(value, bool | int | float | str):
-        if knob.contains(value) or same_value(value, knob.default) or value is None:
+        possible = knob.contains(value) or value in knob.on_request
+        if possible or same_value(value, knob.default) or value is None:
             return value
         if knob.kind is Kind.ORDINAL and _inside(knob, value):
             return value
@@ -222,7 +243,8 @@ def require_possible(knob: Knob, value: Any, key: str) -> None:
         KnobError: the message has key, value and what is allowed.
 
     """
-    if value is None or (isinstance(value, bool | int | float | str) and knob.contains(value)):
+    plain = isinstance(value, bool | int | float | str)
+    if value is None or (plain and (knob.contains(value) or value in knob.on_request)):
         return
     if not knob.is_ordered or not (knob.is_range or knob.numbers):
         raise KnobError(f"{key}={_written(value)}: {_allowed(knob, a_list=False)}")
@@ -249,7 +271,7 @@ def values_in_words(knob: Knob) -> str:
     unit = f" {knob.unit}" if knob.unit else ""
     if knob.is_range:
         return f"{knob.low:g} to {knob.high:g}{unit}"
-    return ", ".join(_written(v) for v in knob.values) + unit
+    return ", ".join(_written(v) for v in (*knob.values, *knob.on_request)) + unit
 
 
 def _written(value: object) -> str:

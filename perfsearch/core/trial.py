@@ -150,6 +150,7 @@ class Outcome:
         reason: why the status is not ``ok``, in one line.
         log_path: the log of the first failing rank, or of rank 0.
         fresh_process: whether processes were started for it.
+        started_s: seconds that this took where it was done before the trial was asked for.
         extra: further plain values for the trial; ``info`` is what ranks said of the job.
 
     """
@@ -159,6 +160,7 @@ class Outcome:
     reason: str = ""
     log_path: str = ""
     fresh_process: bool = False
+    started_s: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
 
 

@@ -9,6 +9,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import builtins
 import contextlib
 import importlib
@@ -334,6 +335,8 @@ class _Watch:
         self._stack: list[str] = []
         self._importers: dict[str, set[str]] = defaultdict(set)
         self._hidden = contextlib.ExitStack()
+        self._open: frozenset[str] = frozenset()
+        self._gpus: set[str] = set()
 
     def __enter__(self) -> _Watch:
         self._output = self._hidden.enter_context(_output_aside())
@@ -414,14 +417,25 @@ class _Watch:
             self.note(what)
         self._before = now
 
+    def _holds_gpu(self) -> bool:
+        """Whether CUDA was begun with here: no fork could use it."""
+        torch = _whole("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            return True
+        open_now = _open_descriptors()
+        new = {one for one in open_now - self._open if _is_gpu(one)}
+        self._gpus = (self._gpus & open_now) | new
+        self._open = open_now
+        return bool(self._gpus)
+
     def _state(self) -> dict[str, Any]:
         """What importing should leave alone, by what to say where it did not."""
         changed = [n for n, value in self._known.items() if os.environ.get(n) != value]
         return {
             _THREAD: _threads(),
             "it starts a process": _has_children(),
-            "it opens the GPU": _holds_gpu(),
-            "it handles a signal": [signal.getsignal(n) for n in signal.valid_signals()],
+            "it opens the GPU": self._holds_gpu(),
+            "it handles a signal": [*map(_signal.getsignal, _SIGNALS)],
             "it writes to standard output": self._output(),
             "it draws or seeds random numbers": _random_states(),
             "it changes the working directory": os.getcwd(),
@@ -434,6 +448,9 @@ class _Watch:
 # What is looked at.
 
 _THREAD = "it starts a thread"
+
+_SIGNALS = [int(number) for number in signal.valid_signals()]
+"""Asked of the C module, which makes no enumeration members: it is asked after each import."""
 
 
 def _threads() -> int:
@@ -468,14 +485,6 @@ def _has_children() -> bool:
     return False
 
 
-def _holds_gpu() -> bool:
-    """Whether CUDA was begun with here: no fork could use it."""
-    torch = _whole("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return True
-    return any(link.startswith("/dev/nvidia-uvm") for link in _open_files())
-
-
 def _whole(name: str) -> Any:
     """A module; ``None`` before it has been imported to its end, when it is not to be used."""
     module = sys.modules.get(name)
@@ -483,11 +492,16 @@ def _whole(name: str) -> Any:
     return None if under_way else module
 
 
-def _open_files() -> Iterator[str]:
+def _open_descriptors() -> frozenset[str]:
     with contextlib.suppress(OSError):
-        for descriptor in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                yield os.readlink(f"/proc/self/fd/{descriptor}")
+        return frozenset(os.listdir("/proc/self/fd"))
+    return frozenset()
+
+
+def _is_gpu(descriptor: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia-uvm")
+    return False
 
 
 def _random_states() -> dict[str, Any]:

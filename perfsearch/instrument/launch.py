@@ -140,6 +140,11 @@ def python_arguments() -> list[str]:
     return ["-u", *OPTIONS]
 
 
+def _to_entry() -> list[str]:
+    """What Python is given to run our entry."""
+    return [*python_arguments(), "-m", ENTRY]
+
+
 def run_start(directory: Path, arguments: list[str]) -> int:
     """Carry out one start of the script; 0 when its processes ended on purpose.
 
@@ -203,7 +208,7 @@ def by_python(options: argparse.Namespace, *arguments: str) -> argparse.Namespac
 
     """
     python = os.environ.get("PYTHON_EXEC", sys.executable)  # which is torchrun's own variable
-    words = [*python_arguments(), "-m", ENTRY, *arguments]
+    words = [*_to_entry(), *arguments]
     changed: dict[str, Any] = {"no_python": True, "module": False, "run_path": False}
     changed.update(training_script=python, training_script_args=words)
     return argparse.Namespace(**{**vars(options), **changed})
@@ -221,7 +226,7 @@ def _have_ranks_forked() -> None:
     from perfsearch.instrument.entry import main as entry
     from perfsearch.instrument.forked import have_ranks_forked
 
-    words = [sys.executable, *python_arguments(), "-m", ENTRY]
+    words = [sys.executable, *_to_entry()]
     have_ranks_forked(entry, _ground[0], words)
 
 

@@ -113,7 +113,7 @@ class RankProtocol:
         self._script.loaders.accounting.end_step()
         self._script.end_step()
         if self.steps > FIRST_LOSSES and self._script.loaders.tape is not None:
-            self._script.loaders.tape.keeps_random = False
+            self._script.loaders.tape.compares = False
         loss = self._script.losses.take()
         phases = self.timing.phases
         self.timing.after_step()
@@ -219,7 +219,7 @@ class RankProtocol:
                     self._script.loaders.tape.rewind(int(command["place"]))
                     return
                 case "change":
-                    self._change(command["knobs"])
+                    self._change(command["knobs"], command["perturbed"])
                 case "end":
                     self._end()
                 case unknown:
@@ -239,10 +239,10 @@ class RankProtocol:
         self._script.models.begin_window()
         self.timing.begin(device, count, each)
 
-    def _change(self, knobs: dict[str, Any]) -> None:
+    def _change(self, knobs: dict[str, Any], perturbed: bool) -> None:
         begin = time.perf_counter()
         self._rewinder.restore()
-        self._script.change(knobs)
+        self._script.change(knobs, perturbed)
         reset_peaks(self._device)
         synchronize(self._device)
         self._channel.send({"event": "changed", "seconds": time.perf_counter() - begin})

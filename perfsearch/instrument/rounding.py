@@ -7,31 +7,31 @@ from typing import Any
 import torch
 
 from perfsearch.instrument.optimizers import Optimizers
-from perfsearch.instrument.patching import wrap
+from perfsearch.instrument.patching import once, wrap
 
 _TF32 = 2.0**-11
 """Half a step of the type by which GPUs multiply float32 where torch lets them."""
 
 
 class Rounding:
-    """Changes each weight by what the coarsest type in use rounds it by, after the first step.
+    """Changes each weight by what the coarsest type in use rounds it by.
 
-    How far the losses of the next steps are then from those of an untouched start says how far
+    How far the losses of the next steps are then from those of untouched weights says how far
     other kernels for the same computation may take them: a network whose weights were just drawn
     can make a hundred times more of it. All ranks change their copies alike.
 
     Args:
-        asked: whether that is to be done at all.
         optimizers: of the script.
+
+    Attributes:
+        end_watch: ends the look at which types the script multiplies in.
 
     """
 
-    def __init__(self, asked: bool, optimizers: Optimizers) -> None:
-        self.asked = asked
+    def __init__(self, optimizers: Optimizers) -> None:
         self._optimizers = optimizers
         self._autocast: set[torch.dtype] = set()
-        if asked:
-            wrap(torch.autocast, "__enter__", self._enter)
+        self.end_watch = once(wrap(torch.autocast, "__enter__", self._enter))
 
     def _enter(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entered = original(*args, **kwargs)
@@ -41,9 +41,7 @@ class Rounding:
         return entered
 
     def perturb(self) -> None:
-        """Change the weights, if that was asked for."""
-        if not self.asked:
-            return
+        """Change the weights."""
         groups = [g for optimizer in self._optimizers.live for g in optimizer.param_groups]
         seen: set[int] = set()
         for index, parameter in enumerate(p for group in groups for p in group["params"]):

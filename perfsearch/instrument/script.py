@@ -54,7 +54,8 @@ class Script:
         self.loaders = Loaders(knobs)
         self.optimizers = Optimizers(knobs)
         self.models = Models(knobs, self.optimizers)
-        self.rounding = Rounding(perturbed, self.optimizers)
+        self.rounding = Rounding(self.optimizers)
+        self._perturbed = perturbed
         self.engines = Engines(self.optimizers)
         self.switches = Switches(knobs)
         self.collection = Collection()
@@ -87,16 +88,23 @@ class Script:
         self.steps += 1
         self.operators.end_step()
         self.collection.end_step()
-        if self.steps == 1:
+        if self.steps == 1 and self._perturbed:
             self.rounding.perturb()
         if self.steps == 1 and not (self.sharding.kinds or self.engines.seen):
             if self.models.find() and not self.wrappers.why_not_again():
                 self.wrappers.wrap_again(self.knobs)  # buckets have the layout of the weights
         elif self.steps == 2:
             self.models.end_search()
+            self.rounding.end_watch()
 
-    def change(self, knobs: Mapping[str, Value]) -> None:
-        """Put the knobs of ``step`` scope into force, between two steps."""
+    def change(self, knobs: Mapping[str, Value], perturbed: bool = False) -> None:
+        """Put the knobs of ``step`` scope into force, between two steps.
+
+        Args:
+            knobs: all of them.
+            perturbed: whether weights are changed by what rounding does, too.
+
+        """
         self.knobs = dict(knobs)
         self.models.change(knobs)  # first, since buckets have the layout of the weights
         self.wrappers.wrap_again(knobs)
@@ -105,6 +113,8 @@ class Script:
         self.switches.change(knobs)
         self.collection.put(knobs)
         self.operators.look_again()
+        if perturbed:
+            self.rounding.perturb()
 
     def why_not_again(self) -> str:
         """Why other settings need another start of the script; empty where they do not."""

@@ -29,17 +29,25 @@ class BatchTape:
     Args:
         most: batches to keep.
         most_bytes: bytes to keep.
+        most_compared_bytes: bytes to keep while steps are compared, which all need their batches.
 
     Attributes:
-        keeps_random: whether random numbers are kept with the batches to come. It takes a tenth of
-            a millisecond, so that it is for the steps that are compared.
+        compares: whether losses of the steps to come are compared. Random numbers are kept with
+            their batches, which takes a tenth of a millisecond.
 
     """
 
-    def __init__(self, most: int = 64, most_bytes: int = 256 * 2**20) -> None:
-        self.keeps_random = True
+    def __init__(
+        self,
+        most: int = 64,
+        most_bytes: int = 256 * 2**20,
+        most_compared_bytes: int = 2 * 2**30,
+    ) -> None:
+        self.compares = True
         self._most = most
-        self._left = most_bytes
+        self._most_bytes = most_bytes
+        self._most_compared_bytes = most_compared_bytes
+        self._bytes = 0
         self._kept: list[_Record] = []
         self._full = False
         self._to_give: list[_Record] | None = None
@@ -78,16 +86,17 @@ class BatchTape:
         return batch
 
     def _keep(self, batch: Any, dataset: Any) -> None:
+        most_bytes = self._most_compared_bytes if self.compares else self._most_bytes
         size = bytes_of(batch)
-        if self._full or len(self._kept) >= self._most or size > self._left:
+        if self._full or len(self._kept) >= self._most or self._bytes + size > most_bytes:
             self._full = True
             return
-        self._left -= size
+        self._bytes += size
         try:
             still_there = weakref.ref(dataset)
         except TypeError:  # a list, say
             still_there = None
-        random = RandomState.now() if self.keeps_random else None
+        random = RandomState.now() if self.compares else None
         self._kept.append(
             _Record(
                 copy_structure(batch, keep_tensor),

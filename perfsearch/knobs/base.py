@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from perfsearch.core.knob import Kind, Knob, Scope, Value
-from perfsearch.core.narrow import require_possible
+from perfsearch.core.narrow import SEARCH, require_possible
 
 NO_CONVOLUTIONS = "the model has no convolutions"
 ALONE = "one rank exchanges nothing with others"
@@ -197,7 +197,7 @@ class Record:
             goes into its environment.
         missing: why a script without a taker has none of it.
         script_scope: what must restart to change it in a script; ``None``: as in built-in jobs.
-        searched: whether it is searched where nothing is said of it.
+        searched: whether it is searched where nothing is said of it, or ``SEARCH_ON_GPU``.
         start: a value that seldom does harm, tried early; ``None``: there is none.
         promise: a value that holds the script to something in every step, and to what.
         on_request: why online tuning leaves it alone unless asked; empty: it does not.
@@ -215,7 +215,7 @@ class Record:
     takers: tuple[Taker, ...] = ()
     missing: str = ""
     script_scope: Scope | None = None
-    searched: bool = True
+    searched: bool | str = True
     start: Value = None
     promise: tuple[Value, str] | None = None
     on_request: str = ""
@@ -230,6 +230,13 @@ class Record:
     def default(self) -> Any:
         """The library's own."""
         return self.knob.default
+
+    @property
+    def setting(self) -> Any:
+        """What ``runner.knobs`` has of it where nothing is said."""
+        if isinstance(self.searched, str):
+            return self.searched
+        return SEARCH if self.searched else self.default
 
     def effect_in(self, use: Use) -> int:
         """How much is expected of it in one use."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from perfsearch.core.knob import Kind, Knob, Numerics, Part, Scope, Value
+from perfsearch.core.narrow import SEARCH_ON_GPU
 from perfsearch.knobs.base import NO_CONVOLUTIONS, Job, Record, Taker, Use
 
 NOT_COMPILED = "none"
@@ -46,7 +47,8 @@ def _in_parts(knob: Knob, job: Job) -> Knob | str:
     compiled = _compiled(COMPILE.knob, job)
     if isinstance(compiled, str):
         return compiled
-    on = tuple(mode for mode in compiled.values if mode != NOT_COMPILED)
+    modes = (*compiled.values, *compiled.on_request)
+    on = tuple(mode for mode in modes if mode != NOT_COMPILED)
     return replace(knob, when={COMPILE.name: on}) if job.may_repeat else _NO_BLOCKS
 
 
@@ -58,11 +60,11 @@ def _for_images(knob: Knob, job: Job) -> Knob | str:
 COMPILE = Record(
     Knob(
         "compile_mode", Kind.CATEGORICAL, NOT_COMPILED,
-        values=(NOT_COMPILED, _DEFAULT_MODE, "max-autotune"), numerics=Numerics.REORDERED,
-        help="torch.compile; off unless asked for, since compiling takes minutes",
-        shortens=(Part.COMPUTING,), redraws=True,
+        values=(NOT_COMPILED, _DEFAULT_MODE), numerics=Numerics.REORDERED,
+        help="torch.compile; on a CPU off unless asked for",
+        shortens=(Part.COMPUTING,), redraws=True, on_request=("max-autotune",),
     ),
-    uses=frozenset({Use.DDP, Use.SCRIPT}), effect=78, fit=_compiled, searched=False,
+    uses=frozenset({Use.DDP, Use.SCRIPT}), effect=78, fit=_compiled, searched=SEARCH_ON_GPU,
     takers=(Taker.MODULE,), missing="no torch module was seen to be trained",
     script_scope=Scope.PROCESS,
 )  # fmt: skip

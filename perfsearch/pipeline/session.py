@@ -341,13 +341,13 @@ class Session:
         try:
             if self._lacks_second_start(configuration, purpose, outcome):
                 self.measure_baseline_again(self.next_number, fresh=True)
-            if self._lacks_perturbed_start(configuration, outcome):
+            if self._lacks_perturbed_baseline(configuration, outcome):
                 self.measure_baseline_again(self.next_number, perturbed=True)
         except BaseException:
             self.break_off(running)
             raise
         trial = self._judge(number, configuration, purpose, outcome)
-        trial.seconds, trial.lane = now - begin, running.lane
+        trial.seconds, trial.lane = outcome.started_s + now - begin, running.lane
         steps_s = 0.0
         if trial.measurement is not None:
             scored_s = sum(trial.measurement.step_seconds)
@@ -360,7 +360,7 @@ class Session:
             note_findings(trial.measurement, self.settings.metrics.thresholds)
         # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
         since = running.told_s if purpose is Purpose.SEARCH else begin
-        trial.overhead_seconds = max(0.0, now - since - steps_s)
+        trial.overhead_seconds = max(0.0, outcome.started_s + now - since - steps_s)
         self._finish(trial)
         return trial
 
@@ -523,7 +523,7 @@ class Session:
         agrees = measured is not None and not self._loss_check(configuration, measured)
         return not (purpose is Purpose.CONFIRM and agrees)
 
-    def _lacks_perturbed_start(self, configuration: Configuration, outcome: Outcome) -> bool:
+    def _lacks_perturbed_baseline(self, configuration: Configuration, outcome: Outcome) -> bool:
         """Whether what rounding makes of losses must be known before an outcome can be judged.
 
         Which has other losses than the baseline, and was computed by other kernels.
@@ -547,7 +547,7 @@ class Session:
         Args:
             number: of the trial, where none of its kind was broken off; by default the next one.
             fresh: whether in new processes.
-            perturbed: whether in new processes, whose weights are changed as rounding changes them.
+            perturbed: whether weights are changed as rounding changes them.
 
         """
         baseline = dict(self.runner.baseline)
@@ -557,7 +557,7 @@ class Session:
             baseline,
             Purpose.SENTINEL,
             number=number,
-            fresh=fresh or perturbed,
+            fresh=fresh,
             perturbed=perturbed,
         )
         self.strategy.tell(trial)

@@ -48,7 +48,7 @@ class Plan:
         trace: whether the profile leaves a Chrome trace among the trial's logs.
         stop_above_cost_s: stop early once a step surely takes longer than this, in seconds.
         perturbed: whether weights are changed after the first step by as much as rounding does, to
-            see what that makes of the losses. Only in a script's new start.
+            see what that makes of the losses. Only in a script.
         lane: which share of the devices it runs on (see ``MeasuresBeside``).
 
     """

@@ -163,7 +163,7 @@ def _succeeded(
         if ignored:
             status, reason = Status.NOT_APPLIED, "; ".join(ignored)
     log = rank_log(request.log_directory, 0)
-    return Outcome(status, measurement, reason, str(log), fresh, {"info": dict(info)})
+    return Outcome(status, measurement, reason, str(log), fresh, extra={"info": dict(info)})
 
 
 def not_in_force(requested: Mapping[str, Value], in_force: Mapping[str, Value]) -> list[str]:

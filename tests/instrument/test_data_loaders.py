@@ -271,9 +271,20 @@ def test_a_script_may_take_a_batch_apart_without_harm_to_the_tape():
 
 def test_a_tape_keeps_no_more_than_its_bytes():
     tape = BatchTape(most_bytes=100)
+    tape.compares = False
     for _ in range(3):
         tape.pass_on(torch.zeros(20, dtype=torch.uint8).repeat(2), DATA)
     assert tape.kept == 2
+
+
+def test_a_tape_keeps_more_of_the_steps_that_are_compared():
+    tape = BatchTape(most_bytes=100, most_compared_bytes=200)
+    for number in range(6):
+        tape.compares = number < 3
+        tape.pass_on(torch.full((50,), number, dtype=torch.uint8), DATA)
+    assert tape.kept == 3
+    tape.rewind(0)
+    assert [int(tape.pass_on(torch.full((1,), 9), DATA)[0]) for _ in range(4)] == [0, 1, 2, 9]
 
 
 def _steps(loader, count, begins):
@@ -336,7 +347,7 @@ def test_random_numbers_are_kept_with_the_compared_steps_only(make):
     loaders.tape = BatchTape()
     loader = DataLoader(DATA, 2)
     first = _steps(loader, 1, (0,))
-    loaders.tape.keeps_random = False
+    loaders.tape.compares = False
     later = _steps(loader, 1, (0,))
     loaders.tape.rewind(0)
     again = _steps(loader, 2, (0,))

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import random
 import sys
 import time
 
@@ -69,6 +70,7 @@ def main():
     data = TensorDataset(torch.randn(args.size, 16, generator=generator))
     loader = DataLoader(data, args.bs, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    by_chance = random.SystemRandom()
     average = [p.detach().clone() for p in net.parameters()]
     steps = args.steps - (3 * rank if args.fault == "uneven" else 0)
     made = batches = 0
@@ -88,6 +90,9 @@ def main():
             batches += 1
             if batches % args.accumulate:
                 continue
+            if args.fault == "any order":  # as kernels that add in no fixed order
+                for parameter in net.parameters():
+                    parameter.grad.mul_(1 + by_chance.uniform(-3e-3, 3e-3))
             optimizer.step()
             optimizer.zero_grad()
             if args.wrap == "ddp":

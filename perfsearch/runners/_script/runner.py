@@ -18,7 +18,7 @@ from perfsearch.core.hardware import Environment, detect_hardware, threads_today
 from perfsearch.core.hints import Hints
 from perfsearch.core.journal import JOURNAL, measured_as, read
 from perfsearch.core.knob import Configuration, Knob, Numerics, Scope, Value, same_value
-from perfsearch.core.narrow import SEARCH, KnobError, is_auto, narrow
+from perfsearch.core.narrow import SEARCH, KnobError, is_auto, narrow, on_device
 from perfsearch.core.objective import Objective
 from perfsearch.core.option import option
 from perfsearch.core.space import Space
@@ -28,6 +28,7 @@ from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.instrument.outside import cautions
 from perfsearch.instrument.report import without_effect
 from perfsearch.instrument.undo import UserFiles
+from perfsearch.knobs import by_name as every_knob
 from perfsearch.knobs import effect_order, nccl, transport
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
@@ -229,10 +230,15 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
             arguments=arguments,
             maps=maps,
             free=batch == "free",
-            wanted=dict(knobs),
+            wanted=on_device(
+                knobs,
+                {name: record.default for name, record in every_knob.items()},
+                self.hardware.device == "cuda",
+            ),
         )
         self._runs = self._make_runs()
         self._failure: Outcome | None = None
+        self._started_s = 0.0
         self._settle(None)
         self._pins = self._known.changed(self.baseline)
 
@@ -290,7 +296,9 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         if before and self._ways.asked is None:  # its other trials were started so
             self._ways.known = Way.from_identity(before)
             self._start_this_way()
+        begin = time.monotonic()
         remarks = [*undone, *self._begin(plan)]
+        self._started_s = time.monotonic() - begin
         if self._failure is None:
             assert self._runs.start is not None
             self._settle(self._runs.start.facts)
@@ -373,16 +381,17 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
             return replace(failure, fresh_process=True)
         begin = time.monotonic()
         deadline = begin + plan.time_limit_s
+        started_s, self._started_s = self._started_s, 0.0
         runs, knobs = self._runs, self._changed(configuration)
-        untouched = not plan.fresh and runs.is_waiting_with(knobs)
+        untouched = not (plan.fresh or plan.perturbed) and runs.is_waiting_with(knobs)
         only_steps = self._known.scope(runs.differing(knobs)) <= {Scope.STEP}
         goes_on = untouched or (
             only_steps and not plan.fresh and runs.go_back(knobs, plan, deadline)
         )
         fresh = not goes_on
         if fresh:
-            each_starts = plan.purpose is Purpose.CONFIRM or plan.perturbed
-            goes_back = self._keeps and not each_starts
+            once = plan.purpose is Purpose.CONFIRM or plan.perturbed
+            goes_back = self._keeps and not once
             failed = runs.begin(knobs, plan, goes_back)
             if failed is not None:
                 return replace(failed, fresh_process=True)
@@ -406,7 +415,8 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         measurement.environment.update(conditions)
         if plan.perturbed:
             measurement.environment[PERTURBED] = True
-            runs.end()  # nothing else is measured with such weights
+            if fresh:
+                runs.end()  # nothing else is measured with such weights
         measurement.rewrap_seconds = 0.0 if fresh else ready_s
         measurement.samples_per_step = self._samples(measurement.samples_per_step, knobs)
         lost = without_effect(knobs, start.facts)
@@ -416,7 +426,8 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
             None if status is Status.INVALID else measurement,
             reason,
             str(group.log),
-            fresh,
+            fresh or (untouched and started_s > 0),
+            started_s if untouched else 0.0,
         )
 
     def whole(self, configuration: Configuration) -> dict[str, Value]:

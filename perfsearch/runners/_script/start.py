@@ -39,6 +39,16 @@ _SAME_LOSS = 1e-5
 """Relative difference up to which steps that were trained twice are the same steps, where their
 losses can be told so finely."""
 
+_TIMES_TRAINED_AGAIN = 3
+"""How often the same steps are trained again where their losses are not the same, as kernels that
+add in no fixed order leave them."""
+
+_ERRORS_APART = 3.0
+"""By how many of their standard errors the first time may differ from a repetition."""
+
+_MOST_APART = 1e-3
+"""Relative difference beyond which losses are those of other steps."""
+
 _ENDED_BEFORE_TRACE = f"the script ended before {PROFILED_STEPS} more steps were traced"
 
 _MOST_TO_PLACE = 4
@@ -233,8 +243,9 @@ class Runs:
         """Take the running script back to its first step, with other knobs of step scope.
 
         The first time, the same configuration is trained again first: unless its losses are the
-        ones that it had, nothing is ever changed in a running script. ``False`` where it has to be
-        started again.
+        ones that it had, nothing is ever changed in a running script. Where kernels add in no fixed
+        order, losses need only differ by no more than chance. ``False`` where it has to be started
+        again.
         """
         if not self.can_go_back:
             return False
@@ -244,22 +255,34 @@ class Runs:
             if start.seconds:
                 self._run_on(group, start, plan, deadline)
             if self.sound is None:
-                before = list(start.losses or [])
-                if not self._rewind(group, start, self.knobs, plan, deadline):
-                    self.sound = False
-                    return False
-                while start.losses is not None and len(start.losses) < len(before):
-                    group.send({"op": "go"})
-                    messages = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
-                    add_loss(start, mean_loss(messages))
-                finest = loss_resolution(start.facts.loss_dtype)
-                self.sound = bool(before) and _same(before, start.losses or [], finest)
+                self.sound = self._trains_the_same_again(group, start, plan, deadline)
             if self.sound:
-                return self._rewind(group, start, knobs, plan, deadline)
+                return self._rewind(group, start, knobs, plan, deadline, plan.perturbed)
         except (GroupGone, EndedError):
             self.end(kill=True)  # a new start will tell what is wrong, if anything is
             return False
         return False
+
+    def _trains_the_same_again(
+        self, group: ScriptGroup, start: Start, plan: Plan, deadline: float
+    ) -> bool:
+        """Whether the first steps, trained again as they were, have the losses that they had."""
+        before, repeated = list(start.losses or []), []
+        finest = loss_resolution(start.facts.loss_dtype)
+        for _ in range(_TIMES_TRAINED_AGAIN if before else 0):
+            if not self._rewind(group, start, self.knobs, plan, deadline):
+                return False
+            while start.losses is not None and len(start.losses) < len(before):
+                group.send({"op": "go"})
+                messages = receive_steps(group, plan, max(0.0, deadline - time.monotonic()))
+                add_loss(start, mean_loss(messages))
+            repeated.append(list(start.losses or []))
+            if _same(before, repeated[-1], finest):
+                return True
+            begins_alike = _same(before[:1], repeated[-1][:1], finest)
+            if not (begins_alike and _same(before, repeated[-1], _MOST_APART)):
+                return False
+        return len(repeated) == _TIMES_TRAINED_AGAIN and _differ_by_chance(before, repeated)
 
     @staticmethod
     def _run_on(group: ScriptGroup, start: Start, plan: Plan, deadline: float) -> None:
@@ -279,6 +302,7 @@ class Runs:
         knobs: dict[str, Value],
         plan: Plan,
         deadline: float,
+        perturbed: bool = False,
     ) -> bool:
         """Train the steps after the first again; ``False`` where the place is not found."""
         assert start.pulls_per_step is not None
@@ -295,7 +319,8 @@ class Runs:
                 break
         else:
             return False
-        group.send({"op": "change", "knobs": transport.plan(knobs, self.maps).objects})
+        objects = transport.plan(knobs, self.maps).objects
+        group.send({"op": "change", "knobs": objects, "perturbed": perturbed})
         group.receive("changed", left())
         self.knobs = dict(knobs)
         start.losses, start.seconds = [], []
@@ -366,7 +391,23 @@ def _keep(group: ScriptGroup, limit_s: float) -> str:
 
 
 def _same(before: Sequence[float], again: Sequence[float], finest: float) -> bool:
+    """Whether these are the same losses, up to a relative difference ``finest``."""
     return len(before) == len(again) and all(
         math.isfinite(a) and abs(a - b) <= max(_SAME_LOSS * max(1.0, abs(a)), finest * abs(a))
         for a, b in zip(before, again, strict=True)
     )
+
+
+def _differ_by_chance(before: Sequence[float], repeated: Sequence[Sequence[float]]) -> bool:
+    """Whether losses differ from those of a repetition as repetitions differ by chance.
+
+    What is not taken back, such as a learning rate that the script computes from its own number of
+    steps, has gone on by as much from each repetition to the next: their second differences leave
+    that out, and only chance is in them. The first losses come before anything was added up in
+    another order, so that they have to be the same.
+    """
+    first, second, third = repeated
+    triples = zip(first, second, third, strict=True)
+    by_chance = sum((a - 2 * b + c) ** 2 for a, b, c in triples) / 6
+    apart = sum((a - b) ** 2 for a, b in zip(before, first, strict=True)) / 2
+    return apart <= _ERRORS_APART**2 * by_chance

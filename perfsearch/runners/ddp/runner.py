@@ -20,7 +20,7 @@ from perfsearch.core.hardware import (
 )
 from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Configuration, Knob, Scope, Value
-from perfsearch.core.narrow import SEARCH, KnobError, expanded, narrow
+from perfsearch.core.narrow import SEARCH, KnobError, expanded, narrow, on_device
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Outcome, Trial
 from perfsearch.knobs import nccl
@@ -80,9 +80,7 @@ class DDP(Runner, HoldsDevices, MeasuresBeside, TakesScripts):
 
         device: str = "auto"
         knobs: Mapping[str, Any] = field(
-            default_factory=lambda: {
-                r.name: SEARCH if r.searched else r.default for r in knobs.of(Use.DDP)
-            }
+            default_factory=lambda: {record.name: record.setting for record in knobs.of(Use.DDP)}
         )
 
     @classmethod
@@ -117,7 +115,8 @@ class DDP(Runner, HoldsDevices, MeasuresBeside, TakesScripts):
         declared, absent = declare(knobs.of(Use.DDP), self._job)
         today = {THREADS.name: self._job.threads}
         today |= {r.name: r.default for r in knobs.of(Use.DDP) if r.name not in today}
-        settings, self.left_out = _applicable(options.knobs, declared, absent, today, environment)
+        wanted = on_device(options.knobs, today, self._job.on_gpu)
+        settings, self.left_out = _applicable(wanted, declared, absent, today, environment)
         searched, self.pinned = narrow(declared, settings, environment.numerics)
         rules = nccl.constraints([knob.name for knob in searched], self.pinned)
         self.space = Space(searched, rules)

@@ -9,7 +9,7 @@ import pytest
 
 from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits
-from perfsearch.core.trial import Purpose, Status
+from perfsearch.core.trial import PERTURBED, Purpose, Status
 from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script import export
 from perfsearch.runners._script.runner import Script
@@ -33,7 +33,9 @@ class Bench:
         self.runner = Script("cpu", knobs or {"bucket_cap_mb": "search"}, options, environment)
         self.runner.open(directory)
 
-    def measure(self, fresh=False, purpose=Purpose.SEARCH, time_limit_s=90.0, **changes):
+    def measure(
+        self, fresh=False, purpose=Purpose.SEARCH, time_limit_s=90.0, perturbed=False, **changes
+    ):
         plan = Plan(
             number=self.trials,
             purpose=purpose if self.trials else Purpose.BASELINE,
@@ -41,6 +43,7 @@ class Bench:
             log_directory=self.directory / "logs" / str(self.trials),
             scored_seconds=0.05,
             time_limit_s=time_limit_s,
+            perturbed=perturbed,
         )
         self.trials += 1
         return self.runner.measure({**self.runner.baseline, **changes}, plan)
@@ -65,7 +68,8 @@ def test_configurations_are_tried_inside_one_start_and_across_starts(bench):
     runner = one.runner
     assert runner.baseline["bucket_cap_mb"] == 25.0 and runner.baseline["micro_batch"] == 8
     first = one.measure()
-    assert (first.status, first.fresh_process) == (Status.OK, False)
+    assert (first.status, first.fresh_process) == (Status.OK, True)
+    assert first.started_s > 0, "of the start that it went on in"
     assert first.measurement.samples_per_step == 16
     assert len(first.measurement.first_losses) == 5
     assert first.measurement.world_size == 2
@@ -86,6 +90,7 @@ def test_configurations_are_tried_inside_one_start_and_across_starts(bench):
         inside = one.measure(**changes)
         assert (inside.status, inside.reason) == (Status.OK, "")
         assert inside.fresh_process is False and runner._runs.group is start
+        assert inside.started_s == 0
         for name, value in changes.items():
             assert inside.measurement.in_force[name] == value
         assert inside.measurement.first_losses == pytest.approx(
@@ -134,7 +139,7 @@ def test_a_script_that_runs_out_of_steps_is_started_again(bench):
     for number in range(9):  # of at least twelve steps each
         outcome = one.measure(bucket_cap_mb=(25.0, 1.0)[number % 2])
         assert (outcome.status, outcome.reason) == (Status.OK, "")
-        if outcome.fresh_process:
+        if number and outcome.fresh_process:
             break
     assert number >= 1 and outcome.fresh_process
     assert outcome.measurement.in_force["bucket_cap_mb"] == (25.0, 1.0)[number % 2]
@@ -148,6 +153,26 @@ def test_a_script_that_cannot_be_taken_back_is_started_again(bench):
     assert one.runner._runs.sound is False
     assert (other.status, other.fresh_process) == (Status.OK, True)
     assert other.measurement.first_losses == pytest.approx(first.measurement.first_losses)
+
+
+def test_a_script_whose_kernels_add_in_any_order_is_taken_back_all_the_same(bench):
+    one = bench("--fault", "any order", map=())
+    first = one.measure().measurement.first_losses
+    other = one.measure(bucket_cap_mb=1.0)
+    assert one.runner._runs.sound is True
+    assert (other.status, other.fresh_process) == (Status.OK, False)
+    losses = other.measurement.first_losses
+    assert losses != first and losses == pytest.approx(first, rel=1e-3)
+
+
+def test_what_rounding_makes_of_the_losses_is_seen_in_the_running_start(bench):
+    one = bench(map=())
+    first = one.measure().measurement.first_losses
+    perturbed = one.measure(perturbed=True)
+    assert (perturbed.status, perturbed.fresh_process) == (Status.OK, False)
+    assert perturbed.measurement.environment[PERTURBED]
+    assert perturbed.measurement.first_losses != first
+    assert one.measure().measurement.first_losses == pytest.approx(first)
 
 
 @pytest.mark.parametrize(("wrap", "starts_again"), [("fully_shard", False), ("fsdp1", True)])

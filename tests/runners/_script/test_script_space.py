@@ -6,6 +6,7 @@ import pytest
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Hardware, wrapper_parameters
 from perfsearch.core.knob import Numerics, Scope
+from perfsearch.core.narrow import SEARCH_ON_GPU, on_device
 from perfsearch.instrument.facts import Facts
 from perfsearch.knobs.script import ScriptJob, declare
 from perfsearch.knobs.transport import Mapped
@@ -311,14 +312,24 @@ def test_layout_and_compiling_are_there_where_modules_are_trained(more, layout, 
         assert scopes.get(name, scope) == scope
 
 
-def test_compiling_takes_minutes_and_is_asked_for():
+def test_compiling_is_searched_where_it_is_asked_for_and_minutes_of_it_where_they_are_named():
     facts = Facts(modules=1, images=True)
     files = {"compile_mode": "none", "channels_last": "search"}
     assert set(settled(facts, wanted=files).space.by_name) >= {"channels_last"}
     assert "compile_mode" not in settled(facts, wanted=files).space.by_name
     asked = settled(facts, wanted={**files, "compile_mode": "search"})
-    assert asked.space.by_name["compile_mode"].values == ("none", "default", "max-autotune")
+    assert asked.space.by_name["compile_mode"].values == ("none", "default")
     assert asked.scope({"compile_mode"}) == {Scope.PROCESS}
+    modes = ["none", "max-autotune"]
+    named = settled(facts, wanted={**files, "compile_mode": modes})
+    assert named.space.by_name["compile_mode"].values == tuple(modes)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "searched"), [(True, {"a": "search", "b": 3}), (False, {"a": "none", "b": 3})]
+)
+def test_what_is_searched_on_gpus_is_left_alone_elsewhere(on_gpu, searched):
+    assert on_device({"a": SEARCH_ON_GPU, "b": 3}, {"a": "none", "b": 1}, on_gpu) == searched
 
 
 @pytest.mark.parametrize(
