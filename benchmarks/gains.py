@@ -66,6 +66,9 @@ def options_of() -> argparse.Namespace:
         help="more for perfsearch-run, such as '-o runner.knobs.compile_mode=search'",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, help="of a start that is not searched")
+    parser.add_argument(
+        "--leave-out", nargs="*", default=[], metavar="TEXT", help="of the grid what has this in it"
+    )
     parser.add_argument("--limit", type=float, default=90.0, help="seconds of such a start")
     parser.add_argument("--reruns", type=int, default=2, help="of the hand-over and the baseline")
     parser.add_argument("--keep", type=Path, help="folder for logs and searches; else they go")
@@ -100,7 +103,12 @@ class Bench:
 
     def grid(self) -> None:
         """Start the script with each set of options, as it is at first and at last."""
-        tried = self.case.grid(self.options.small)
+        left_out = self.options.leave_out
+        tried = [
+            (options, altering)
+            for options, altering in self.case.grid(self.options.small)
+            if not any(text in options for text in left_out)
+        ]
         for options, altering in [(AS_IT_IS, False), *tried, (AS_IT_IS, False)]:
             self._plain("grid", options, altering=altering)
 
