@@ -173,6 +173,7 @@ class RankProtocol:
             timing["sync_wait_ms"] = 1e3 * transfers.seconds / watched
             found = transfers.calls.most_common(_SITES)
             sites = {site: calls / watched for site, calls in found}
+        tape = self._script.loaders.tape
         bounds = device.type == "cpu" and not phases.in_threads and not facts.why_unbounded()
         self._channel.send(
             {
@@ -189,6 +190,7 @@ class RankProtocol:
                 "samples": counts.samples,
                 "tokens": counts.tokens,
                 "aside": counts.aside,
+                "shapes": 0 if tape is None else tape.shapes(),
                 "peaks": read_peaks(device),
                 "place": {"host": self._host, "device": _name_of(device)},
                 "facts": facts.to_json(),

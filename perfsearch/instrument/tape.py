@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,15 @@ class BatchTape:
     def kept(self) -> int:
         """How many batches it holds."""
         return len(self._kept)
+
+    def shapes(self) -> int:
+        """How many shapes the batches have that it holds."""
+        found: set[tuple[torch.Size, ...]] = set()
+        for record in self._kept:
+            shapes: list[torch.Size] = []
+            copy_structure(record.batch, partial(_note_shape, shapes))
+            found.add(tuple(shapes))
+        return len(found)
 
     def rewind(self, place: int) -> None:
         """Go on with the batch number ``place``, the first one being 0."""
@@ -132,6 +142,11 @@ class _Record:
         if self.still_there is None or self.still_there() is not None:
             return self.dataset == id(dataset)
         return self.kind == _kind(dataset)
+
+
+def _note_shape(shapes: list[torch.Size], tensor: torch.Tensor) -> torch.Tensor:
+    shapes.append(tensor.shape)
+    return tensor
 
 
 def bytes_of(batch: Any) -> int:

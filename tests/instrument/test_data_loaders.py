@@ -287,6 +287,13 @@ def test_a_tape_keeps_more_of_the_steps_that_are_compared():
     assert [int(tape.pass_on(torch.full((1,), 9), DATA)[0]) for _ in range(4)] == [0, 1, 2, 9]
 
 
+def test_a_tape_tells_how_many_shapes_batches_have():
+    tape = BatchTape()
+    for length in (3, 4, 3, 5):
+        tape.pass_on({"ids": torch.zeros(2, length), "labels": [torch.zeros(2)]}, DATA)
+    assert tape.shapes() == 3
+
+
 def _steps(loader, count, begins):
     """Batches and masks of steps whose epochs begin at the steps ``begins``."""
     seen, batches = [], None

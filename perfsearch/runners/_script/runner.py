@@ -22,7 +22,7 @@ from perfsearch.core.narrow import SEARCH, KnobError, is_auto, narrow, on_device
 from perfsearch.core.objective import Objective
 from perfsearch.core.option import option
 from perfsearch.core.space import Space
-from perfsearch.core.trial import PERTURBED, Outcome, Purpose, Status, Trial
+from perfsearch.core.trial import PERTURBED, Measurement, Outcome, Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.instrument.outside import cautions
@@ -45,7 +45,12 @@ from perfsearch.runners._script import export, window
 from perfsearch.runners._script.group import EndedError
 from perfsearch.runners._script.start import Runs
 from perfsearch.runners._script.ways import Finder, Way
-from perfsearch.runners._script.window import Start, validation_lines
+from perfsearch.runners._script.window import (
+    MADE_AGAIN,
+    Start,
+    made_again_lines,
+    validation_lines,
+)
 from perfsearch.runners.base import (
     Advises,
     ClosingLines,
@@ -62,6 +67,10 @@ from perfsearch.workers.group import GroupGone
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
+
+
+_FEW_SHAPES = 2
+"""Shapes that batches have which are all alike but for the last of an epoch."""
 
 
 class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFiles):
@@ -403,6 +412,8 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         conditions = hardware.conditions(gpus, group.pids) if gpus else {}
         try:
             measurement = runs.score(plan, deadline, self._in_force(knobs))
+            if untouched and plan.purpose is Purpose.BASELINE and start.shapes > _FEW_SHAPES:
+                self._compare_with_steps_made_again(measurement, knobs, plan, deadline)
         except (GroupGone, EndedError) as error:
             failed = replace(runs.failure(error, knobs), fresh_process=fresh)
             if fresh or untouched or self._is_cut_off(failed, plan):
@@ -429,6 +440,26 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
             fresh or (untouched and started_s > 0),
             started_s if untouched else 0.0,
         )
+
+    def _compare_with_steps_made_again(
+        self, first: Measurement, knobs: dict[str, Value], plan: Plan, deadline: float
+    ) -> None:
+        """Have nothing be changed in a running script whose steps are faster once they were made.
+
+        Where kernels are planned for each new shape, say, a configuration would look the better for
+        having come second.
+        """
+        runs = self._runs
+        if not runs.go_back(knobs, plan, deadline):
+            return
+        try:
+            again = runs.score(replace(plan, look_steps=0), deadline, self._in_force(knobs))
+        except (GroupGone, EndedError):  # it has no more steps
+            runs.end(kill=True)
+            return
+        if window.are_faster_again(first, again):
+            runs.sound = False
+            first.environment[MADE_AGAIN] = 1e3 * again.step_time_s
 
     def whole(self, configuration: Configuration) -> dict[str, Value]:
         """The accumulation follows from the micro-batch where both are mapped."""
@@ -498,6 +529,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         """What the baseline's window had besides training; what the best asks of the script."""
         return [
             *validation_lines(trials),
+            *made_again_lines(trials),
             *export.promises(self._changed(configuration)),
             *self._runs.lines_of_imports(),
         ]

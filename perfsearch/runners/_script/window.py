@@ -80,6 +80,7 @@ class Start:
         over: whether the script has come to its end, after what was measured.
         gone: whether it has failed then, so that nobody can be asked to end it.
         counts_samples: whether the samples of each batch that is trained on are known.
+        shapes: how many shapes its first batches have.
         seconds: of the slowest rank, a number for each step since the configuration was put into
             force; empty once it has been scored.
 
@@ -94,6 +95,7 @@ class Start:
     over: bool = False
     gone: bool = False
     counts_samples: bool = True
+    shapes: int = 0
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -216,6 +218,7 @@ def _measurement(
         add_loss(start, None if any(v is None for v in losses) else statistics.fmean(losses))
     facts = Facts(**messages[0]["facts"])
     start.facts, start.why_not_again = facts, messages[0]["why_not_again"]
+    start.shapes = max(m["shapes"] for m in messages)
     aside = {place for m in messages for place in m["aside"]}
     detailed = [place for place in timed if place not in aside] or timed
     results = [_of_rank(m, detailed, in_force(Facts(**m["facts"]))) for m in messages]
@@ -395,6 +398,46 @@ def validation_lines(trials: Sequence[Trial]) -> list[str]:
         f"beside {seen['steps']} of {seen['of']} steps of the baseline a round of validation ran: "
         f"{seen['step_ms']:.3g} ms with it, {seen['usual_ms']:.3g} ms without; "
         f"in the score it is {often}"
+    ]
+
+
+_FASTER = 1.5
+"""A step that takes so many times longer than when it was made again was another one."""
+
+_SURELY = 2.5
+"""Standard errors by which more steps must be faster again than slower."""
+
+
+def are_faster_again(first: Measurement, again: Measurement) -> bool:
+    """Whether steps were faster, more often than by chance, when they were made again.
+
+    Args:
+        first: from the first step of a start on.
+        again: once more from its second step on, in the same start.
+
+    """
+    before = dict(enumerate(first.step_seconds, first.discarded_steps))
+    after = dict(enumerate(again.step_seconds, again.discarded_steps + 1))
+    pairs = [(before[step], after[step]) for step in before.keys() & after.keys()]
+    faster = sum(a > _FASTER * b for a, b in pairs)
+    slower = sum(b > _FASTER * a for a, b in pairs)
+    return faster - slower > _SURELY * math.sqrt(faster + slower)
+
+
+MADE_AGAIN = "made_again_step_ms"
+"""Milliseconds of a step when the baseline's first steps were made again, where that was faster."""
+
+
+def made_again_lines(trials: Sequence[Trial]) -> list[str]:
+    """That the baseline's steps were faster when they were made again; empty where not."""
+    measurement = trials[0].measurement if trials else None
+    again_ms = None if measurement is None else measurement.environment.get(MADE_AGAIN)
+    if measurement is None or again_ms is None:
+        return []
+    return [
+        f"the baseline's first steps took {1e3 * measurement.step_time_s:.4g} ms, and made again "
+        f"{again_ms:.4g} ms (where kernels are planned for each new shape): each configuration "
+        "was given a new start, and a job that has met all its shapes may gain less"
     ]
 
 

@@ -1,6 +1,7 @@
 """Scripts of uneven steps in real processes, scored as their own clock says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits
 from perfsearch.core.steps import read_window
-from perfsearch.core.trial import Purpose, Status
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.session import with_look
 from perfsearch.runners._script.runner import Script
+from perfsearch.runners._script.window import MADE_AGAIN
 from perfsearch.runners.base import Plan
 
 pytestmark = pytest.mark.slow
@@ -60,6 +62,28 @@ def one_of_three_starts(directory, measure, check):
         except AssertionError:
             if start == "third":
                 raise
+
+
+def test_where_steps_are_faster_when_made_again_each_configuration_gets_a_new_start(tmp_path):
+    """Each new length has a plan made for it, which the running script keeps."""
+    options = Script.Options((str(SCRIPTS / "uneven_lengths.py"),))
+    environment = Environment(tmp_path, nproc=1, limits=Limits(120, 120, 5))
+    runner = Script("cpu", {"optimizer_implementation": "search"}, options, environment)
+    try:
+        runner.open(tmp_path)
+        baseline, other = (
+            {**runner.baseline, "optimizer_implementation": name} for name in ("default", "foreach")
+        )
+        plan = Plan(0, Purpose.BASELINE, log_directory=tmp_path / "logs" / "0")
+        first = runner.measure(baseline, with_look(plan, None))
+        assert first.status is Status.OK, first.reason
+        assert first.measurement.environment[MADE_AGAIN] > 0
+        outcome = runner.measure(other, replace(plan, number=1, purpose=Purpose.SEARCH))
+        assert (outcome.status, outcome.fresh_process) == (Status.OK, True)
+        trial = Trial(0, baseline, Purpose.BASELINE, first.status, first.measurement)
+        assert any("given a new start" in line for line in runner.closing_lines(other, [trial]))
+    finally:
+        runner.close()
 
 
 def scored_as_its_clock_says(found, own):

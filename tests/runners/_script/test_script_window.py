@@ -8,12 +8,13 @@ from unittest.mock import Mock
 import pytest
 from support.script_starts import Group
 
-from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.instrument.facts import Facts
 from perfsearch.runners._script.group import EndedError
 from perfsearch.runners._script.start import Runs
 from perfsearch.runners._script.window import (
     Start,
+    are_faster_again,
     receive_steps,
     score,
     validation_lines,
@@ -157,3 +158,19 @@ def test_what_kept_a_trace_from_being_made_is_told(messages, says):
         group.receive = Mock(side_effect=messages)
     assert re.search(says, Runs._trace(group, Plan(number=4), deadline=0.0))
     assert group.told["count"] == 3 and Path(group.told["directory"]).is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "faster"),
+    [
+        ([5, 1, 5, 1, 5, 1, 5, 1, 5, 1, 5, 1, 5, 1, 5, 1], [1] * 16, True),  # planned once
+        ([5, 1, 5, 1, 5, 1, 5, 1, 5, 1, 5, 1, 5, 1, 5, 1], [1, 5] * 8, False),  # other work
+        ([5, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 16, False),  # too few
+        ([1.2] * 16, [1] * 16, False),
+    ],
+)
+def test_steps_are_faster_again_where_that_is_no_chance(first, again, faster):
+    """The first window has one step more before it: the one that is not made again."""
+    made = Measurement([float(s) for s in first], 1, discarded_steps=4)
+    repeated = Measurement([float(s) for s in again], 1, discarded_steps=3)
+    assert are_faster_again(made, repeated) is faster
