@@ -19,6 +19,7 @@ class Steps:
     """A training step that takes the seconds it is told, on a fake clock."""
 
     compiles = False
+    lost = ""
 
     def __init__(self, monkeypatch, seconds, queued=False):
         self.now = self.device_done = 0.0
