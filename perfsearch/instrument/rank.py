@@ -31,6 +31,7 @@ from perfsearch.metrics.reading import Guard
 from perfsearch.metrics.slow_steps import Cause
 from perfsearch.training.clock import (
     FIRST_LOSSES,
+    LOADING,
     StepTimer,
     is_detailed,
     read_peaks,
@@ -174,7 +175,10 @@ class RankProtocol:
             found = transfers.calls.most_common(_SITES)
             sites = {site: calls / watched for site, calls in found}
         tape = self._script.loaders.tape
-        bounds = device.type == "cpu" and not phases.in_threads and not facts.why_unbounded()
+        alone = not phases.in_threads and not facts.why_unbounded()
+        loading = [parts.get(Cause.LOADING, 0.0) for parts in self._script.parts.steps]
+        timing["loading_host_ms"] = 1e3 * sum(loading) / max(1, len(loading))
+        loads = any(name in phases for phases in by_step for name in LOADING)
         self._channel.send(
             {
                 "event": "window",
@@ -184,7 +188,8 @@ class RankProtocol:
                 "parts": self._script.parts.steps,
                 "timing": timing,
                 "sync_points": sites,
-                "bounds": bounds,
+                "bounds": device.type == "cpu" and alone,
+                "bounds_loading": device.type != "cpu" and loads,
                 "waits_ms": [1e3 * phases.get("comm_exposed", math.nan) for phases in by_step],
                 "losses": [None if loss is None else float(loss) for loss in self._losses],
                 "samples": counts.samples,

@@ -25,6 +25,12 @@ _PHASES_OF_PARTS = (
 )  # fmt: skip
 """Phases that belong to a part other than ``rest``."""
 
+NO_HEADROOM = 0.01
+"""A relative gain that a knob is not tried for before others, if it can give no more."""
+
+LOADING_ALONE = "loading_alone"
+"""In the evidence of a window whose timings bound what loading can give, and nothing else."""
+
 _NAMED = 3
 """Names of knobs that are listed before the rest is only counted."""
 
@@ -70,9 +76,15 @@ def affected_parts(knob: Knob) -> tuple[Part, ...]:
 
 
 def upper_bounds(measurement: Measurement) -> list[UpperBound]:
-    """The bound of each part, largest first; empty without a profile of the steps."""
+    """The bound of each part, largest first; empty without a profile of the steps.
+
+    Loading stands alone where nothing else is bounded, as in a script on a GPU: what its host waits
+    for batches is known, and not what the device does meanwhile.
+    """
     if "with_everything_ms" not in measurement.bottleneck_evidence:
         return []
+    if LOADING_ALONE in measurement.bottleneck_evidence:
+        return [_loading(measurement)]
     found = [_loading(measurement), _communication(measurement), _optimizer(measurement)]
     found.append(_computing(measurement))
     found.append(_rest(measurement))
@@ -94,6 +106,9 @@ def headroom_of(found: Sequence[UpperBound], knobs: Iterable[Knob]) -> float | N
     if not found:
         return None
     names = knobs_by_part(knobs)
+    parts = {bound.part for bound in found}
+    if any(listed for part, listed in names.items() if part not in parts):
+        return math.inf
     moved = [bound for bound in found if names[bound.part]]
     idle = max((bound.idle for bound in moved), default=0.0)
     return gain_of(min(1.0, sum(bound.share - bound.idle for bound in moved) + idle))
@@ -190,6 +205,8 @@ def _bound(measurement: Measurement, part: Part, ms: float, words: str, hidden: 
 
 def _loading(measurement: Measurement) -> UpperBound:
     ms, error_ms = _phase(measurement, "dataloader_next", "to_device")
+    if LOADING_ALONE in measurement.bottleneck_evidence:
+        ms = max(ms, measurement.bottleneck_evidence.get("loading_host_ms", 0.0))
     words = f"waiting for batches and copying them takes {_of(measurement, ms)}"
     return _with_saved(measurement, Part.LOADING, ms + 2 * error_ms, words)
 

@@ -12,6 +12,7 @@ from perfsearch.core.knob import Configuration, Value, same_value
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Purpose, Trial
 from perfsearch.metrics.advice import proposals
+from perfsearch.metrics.bounds import NO_HEADROOM, headroom_of, upper_bounds
 from perfsearch.metrics.diagnosis import CAUSES
 from perfsearch.strategies._history import History
 
@@ -42,6 +43,9 @@ _SMALL_RING = 64
 _DECAY, _LEAST_EFFECT = 0.75, 0.1
 """Expected variance of a knob's own effect over that of the knob expected to matter more, and
 the least of it relative to the first: the order may be wrong."""
+
+NO_EFFECT = 1e-3
+"""The same of a knob that can gain next to nothing."""
 
 
 class Candidates:
@@ -76,6 +80,10 @@ class Candidates:
         inner = ring if len(ring) <= _SMALL_RING else ring[:: len(ring) // 8]
         points = [*ring, *(second for point in inner for second in self.space.neighbours(point))]
         return sorted({self._places[k] for p in points if (k := key_of(p)) in self._places})
+
+    def place_of(self, point: Configuration) -> int | None:
+        """Place of a configuration in what ``list`` returned last, where it is there."""
+        return self._places.get(key_of(self.space.canonical(point)))
 
     def list(
         self,
@@ -279,14 +287,28 @@ def causes_in(trials: Sequence[Trial]) -> dict[str, list[str]]:
     return {} if measured is None else measured.environment.get(CAUSES, {})
 
 
-def expected_effects(space: Space, hints: Hints) -> np.ndarray | None:
-    """How much each knob is expected to matter, relative to the others, by the runner's order."""
+def expected_effects(space: Space, hints: Hints, trials: Sequence[Trial] = ()) -> np.ndarray | None:
+    """How much each knob is expected to matter, relative to the others: by the runner's order, and
+    next to nothing where the baseline's timings leave it next to nothing to gain.
+    """
     order = [name for name in hints.effect_order if name in space.by_name]
-    if len(order) < 3:
+    useless = without_headroom(space, trials)
+    if len(order) < 3 and not useless:
         return None
     rank = {name: place for place, name in enumerate(order)}
     effects = [_DECAY ** rank.get(k.name, len(order)) for k in space.knobs]
-    return np.maximum(effects, _LEAST_EFFECT)
+    known = np.maximum(effects, _LEAST_EFFECT) if len(order) >= 3 else np.ones(len(space.knobs))
+    return np.where([k.name in useless for k in space.knobs], NO_EFFECT, known)
+
+
+def without_headroom(space: Space, trials: Sequence[Trial]) -> set[str]:
+    """Knobs that can gain next to nothing by what the baseline's step spends where they work."""
+    baseline = next((t for t in trials if t.purpose is Purpose.BASELINE), None)
+    if baseline is None or baseline.measurement is None:
+        return set()
+    bounds = upper_bounds(baseline.measurement)
+    gains = {knob.name: headroom_of(bounds, [knob]) for knob in space.knobs}
+    return {name for name, gain in gains.items() if gain is not None and gain < NO_HEADROOM}
 
 
 class Projection:

@@ -53,6 +53,13 @@ class Prices:
         seconds = self.seconds(rows)
         return np.asarray(seconds <= _DEARER * seconds.min(initial=np.inf))
 
+    def dear(self, rows: np.ndarray) -> np.ndarray:
+        """Which of them cost clearly more than what a running job can change."""
+        prices = self._by_rank()
+        if prices is None:
+            return np.zeros(len(rows), dtype=bool)
+        return np.asarray(self.seconds(rows) > _DEARER * prices.min())
+
     def cheapest_first(self, points: Sequence[Configuration]) -> list[dict[str, Value]]:
         """The points by what they cost, in the given order where that is about the same."""
         left = [dict(point) for point in points]

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from perfsearch.core.hints import Hints
-from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.knob import Configuration, Value, same_value
 from perfsearch.core.option import option
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Trial
 from perfsearch.strategies._candidates import (
+    NO_EFFECT,
     SCORED_WHOLE,
     Candidates,
     baseline_in,
@@ -44,8 +45,8 @@ _FEWEST_INITIAL, _MOST_INITIAL = 3, 6
 """Least and most spread-out trials: in a wide space the model's own choices teach it more."""
 
 _SPREAD_STARTS = 3
-"""Trials that cost more than others, such as new starts, that are spread out before the model
-chooses them."""
+"""Trials that cost more than others, such as new starts, that are made by what is expected or
+spread out, before the model chooses them."""
 
 _TRUSTED = 0.5
 """With at least this weight a prior search takes the place of the spread-out trials."""
@@ -81,7 +82,8 @@ class Bayes(Strategy):
     Of what is expected to gain anything, that is tried which gains most a second, by what a trial
     that changes as much took before (``_prices.Prices``): what a running job can change comes
     before what takes a new process group or new processes. The first trials change cheap knobs
-    only, and the first three that cost more are spread out.
+    only. The first three that cost more are the best so far with one dear knob changed, that of
+    the largest expected effect first; where nothing is expected they are spread out.
 
     A smooth model is blind to a narrow valley, and three rules make up for it. In a space small
     enough to be scored whole, every other early proposal is spread out while the model expects
@@ -129,13 +131,17 @@ class Bayes(Strategy):
         self._turn = 0
         self._final = FinalExploration(self.options.min_gain)
         self._wide = space.size is None or space.size > SCORED_WHOLE
-        self._weight = expected_effects(space, hints)
         few = min(max(_FEWEST_INITIAL, len(space.knobs)), _MOST_INITIAL)
         fits = hints.memory_limit_gib is not None and memory_limited_knob(space, hints) is not None
         self._unvisited = stage_values(space, hints) if fits else []
         told = len(hints.starts) + len(self._unvisited)
         few = max(few, min(told + 1, _MOST_INITIAL + 1))
         self._initial: int = self.options.initial_points or few
+
+    @property
+    def _weight(self) -> np.ndarray | None:
+        """How much each knob is expected to matter; ``None`` where nothing is known of it."""
+        return expected_effects(self.space, self.hints, self._history.trials)
 
     def ask(self) -> dict[str, Value] | None:
         """Return the configuration of largest expected gain, ``None`` when it is done."""
@@ -213,24 +219,52 @@ class Bayes(Strategy):
         if scores.largest_improvement < _FLAT and early:
             self._turn += 1
             if self._turn % 2 == 0:
-                runs = np.flatnonzero(scores.gain > 0)
-                return int(runs[self._spread(rows[runs], known)]) if len(runs) else place
+                runs = np.flatnonzero((scores.gain > 0) & ~self._prices.dear(rows))
+                if len(runs):
+                    return int(runs[self._spread(rows[runs], known)])
         elif scores.surprise > _SURPRISING:
             self._turn += 1
             if self._turn % 2:
                 return self._near(best.configuration, scores, seconds, place)
-        return self._spread_start(rows, scores, place) if not share else place
+        return self._dear_start(rows, scores, place) if not share else place
 
-    def _spread_start(self, rows: np.ndarray, scores: Scores, place: int) -> int:
+    def _dear_start(self, rows: np.ndarray, scores: Scores, place: int) -> int:
         """``place``, or where it is one of the first that cost more than others do, such as a new
-        start, one that is spread out: around cheap trials alone a model believes too much.
+        start, what the runner expects most of; one that is spread out where it expects nothing:
+        around cheap trials alone a model believes too much.
         """
-        dear = ~self._prices.cheap(rows)
+        dear = self._prices.dear(rows)
         starts = self._prices.starts()
-        runs = np.flatnonzero((scores.gain > 0) & dear)
-        if not dear[place] or starts > _SPREAD_STARTS or not len(runs):
+        if not dear[place] or starts > _SPREAD_STARTS:
             return place
-        return int(runs[self._spread(rows[runs], starts)])
+        expected = self._expected_most()
+        if expected is not None:
+            return expected
+        runs = np.flatnonzero((scores.gain > 0) & dear)
+        return int(runs[self._spread(rows[runs], starts)]) if len(runs) else place
+
+    def _expected_most(self) -> int | None:
+        """Place of the best so far with another value of the one knob that is expected to matter
+        most, of those that are dear to change and were never changed; ``None``: there is none.
+        """
+        weight, best = self._weight, self._history.best()
+        if weight is None or best is None:
+            return None
+        assert self._candidates is not None
+        cheap, start = self._prices.cheap_knobs(), self.hints.baseline
+        for column in np.argsort(-weight, kind="stable"):
+            knob = self.space.knobs[column]
+            was_changed = any(
+                not same_value(trial.configuration[knob.name], start.get(knob.name, knob.default))
+                for trial in self._history.of_space
+            )
+            if cheap[column] or was_changed or weight[column] <= NO_EFFECT:
+                continue
+            for value in knob.values:
+                place = self._candidates.place_of({**best.configuration, knob.name: value})
+                if place is not None:
+                    return place
+        return None
 
     def _most_a_second(self, gain: np.ndarray, seconds: np.ndarray) -> int:
         """Place of the most expected gain a second, of what is expected to gain anything."""

@@ -196,3 +196,13 @@ def test_what_a_script_does_beside_its_passes_is_the_rest():
     rest = next(b for b in upper_bounds(found) if b.part == "rest")
     assert rest.share == pytest.approx(0.20)
     assert "other, callbacks and what no phase covers take 20.00 ms" in rest.evidence
+
+
+def test_loading_alone_is_bounded_by_what_the_host_waits_longest():
+    waits = {"loading_alone": 1.0, "loading_host_ms": 4.0, "dataloader_next_error_ms": 0.5}
+    measurement = job({"dataloader_next": 2.0}, waits)
+    assert [b.part for b in upper_bounds(measurement)] == [Part.LOADING]
+    assert share(measurement, "loading") == pytest.approx((4.0 + 2 * 0.5) / 100)
+    bounds = upper_bounds(measurement)
+    assert headroom_of(bounds, [WORKERS]) == pytest.approx(5 / 95)
+    assert headroom_of(bounds, [WORKERS, UNKNOWN]) == math.inf

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from perfsearch.core.hints import Hints
-from perfsearch.core.knob import Kind, Knob, Scope, Value
+from perfsearch.core.knob import Kind, Knob, Part, Scope, Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.strategies import Strategy, load
@@ -199,3 +199,62 @@ def test_a_gain_too_small_for_a_trial_is_not_taken_for_being_cheap() -> None:
     gain, price = np.array([1e-4, 0.02, 0.01]), np.array([0.001, 20.0, 1.0])
     assert strategy._most_a_second(gain, price) == 2
     assert strategy._most_a_second(gain / 1e3, price) == 1
+
+
+# -----------------------------------------------------------------------------
+# What costs a new start, where something is expected of it.
+
+COMPILED = Space(
+    [
+        Knob("workers", Kind.ORDINAL, 4, (2, 4, 8), scope=Scope.PROCESS, shortens=(Part.LOADING,)),
+        Knob("threads", Kind.ORDINAL, 1, (1, 2, 4), scope=Scope.PROCESS),
+        Knob("mode", Kind.CATEGORICAL, "none", ("none", "default", "graphs"), scope=Scope.PROCESS),
+        Knob("layout", Kind.BOOLEAN, False),
+        Knob("optimizer", Kind.CATEGORICAL, "loop", ("loop", "foreach", "fused")),
+    ]
+)
+AS_IT_IS: dict[str, Value] = {k.name: k.default for k in COMPILED.knobs}
+GAINS = {("layout", True): 0.7, ("optimizer", "fused"): 0.95, ("mode", "default"): 0.8}
+
+
+def starts_of(order: tuple[str, ...], loading_ms: float) -> list[dict[str, Value]]:
+    """What the first trials that take a new start change, on a job that layout and mode help."""
+    strategy = load("bayes")(COMPILED, Hints(AS_IT_IS, effect_order=order), 0)
+    before, found = AS_IT_IS, []
+    for number in range(14):
+        point = strategy.ask() if number else AS_IT_IS
+        if point is None:
+            break
+        step_s = 0.1 * math.prod(GAINS.get(item, 1.0) for item in point.items())
+        starts = any(before[k.name] != point[k.name] for k in COMPILED.knobs[:3])
+        if starts:
+            found.append({k: v for k, v in point.items() if v != AS_IT_IS[k]})
+        purpose = Purpose.SEARCH if number else Purpose.BASELINE
+        evidence = {"with_everything_ms": 100.0, "loading_alone": 1.0}
+        phases = {"dataloader_next": loading_ms}
+        measurement = Measurement(
+            [step_s] * 5, 1, phases_ms=phases, bottleneck_evidence=dict(evidence)
+        )
+        trial = Trial(number, dict(point), purpose, Status.OK, measurement, step_s)
+        trial.cost_error = 0.002
+        trial.seconds = (1.0 if number and not starts else 20.0) + 5 * step_s
+        trial.overhead_seconds = trial.seconds - 5 * step_s
+        trial.fresh_process = starts or not number
+        strategy.tell(trial)
+        before = point
+    return found
+
+
+def test_the_first_new_start_is_the_best_so_far_with_the_dear_knob_of_the_largest_effect() -> None:
+    found = starts_of(("mode", "threads", "workers", "layout", "optimizer"), loading_ms=30.0)
+    assert found[0]["mode"] == "default"
+    assert found[0]["layout"] is True
+    assert not {"workers", "threads"} & found[0].keys()
+
+
+def test_a_new_start_for_what_can_gain_nothing_comes_after_those_that_may() -> None:
+    found = starts_of(("workers", "mode", "threads", "layout", "optimizer"), loading_ms=0.1)
+    assert found[0]["mode"] == "default"
+    assert "workers" not in found[0]
+    told = starts_of(("workers", "mode", "threads", "layout", "optimizer"), loading_ms=30.0)
+    assert "workers" in told[0]

@@ -27,6 +27,7 @@ from perfsearch.instrument.facts import Facts
 from perfsearch.knobs.ddp import FIND_UNUSED
 from perfsearch.knobs.model import is_compiled
 from perfsearch.knobs.transport import Mapped
+from perfsearch.metrics.bounds import LOADING_ALONE
 from perfsearch.metrics.slow_steps import SLOW_STEPS, merge_ranks, slow_steps
 from perfsearch.runners._script.group import EndedError, ScriptGroup
 from perfsearch.runners.base import Plan
@@ -181,7 +182,8 @@ def _joined(earlier: Sequence[Message], later: Sequence[Message]) -> list[Messag
         made, more = len(before["step_seconds"]), len(after["step_seconds"])
         both = {**after, **{name: before[name] + after[name] for name in _IN_ORDER}}
         both["aside"] = before["aside"] + [made + place for place in after["aside"]]
-        both["bounds"] = before["bounds"] and after["bounds"]
+        for name in ("bounds", "bounds_loading"):
+            both[name] = before[name] and after[name]
         both["tokens"] = before["tokens"] + after["tokens"]
         samples = [before["samples"], after["samples"]]
         both["samples"] = None if None in samples else sum(samples)
@@ -242,9 +244,12 @@ def _measurement(
     measurement.environment[SLOW_STEPS] = merge_ranks(
         [slow_steps(measurement.step_seconds, m["parts"], aside) for m in messages]
     )
-    if all(m["bounds"] for m in messages):
-        evidence = measurement.bottleneck_evidence
-        evidence["with_everything_ms"] = evidence["phases_step_ms"]
+    evidence = measurement.bottleneck_evidence
+    for name in ("bounds", "bounds_loading"):
+        if all(m[name] for m in messages):
+            evidence["with_everything_ms"] = evidence["phases_step_ms"]
+    if all(m["bounds_loading"] for m in messages):
+        evidence[LOADING_ALONE] = 1.0
     if messages[0]["sync_points"]:
         measurement.environment["sync_points"] = messages[0]["sync_points"]
     measurement.first_losses = [v for v in start.losses or [] if math.isfinite(v)]

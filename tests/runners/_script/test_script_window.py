@@ -54,7 +54,7 @@ def of_a_window(step_seconds, aside):
         "event": "window", "step": 9, "step_seconds": step_seconds, "aside": aside,
         "phase_seconds": [{"forward": s / 2, "other": s / 2} for s in step_seconds],
         "parts": [{"own_work": s} for s in step_seconds],
-        "timing": {}, "sync_points": {}, "bounds": False, "shapes": 1,
+        "timing": {}, "sync_points": {}, "bounds": False, "bounds_loading": False, "shapes": 1,
         "waits_ms": [float("nan")] * len(step_seconds), "losses": [1.0] * len(step_seconds),
         "samples": 64, "tokens": 0, "peaks": {}, "why_not_again": "",
         "place": {"host": "a", "device": "cpu"}, "facts": Facts().to_json(),
