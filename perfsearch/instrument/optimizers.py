@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -254,9 +255,11 @@ class Losses:
     def _grad(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A backward pass as well, unless its result is to be differentiated, as a penalty is."""
+        """A backward pass as well, unless its result is to be differentiated, as a penalty is, or
+        torch.compile traces it.
+        """
         create_graph = args[4] if len(args) > 4 else kwargs.get("create_graph", False)
-        if create_graph:
+        if create_graph or is_traced(args[0] if args else kwargs.get("outputs")):
             return original(*args, **kwargs)
         return self._backward(original, args, kwargs, "outputs")
 
@@ -353,3 +356,16 @@ class Losses:
         """Take the wrapping away."""
         for undo in self._undo:
             undo()
+
+
+def is_traced(given: Any) -> bool:
+    """Whether a tensor, or one of several, stands for others in a graph that is being made."""
+    roots = (given,) if isinstance(given, _SINGLE) else tuple(given or ())
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    functional = sys.modules.get("torch._subclasses.functional_tensor")
+    kinds = [
+        kind
+        for module, name in ((fake, "FakeTensor"), (functional, "FunctionalTensor"))
+        if (kind := getattr(module, name, None)) is not None
+    ]
+    return any(isinstance(root, tuple(kinds)) for root in roots)
