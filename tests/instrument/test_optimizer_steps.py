@@ -131,6 +131,16 @@ def test_gradients_that_a_script_asks_for_by_hand_are_a_backward_pass(losses):
     assert (gradient.item(), losses.take(), marks) == (5.0, 5.0, ["forward", "backward"])
 
 
+def test_gradients_that_the_compiler_traces_are_no_backward_pass(losses):
+    marks = []
+    losses.mark = marks.append
+    net = torch.compile(torch.nn.Linear(4, 1), backend="aot_eager")
+    loss = net(torch.ones(2, 4)).square().mean()
+    assert losses.take() is None and not marks
+    loss.backward()
+    assert (losses.take(), marks) == (loss.item(), ["forward", "backward"])
+
+
 def test_what_a_backward_pass_waits_for_is_told_apart(alone):
     made, marks = Losses(lambda: True), []
     net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
