@@ -376,7 +376,9 @@ def search(
             record.open_record(session)
             result = course.stages(session)
             result.seconds = time.monotonic() - begin
+            result.objective = session.objective
             course.close_record(session, result)
+            result.mlflow_run_id = session.tracker.run_id
             session.journal.append(
                 "ended", unix_s=time.time(), exit_code=result.exit_code, reason=result.reason
             )
