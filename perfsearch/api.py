@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from perfsearch.core.trial import Trial
+    from perfsearch.instrument.script import Script
     from perfsearch.result import SearchResult
 
 _FILE = "config.yaml"
@@ -162,7 +163,7 @@ def apply(
     """
     knobs = read_knobs(source)
     if model is None:
-        _prepare(knobs)
+        prepare(knobs)
         return None
     wrapped: torch.nn.parallel.DistributedDataParallel = _wrap(knobs, model, optimizer)
     return wrapped
@@ -261,8 +262,8 @@ def _wrap(knobs: Mapping[str, Value], model: Any, optimizer: Any) -> Any:
     return model
 
 
-def _prepare(knobs: Mapping[str, Value]) -> None:
-    """Have everything that is built from now on take the knobs."""
+def prepare(knobs: Mapping[str, Value]) -> Script:
+    """Have everything that is built from now on take the knobs; the result says what did."""
     from perfsearch.instrument.patching import once
     from perfsearch.instrument.script import Script
     from perfsearch.knobs.transport import plan
@@ -279,6 +280,7 @@ def _prepare(knobs: Mapping[str, Value]) -> None:
     elsewhere += [f"{name}={value}" for name, value in planned.unreachable.items()]
     for text in elsewhere:
         warnings.warn(f"perfsearch.apply: not in force by itself: {text}", stacklevel=3)
+    return script
 
 
 def _assigned(variables: Mapping[str, str]) -> str:
