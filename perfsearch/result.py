@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +16,7 @@ from perfsearch.core.verdict import Interval
 from perfsearch.pipeline.session import Result
 
 if TYPE_CHECKING:
+    import matplotlib.axes
     import pandas
     import torch
 
@@ -97,6 +99,31 @@ class SearchResult(Result):
         frame = pandas.DataFrame(rows, columns=list(columns)).set_index("trial")
         frame.attrs["unit"] = self.unit
         return frame
+
+    def plot(self, axes: matplotlib.axes.Axes | None = None) -> matplotlib.axes.Axes:
+        """Draw each trial's single reading, and the best so far against the baseline's.
+
+        Single readings flatter the luckiest: ``speed_up`` is what was confirmed.
+
+        Args:
+            axes: of matplotlib, to draw on; by default new ones.
+
+        """
+        from matplotlib import pyplot
+
+        axes = axes or pyplot.subplots()[1]
+        shown = [t for t in self.trials if t.purpose.is_of_search]
+        readings = {t.number: t.objective for t in shown if t.objective is not None}
+        axes.plot(list(readings), list(readings.values()), "o", label="a reading")
+        tried = [t.number for t in shown if t.purpose is not Purpose.SENTINEL]
+        tried = [number for number in tried if number in readings]
+        best = accumulate((readings[n] for n in tried), max if self.objective.maximise else min)
+        axes.step(tried, list(best), where="post", label="best so far")
+        if self.baseline is not None and self.baseline.objective is not None:
+            axes.axhline(self.baseline.objective, color="gray", linestyle="--", label="baseline")
+        axes.set(xlabel="trial", ylabel=self.unit, title=self.headline)
+        axes.legend()
+        return axes
 
     def apply(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None

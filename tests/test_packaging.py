@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TEST_LINE = './scripts/setup dev && .venv/bin/python -m pytest -n 2 --dist loadfile -m "not slow"'
+TABLE = "bucket_cap_mb,status,samples_per_s,step_ms\n1,ok,10,9 9 9\n2,ok,12,5 5 5\n"
+REPLAY = ["runner=replay", "runner.table=table.csv", "tracking.enabled=false"]
 MAIN_LINE = "./scripts/setup && .venv/bin/perfsearch runner=ddp strategy=bayes"
 
 
@@ -90,10 +93,8 @@ def test_a_wheel_works_outside_the_repository(installed):
 
 @pytest.mark.slow
 def test_the_installed_commands_search_outside_the_repository(installed, tmp_path):
-    (tmp_path / "table.csv").write_text(
-        "bucket_cap_mb,status,samples_per_s,step_ms\n1,ok,10,9 9 9\n2,ok,12,5 5 5\n"
-    )
-    words = ["runner=replay", "runner.table=table.csv", "strategy=grid", "tracking.enabled=false"]
+    (tmp_path / "table.csv").write_text(TABLE)
+    words = [*REPLAY, "strategy=grid"]
     run(installed / "perfsearch", *words, "run_dir=run", cwd=tmp_path)
     assert (tmp_path / "run" / "report.html").is_file()
     assert (tmp_path / "run" / "best" / "config.yaml").is_file()
@@ -138,6 +139,28 @@ def test_a_missing_package_is_asked_for_by_its_own_requirement(monkeypatch):
     )
     assert extras.how_to_install("a", "x") == "pip install 'a>=1' 'b'"
     assert extras.how_to_install("c", "y") == "pip install 'c'"
+
+
+@pytest.mark.slow
+def test_the_hint_that_a_search_prints_works_as_it_is_printed(wheel, tmp_path):
+    if importlib.util.find_spec("optuna") is not None:
+        pytest.skip("optuna is there already")
+    programs = environment(tmp_path / "environment")
+    run(programs / "pip", "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed",
+        wheel)  # fmt: skip
+    (tmp_path / "table.csv").write_text(TABLE)
+    command = [str(programs / "perfsearch"), *REPLAY, "strategy=optuna"]
+    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 2
+    (hint,) = re.findall("Run: (pip install .*)", refused.stderr)
+    variables = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["sh", "-c", hint], cwd="/", env=variables, capture_output=True, text=True, timeout=300
+    )
+    if "No matching distribution" in done.stderr:
+        pytest.skip("no index to install from")
+    assert done.returncode == 0, done.stderr
+    run(*command, cwd=tmp_path)
 
 
 def test_every_command_to_install_something_names_what_there_is():

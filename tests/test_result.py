@@ -104,6 +104,22 @@ def test_trials_are_rows_of_a_dataframe():
     assert made(trials=[]).to_dataframe().empty
 
 
+def test_readings_and_the_best_so_far_are_drawn():
+    import matplotlib
+
+    matplotlib.use("agg")
+    trials = [trial(0), trial(1), trial(2, Status.OOM), trial(3, objective=100.0)]
+    axes = made(trials=trials).plot()
+    readings, best, baseline = axes.get_lines()
+    assert list(readings.get_ydata()) == [320, 640, 100]
+    assert (list(best.get_xdata()), list(best.get_ydata())) == ([0, 1, 3], [320, 640, 640])
+    assert list(baseline.get_ydata()) == [320, 320]
+    assert axes.get_ylabel() == "samples/s"
+    assert axes.get_title().startswith("gain of 1.500x")
+    assert made(trials=trials).plot(axes) is axes
+    assert made(trials=[]).plot().get_lines()
+
+
 def test_a_search_fills_it_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "table.csv").write_text(STEADY)
