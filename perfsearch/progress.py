@@ -112,8 +112,7 @@ class NotebookView(View):
 
     def __exit__(self, *of_error: Any) -> None:
         super().__exit__(*of_error)
-        self.stage_name = ""
-        self._update()
+        self._handle.update(_Html(""))  # the lines say what came of it
 
     def stage(self, name: str, detail: str = "") -> None:
         """Say that a stage of the pipeline begins."""

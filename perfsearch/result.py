@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import quote
 
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.knob import same_value
@@ -174,8 +175,16 @@ class SearchResult(Result):
             lines.append(_table(["setting", "today", "best"], rows))
         lines.append(f"{len(self.trials)} trials in {html.escape(str(self.run_dir))}")
         if self.report is not None:
-            lines.append(f'<a href="{html.escape(self.report.absolute().as_uri())}">report</a>')
+            lines.append(f'<a href="{html.escape(_link(self.report))}">report</a>')
         return "".join(f"<div>{line}</div>" for line in lines)
+
+
+def _link(file: Path) -> str:
+    """Where a file is, as a notebook of the current directory finds it."""
+    whole = file.absolute()
+    if whole.is_relative_to(Path.cwd()):
+        return quote(whole.relative_to(Path.cwd()).as_posix())
+    return whole.as_uri()
 
 
 def _outcome(trial: Trial) -> dict[str, Any]:

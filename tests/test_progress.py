@@ -93,6 +93,7 @@ def test_a_notebook_has_a_bar_that_changes(monkeypatch, capsys):
         view.trial_finished(trial(2, Status.OOM), faster, baseline, None)
         assert '<progress value="2" max="4">' in notebook.shown[-1]
         assert "best so far 640 samples/s, +100.0%, one reading" in notebook.shown[-1]
+    assert notebook.shown[-1] == ""
     assert "trial   1 search" in capsys.readouterr().out
 
 

@@ -66,12 +66,14 @@ def test_what_cannot_be_compared_has_no_speed_up():
         nothing.apply()
 
 
-def test_a_notebook_is_shown_text_and_no_markup_of_others(tmp_path):
+def test_a_notebook_is_shown_text_and_no_markup_of_others(tmp_path, monkeypatch):
     (tmp_path / "report.html").touch()
     shown = made(run_dir=tmp_path)._repr_html_()
     assert "trial 1 is faster &lt;by far&gt;" in shown
     assert "<tr><td>bucket_cap_mb</td><td>25</td><td>26</td></tr>" in shown
     assert f'href="{(tmp_path / "report.html").as_uri()}"' in shown
+    monkeypatch.chdir(tmp_path.parent)  # where a notebook's server finds files
+    assert f'href="{tmp_path.name}/report.html"' in made(run_dir=tmp_path)._repr_html_()
     assert "report" not in made(run_dir=tmp_path / "elsewhere")._repr_html_()
 
 
