@@ -84,6 +84,41 @@ def test_a_found_configuration_is_applied_by_its_callback(module, tmp_path):
     assert "optimizer_implementation=foreach" in told
 
 
+WITHOUT_FRAMEWORK = """
+import torch, torch.distributed as dist
+from perfsearch.integrations.training_run import Applying, Tuning
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+make = torch.nn.parallel.DistributedDataParallel
+applying = Applying({"bucket_cap_mb": 8, "optimizer_implementation": "foreach", "prefetch_factor": 4})
+applying.before_building()
+model = make(torch.nn.Linear(2, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(1, 4):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    applying.report(step)
+applying.report()
+tuning = Tuning({"max_samples": 2})
+for when in (tuning.before_wrapping, tuning.after_wrapping, tuning.before_wrapping):
+    when()
+    make(torch.nn.Linear(2, 2))
+"""
+
+
+def test_what_callbacks_do_at_a_frameworks_moments():
+    """One process by itself, which is said where tuning would begin; nothing else needs more."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FRAMEWORK],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.findall("perfsearch: (.*)", done.stderr) == [
+        "in force: bucket_cap_mb=8 (DistributedDataParallel), optimizer_implementation=foreach (AdamW)",
+        "without effect: prefetch_factor=4: the script makes nothing that takes it",
+    ]
+    assert done.stderr.count("perfsearch autotune: one process alone has nothing to tune") == 2
+
+
 def test_what_cannot_be_is_refused_before_the_run():
     with pytest.raises(BadInputError, match=r"autotune.max_samples=-1"):
         Tuning({"max_samples": -1})
