@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -60,11 +61,18 @@ def _tell(view: View, on_trial: OnTrial) -> None:
     view.trial_finished = trial_finished  # type: ignore[method-assign]
 
 
+class _Nowhere(io.StringIO):
+    """Takes what is printed, and keeps nothing of it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
 class QuietView(View):
     """Says nothing but warnings."""
 
-    def line(self, text: str) -> None:
-        """Say nothing."""
+    def __init__(self) -> None:
+        super().__init__(stream=_Nowhere())
 
     def warning(self, text: str) -> None:
         """Say it on standard error."""
@@ -105,9 +113,11 @@ class NotebookView(View):
     """
 
     def __init__(self, display: Callable[..., Any], settings: Settings) -> None:
-        super().__init__(settings.objective, settings.budget.trials)
+        super().__init__(settings.objective)
         self.stage_name = ""
         self.best: Trial | None = None
+        self._most = settings.budget.trials
+        self._tried = 0
         self._handle = display(_Html(""), display_id=True)
 
     def __exit__(self, *of_error: Any) -> None:
@@ -135,6 +145,7 @@ class NotebookView(View):
     ) -> None:
         """Say how a trial ended, and show the new best."""
         self.best = best_so_far
+        self._tried += trial.purpose is Purpose.SEARCH
         super().trial_finished(trial, best_so_far, baseline, seconds_left, message)
         self._update()
 
@@ -145,9 +156,9 @@ class NotebookView(View):
             shown = show_objective(self.best.objective, self.objective.unit(self.best.measurement))
             words.append(f"best so far {shown}, {self.against_baseline(self.best)}, one reading")
         bar = ""
-        if self.trials:
-            done = min(self.searched, self.trials)
-            bar = f'<progress value="{done}" max="{self.trials}"></progress> '
-            words.insert(0, f"{done} of {self.trials} trials")
+        if self._most:
+            tried = min(self._tried, self._most)
+            bar = f'<progress value="{tried}" max="{self._most}"></progress> '
+            words.insert(0, f"{tried} of {self._most} trials")
         text = ", ".join(word for word in words if word)
         self._handle.update(_Html(f"<div>{bar}{html.escape(text)}</div>"))

@@ -89,7 +89,8 @@ import torch, torch.distributed as dist
 from perfsearch.integrations.training_run import Applying, Tuning
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 make = torch.nn.parallel.DistributedDataParallel
-applying = Applying({"bucket_cap_mb": 8, "optimizer_implementation": "foreach", "prefetch_factor": 4})
+knobs = {"bucket_cap_mb": 8, "optimizer_implementation": "foreach", "prefetch_factor": 4}
+applying = Applying(knobs)
 applying.before_building()
 model = make(torch.nn.Linear(2, 2))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -113,7 +114,8 @@ def test_what_callbacks_do_at_a_frameworks_moments():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.findall("perfsearch: (.*)", done.stderr) == [
-        "in force: bucket_cap_mb=8 (DistributedDataParallel), optimizer_implementation=foreach (AdamW)",
+        "in force: bucket_cap_mb=8 (DistributedDataParallel), "
+        "optimizer_implementation=foreach (AdamW)",
         "without effect: prefetch_factor=4: the script makes nothing that takes it",
     ]
     assert done.stderr.count("perfsearch autotune: one process alone has nothing to tune") == 2
