@@ -39,11 +39,13 @@ class SearchResult(Result):
     def speed_up(self) -> float | None:
         """Of ``best`` over the baseline, as the confirmation measured it in fresh processes.
 
-        1.0 where ``best`` is the baseline; ``None`` where the baseline does not run, so that there
-        is nothing to compare with.
+        1.0 where ``best`` is the baseline; ``None`` where the baseline does not run, or the search
+        was broken off, so that there is nothing to compare.
         """
+        if self._why_nothing:
+            return None
         if self.is_baseline:
-            return None if self.exit_code == ExitCode.NO_TRIAL_SUCCEEDED else 1.0
+            return 1.0
         return None if self.interval is None else self.interval.ratio
 
     @property
@@ -142,20 +144,27 @@ class SearchResult(Result):
         """
         from perfsearch.api import apply
 
-        if self.exit_code == ExitCode.NO_TRIAL_SUCCEEDED:
-            raise BadInputError(f"there is nothing to apply: {self.verdict.reason}")
+        if self._why_nothing:
+            raise BadInputError(f"there is nothing to apply: {self._why_nothing}")
         return apply(self.run_dir, model, optimizer)
 
     @property
     def headline(self) -> str:
         """What came of it, in a few words."""
-        if self.exit_code == ExitCode.NO_TRIAL_SUCCEEDED:
-            return "no trial succeeded"
+        if self._why_nothing:
+            return self._why_nothing
         if self.is_baseline:
             return "no gain shown, so that best is the baseline"
         if self.interval is None:
             return "the baseline does not run; best does"
         return f"gain of {self.interval}"
+
+    @property
+    def _why_nothing(self) -> str:
+        """Why there is no best, not even the baseline; empty where there is one."""
+        if self.exit_code == ExitCode.NO_TRIAL_SUCCEEDED:
+            return self.verdict.reason or "no trial succeeded"
+        return "" if self.best else f"broken off: {self.reason}"
 
     def __repr__(self) -> str:
         changes = " ".join(_shown(self.changed))

@@ -59,11 +59,14 @@ def test_what_cannot_be_compared_has_no_speed_up():
     rescued = made(verdict=Verdict({}, 1, "the baseline does not run"))
     assert rescued.speed_up is None
     assert "the baseline does not run; best does" in repr(rescued)
-    nothing = made(winner=None, exit_code=ExitCode.NO_TRIAL_SUCCEEDED)
-    assert nothing.speed_up is None
-    assert "no trial succeeded" in repr(nothing)
-    with pytest.raises(BadInputError, match="there is nothing to apply"):
-        nothing.apply()
+    why = Verdict(reason="no trial succeeded: 2 crash")
+    nothing = made(winner=None, exit_code=ExitCode.NO_TRIAL_SUCCEEDED, verdict=why)
+    broken_off = made(None, exit_code=ExitCode.CIRCUIT_BREAKER, best={}, reason="no space left")
+    for result, text in ((nothing, "no trial succeeded: 2 crash"), (broken_off, "no space left")):
+        assert result.speed_up is None
+        assert text in repr(result)
+        with pytest.raises(BadInputError, match=f"there is nothing to apply: .*{text}"):
+            result.apply()
 
 
 def test_a_notebook_is_shown_text_and_no_markup_of_others(tmp_path, monkeypatch):
