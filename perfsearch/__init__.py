@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from perfsearch.api import apply, autotune, search
+    from perfsearch.result import SearchResult
 
-__all__ = ["apply", "autotune", "search"]
+__all__ = ["SearchResult", "apply", "autotune", "search"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module("perfsearch.api"), name)
+    module = "perfsearch.result" if name == "SearchResult" else "perfsearch.api"
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    """What completion and ``help`` are to find, though it is not imported yet."""
+    return sorted({*globals(), *__all__})

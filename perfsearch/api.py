@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,22 +20,33 @@ from perfsearch.core.settings_file import read_settings
 if TYPE_CHECKING:
     import torch
 
-    from perfsearch.pipeline.session import Result
+    from perfsearch.core.trial import Trial
+    from perfsearch.instrument.script import Script
+    from perfsearch.result import SearchResult
 
 _FILE = "config.yaml"
 
 
-def search(*overrides: str, **keys: Any) -> Result:
+def search(
+    *overrides: str,
+    quiet: bool = False,
+    on_trial: Callable[[Trial], object] | None = None,
+    **keys: Any,
+) -> SearchResult:
     """Search as the command ``perfsearch`` does, and return what it came to.
 
     Works in a script, in a notebook, and inside of a Hydra application; it may be called again.
     The directory, the environment, signal handlers and Hydra are afterwards as they were.
 
         result = perfsearch.search("runner.knobs.bucket_cap_mb=[8,25,64]", budget={"trials": 10})
-        result.best, result.verdict.reason, result.run_dir
+        result.speed_up, result.changed, result.report
+        model = result.apply(model, optimizer)
 
     Args:
         overrides: ``KEY=VALUE``, as on the command line.
+        quiet: print warnings only, to standard error.
+        on_trial: called with each trial once it has ended and is on record. What it raises ends
+            the search in good order and reaches the caller; the same call goes on from there.
         keys: top-level keys with plain values. ``runner``, ``strategy`` and ``workload`` are the
             name of an option or a mapping with ``name`` and its keys; ``workload`` can also be a
             function of a module, which builds the job, and ``strategy`` one that proposes what to
@@ -46,10 +57,11 @@ def search(*overrides: str, **keys: Any) -> Result:
         KeyboardInterrupt: it was interrupted; the same call goes on from there.
 
     """
-    from perfsearch.cli.view import open_view
     from perfsearch.config.compose import compose
     from perfsearch.config.schema import validate
     from perfsearch.pipeline import search as assemble
+    from perfsearch.progress import opener
+    from perfsearch.result import SearchResult
     from perfsearch.runners import why_no_knobs
 
     with carried_out(Command("perfsearch.search")):
@@ -57,7 +69,7 @@ def search(*overrides: str, **keys: Any) -> Result:
         strategy = keys.get("strategy")
         own = strategy if callable(strategy) else None
         with _interruptible():
-            return assemble.run_search(settings, open_view, own)
+            return SearchResult.of(assemble.run_search(settings, opener(quiet, on_trial), own))
 
 
 @contextmanager
@@ -151,7 +163,7 @@ def apply(
     """
     knobs = read_knobs(source)
     if model is None:
-        _prepare(knobs)
+        prepare(knobs)
         return None
     wrapped: torch.nn.parallel.DistributedDataParallel = _wrap(knobs, model, optimizer)
     return wrapped
@@ -187,7 +199,8 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise BadInputError(f"{path}: no such file. Give best/config.yaml of a run.")
     try:
         settings = read_settings(file)
-        name, knobs = settings["runner"]["name"], dict(settings["runner"]["knobs"])
+        name = settings["runner"]["name"]
+        knobs = dict(settings["runner"]["knobs"]) if name == "ddp" else {}
     except (KeyError, TypeError, ValueError) as error:
         raise BadInputError(
             f"{file}: it is not what a search hands over ({type(error).__name__}: {error}). Give "
@@ -249,8 +262,8 @@ def _wrap(knobs: Mapping[str, Value], model: Any, optimizer: Any) -> Any:
     return model
 
 
-def _prepare(knobs: Mapping[str, Value]) -> None:
-    """Have everything that is built from now on take the knobs."""
+def prepare(knobs: Mapping[str, Value]) -> Script:
+    """Have everything that is built from now on take the knobs; the result says what did."""
     from perfsearch.instrument.patching import once
     from perfsearch.instrument.script import Script
     from perfsearch.knobs.transport import plan
@@ -267,6 +280,7 @@ def _prepare(knobs: Mapping[str, Value]) -> None:
     elsewhere += [f"{name}={value}" for name, value in planned.unreachable.items()]
     for text in elsewhere:
         warnings.warn(f"perfsearch.apply: not in force by itself: {text}", stacklevel=3)
+    return script
 
 
 def _assigned(variables: Mapping[str, str]) -> str:

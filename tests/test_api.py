@@ -160,6 +160,17 @@ def test_autotune_without_a_process_group_says_what_to_do():
         perfsearch.autotune(torch.nn.Linear(2, 2), max_samples=-1)
 
 
+def test_help_shows_the_functions_own_help():
+    import inspect
+    import pydoc
+
+    assert inspect.isfunction(perfsearch.search)
+    shown = pydoc.render_doc(perfsearch.search, renderer=pydoc.plaintext)
+    assert "search(*overrides: 'str', quiet: 'bool' = False, on_trial:" in shown
+    assert "Search as the command ``perfsearch`` does" in shown
+    assert {"search", "autotune", "apply", "SearchResult"} <= set(dir(perfsearch))
+
+
 def test_the_function_keeps_its_name_whatever_is_imported():
     code = "import perfsearch, perfsearch.pipeline.search, perfsearch.api as api; "
     code += "assert perfsearch.search is api.search and perfsearch.apply is api.apply"

@@ -43,7 +43,7 @@ def test_a_script_trains_the_same_tuned_and_untuned(script, tmp_path):
     needs, arguments, options, knobs = CASES[script]
     for package in needs:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"needs {package}: pip install 'perfsearch[examples]'")
+            pytest.skip(f"needs {package}")
     command = [str(SCRIPTS / script), *arguments]
     plain, _ = run(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node=2", *command)
     written = "".join(f"{name}: {str(value).lower()}\n" for name, value in knobs.items())

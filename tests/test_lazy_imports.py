@@ -13,6 +13,9 @@ CASES = {
     "perfsearch.config.schema": HEAVY | {"hydra", "omegaconf", "numpy"},
     "perfsearch.cli.mcp": HEAVY | {"hydra", "omegaconf", "mcp", "pydantic", "anyio"},
     "perfsearch.cli.view": HEAVY | {"hydra", "omegaconf"},
+    "perfsearch.api": HEAVY | {"hydra", "omegaconf", "numpy"},
+    "perfsearch.progress": HEAVY | {"hydra", "omegaconf"},
+    "perfsearch.result": HEAVY | {"hydra", "omegaconf"},
     "perfsearch.pipeline.search": {"torch", "mlflow", "sklearn", "nevergrad", "hydra", "omegaconf"},
     "perfsearch.workers.rank": {"mlflow", "sklearn", "nevergrad", "hydra", "omegaconf", "rich"},
     # The controller asks ranks, and waits for no import of torch.

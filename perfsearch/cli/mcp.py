@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from perfsearch.cli.arguments import OwnParser, of_script, positive
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.extras import how_to_install
 from perfsearch.core.python import module_command
 from perfsearch.core.signals import ExitCode, ends_with_parent
 
@@ -79,7 +80,7 @@ def command(arguments: Sequence[str]) -> int:
     if importlib.util.find_spec("mcp") is None:
         raise BadInputError(
             "perfsearch mcp needs the package mcp, which is not installed. "
-            "Run: pip install 'perfsearch[mcp]'"
+            f"Run: {how_to_install('mcp', 'mcp')}"
         )
     return asyncio.run(_serve(Work(asked.command, words, asked.idle_minutes)))
 

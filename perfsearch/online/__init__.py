@@ -10,7 +10,7 @@ from typing import Any
 
 from perfsearch.online.options import AutotuneOptions
 
-__all__ = ["AutotuneOptions", "enable"]
+__all__ = ["AutotuneOptions", "disable", "enable"]
 
 
 def enable(options: AutotuneOptions | Mapping[str, Any]) -> None:
@@ -31,3 +31,10 @@ def enable(options: AutotuneOptions | Mapping[str, Any]) -> None:
     if not isinstance(options, AutotuneOptions):
         options = AutotuneOptions.from_mapping(options)
     patch_wrappers(options)
+
+
+def disable() -> None:
+    """Leave alone what is wrapped from now on; what is being tuned goes on."""
+    from perfsearch.online.rank import leave_wrappers
+
+    leave_wrappers()

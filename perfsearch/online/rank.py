@@ -531,10 +531,17 @@ def tuning_paused() -> Iterator[None]:
 
 def patch_wrappers(options: AutotuneOptions) -> None:
     """Begin tuning with ``options`` wherever a wrapper is constructed from now on."""
-    first = not _options
     _options[:] = [options]
-    if not first:
-        return
+    _patch()
+
+
+def leave_wrappers() -> None:
+    """Tune no wrapper that is constructed from now on."""
+    _options.clear()
+
+
+@functools.cache
+def _patch() -> None:
     construct = DistributedDataParallel.__init__
     made: list[bool] = []
 
@@ -542,7 +549,7 @@ def patch_wrappers(options: AutotuneOptions) -> None:
     def constructed(self: Any, *arguments: Any, **named: Any) -> None:
         construct(self, *arguments, **named)
         made.append(True)
-        if type(self) is DistributedDataParallel and not _pauses:
+        if type(self) is DistributedDataParallel and _options and not _pauses:
             begin_tuning(self, _options[0])
 
     DistributedDataParallel.__init__ = constructed

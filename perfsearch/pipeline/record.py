@@ -136,7 +136,7 @@ def _best_files(session: Session, result: Result) -> list[str]:
     export.write_config(directory / "config.yaml", plain)
     summary = {
         "verdict": result.verdict.reason,
-        "is_baseline": winner is None,
+        "is_baseline": result.is_baseline,
         "trial": number,
         "log": "" if trial is None else trial.log_path,
         "knobs": result.best,

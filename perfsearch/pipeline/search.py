@@ -22,6 +22,7 @@ from perfsearch import runners, strategies
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import Settings, default_run_dir
 from perfsearch.core.errors import BadInputError, NodesGoneError
+from perfsearch.core.extras import how_to_install
 from perfsearch.core.files import make_private, temporary_directory, why_not_writable
 from perfsearch.core.hardware import occupants
 from perfsearch.core.hints import Hints
@@ -251,7 +252,7 @@ def _load(load: Callable[[str], type[Any]], group: str, name: str) -> Any:
             raise ConfigError(
                 group,
                 f"{group}={name}: needs the package {package}, which is not installed. "
-                f"Run: pip install 'perfsearch[{extra}]'",
+                f"Run: {how_to_install(package, extra)}",
             )
     return found
 
@@ -376,7 +377,9 @@ def search(
             record.open_record(session)
             result = course.stages(session)
             result.seconds = time.monotonic() - begin
+            result.objective = session.objective
             course.close_record(session, result)
+            result.mlflow_run_id = session.tracker.run_id
             session.journal.append(
                 "ended", unix_s=time.time(), exit_code=result.exit_code, reason=result.reason
             )

@@ -625,6 +625,8 @@ class Result:
         handed_over: the same as the runner takes it, the searched knobs only.
         reason: why the search stage ended.
         seconds: wall time of this call.
+        objective: what was optimised.
+        mlflow_run_id: MLflow's run of the search; ``None`` where no store has one.
 
     """
 
@@ -636,6 +638,13 @@ class Result:
     handed_over: dict[str, Value] = field(default_factory=dict)
     reason: str = ""
     seconds: float = 0.0
+    objective: Objective = field(default_factory=Objective)
+    mlflow_run_id: str | None = None
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether ``best`` is the baseline's, as nothing was shown to be faster."""
+        return self.verdict.winner is None
 
 
 class View(Protocol):

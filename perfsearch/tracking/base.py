@@ -15,6 +15,10 @@ class Tracker(Protocol):
     def destination(self) -> Mapping[str, str]:
         """Where the search is shown; the journal keeps it, so that it can be shown there again."""
 
+    @property
+    def run_id(self) -> str | None:
+        """The search's run, once there is one."""
+
     def open(self, journal: Journal) -> None:
         """Begin to show what the journal has, and from now on whatever is appended to it."""
 
@@ -32,6 +36,10 @@ class NoTracker:
     def destination(self) -> Mapping[str, str]:
         """Nowhere."""
         return {}
+
+    @property
+    def run_id(self) -> None:
+        """There is none."""
 
     def open(self, journal: Journal) -> None:
         """Show nothing."""

@@ -220,7 +220,7 @@ def test_without_the_package_it_says_what_to_install(job, capsys, monkeypatch):
     nothing = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
     monkeypatch.setattr(command_mcp, "importlib", nothing)
     assert cli.main(["mcp", *REPLAY]) == 2
-    assert "pip install 'perfsearch[mcp]'" in capsys.readouterr().err
+    assert "pip install 'mcp" in capsys.readouterr().err
 
 
 async def nobody(line):

@@ -20,9 +20,7 @@ TRAINER = str(Path(__file__).parents[2] / "examples" / "scripts" / "hf_trainer.p
 
 def needs(*packages):
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(
-        bool(missing), reason=f"needs {missing}: pip install 'perfsearch[examples]'"
-    )
+    return pytest.mark.skipif(bool(missing), reason=f"needs {missing}")
 
 
 def made(text):

@@ -162,7 +162,7 @@ def test_callbacks_of_frameworks_are_timed_once_they_are_imported(clock, monkeyp
 )
 def test_frameworks_have_what_is_wrapped(package, module, path):
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}: pip install 'perfsearch[examples]'")
+        pytest.skip(f"needs {package}")
     found = importlib.import_module(module)
     for name in path.split("."):
         found = getattr(found, name)

@@ -34,10 +34,10 @@ def _nothing_installed(monkeypatch) -> None:
 @pytest.mark.usefixtures("_nothing_installed")
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(tmp_path) -> None:
     asked = settings(strategy={"name": "optuna"}, run_dir=str(tmp_path / "run"))
-    with pytest.raises(ConfigError, match=r"strategy=optuna: .*pip install 'perfsearch\[optuna\]'"):
+    with pytest.raises(ConfigError, match=r"strategy=optuna: .*pip install 'optuna>=\d"):
         search.run(asked, open_view)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigError, match=r"runner=soap: .*pip install 'perfsearch\[soap\]'"):
+    with pytest.raises(ConfigError, match=r"runner=soap: .*pip install 'numba>=0\.\d"):
         search.run(settings(runner={"name": "soap"}), open_view)
 
 

@@ -112,6 +112,7 @@ class KeptTracker:
         self.numbers: dict[str, float] = {}
         self.status = ""
         self.destination: dict[str, str] = {}
+        self.run_id = None
 
     def open(self, journal: Journal) -> None:
         journal.followers.append(self._follow)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from perfsearch.core import secrets
 from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.extras import how_to_install
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
 from perfsearch.core.narrow import SEARCH
 from perfsearch.core.python import module_command
@@ -69,7 +70,9 @@ def _require(command: Command) -> None:
     """
     own = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     if shutil.which(command.words[0], path=own) is None:
-        install = " pip install perfsearch[deepspeed]" if command.launcher == "deepspeed" else ""
+        install = ""
+        if command.launcher == "deepspeed":
+            install = f" Run: {how_to_install('deepspeed', 'deepspeed')}"
         raise BadInputError(f"workload.command: {command.words[0]} is not installed.{install}")
 
 

@@ -66,7 +66,7 @@ def test_a_script_is_profiled_and_nothing_is_searched(place, phase, tmp_path):
 )
 def test_callbacks_of_a_framework_are_a_phase(place, needs, tmp_path):
     if importlib.util.find_spec(needs) is None:
-        pytest.skip(f"needs {needs}: pip install 'perfsearch[examples]'")
+        pytest.skip(f"needs {needs}")
     measurement, _ = profile(tmp_path, place, nproc=1)
     check(measurement, "callbacks")
 

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("accelerate") is None,
-        reason="needs accelerate: pip install 'perfsearch[examples]'",
+        reason="needs accelerate",
     ),
 ]
 

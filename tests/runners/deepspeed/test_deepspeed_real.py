@@ -35,7 +35,7 @@ FILE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
 pytestmark = pytest.mark.slow
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
-    reason="DeepSpeed is not installed (pip install perfsearch[deepspeed])",
+    reason="DeepSpeed is not installed (pip install deepspeed)",
 )
 
 

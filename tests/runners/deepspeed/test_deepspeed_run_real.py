@@ -29,7 +29,7 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}
 pytestmark = pytest.mark.slow
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
-    reason="DeepSpeed is not installed (pip install perfsearch[deepspeed])",
+    reason="DeepSpeed is not installed (pip install deepspeed)",
 )
 
 
