@@ -22,7 +22,7 @@ from perfsearch.core.narrow import SEARCH
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
     from perfsearch.core.hardware import Environment
-    from perfsearch.instrument.undo import UserFiles
+    from perfsearch.instrument.user_files import UserFiles
     from perfsearch.runners._arms import Switched
     from perfsearch.runners._script.runner import Script
 
@@ -357,7 +357,7 @@ class Workshop:
         return self._script(device, knobs, options, environment, self.files, searches)
 
     def _of_job(self, arm: Arm) -> Script:
-        from perfsearch.instrument.undo import UserFiles
+        from perfsearch.instrument.user_files import UserFiles
 
         job = arm.job
         assert job is not None

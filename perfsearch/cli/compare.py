@@ -136,7 +136,7 @@ def _compare(asked: argparse.Namespace) -> int:
     from perfsearch.cli.arms import Workshop, parse_arms
     from perfsearch.cli.view import open_view
     from perfsearch.core.files import remove_left_directories, temporary_directory
-    from perfsearch.instrument.undo import UserFiles
+    from perfsearch.instrument.user_files import UserFiles
     from perfsearch.pipeline.compare import Question, compare
     from perfsearch.runners._arms import Arms
     from perfsearch.runners.base import environment_of

@@ -265,7 +265,7 @@ def main(controller_pid: int, controller_started: float, ahead: bool = False) ->
         ahead: whether to import ahead.
 
     """
-    from perfsearch.instrument.undo import recover
+    from perfsearch.instrument.user_files import recover
     from perfsearch.workers.forkserver import serve_forks
     from perfsearch.workers.processes import is_alive
 

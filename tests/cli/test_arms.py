@@ -18,7 +18,7 @@ from perfsearch.cli.arms import (
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.files import temporary_directory
 from perfsearch.core.hardware import Environment
-from perfsearch.instrument.undo import UserFiles
+from perfsearch.instrument.user_files import UserFiles
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import time
 import pytest
 from support.file_states import state_of
 
-from perfsearch.instrument import undo
-from perfsearch.instrument.undo import UserFiles
+from perfsearch.instrument import undo, user_files
+from perfsearch.instrument.user_files import UserFiles
 
 KEEPING = """
 import os, pathlib, shutil, sys, tempfile
@@ -43,7 +43,7 @@ class Directory:
         self.before = self.state()
 
     def state(self):
-        return state_of(self.path, undo.ROOM, "run")
+        return state_of(self.path, user_files.ROOM, "run")
 
     def start(self, program, tool=None):
         where = self.files.begin("no process has this mark")
@@ -58,7 +58,7 @@ class Directory:
     def check(self):
         self.files.close()
         assert self.state() == self.before
-        assert not (self.path / undo.ROOM).exists()
+        assert not (self.path / user_files.ROOM).exists()
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def test_large_files_are_not_copied(directory):
         os.remove('huge.old')
         """
     )
-    kept = list((directory.path / undo.ROOM).rglob("kept/*"))
+    kept = list((directory.path / user_files.ROOM).rglob("kept/*"))
     assert [p.stat().st_blocks for p in kept] == [0]
     directory.check()
 
@@ -340,7 +340,7 @@ def test_the_next_search_undoes_what_a_killed_one_left(directory):
     program = f"""
 import os, sys
 sys.path[:0] = {sys.path!r}
-from perfsearch.instrument.undo import UserFiles
+from perfsearch.instrument.user_files import UserFiles
 files = UserFiles()
 print(files.begin('none'), flush=True)
 sys.stdin.read()
@@ -351,14 +351,14 @@ sys.stdin.read()
     where = controller.stdout.readline().strip()
     text = KEEPING + "os.remove('ckpt.pt'); open('new', 'w'); shutil.rmtree('out')"
     subprocess.run([sys.executable, "-c", text, where], check=True)
-    assert undo.recover(directory.path) == undo.Undone()  # it still runs
+    assert user_files.recover(directory.path) == undo.Undone()  # it still runs
     assert not os.path.exists("ckpt.pt")
     controller.kill()
     controller.wait()
     (said,) = UserFiles().open()
     assert said.startswith("put back what a killed search had changed: ckpt.pt, ")
     assert directory.state() == directory.before
-    assert not (directory.path / undo.ROOM).exists()
+    assert not (directory.path / user_files.ROOM).exists()
 
 
 def test_git_sees_nothing_of_what_is_set_aside(directory):
@@ -368,9 +368,9 @@ def test_git_sees_nothing_of_what_is_set_aside(directory):
         ["git", "status", "--short", "-uall"],
         cwd=directory.path, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    assert "ckpt.pt" in said and undo.ROOM not in said
+    assert "ckpt.pt" in said and user_files.ROOM not in said
     directory.files.close()
-    assert not (directory.path / undo.ROOM).exists()
+    assert not (directory.path / user_files.ROOM).exists()
 
 
 def left_by_a_killed_search(directory, text, **owner):
@@ -379,7 +379,7 @@ def left_by_a_killed_search(directory, text, **owner):
     where = files.begin("none")
     subprocess.run([sys.executable, "-c", KEEPING + text, where], check=True)
     files._closed.set()
-    (room,) = (directory.path / undo.ROOM).glob("*/owner.json")
+    (room,) = (directory.path / user_files.ROOM).glob("*/owner.json")
     entry = {**json.loads(room.read_text()), "controller": [2**22, 1.0], **owner}
     room.write_text(json.dumps(entry))
     return room
@@ -406,7 +406,7 @@ def test_what_the_user_made_after_a_kill_is_left_and_what_was_kept_put_beside_it
     for name in ("ckpt.pt", "train.log"):
         aside = directory.path / f"{name}{undo.ASIDE}"
         assert aside.read_bytes() == directory.before[name][0]
-    assert not (directory.path / undo.ROOM).exists()
+    assert not (directory.path / user_files.ROOM).exists()
 
 
 LOSES = (
@@ -432,7 +432,7 @@ def test_a_directory_that_was_moved_after_a_kill_is_put_back_where_it_is(directo
 
 
 def test_a_copy_made_after_a_kill_is_put_back_and_leaves_the_original_alone(directory, monkeypatch):
-    monkeypatch.setattr(undo, "_ANOTHERS_S", 0.0)  # no time between the kill and the copy
+    monkeypatch.setattr(user_files, "_ANOTHERS_S", 0.0)  # no time between the kill and the copy
     owner = left_by_a_killed_search(directory, LOSES)
     os.utime(owner)
     time.sleep(1.2)  # longer than between two signs of life
@@ -473,13 +473,13 @@ def test_what_cannot_be_put_back_stays_kept_is_named_and_tried_again(directory):
     for _ in range(2):
         files = UserFiles(directory=directory.path)
         said = files.open()[-1]
-        assert f"{undo.ROOM}/{room.name} keeps files" in said and "put back: ckpt.pt." in said
+        assert f"{user_files.ROOM}/{room.name} keeps files" in said and "put back: ckpt.pt." in said
         assert [p.read_bytes() for p in room.glob("*/kept/*")] == [b"weights of last week"]
         assert "ckpt.pt" in files.not_as_before() and "train.log" not in files.not_as_before()
     (directory.path / "ckpt.pt" / "mine").unlink()
     assert "ckpt.pt" in UserFiles(directory=directory.path).open()[0]
     assert directory.state() == directory.before
-    assert not (directory.path / undo.ROOM).exists()
+    assert not (directory.path / user_files.ROOM).exists()
 
 
 def test_a_search_that_cannot_put_back_at_its_end_says_where_the_file_is(directory):
@@ -488,8 +488,8 @@ def test_a_search_that_cannot_put_back_at_its_end_says_where_the_file_is(directo
     (directory.path / "ckpt.pt" / "mine").write_text("in its place")
     directory.files.close()
     said = directory.files.not_as_before()
-    assert "ckpt.pt" in said and f"is kept in {undo.ROOM}/" in said
-    kept = list((directory.path / undo.ROOM).glob("*/*/kept/*"))
+    assert "ckpt.pt" in said and f"is kept in {user_files.ROOM}/" in said
+    kept = list((directory.path / user_files.ROOM).glob("*/*/kept/*"))
     assert [p.read_bytes() for p in kept] == [b"weights of last week"]
 
 
@@ -535,7 +535,7 @@ def test_a_search_of_another_host_is_undone_once_it_is_surely_dead(directory, mo
     assert "on host elsewhere, which may still run" in said
     assert (directory.path / "ckpt.pt").read_text() == "x"
     silent_for(room, 130)
-    monkeypatch.setattr(undo, "_ANOTHERS_S", 1000.0)  # as if the file had been changed so long ago
+    monkeypatch.setattr(user_files, "_ANOTHERS_S", 1000.0)  # as if the file had been changed so long ago
     (said,) = UserFiles(directory=directory.path).open()
     assert said == "put back what a killed search had changed: ckpt.pt"
     assert directory.state() == directory.before

@@ -27,7 +27,7 @@ from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.instrument.outside import cautions
 from perfsearch.instrument.report import without_effect
-from perfsearch.instrument.undo import UserFiles
+from perfsearch.instrument.user_files import UserFiles
 from perfsearch.knobs import by_name as every_knob
 from perfsearch.knobs import effect_order, nccl, transport
 from perfsearch.knobs.base import Use

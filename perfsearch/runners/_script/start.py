@@ -16,7 +16,7 @@ from perfsearch.core.trial import Measurement, Outcome, loss_resolution
 from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.instrument.seeds import hash_seed
-from perfsearch.instrument.undo import UserFiles
+from perfsearch.instrument.user_files import UserFiles
 from perfsearch.knobs import transport
 from perfsearch.knobs.transport import Mapped, apply
 from perfsearch.runners._script import window

@@ -22,7 +22,7 @@ from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Outcome, Purpose, Status, Trial
 from perfsearch.instrument.outside import cautions
 from perfsearch.instrument.seeds import hash_seed
-from perfsearch.instrument.undo import UserFiles
+from perfsearch.instrument.user_files import UserFiles
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch, settle
 from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.zero import applicable

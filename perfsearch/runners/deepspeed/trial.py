@@ -20,7 +20,7 @@ from typing import Any
 from perfsearch.core.hardware import Gpu
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Measurement, Outcome, Status
-from perfsearch.instrument.undo import UserFiles
+from perfsearch.instrument.user_files import UserFiles
 from perfsearch.runners.deepspeed import request
 from perfsearch.runners.deepspeed.request import Request
 from perfsearch.workers.failures import Evidence, Failure, ProcessEnd, classify, refusal

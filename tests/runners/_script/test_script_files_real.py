@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.file_states import state_of
 
-from perfsearch.instrument.undo import ROOM, UserFiles
+from perfsearch.instrument.user_files import ROOM, UserFiles
 
 pytestmark = pytest.mark.slow
 

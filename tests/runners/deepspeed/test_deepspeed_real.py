@@ -17,7 +17,7 @@ from perfsearch.cli.view import open_view
 from perfsearch.config.schema import validate
 from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Purpose, Status, Trial
-from perfsearch.instrument.undo import ROOM
+from perfsearch.instrument.user_files import ROOM
 from perfsearch.pipeline.search import run
 from perfsearch.runners.base import Plan
 from perfsearch.runners.deepspeed.request import Request
