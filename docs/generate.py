@@ -1,8 +1,9 @@
 """Renders the reference pages from the code, so that they cannot say otherwise.
 
 ``python docs/generate.py`` writes ``docs/keys.md``, ``docs/strategies.md``, ``docs/runners.md``,
-``docs/advice.md``, the settings in ``conf/config.yaml``, and the comments beside the knobs in
-``conf/runner/*.yaml`` (which ``--help`` shows);
+a page for each strategy and runner in the directories of these names, ``docs/advice.md``, the
+settings in ``conf/config.yaml``, and the comments beside the knobs in ``conf/runner/*.yaml`` (which
+``--help`` shows);
 ``--check`` writes nothing and exits with 1 where one of them is out of date.
 """
 
@@ -33,6 +34,7 @@ _SETTINGS = "# Written by docs/generate.py from perfsearch/config/schema.py.\n"
 _HYDRAS = "# Hydra composes"
 """What stands before and after the settings in ``conf/config.yaml``."""
 
+_RESULT = r"[\1](../../benchmarks/results/\1.md)"
 _MADE = "<!-- Written by docs/generate.py; edit the code instead. -->\n"
 
 
@@ -44,7 +46,10 @@ def pages() -> dict[Path, str]:
         docs / "strategies.md": strategies_page(),
         docs / "runners.md": runners_page(),
         docs / "advice.md": advice_page(),
+        docs / "runners" / "script.md": script_page(),
     }
+    made |= {docs / "strategies" / f"{n}.md": strategy_page(n) for n in strategies.names()}
+    made |= {docs / "runners" / f"{n}.md": runner_page(n) for n in runners.names()}
     defaults = ROOT / "conf" / "config.yaml"
     if defaults.exists():
         made[defaults] = with_settings(defaults.read_text())
@@ -67,14 +72,29 @@ def keys_page() -> str:
     return f"# Keys\n\n{_MADE}\n{intro}\n{table(('key', 'allowed', 'default', 'meaning'), rows)}"
 
 
+_STRATEGIES = """\
+A strategy chooses what is tried next. `strategy=NAME` picks one, `strategy.KEY=VALUE` sets its
+keys. Leave it at `auto` unless you know better; [their trials until good, against
+others'](../benchmarks/results/strategies.md), were counted.
+"""
+
+
 def strategies_page() -> str:
-    """Every strategy with its options."""
-    parts = ["# Strategies\n", _MADE]
-    for name in strategies.names():
-        strategy = strategies.load(name)
-        parts.append(f"## `strategy={name}`\n\n{plain(paragraphs(strategy))}\n")
-        parts.append(options_table(strategy.Options, "strategy"))
-    return "\n".join(parts)
+    """All strategies, a line each."""
+    rows = [
+        (f"[`{name}`](strategies/{name}.md)", plain(summary(strategies.load(name))))
+        for name in strategies.names()
+    ]
+    return "\n".join(
+        ["# Strategies\n", _MADE, _STRATEGIES, table(("strategy", "what it does"), rows)]
+    )
+
+
+def strategy_page(name: str) -> str:
+    """A strategy with its options."""
+    strategy = strategies.load(name)
+    parts = [f"# `strategy={name}`\n", _MADE, f"{plain(paragraphs(strategy))}\n"]
+    return "\n".join([*parts, options_table(strategy.Options, "strategy")])
 
 
 _ADVICE = """\
@@ -118,37 +138,65 @@ def advice_row(advice: Advice) -> tuple[str, ...]:
     return (*first, advice.gain, advice.trap, advice.source)
 
 
+_RUNNERS = """\
+A runner says what can be tuned, and measures it. `runner=NAME` picks one, `runner.KEY=VALUE` sets
+its keys, and `runner.knobs.NAME` its parameters ([how](commands.md#narrow-what-is-searched)). A
+script of your own (`perfsearch-run --search`, `workload=script`) gets the parameters of the runner
+that fits it.
+"""
+_KNOBS = ("knob", "values", "default", "scope", "numerics", "what it is")
+_COLUMNS = """\
+**Scope** says what must start anew for another value: `step` nothing, `group` the process group,
+`process` the processes. **Numerics**: `exact` gives the same numbers, `reordered` sums in another
+order, `altering` another computation, which is off unless `numerics=altering`.
+"""
+
+
 def runners_page() -> str:
-    """Every runner with its keys and its knobs."""
-    parts = ["# Runners and their knobs\n", _MADE]
-    for name in runners.names():
-        runner = runners.load(name)
-        parts.append(f"## `runner={name}`\n\n{plain(paragraphs(runner))}\n")
-        parts.append(options_table(runner.Options, "runner"))
-        knobs = declared_knobs(name)
-        if knobs:
-            rows = [knob_row(k) for k in knobs]
-            head = ("knob", "values", "default", "scope", "numerics", "what it is")
-            parts.append(
-                "Knobs, as `runner.knobs.NAME`, on two nodes of eight GPUs with every feature; "
-                "what a machine or a torch version lacks is left out there.\n"
-            )
-            parts.append(table(head, rows))
-    return "\n".join([*parts, *_script_section()])
+    """All runners, a line each."""
+    from perfsearch.runners._script.runner import Script
+
+    items = [(f"runner={name}", name, runners.load(name)) for name in runners.names()]
+    rows = [
+        (f"[`{shown}`](runners/{page}.md)", plain(summary(cls)))
+        for shown, page, cls in [*items, ("workload=script", "script", Script)]
+    ]
+    head = ("runner", "what it searches")
+    return "\n".join(["# Runners and their parameters\n", _MADE, _RUNNERS, table(head, rows)])
 
 
-def _script_section() -> list[str]:
+def runner_page(name: str) -> str:
+    """A runner with its keys and its knobs."""
+    runner = runners.load(name)
+    parts = [f"# `runner={name}`\n", _MADE, f"{plain(paragraphs(runner))}\n"]
+    parts += ["## Keys\n", options_table(runner.Options, "runner")]
+    knobs = declared_knobs(name)
+    if knobs:
+        parts += [
+            "## Parameters\n",
+            "As `runner.knobs.NAME`, on two nodes of eight GPUs with every feature; what a machine "
+            "or a torch version lacks is left out there.\n",
+            _COLUMNS,
+            table(_KNOBS, [knob_row(k) for k in knobs]),
+        ]
+    return "\n".join(parts)
+
+
+def script_page() -> str:
     """The user's own script, whose knobs depend on what it builds."""
     from perfsearch.runners._script.runner import Script
 
-    head = ("knob", "values", "default", "scope", "numerics", "what it is")
-    return [
-        f"## `workload=script`\n\n{plain(paragraphs(Script))}\n",
+    parts = ["# `workload=script`\n", _MADE, f"{plain(paragraphs(Script))}\n"]
+    parts += [
+        "## Keys\n",
         options_table(Script.Options, "workload"),
-        "Knobs, as far as the script builds what they belong to; defaults are the script's own "
-        "values. NCCL's are those of `runner=ddp`.\n",
-        table(head, [knob_row(k) for k in _script_knobs()]),
+        "## Parameters\n",
+        "As far as the script builds what they belong to; defaults are the script's own "
+        "values. NCCL's are those of [`runner=ddp`](ddp.md).\n",
+        _COLUMNS,
+        table(_KNOBS, [knob_row(k) for k in _script_knobs()]),
     ]
+    return "\n".join(parts)
 
 
 def _script_knobs() -> list[Knob]:
@@ -295,11 +343,13 @@ def with_comments(text: str, knobs: Sequence[Knob]) -> str:
 
 
 def paragraphs(item: object) -> str:
-    """A docstring up to its first section."""
+    """A docstring up to its first section, with links to the pages that it names."""
     import inspect
 
     text = inspect.getdoc(item) or ""
-    return re.split(r"\n\n(?:Args|Attributes|Raises|Returns):", text)[0].strip() or summary(item)
+    text = re.split(r"\n\n(?:Args|Attributes|Raises|Returns):", text)[0].strip() or summary(item)
+    text = re.sub(r"`*docs/(\w+)\.md`*", r"[\1](../\1.md)", text)
+    return re.sub(r"`*benchmarks/results/(\w+)\.md`*", _RESULT, text)
 
 
 def plain(text: str) -> str:
@@ -324,6 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not path.exists() or path.read_text() != text:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
+                path.parent.mkdir(exist_ok=True)
                 path.write_text(text)
     if stale and check:
         print(f"out of date: {', '.join(stale)}. Run: python docs/generate.py", file=sys.stderr)

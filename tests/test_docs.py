@@ -1,12 +1,22 @@
 """The pages say what the code does."""
 
+import dataclasses
 import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from perfsearch import runners, strategies
+from perfsearch.cli.help import settings_keys
 from perfsearch.core.knob import Kind, Knob
+from perfsearch.online import AutotuneOptions
+from perfsearch.runners._script.runner import Script
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,10 +33,73 @@ def test_generated_pages_are_up_to_date(generate, capsys):
     assert generate.main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_every_runner_has_its_keys_in_the_page(generate):
-    _, *sections = generate.runners_page().split("\n## ")
-    without = [text.partition("`\n")[0] for text in sections if "| key | allowed |" not in text]
-    assert without == []
+def test_every_runner_and_strategy_has_a_page_with_its_keys(generate):
+    for kind, names in (
+        ("runners", [*runners.names(), "script"]),
+        ("strategies", strategies.names()),
+    ):
+        folder = ROOT / "docs" / kind
+        assert {path.stem for path in folder.glob("*.md")} == set(names)
+        index = (ROOT / "docs" / f"{kind}.md").read_text()
+        for name in names:
+            text = (folder / f"{name}.md").read_text()
+            assert "| key | allowed |" in text or "It has no options." in text
+            assert f"({kind}/{name}.md)" in index
+
+
+PAGES = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+GROUPS = "budget|confirm|limits|objective|metrics|tracking|runner|strategy|workload|launcher"
+NOT_KEYS = {"strategy.yaml", "tracking.jsonl", "runner.knobs.precision"}  # files, a script's own
+
+
+def known_keys(generate):
+    """Every key that can be set, and every knob."""
+    found = {key for key, *_ in settings_keys()} | {"runner.name", "strategy.name"}
+    found |= {f"strategy.{f}" for n in strategies.names() for f in fields(strategies.load(n))}
+    found |= {f"runner.{f}" for n in runners.names() for f in fields(runners.load(n))}
+    for file in (ROOT / "conf").rglob("*.yaml"):
+        found |= {f"{file.parent.name}.{key}" for key in yaml.safe_load(file.read_text()) or {}}
+    found |= {f"workload.{field}" for field in fields(Script)}
+    knobs = {k.name for n in runners.names() for k in generate.declared_knobs(n)}
+    knobs |= {k.name for k in generate._script_knobs()}
+    return found | {f"runner.knobs.{name}" for name in knobs}
+
+
+def fields(cls):
+    return [field.name for field in dataclasses.fields(cls.Options)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_that_a_page_names_exist(generate, page):
+    told = re.findall(rf"(?<![\w/.-])((?:{GROUPS})\.[a-z_]+(?:\.[a-z_0-9]+)*)", page.read_text())
+    unknown = set(told) - known_keys(generate) - NOT_KEYS
+    assert {key for key in unknown if not key.endswith(("_", ".md", ".py"))} == set()
+
+
+def test_options_of_tuning_that_a_page_names_exist():
+    told = {o for page in PAGES for o in re.findall(r"--autotune-([a-z-]+)", page.read_text())}
+    own = {field.name.replace("_", "-") for field in dataclasses.fields(AutotuneOptions)}
+    assert told - own == {"bayes-opt-max-samples"}  # Horovod's
+
+
+@pytest.mark.slow
+def test_the_site_is_whole_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir"]
+    done = subprocess.run(
+        [*command, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    pages = [*tmp_path.rglob("*.html")]
+    assert len(pages) > 60
+    for page in pages:
+        loaded = re.findall(
+            r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"([^\"]+)", page.read_text()
+        )
+        assert [url for url in loaded if url.startswith(("http", "//"))] == [], page
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    assert any("bucket_cap_mb" in entry["text"] for entry in index["docs"])
 
 
 def test_a_stale_page_is_named_and_left_alone(generate, monkeypatch, tmp_path, capsys):

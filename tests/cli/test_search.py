@@ -159,8 +159,8 @@ def test_help_names_groups_options_and_keys(command):
         assert option.name in out
     for name in ("runner=", "strategy=", "workload=", "experiment=", "budget.trials=25"):
         assert name in out
-    readme = (TESTS.parent / "README.md").read_text()
-    for text in (out.rpartition("Exit: ")[2], readme.rpartition("Exit codes: ")[2]):
+    page = (TESTS.parent / "docs" / "commands.md").read_text()
+    for text in (out.rpartition("Exit: ")[2], page.rpartition("Exit codes: ")[2]):
         told = text.split("\n\n")[0]
         assert {int(n) for n in re.findall(r"\b\d+\b", told)} == set(ExitCode)
     assert max(map(len, out.splitlines())) <= 100
