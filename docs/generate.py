@@ -144,7 +144,7 @@ its keys, and `runner.knobs.NAME` its parameters ([how](commands.md#narrow-what-
 script of your own (`perfsearch-run --search`, `workload=script`) gets the parameters of the runner
 that fits it.
 """
-_KNOBS = ("knob", "values", "default", "scope", "numerics", "what it is")
+_KNOBS = ("parameter", "values", "default", "scope", "numerics", "what it is")
 _COLUMNS = """\
 **Scope** says what must start anew for another value: `step` nothing, `group` the process group,
 `process` the processes. **Numerics**: `exact` gives the same numbers, `reordered` sums in another

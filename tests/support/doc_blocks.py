@@ -47,7 +47,7 @@ def blocks_of(text):
 
 def wrappers(directory):
     """Commands of this environment for ``PATH``, whose searches are as short as can be."""
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     here = Path(sys.executable).parent
     options = " ".join(f"-o {key}" for key in _SMALL)
     texts = {
@@ -80,14 +80,14 @@ def run_block(block, directory, environment):
     return said
 
 
-def run_page(text, directory, path):
-    """Run the blocks of a page in ``directory``; what each of them printed."""
+def run_page(text, directory, path, known=()):
+    """Run the blocks of a page in ``directory``, those that are known apart; what each printed."""
     environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     said = []
     for block in blocks_of(text):
         if block.title:
             (directory / block.title).write_text(block.text)
-        elif block.runs:
+        elif block.runs and block.text not in known:
             said.append(run_block(block, directory, environment))
     return said
