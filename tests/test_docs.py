@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,13 @@ import pytest
 import yaml
 
 from perfsearch import runners, strategies
+from perfsearch.cli import run
 from perfsearch.cli.help import settings_keys
+from perfsearch.config.compose import compose
+from perfsearch.config.schema import validate
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.online import AutotuneOptions
+from perfsearch.runners import why_no_knobs
 from perfsearch.runners._script.runner import Script
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +54,8 @@ def test_every_runner_and_strategy_has_a_page_with_its_keys(generate):
 
 PAGES = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 GROUPS = "budget|confirm|limits|objective|metrics|tracking|runner|strategy|workload|launcher"
+NOT_COMPOSED = {"compare", "space", "session", "try", "mcp", "join", "-m", "--help"}
+NOT_COMPOSED |= {"strategy=local", "runner=sleep", "workload=linear"}  # what CONTRIBUTING adds
 NOT_KEYS = {"strategy.yaml", "tracking.jsonl", "runner.knobs.precision"}  # files, a script's own
 
 
@@ -77,6 +84,28 @@ def test_keys_that_a_page_names_exist(generate, page):
     files = {key for key in unknown if key.endswith((".md", ".py"))}
     groups = {key for key in unknown if any(k.startswith(f"{key}.") for k in known)}
     assert unknown - files - groups == set()
+
+
+def commands_of(page):
+    """The words of every command in the blocks of a page, without variables before it."""
+    text = page.read_text()
+    blocks = re.findall(r"^```(?:sh|text)[^\n]*\n(.*?)^```|((?:^    [^\n]*\n)+)", text, re.M | re.S)
+    for fenced, indented in blocks:
+        for line in (fenced or indented).replace("\\\n", " ").splitlines():
+            command = re.sub(r"^([A-Z_0-9]+=\S+ )+", "", line.strip())
+            if command.startswith("perfsearch"):
+                yield shlex.split(command, comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_a_page_are_accepted(page):
+    """Searches as far as their settings, scripts as far as the command line; nothing is run."""
+    for program, *words in commands_of(page):
+        if program == "perfsearch-run" and "--help" not in words:
+            asked = run.split([word for word in words if word != "..."])
+            assert asked.script, words
+        elif program == "perfsearch" and not NOT_COMPOSED & set(words):
+            validate(compose(words, {}, why_no_knobs))
 
 
 def test_options_of_tuning_that_a_page_names_exist():
