@@ -15,7 +15,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +27,7 @@ _ALSO = {
     "benchmarks/README.md": "benchmarks/index.md",
 }
 _LINK = re.compile(r"(?<=\])\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
-_PAGES_BY_NAME = "*"
+_EACH = "*"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -38,8 +38,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def _filled(entries: list[Any]) -> Iterator[Any]:
     for entry in entries:
-        if isinstance(entry, str) and entry.endswith(_PAGES_BY_NAME):
-            folder = entry.removesuffix(f"/{_PAGES_BY_NAME}")
+        if isinstance(entry, str) and entry.endswith(_EACH):
+            folder = entry.removesuffix(f"/{_EACH}")
             where = ROOT if folder.startswith("benchmarks") else ROOT / "docs"
             yield from (f"{folder}/{path.name}" for path in sorted((where / folder).glob("*.md")))
         elif isinstance(entry, dict):
@@ -59,23 +59,41 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(_file(ROOT / source, place, config))
     for page in [*files.documentation_pages()]:
         source = Path(str(page.abs_src_path))
-        for match in _LINK.finditer(source.read_text()):
-            target = _target(source, match)
-            if target not in also and not target.startswith("docs/"):
-                if not (ROOT / target).is_file():
-                    raise PluginError(f"{_within(source)} links to {target}, which is no file")
-                if files.get_file_from_path(target) is None:
-                    files.append(_file(ROOT / target, target, config))
+        targets = {_target(source, match) for match in _LINK.finditer(source.read_text())}
+        for target in sorted(targets - also.keys()):
+            if not target.startswith("docs/"):
+                _bring(target, files, config)
     return files
+
+
+def _bring(target: str, files: Files, config: MkDocsConfig) -> None:
+    """Add a file that a page links to, or a directory with a page that lists its files."""
+    path = ROOT / target
+    if not path.exists():
+        raise PluginError(f"a page links to {target}, which does not exist")
+    if path.is_dir():
+        inside = sorted(_within(file) for file in path.iterdir() if file.is_file())
+        lines = [f"- [{posixpath.basename(file)}]({posixpath.basename(file)})" for file in inside]
+        page = f"# {target}\n\n" + "\n".join(lines) + "\n"
+        index = File.generated(config, f"{target}/index.md", content=page)
+        index.inclusion = InclusionLevel.NOT_IN_NAV
+        files.append(index)
+        for file in inside:
+            _bring(file, files, config)
+    elif files.get_file_from_path(target) is None:
+        files.append(_file(path, target, config))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links that hold in the repository into those that hold on the site."""
+    if page.file.abs_src_path is None:
+        return markdown  # a list of files
     source = Path(str(page.file.abs_src_path))
 
     def mended(match: re.Match[str]) -> str:
         target = _target(source, match)
         place = _ALSO.get(target, target.removeprefix("docs/"))
+        place += "/index.md" if (ROOT / target).is_dir() else ""
         here = posixpath.dirname(page.file.src_uri)
         return f"({posixpath.relpath(place, here or '.')}{match[2] or ''})"
 

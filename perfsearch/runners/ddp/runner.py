@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class DDP(Runner, HoldsDevices, MeasuresBeside, TakesScripts):
-    """Searches what DistributedDataParallel, its optimizer, loader and NCCL can be told.
+    """Searches the settings of DistributedDataParallel, its optimizer, its data loader and NCCL.
 
     Nothing is started before the first ``measure``. Groups of ranks stay warm between trials as
     long as their process-scope values allow; ``close`` ends them.
