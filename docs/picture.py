@@ -1,6 +1,11 @@
-"""Takes the README's picture: ``python docs/picture.py FILE.svg KEY=VALUE ...`` runs a search.
+r"""Takes the README's picture: ``python docs/picture.py FILE.svg KEY=VALUE ...`` runs a search.
 
-Trials and closing table are drawn as in a terminal; the block that is redrawn is left out.
+Trials and closing table are drawn as in a terminal; the block that is redrawn is left out. The
+README's was taken by::
+
+    python docs/picture.py docs/terminal.svg runner=replay strategy=bayes seed=2 budget.trials=14 \
+        runner.table=tests/data/ddp_gpt2small_4xh100_tcp.csv confirm.max_repeats=4 \
+        tracking.enabled=false
 """
 
 from __future__ import annotations

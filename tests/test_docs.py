@@ -115,6 +115,22 @@ def test_options_of_tuning_that_a_page_names_exist():
 
 
 @pytest.mark.slow
+def test_the_picture_of_the_readme_can_be_taken(tmp_path):
+    table = ROOT / "tests" / "data" / "ddp_gpt2small_4xh100_tcp.csv"
+    keys = [f"runner.table={table}", "budget.trials=2", "confirm.max_repeats=2"]
+    command = [sys.executable, ROOT / "docs" / "picture.py", "picture.svg", "runner=replay", *keys]
+    done = subprocess.run(
+        [*command, "strategy=random", "tracking.enabled=false"], cwd=tmp_path, capture_output=True,
+        text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "picture.svg").read_text()
+    assert "bucket_cap_mb" in drawn
+    assert "url(http" not in drawn.replace(" ", "")
+    assert not re.search(r"(?:href|src)=.http", drawn)
+
+
+@pytest.mark.slow
 def test_the_site_is_whole_and_loads_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir"]
