@@ -22,6 +22,7 @@ from perfsearch.core.knob import Kind, Knob
 from perfsearch.online import AutotuneOptions
 from perfsearch.runners import why_no_knobs
 from perfsearch.runners._script.runner import Script
+from perfsearch.runners.deepspeed.autotuning import Autotuning
 
 ROOT = Path(__file__).parent.parent
 
@@ -106,6 +107,13 @@ def test_commands_of_a_page_are_accepted(page):
             assert asked.script, words
         elif program == "perfsearch" and not NOT_COMPOSED & set(words):
             validate(compose(words, {}, why_no_knobs))
+
+
+def test_every_key_of_deepspeeds_tuner_has_its_row():
+    page = (ROOT / "docs" / "coming_from" / "deepspeed.md").read_text()
+    rows = {name for row in re.findall(r"^\| (.*?) \|", page, re.M) for name in row.split("`")}
+    keys = {field.name for field in dataclasses.fields(Autotuning)}
+    assert keys - rows == {"given", "num_params"}  # which keys there are; a part of model_info
 
 
 def test_options_of_tuning_that_a_page_names_exist():
