@@ -535,7 +535,8 @@ def test_a_search_of_another_host_is_undone_once_it_is_surely_dead(directory, mo
     assert "on host elsewhere, which may still run" in said
     assert (directory.path / "ckpt.pt").read_text() == "x"
     silent_for(room, 130)
-    monkeypatch.setattr(user_files, "_ANOTHERS_S", 1000.0)  # as if the file had been changed so long ago
+    # as if the file had been changed so long ago
+    monkeypatch.setattr(user_files, "_ANOTHERS_S", 1000.0)
     (said,) = UserFiles(directory=directory.path).open()
     assert said == "put back what a killed search had changed: ckpt.pt"
     assert directory.state() == directory.before
