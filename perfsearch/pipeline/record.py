@@ -21,15 +21,13 @@ from perfsearch.pipeline.session import BASELINE, Result, Session, Verdict
 from perfsearch.runners.base import ClosingLines, KeepsFiles
 from perfsearch.tracking import export, report
 
-SYSTEM_SERIES = "system.jsonl"
-
 _ARTIFACTS = (
     "config.yaml",
     JOURNAL,
     "trials.csv",
     "report.html",
     "comparison.json",
-    SYSTEM_SERIES,
+    export.SYSTEM_SERIES,
     "best",
     "trace",
     "logs",
@@ -167,8 +165,9 @@ def _best_configuration(session: Session, result: Result) -> dict[str, Value]:
 
 def _tags(session: Session, result: Result) -> dict[str, str]:
     winner = result.verdict.winner
+    found = "gain" if winner is not None else "no gain"
     return {
-        "perfsearch.verdict": "gain" if winner is not None else "no gain",
+        "perfsearch.verdict": found if session.settings.mode == "search" else "not searched",
         "perfsearch.best_trial": str(0 if winner is None else winner),
         "perfsearch.ended": result.reason,
         **profile.bottleneck_tags(session, result.verdict),
@@ -376,7 +375,9 @@ def batch_line(session: Session, result: Result) -> str:
 
 def _keep_series(session: Session) -> list[dict[str, Any]]:
     samples = [] if session.sampler is None else session.sampler.series()
-    return keep_series(session.run_dir, samples, session.settings.metrics.interval_s)
+    epoch_s = time.time() - time.monotonic()  # the samples' clock is the monotonic one
+    timed = [{**sample, "unix_s": round(epoch_s + sample["time_s"], 3)} for sample in samples]
+    return keep_series(session.run_dir, timed, session.settings.metrics.interval_s)
 
 
 def keep_series(
@@ -391,7 +392,7 @@ def keep_series(
         OSError: the file cannot be written.
 
     """
-    path = run_dir / SYSTEM_SERIES
+    path = run_dir / export.SYSTEM_SERIES
     earlier: list[dict[str, Any]] = []
     if not samples:
         return []
