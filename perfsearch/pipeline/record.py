@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.config.schema import to_plain
+from perfsearch.core import command
 from perfsearch.core.files import write_text
 from perfsearch.core.journal import JOURNAL
 from perfsearch.core.knob import Value
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.version import version
 from perfsearch.pipeline import baseline, profile
 from perfsearch.pipeline.session import BASELINE, Result, Session, Verdict
 from perfsearch.runners.base import ClosingLines, KeepsFiles
@@ -78,11 +81,50 @@ def write_views(session: Session, verdict: Verdict) -> None:
         verdict,
         session.objective,
         title=f"perfsearch {run_dir.name}",
+        job=_job(session),
+        snippets=_snippets(run_dir),
+        ended_s={
+            event.data["trial"]["number"]: event.data["unix_s"]
+            for event in session.journal.events
+            if event.name == "finished" and "unix_s" in event.data
+        },
         system_series=_keep_series(session),
         memory_limit_gib=runner.hints(session.trials).memory_limit_gib,
         headroom=baseline.headroom(session),
         knobs=runner.space.knobs,
     )
+
+
+_LABELS = {"workload": "job", "world_size": "ranks", "gpu": "devices"}
+
+_LARGEST_SNIPPET = 20_000
+"""Characters of a file that the report shows to be copied."""
+
+
+def _job(session: Session) -> dict[str, str]:
+    """What was searched, on what and when, by label."""
+    settings, started_s = session.settings, session.journal.header.get("started_unix_s")
+    found = {"search": f"runner={settings.runner.name} strategy={settings.strategy.name}"}
+    for name, value in session.runner.identity().items():
+        if value:
+            found[_LABELS.get(name, name.replace("_", " "))] = value.strip("/")
+    given = command.given()
+    words = [*given.options, *given.script]
+    if words:
+        found["command"] = shlex.join([given.name, *words])
+    if started_s:
+        found["begun"] = time.strftime("%Y-%m-%d %H:%M %Z", time.localtime(started_s))
+    return found | {"perfsearch": version(), "directory": str(session.run_dir)}
+
+
+def _snippets(run_dir: Path) -> list[tuple[str, str]]:
+    """What applies the result, by what it is: the files that were written for that."""
+    directory, found = run_dir / "best" / "apply", []
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.stat().st_size <= _LARGEST_SNIPPET:
+            with contextlib.suppress(UnicodeDecodeError):
+                found.append((f"{path.relative_to(run_dir)}", path.read_text().strip()))
+    return found
 
 
 def append_summary(session: Session, verdict: Verdict, tags: Mapping[str, str], note: str) -> None:

@@ -546,13 +546,12 @@ def is_elsewhere(uri: str) -> bool:
 def how_to_open(location: StoreLocation, experiment_id: str | None = None) -> str:
     """The address of a server's experiment, or the command that opens the UI on the store.
 
-    The address to open then follows the command as a shell's comment, so that the line can be
-    pasted as it is.
+    The address to open then is on a line below that command.
     """
     shown = without_credentials(location.uri)
     if location.is_server:
         return page_of(shown, experiment_id)
-    there = f"  # then open {page_of(_UI, experiment_id)}" if experiment_id else ""
+    there = f"\n{page_of(_UI, experiment_id)}" if experiment_id else ""
     return _command_of_ui(location) + there
 
 
