@@ -23,6 +23,7 @@ from perfsearch.pipeline import baseline, profile
 from perfsearch.pipeline.session import BASELINE, Result, Session, Verdict
 from perfsearch.runners.base import ClosingLines, KeepsFiles
 from perfsearch.tracking import export, report
+from perfsearch.tracking.best_so_far import course, first_within
 
 _ARTIFACTS = (
     "config.yaml",
@@ -338,15 +339,9 @@ def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
 
 def trials_until_within(trials: Sequence[Trial], fraction: float) -> int | None:
     """Number of search trials after which the best reading was within ``fraction`` of the last."""
-    best, history = None, []
-    for trial in trials:
-        if trial.status is Status.OK and trial.cost is not None:
-            best = trial.cost if best is None else min(best, trial.cost)
-        history.append(best)
-    if best is None:
-        return None
-    limit = best * (1 + fraction)
-    return next(i for i, cost in enumerate(history, start=1) if cost is not None and cost <= limit)
+    reached = course(trials)
+    found = first_within(reached, reached[-1].cost, fraction) if reached else None
+    return None if found is None else found.trials
 
 
 def _handed_over_cost(session: Session, verdict: Verdict) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from perfsearch.core.trial import Purpose, Status, Trial
@@ -57,3 +58,39 @@ class BestSoFar:
     def speed_up(self, cost: float | None) -> float | None:
         """A cost against the first reading of the baseline; ``None`` where one is not known."""
         return self.baseline_cost / cost if cost and self.baseline_cost else None
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far a search had come after one of its trials.
+
+    Attributes:
+        trials: that the strategy had asked for.
+        seconds: that these took, and the baseline before them.
+        cost: the lowest until then, the baseline's among them where that was given.
+
+    """
+
+    trials: int
+    seconds: float
+    cost: float
+
+
+def course(trials: Sequence[Trial]) -> list[Reached]:
+    """The best after each trial, from the first one that ended well on."""
+    count, seconds, best, found = 0, 0.0, None, []
+    for trial in trials:
+        if trial.purpose not in (Purpose.BASELINE, Purpose.SEARCH):
+            continue
+        count += trial.purpose is Purpose.SEARCH
+        seconds += trial.seconds
+        if trial.status is Status.OK and trial.cost is not None:
+            best = trial.cost if best is None else min(best, trial.cost)
+        if best is not None:
+            found.append(Reached(count, seconds, best))
+    return found
+
+
+def first_within(reached: Sequence[Reached], cost: float, fraction: float) -> Reached | None:
+    """Where a search first was within a fraction of a cost; ``None`` where it never was."""
+    return next((one for one in reached if one.cost <= cost * (1 + fraction)), None)

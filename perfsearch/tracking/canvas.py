@@ -127,9 +127,10 @@ class Canvas:
         ends = {"x1": begin[0], "y1": begin[1], "x2": end[0], "y2": end[1]}
         self._add("line", style, ends)
 
-    def path(self, points: Sequence[Point], style: str) -> None:
-        """A line through points."""
-        self._add("polyline", style, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points))
+    def path(self, points: Sequence[Point], style: str, title: str | None = None) -> None:
+        """A line through points, with a text that shows when it is pointed at."""
+        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._add("polyline", style, title=title, points=places)
 
     def dot(self, at: Point, style: str, title: str = "", radius: float = 4) -> None:
         """A disc, with a text that shows when it is pointed at."""

@@ -37,15 +37,14 @@ is known is in the run's artifact ``ALL_METRICS``."""
 ALL_METRICS = "metrics.json"
 
 EXPERIMENT_TAGS = {
-    "mlflow.experimentKind": "custom_model_development",  # else the UI looks for traces of agents
     "mlflow.note.content": """\
 Searches by perfsearch for the fastest configuration of a training job. A run is a search, named by
 its strategy and what was confirmed; below it is a run for each trial, named by what differs from
 the baseline.
 
 - `objective/value`: what is optimised; of a search, that of the configuration handed over
-- `objective/speed_up`: one reading of a trial against the first of the baseline;
-  `search/speed_up`: what the confirmation came to
+- `objective/speed_up`: of a trial, one reading against the first of the baseline; of a search,
+  what the confirmation came to
 - `best/objective`, `best/speed_up`: the best so far by trial, to compare searches in a chart
 - `knob/...`: a trial's configuration; `best/...`: that which is handed over
 - `metrics.json`, artifact of a trial: every metric; `report.html`, of a search: the report
@@ -57,10 +56,12 @@ VIEW = "perfsearch"
 """Key of an experiment's saved view, which has columns that say something of searches."""
 
 _COLUMNS = (
-    *("metrics.`objective/value`", "metrics.`objective/speed_up`", "metrics.`search/speed_up`"),
+    *("metrics.`objective/value`", "metrics.`objective/speed_up`"),
     *("metrics.`step_time/p50_ms`", "metrics.`memory/peak_allocated_gib`"),
-    *("tags.`perfsearch.status`", "tags.`perfsearch.bottleneck`"),
+    "tags.`perfsearch.status`",
 )
+
+_RUN_NAME = "attributes.`Run Name`"
 
 _KNOB_COLUMNS = 8
 
@@ -240,7 +241,13 @@ def saved_view(knobs: Sequence[str]) -> tuple[str, str]:
     columns. They are those for the knobs of the latest search.
     """
     shown = [f"params.`{clean_key(f'knob/{name}')}`" for name in knobs[:_KNOB_COLUMNS]]
-    return f"mlflow.sharedViewState.{VIEW}", json.dumps({"selectedColumns": [*_COLUMNS, *shown]})
+    columns = [*_COLUMNS, *shown]
+    state = {
+        "selectedColumns": columns,
+        "columnOrder": [_RUN_NAME, *columns],
+        "columnWidths": {_RUN_NAME: 400, **dict.fromkeys(columns, 150)},
+    }
+    return f"mlflow.sharedViewState.{VIEW}", json.dumps(state)
 
 
 def short(value: Any) -> str:

@@ -230,7 +230,7 @@ def distribution(rows: Mapping[str, Sequence[float]], width: float) -> Canvas | 
     canvas.frame(x, y, "ms a step", "")
     canvas.text((4, top + 4), "% of steps", "tick")
     for place, (label, steps) in enumerate(rows.items()):
-        style = _colour(place)
+        style = colour(place)
         outline = [(x(low), y(0.0))]
         for at, share in enumerate(shares[label]):
             outline += [(x(low + size * at), y(share)), (x(low + size * (at + 1)), y(share))]
@@ -257,7 +257,7 @@ def phases(rows: Mapping[str, Measurement], width: float) -> Canvas:
     """Where a step's time goes, one stacked bar a row."""
     parts = {label: phase_parts(m) for label, m in rows.items()}
     names = list(dict.fromkeys(name for row in parts.values() for name in row))
-    styles = {name: _colour(place) for place, name in enumerate(names)}
+    styles = {name: colour(place) for place, name in enumerate(names)}
     canvas = Canvas(width, 0, "where the time of a step goes")
     top = canvas.key(styles, 8, 14, 126) + 8
     canvas.height = top + 50 * len(parts) + 40
@@ -393,7 +393,7 @@ def system(series: Sequence[Mapping[str, Any]]) -> list[Canvas]:
 
 def _over_time(title: str, lines: Mapping[str, Sequence[Point]]) -> Canvas:
     lines = {name: _thinned(points) for name, points in lines.items()}
-    styles = {name: _colour(place) for place, name in enumerate(lines)}
+    styles = {name: colour(place) for place, name in enumerate(lines)}
     canvas = Canvas(NARROW, 0, title)
     # the host's own need no name
     top = canvas.key(styles, LEFT, 28, 98) if any(lines) else 20.0
@@ -441,5 +441,6 @@ def describe(trial: Trial) -> str:
     return f"trial {trial.number} ({trial.status}{value}): {knobs} {trial.reason}".strip()
 
 
-def _colour(place: int) -> str:
+def colour(place: int) -> str:
+    """Style of a line or a box among others."""
     return f"c{place % _COLOURS}"

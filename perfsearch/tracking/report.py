@@ -85,11 +85,11 @@ def write_report(
         trials=len(trials),
         counts=Counter(t.status.value for t in trials).most_common(),
         progress=_progress(trials, objective, winner),
-        speed_ups=_drawn(lambda width: pictures.speed_ups(verdict.intervals, winner, width))
+        speed_ups=drawn(lambda width: pictures.speed_ups(verdict.intervals, winner, width))
         if verdict.intervals
         else None,
-        distribution=_drawn(lambda width: pictures.distribution(_steps(trials, verdict), width)),
-        timeline=_drawn(lambda width: pictures.timeline(trials, ended_s or {}, width)),
+        distribution=drawn(lambda width: pictures.distribution(_steps(trials, verdict), width)),
+        timeline=drawn(lambda width: pictures.timeline(trials, ended_s or {}, width)),
         phases=_phases(trials, winner),
         findings=_findings(trials, winner),
         upper_bounds=_upper_bounds(trials, headroom),
@@ -137,7 +137,8 @@ class Verdict(Protocol):
         """One line for people."""
 
 
-def _drawn(draw: Callable[[float], Canvas | None]) -> Drawn:
+def drawn(draw: Callable[[float], Canvas | None]) -> Drawn:
+    """A picture in both widths; ``None`` where there is none in one of them."""
     wide, narrow = draw(WIDE), draw(NARROW)
     return None if wide is None or narrow is None else (wide, narrow)
 
@@ -157,7 +158,7 @@ def _progress(trials: Sequence[Trial], objective: Objective, winner: int | None)
     """Nothing where there is only the baseline."""
     if sum(t.purpose.is_of_search for t in trials) < 2:
         return None
-    return _drawn(lambda width: pictures.progress(trials, objective, winner, width))
+    return drawn(lambda width: pictures.progress(trials, objective, winner, width))
 
 
 def _steps(trials: Sequence[Trial], verdict: Verdict) -> dict[str, list[float]]:
@@ -195,7 +196,7 @@ def _find(trials: Sequence[Trial], winner: int | None) -> dict[str, Measurement]
 
 def _phases(trials: Sequence[Trial], winner: int | None) -> Drawn:
     rows = {label: m for label, m in _find(trials, winner).items() if m.phases_ms}
-    return _drawn(lambda width: pictures.phases(rows, width)) if rows else None
+    return drawn(lambda width: pictures.phases(rows, width)) if rows else None
 
 
 def _findings(
@@ -228,7 +229,7 @@ def _importance(trials: Sequence[Trial], knobs: Sequence[Knob]) -> Drawn:
     when = {knob.name: knob.when for knob in knobs}
     generator = np.random.default_rng(_SEED)
     found = knob_importance(trials, _knob_names(trials), generator, when)
-    return _drawn(lambda width: pictures.importance(found, width)) if found else None
+    return drawn(lambda width: pictures.importance(found, width)) if found else None
 
 
 def _scatters(trials: Sequence[Trial], objective: Objective, winner: int | None) -> list[Canvas]:
@@ -246,7 +247,7 @@ def _memory(trials: Sequence[Trial], limit_gib: float | None) -> Drawn:
     roomy = max(known) < (limit_gib or float("inf")) / 2
     if same and roomy and not any(t.status is Status.OOM for t in trials):
         return None
-    return _drawn(lambda width: pictures.memory(trials, limit_gib, width))
+    return drawn(lambda width: pictures.memory(trials, limit_gib, width))
 
 
 def _knob_names(trials: Sequence[Trial]) -> list[str]:

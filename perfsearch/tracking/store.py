@@ -243,7 +243,10 @@ class Store:
         self, metrics: Mapping[str, float], tags: Mapping[str, str], note: str, time_ms: int
     ) -> None:
         """Metrics, tags and the note of the search's run; ``perfsearch.best_trial`` marks it."""
-        values = {k: [(0, v)] for k, v in names.finite(metrics).items()}
+        found = dict(metrics)
+        if "search/speed_up" in found:  # in one column with those of the trials
+            found["objective/speed_up"] = found["search/speed_up"]
+        values = {k: [(0, v)] for k, v in names.finite(found).items()}
         params, kept = self._best_params(tags)
         note = "\n\n".join(filter(None, [note, kept]))
         cut, long = self._cut_tags({**tags, **({NOTE: note} if note else {})})

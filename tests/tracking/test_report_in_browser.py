@@ -1,5 +1,5 @@
-"""The report as a real browser shows it. The screenshots are kept where ``PERFSEARCH_SCREENSHOTS``
-names a directory."""
+"""The pages as a real browser shows them. The screenshots are kept where
+``PERFSEARCH_SCREENSHOTS`` names a directory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from types import SimpleNamespace
 import pytest
 from support.browser import Browser, Page
 from support.search_runs import measurement, trial
+from support.sweep_runs import of, searched
 
 from perfsearch.core.objective import Objective
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.core.verdict import Interval
 from perfsearch.tracking.report import write_report
+from perfsearch.tracking.sweep import write_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -78,8 +80,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         trials.append(trial(n, configuration=values, measurement=found, objective=32 / step_s))
     trials[9] = trial(9, Status.OOM, configuration=trials[9].configuration)
-    for n, of in enumerate((0, 39, 39, 0), start=40):
-        again = trials[of]
+    for n, measured in enumerate((0, 39, 39, 0), start=40):
+        again = trials[measured]
         trials.append(
             trial(
                 n,
@@ -125,6 +127,22 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of three strategies by three seeds."""
+    directory = tmp_path_factory.mktemp("sweep")
+    runs = []
+    for place, strategy in enumerate(("bayes", "random", "nevergrad")):
+        for seed in (1, 2, 3):
+            costs = [1.0 + 0.01 * seed]
+            costs += [1.3 - 0.03 * (n * (5 + place) * seed % 17) - 0.01 * n for n in range(20)]
+            speed_up = None if (place, seed) == (1, 2) else 1.3 + 0.1 * seed
+            name = f"{strategy}-{seed}"
+            runs.append(searched(directory / name, costs, of(strategy, seed), speed_up))
+    write_sweep(directory / "sweep.html", runs)
+    return directory / "sweep.html"
+
+
 def shown(browser: Browser, path: Path, screen: str) -> Page:
     """The page on a screen, whose picture is kept where that is asked for."""
     width, dark = SCREENS[screen]
@@ -134,19 +152,23 @@ def shown(browser: Browser, path: Path, screen: str) -> Page:
     return page
 
 
+# seven pictures, one of a knob of many values, and four of the system; two kinds of curves
+@pytest.mark.parametrize(("name", "pictures"), [("report", 7 + 1 + 4), ("sweep", 2)])
 @pytest.mark.parametrize("screen", SCREENS)
-def test_a_browser_shows_it_whole_and_legible_and_asks_for_nothing(browser, report, screen):
-    page = shown(browser, report, screen)
+def test_a_browser_shows_it_whole_and_legible_and_asks_for_nothing(
+    request, browser, name, pictures, screen
+):
+    path = request.getfixturevalue(name)
+    page = shown(browser, path, screen)
     width = SCREENS[screen][0]
-    assert page.requests == [report.as_uri()]
+    assert page.requests == [path.as_uri()]
     assert page.errors == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     size, words = page.evaluate(SMALLEST_TEXT)
     assert size >= 11.9, f"{words!r} has {size:.1f} px"
     assert page.evaluate(OVERLAPPING) == []
     visible = "[...document.querySelectorAll('svg')].filter(s => s.getClientRects().length).length"
-    # seven pictures, one of a knob of many values, and four of the system
-    assert page.evaluate(visible) == 7 + 1 + 4
+    assert page.evaluate(visible) == pictures
     page.close()
 
 
