@@ -22,7 +22,7 @@ from perfsearch.core.version import version
 from perfsearch.pipeline import baseline, profile
 from perfsearch.pipeline.session import BASELINE, Result, Session, Verdict
 from perfsearch.runners.base import ClosingLines, KeepsFiles
-from perfsearch.tracking import export, report
+from perfsearch.tracking import export, names, report
 from perfsearch.tracking.best_so_far import course, first_within
 
 _ARTIFACTS = (
@@ -114,7 +114,7 @@ def _job(session: Session) -> dict[str, str]:
     if words:
         found["command"] = shlex.join([given.name, *words])
     if started_s:
-        found["begun"] = time.strftime("%Y-%m-%d %H:%M %Z", time.localtime(started_s))
+        found["started"] = time.strftime("%Y-%m-%d %H:%M %Z", time.localtime(started_s))
     return found | {"perfsearch": version(), "directory": str(session.run_dir)}
 
 
@@ -210,7 +210,7 @@ def _tags(session: Session, result: Result) -> dict[str, str]:
     winner = result.verdict.winner
     found = "gain" if winner is not None else "no gain"
     return {
-        "perfsearch.verdict": found if session.settings.mode == "search" else "not searched",
+        "perfsearch.verdict": found if session.settings.mode == "search" else names.NOT_SEARCHED,
         "perfsearch.best_trial": str(0 if winner is None else winner),
         "perfsearch.ended": result.reason,
         **profile.bottleneck_tags(session, result.verdict),

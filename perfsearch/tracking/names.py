@@ -65,6 +65,9 @@ _RUN_NAME = "attributes.`Run Name`"
 
 _KNOB_COLUMNS = 8
 
+NOT_SEARCHED = "not searched"
+"""The verdict of what only measured the baseline."""
+
 _NAME_LIMIT = 100
 """Characters of a run's name, so that the table's other columns stay in sight."""
 
@@ -227,7 +230,7 @@ def search_name(parameters: Mapping[str, Any], otherwise: str) -> str:
 def ended_name(name: str, metrics: Mapping[str, float], tags: Mapping[str, str]) -> str:
     """Name of a search's run with what came of it: ``ddp bayes seed=1: 1.49x``."""
     said = tags.get("perfsearch.verdict", "").replace("_", " ")
-    if said == "not searched":
+    if said == NOT_SEARCHED:
         said = tags.get("perfsearch.bottleneck_baseline", "")
     if said == "gain" and "search/speed_up" in metrics:
         said = f"{metrics['search/speed_up']:.2f}x"

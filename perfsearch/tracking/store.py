@@ -57,6 +57,8 @@ BEST_TRIAL = "perfsearch.best_trial"
 
 NOTE = "mlflow.note.content"
 
+VERDICT = "perfsearch.verdict"
+
 SHOWN = ("opened", "finished", "simulated", "summarised", "ended")
 """The journal's events that a view has a place for."""
 
@@ -262,7 +264,7 @@ class Store:
         MLflow's params cannot change, and a search that is resumed after its end may.
         """
         configuration = self._configurations.get(int(tags.get(BEST_TRIAL, -1)))
-        if configuration is None:
+        if configuration is None or tags.get(VERDICT) == names.NOT_SEARCHED:
             return {}, ""
         found = names.knob_params(configuration, self._knobs, self._nulls, "best")
         params, _ = self._params(found)

@@ -28,7 +28,7 @@ CURVES = (
     "[...document.querySelectorAll('.js-plotly-plot .scatterlayer path.js-line')]"
     ".filter(line => (line.getAttribute('d').match(/[LCQHV]/g) || []).length >= 2)"
 )
-"""Lines of at least three points in charts."""
+"""Lines of at least three points in charts, which leave out those on a straight line."""
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def searched(store: LocalStore, strategy: str, costs: list[float]) -> None:
         search.trials(trial(number, cost=cost, objective=100 / cost, configuration=values))
     now = time.time()
     samples = [
-        {"time_s": float(i), "unix_s": now + i, "cpu_utilization_percentage": 50.0 + i}
+        {"time_s": float(i), "unix_s": now + i, "cpu_utilization_percentage": 50.0 + i * i % 7}
         for i in range(9)
     ]
     lines = "".join(f"{json.dumps(sample)}\n" for sample in samples)
