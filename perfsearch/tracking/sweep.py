@@ -1,7 +1,8 @@
-"""``sweep.html``: the searches of a sweep side by side, against one baseline for all of them."""
+"""The page of a sweep: its searches side by side, against one baseline for all of them."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from perfsearch.tracking.names import flat
 from perfsearch.tracking.pictures import colour, duration
 from perfsearch.tracking.report import drawn, write_page
 
-PAGE = "sweep.html"
+_TEMPLATE = "sweep.html.jinja"
 
 WITHIN = 0.02
 """A search has found the best once it is within that of it."""
@@ -92,6 +93,23 @@ class Searched:
         return [trial.cost for trial in measured if trial.cost]
 
 
+def write_beside(run_dirs: Sequence[Path]) -> Path:
+    """Write the page of a sweep beside the directories of its searches, and return its path.
+
+    The same searches have the same page, whoever asks for it, and others have another.
+
+    Raises:
+        JournalError: a journal cannot be read.
+        OSError: it cannot be written.
+
+    """
+    names = "\n".join(str(run_dir) for run_dir in run_dirs)
+    digest = hashlib.sha256(names.encode()).hexdigest()[:8]
+    path = Path(os.path.commonpath([d.parent for d in run_dirs])) / f"sweep-{digest}.html"
+    write_sweep(path, run_dirs)
+    return path
+
+
 def write_sweep(path: Path, run_dirs: Sequence[Path]) -> None:
     """Write the page of some searches, those of each job together.
 
@@ -113,7 +131,7 @@ def write_sweep(path: Path, run_dirs: Sequence[Path]) -> None:
         jobs.setdefault(name, []).append(search)
     write_page(
         path,
-        f"{PAGE}.jinja",
+        _TEMPLATE,
         title=f"{len(searches)} searches",
         jobs=[_job(name, found, path.parent) for name, found in jobs.items()],
         within=f"{WITHIN:.0%}",

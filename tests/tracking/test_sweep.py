@@ -9,7 +9,7 @@ from pathlib import Path
 from support.search_runs import journal_in
 from support.sweep_runs import of, searched
 
-from perfsearch.tracking.sweep import Searched, write_sweep
+from perfsearch.tracking.sweep import Searched, write_beside, write_sweep
 
 
 def page_of(tmp_path: Path) -> tuple[str, Path]:
@@ -82,3 +82,11 @@ def test_a_search_that_has_not_ended_is_read_as_far_as_it_came(tmp_path):
     assert (found.trials, found.interval, found.verdict) == ([], None, "")
     write_sweep(tmp_path / "sweep.html", [tmp_path / "run"])
     assert "Best so far" not in (tmp_path / "sweep.html").read_text()
+
+
+def test_a_sweep_has_a_page_of_its_own_beside_its_searches(tmp_path):
+    runs = [searched(tmp_path / name, [1.0, 0.5], of(name, 1)) for name in ("a", "b", "c")]
+    page = write_beside(runs[:2])
+    assert page.parent == tmp_path and 'href="a/report.html"' in page.read_text()
+    assert write_beside(runs[:2]) == page
+    assert write_beside(runs) != page
