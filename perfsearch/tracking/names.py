@@ -126,8 +126,16 @@ def trial_metrics(trial: Trial, baseline_cost: float | None = None) -> dict[str,
         }
     )
     metrics.update({f"timing_evidence/{k}": v for k, v in found.bottleneck_evidence.items()})
-    metrics.update({f"system/{k}": v for k, v in found.system.items()})
+    metrics.update({f"system/{k}": v for k, v in _by_place(found.system).items()})
     return finite(metrics)
+
+
+def _by_place(system: Mapping[str, float]) -> dict[str, float]:
+    """Readings by node where there are several; else a node's name would say them twice."""
+    nodes = {key.partition("/")[0] for key in system if key.startswith("node_")}
+    if len(nodes) != 1:
+        return dict(system)
+    return {key.removeprefix(f"{min(nodes)}/"): value for key, value in system.items()}
 
 
 def _throughput(found: Measurement) -> dict[str, float | None]:

@@ -429,7 +429,7 @@ def unit(trials: Sequence[Trial], objective: Objective) -> str:
 def duration(seconds: float) -> str:
     """A time as people write it."""
     if seconds < 100:
-        return f"{seconds:.3g} s"
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 

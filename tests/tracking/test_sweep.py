@@ -43,8 +43,8 @@ def test_readings_are_against_the_baseline_of_all(tmp_path):
     """The median reading of the baseline is 1, although one search had one of 2."""
     text, _ = page_of(tmp_path)
     rows = {tuple(row[:2]): row[2:] for row in cells(text)[3:]}
-    assert rows["bayes", "1"][:5] == ["2.000x (1.900 to 2.100)", "2.000x", "1", "4 s", "gain"]
-    assert rows["bayes", "2"][1:4] == ["1.980x", "2", "6 s"]
+    assert rows["bayes", "1"][:5] == ["2.000x (1.900 to 2.100)", "2.000x", "1", "4.0 s", "gain"]
+    assert rows["bayes", "2"][1:4] == ["1.980x", "2", "6.0 s"]
     assert rows["random", "1"][:4] == ["", "1.111x", "", ""]
     assert 'href="b1/report.html"' in rows["bayes", "1"][5]
 
