@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -12,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.config.schema import to_plain
+from perfsearch.core import command
 from perfsearch.core.files import write_text
 from perfsearch.core.journal import JOURNAL
 from perfsearch.core.knob import Value
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.version import version
 from perfsearch.pipeline import baseline, profile
 from perfsearch.pipeline.session import BASELINE, Result, Session, Verdict
 from perfsearch.runners.base import ClosingLines, KeepsFiles
-from perfsearch.tracking import export, report
-
-SYSTEM_SERIES = "system.jsonl"
+from perfsearch.tracking import export, names, report
+from perfsearch.tracking.best_so_far import course, first_within
 
 _ARTIFACTS = (
     "config.yaml",
@@ -29,7 +31,7 @@ _ARTIFACTS = (
     "trials.csv",
     "report.html",
     "comparison.json",
-    SYSTEM_SERIES,
+    export.SYSTEM_SERIES,
     "best",
     "trace",
     "logs",
@@ -80,11 +82,50 @@ def write_views(session: Session, verdict: Verdict) -> None:
         verdict,
         session.objective,
         title=f"perfsearch {run_dir.name}",
+        job=_job(session),
+        snippets=_snippets(run_dir),
+        ended_s={
+            event.data["trial"]["number"]: event.data["unix_s"]
+            for event in session.journal.events
+            if event.name == "finished" and "unix_s" in event.data
+        },
         system_series=_keep_series(session),
         memory_limit_gib=runner.hints(session.trials).memory_limit_gib,
         headroom=baseline.headroom(session),
         knobs=runner.space.knobs,
     )
+
+
+_LABELS = {"workload": "job", "world_size": "ranks", "gpu": "devices"}
+
+_LARGEST_SNIPPET = 20_000
+"""Characters of a file that the report shows to be copied."""
+
+
+def _job(session: Session) -> dict[str, str]:
+    """What was searched, on what and when, by label."""
+    settings, started_s = session.settings, session.journal.header.get("started_unix_s")
+    found = {"search": f"runner={settings.runner.name} strategy={settings.strategy.name}"}
+    for name, value in session.runner.identity().items():
+        if value:
+            found[_LABELS.get(name, name.replace("_", " "))] = value.strip("/")
+    given = command.given()
+    words = [*given.options, *given.script]
+    if words:
+        found["command"] = shlex.join([given.name, *words])
+    if started_s:
+        found["started"] = time.strftime("%Y-%m-%d %H:%M %Z", time.localtime(started_s))
+    return found | {"perfsearch": version(), "directory": str(session.run_dir)}
+
+
+def _snippets(run_dir: Path) -> list[tuple[str, str]]:
+    """What applies the result, by what it is: the files that were written for that."""
+    directory, found = run_dir / "best" / "apply", []
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.stat().st_size <= _LARGEST_SNIPPET:
+            with contextlib.suppress(UnicodeDecodeError):
+                found.append((f"{path.relative_to(run_dir)}", path.read_text().strip()))
+    return found
 
 
 def append_summary(session: Session, verdict: Verdict, tags: Mapping[str, str], note: str) -> None:
@@ -167,8 +208,9 @@ def _best_configuration(session: Session, result: Result) -> dict[str, Value]:
 
 def _tags(session: Session, result: Result) -> dict[str, str]:
     winner = result.verdict.winner
+    found = "gain" if winner is not None else "no gain"
     return {
-        "perfsearch.verdict": "gain" if winner is not None else "no gain",
+        "perfsearch.verdict": found if session.settings.mode == "search" else names.NOT_SEARCHED,
         "perfsearch.best_trial": str(0 if winner is None else winner),
         "perfsearch.ended": result.reason,
         **profile.bottleneck_tags(session, result.verdict),
@@ -297,15 +339,9 @@ def summarise(session: Session, verdict: Verdict) -> dict[str, float]:
 
 def trials_until_within(trials: Sequence[Trial], fraction: float) -> int | None:
     """Number of search trials after which the best reading was within ``fraction`` of the last."""
-    best, history = None, []
-    for trial in trials:
-        if trial.status is Status.OK and trial.cost is not None:
-            best = trial.cost if best is None else min(best, trial.cost)
-        history.append(best)
-    if best is None:
-        return None
-    limit = best * (1 + fraction)
-    return next(i for i, cost in enumerate(history, start=1) if cost is not None and cost <= limit)
+    reached = course(trials)
+    found = first_within(reached, reached[-1].cost, fraction) if reached else None
+    return None if found is None else found.trials
 
 
 def _handed_over_cost(session: Session, verdict: Verdict) -> float | None:
@@ -376,7 +412,9 @@ def batch_line(session: Session, result: Result) -> str:
 
 def _keep_series(session: Session) -> list[dict[str, Any]]:
     samples = [] if session.sampler is None else session.sampler.series()
-    return keep_series(session.run_dir, samples, session.settings.metrics.interval_s)
+    epoch_s = time.time() - time.monotonic()  # the samples' clock is the monotonic one
+    timed = [{**sample, "unix_s": round(epoch_s + sample["time_s"], 3)} for sample in samples]
+    return keep_series(session.run_dir, timed, session.settings.metrics.interval_s)
 
 
 def keep_series(
@@ -391,7 +429,7 @@ def keep_series(
         OSError: the file cannot be written.
 
     """
-    path = run_dir / SYSTEM_SERIES
+    path = run_dir / export.SYSTEM_SERIES
     earlier: list[dict[str, Any]] = []
     if not samples:
         return []

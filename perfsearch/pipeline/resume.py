@@ -207,7 +207,9 @@ def search_definition(
 
 def parameters(settings: Settings, runner: Runner) -> dict[str, Any]:
     """What tells searches apart where several are compared, as plain values for the journal."""
+    mode = {} if settings.mode == "search" else {"mode": settings.mode}
     return {
+        **mode,
         "runner": settings.runner.name,
         "strategy": settings.strategy.name,
         "workload": settings.workload.name,

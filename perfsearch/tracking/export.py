@@ -26,6 +26,9 @@ SUMMARY_SCHEMA = 1
 
 TRIALS_FILE = "trials.csv"
 
+SYSTEM_SERIES = "system.jsonl"
+"""What the sampler of the host and its GPUs read, a line a sample."""
+
 _OUTCOMES = (
     "objective",
     "samples_per_s",

@@ -166,7 +166,7 @@ def _levels(values: Sequence[Value]) -> tuple[list[str], np.ndarray]:
     labels = []
     for place in range(len(used)):
         inside = given[places == place]
-        low, high = f"{inside.min():g}", f"{inside.max():g}"
+        low, high = f"{inside.min():.3g}", f"{inside.max():.3g}"
         labels.append(low if low == high else f"{low} to {high}")
     return labels, places
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perfsearch.core.knob import Configuration, Kind, Knob, Value
-from perfsearch.core.trial import Measurement, Status, Trial
+from perfsearch.core.knob import Configuration, Kind, Knob, Value, same_value
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.throughput import mfu_of, step_time_summary
 
@@ -22,8 +22,65 @@ TAG_LIMIT = 5000
 SERIES_LIMIT = 200
 """Points of a series; the UI slows down with more."""
 
-_UNSHOWN = ("_rank", "_error_ms")
-"""Evidence that is not shown: each key is a card in the UI, which slows down with many."""
+HEADLINES = (
+    *("objective/value", "objective/speed_up"),
+    *("throughput/samples_per_s", "throughput/steps_per_s", "throughput/tokens_per_s"),
+    *("throughput/device/tflops", "throughput/device/mfu"),
+    *("step_time/p50_ms", "step_time/p99_ms", "memory/peak_allocated_gib"),
+    *("timing_share/dataloader_next", "timing_share/comm_exposed"),
+    *("system/cpu_utilization_percentage", "system/gpu_utilization_percentage"),
+    "trial/seconds",
+)
+"""The metrics of a trial's run: each key is a card in the UI, which slows down with many. All that
+is known is in the run's artifact ``ALL_METRICS``."""
+
+ALL_METRICS = "metrics.json"
+
+EXPERIMENT_TAGS = {
+    "mlflow.note.content": """\
+Searches by perfsearch for the fastest configuration of a training job. A run is a search, named by
+its strategy and what was confirmed; below it is a run for each trial, named by what differs from
+the baseline.
+
+- `objective/value`: what is optimised; of a search, that of the configuration handed over
+- `objective/speed_up`: of a trial, one reading against the first of the baseline; of a search,
+  what the confirmation came to
+- `best/objective`, `best/speed_up`: the best so far by trial, to compare searches in a chart
+- `knob/...`: a trial's configuration; `best/...`: that which is handed over
+- `metrics.json`, artifact of a trial: every metric; `report.html`, of a search: the report
+""",
+}
+"""Of an experiment that is made here."""
+
+VIEW = "perfsearch"
+"""Key of an experiment's saved view, which has columns that say something of searches."""
+
+_COLUMNS = (
+    *("metrics.`objective/value`", "metrics.`objective/speed_up`"),
+    *("metrics.`step_time/p50_ms`", "metrics.`memory/peak_allocated_gib`"),
+    "tags.`perfsearch.status`",
+)
+
+_RUN_NAME = "attributes.`Run Name`"
+
+_KNOB_COLUMNS = 8
+
+NOT_SEARCHED = "not searched"
+"""The verdict of what only measured the baseline."""
+
+_NAME_LIMIT = 100
+"""Characters of a run's name, so that the table's other columns stay in sight."""
+
+_MOST_POINTS = 300
+
+_SYSTEM = (
+    "utilization_percentage",
+    *("memory_usage_megabytes", "memory_usage_percentage", "memory_available_megabytes"),
+    *("power_usage_watts", "temperature_celsius", "throttled_percentage", "busy_percentage"),
+    *("receive_megabytes_per_s", "transmit_megabytes_per_s"),
+    *("read_megabytes_per_s", "write_megabytes_per_s", "disk_iops"),
+)
+"""Endings of the system metrics that a search's run has over time; all are in ``system.jsonl``."""
 
 _EXACT = 2.0**53
 """Whole numbers below are written as such."""
@@ -31,11 +88,19 @@ _EXACT = 2.0**53
 _KEY = re.compile(r"[^/\w.\- ]")
 
 
-def trial_metrics(trial: Trial) -> dict[str, float]:
-    """Summary metrics of a trial. Only a trial that ended well has ``objective/value``."""
+def trial_metrics(trial: Trial, baseline_cost: float | None = None) -> dict[str, float]:
+    """All metrics of a trial. Only a trial that ended well has ``objective/...``.
+
+    Args:
+        trial: whichever.
+        baseline_cost: of the search's first reading of the baseline, where that is known.
+
+    """
     metrics: dict[str, float | int | None] = {}
     if trial.status is Status.OK:
         metrics["objective/value"] = trial.objective  # the UI's views begin with the first one
+        if trial.cost and baseline_cost:
+            metrics["objective/speed_up"] = baseline_cost / trial.cost
     metrics["trial/seconds"] = trial.seconds
     metrics["trial/overhead_seconds"] = trial.overhead_seconds
     found = trial.measurement
@@ -60,10 +125,17 @@ def trial_metrics(trial: Trial) -> dict[str, float]:
             "trial/discarded_steps": found.discarded_steps,
         }
     )
-    evidence = found.bottleneck_evidence.items()
-    metrics.update({f"timing_evidence/{k}": v for k, v in evidence if not k.endswith(_UNSHOWN)})
-    metrics.update({f"system/{k}": v for k, v in found.system.items()})
+    metrics.update({f"timing_evidence/{k}": v for k, v in found.bottleneck_evidence.items()})
+    metrics.update({f"system/{k}": v for k, v in _by_place(found.system).items()})
     return finite(metrics)
+
+
+def _by_place(system: Mapping[str, float]) -> dict[str, float]:
+    """Readings by node where there are several; else a node's name would say them twice."""
+    nodes = {key.partition("/")[0] for key in system if key.startswith("node_")}
+    if len(nodes) != 1:
+        return dict(system)
+    return {key.removeprefix(f"{min(nodes)}/"): value for key, value in system.items()}
 
 
 def _throughput(found: Measurement) -> dict[str, float | None]:
@@ -107,7 +179,7 @@ def trial_tags(trial: Trial) -> dict[str, str]:
         "perfsearch.status": trial.status.value,
         "perfsearch.purpose": trial.purpose.value,
         "perfsearch.trial": str(trial.number),
-        "perfsearch.trial_id": run_name(trial.number),
+        "perfsearch.trial_id": trial_id(trial.number),
     }
     if trial.reason:
         tags["perfsearch.reason"] = trial.reason
@@ -123,9 +195,106 @@ def trial_tags(trial: Trial) -> dict[str, str]:
     return tags
 
 
-def run_name(number: int) -> str:
-    """Name of a trial's run."""
+def trial_id(number: int) -> str:
+    """A trial's number, such that texts sort as numbers do."""
     return f"t{number:04d}"
+
+
+def trial_name(trial: Trial, baseline: Configuration) -> str:
+    """Name of a trial's run: its number, why it was run, and what differs from the baseline."""
+    words = {
+        Purpose.BASELINE: ["baseline"],
+        Purpose.SENTINEL: ["baseline again"],
+        Purpose.SEARCH: [],
+    }.get(trial.purpose, [str(trial.purpose)])
+    told = changes(trial.configuration, baseline)
+    if not told and trial.purpose not in (Purpose.BASELINE, Purpose.SENTINEL):
+        told = ["baseline"]
+    name = f"{trial.number:03d} {' '.join(words)}".rstrip()
+    for place, change in enumerate(told):
+        if len(name) + len(change) > _NAME_LIMIT:
+            return f"{name} and {len(told) - place} more"
+        name += f" {change}"
+    return name
+
+
+def changes(configuration: Configuration, baseline: Configuration) -> list[str]:
+    """``knob=value`` of what differs from the baseline, values as people write them."""
+    return [
+        f"{name}={short(value)}"
+        for name, value in configuration.items()
+        if name not in baseline or not same_value(value, baseline[name])
+    ]
+
+
+def search_name(parameters: Mapping[str, Any], otherwise: str) -> str:
+    """Name of a search's run while nothing is known of its end, by its journal's parameters."""
+    runner, mode, strategy, seed = map(parameters.get, ("runner", "mode", "strategy", "seed"))
+    if not isinstance(runner, str) or runner.startswith("_"):  # none that a search was asked for
+        return otherwise
+    return f"{runner} {mode}" if mode else f"{runner} {strategy} seed={seed}"
+
+
+def ended_name(name: str, metrics: Mapping[str, float], tags: Mapping[str, str]) -> str:
+    """Name of a search's run with what came of it: ``ddp bayes seed=1: 1.49x``."""
+    said = tags.get("perfsearch.verdict", "").replace("_", " ")
+    if said == NOT_SEARCHED:
+        said = tags.get("perfsearch.bottleneck_baseline", "")
+    if said == "gain" and "search/speed_up" in metrics:
+        said = f"{metrics['search/speed_up']:.2f}x"
+    return f"{name}: {said}" if said else name
+
+
+def saved_view(knobs: Sequence[str]) -> tuple[str, str]:
+    """An experiment's tag, key and value, that MLflow's UI reads its table's columns from.
+
+    No public function of MLflow's writes one; where a later UI reads it otherwise, it shows its own
+    columns. They are those for the knobs of the latest search.
+    """
+    shown = [f"params.`{clean_key(f'knob/{name}')}`" for name in knobs[:_KNOB_COLUMNS]]
+    columns = [*_COLUMNS, *shown]
+    state = {
+        "selectedColumns": columns,
+        "columnOrder": [_RUN_NAME, *columns],
+        "columnWidths": {_RUN_NAME: 400, **dict.fromkeys(columns, 150)},
+    }
+    return f"mlflow.sharedViewState.{VIEW}", json.dumps(state)
+
+
+def short(value: Any) -> str:
+    """A value as a person would write it: four digits that count."""
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.4g}"
+    return plain(value)
+
+
+def headlines(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those of a trial's metrics that its run has."""
+    return {name: metrics[name] for name in HEADLINES if name in metrics}
+
+
+def system_series(
+    samples: Sequence[Mapping[str, Any]],
+) -> dict[str, list[tuple[int, int, float]]]:
+    """Points of each system metric by key: time in milliseconds, seconds since the first, value.
+
+    Keys are those of MLflow's own system metrics where it has the same; nodes are told apart where
+    there are several. Samples without a time of day, which earlier versions wrote, have none.
+    """
+    timed = [sample for sample in samples if "unix_s" in sample]
+    several = len({sample.get("node", 0) for sample in timed}) > 1
+    found: dict[str, list[tuple[int, int, float]]] = {}
+    begin_s = min((float(sample["unix_s"]) for sample in timed), default=0.0)
+    for sample in timed:
+        node = f"node_{sample.get('node', 0)}/" if several else ""
+        at_s = float(sample["unix_s"])
+        for key, value in sample.items():
+            if key.endswith(_SYSTEM) and "/" not in key and math.isfinite(value):
+                points = found.setdefault(clean_key(f"system/{node}{key}"), [])
+                points.append((round(at_s * 1e3), round(at_s - begin_s), float(value)))
+    return {
+        key: points[:: max(1, -(-len(points) // _MOST_POINTS))] for key, points in found.items()
+    }
 
 
 def mlflow_status(status: Status) -> str:
@@ -142,14 +311,17 @@ def digest(trial: Trial) -> str:
 
 
 def knob_params(
-    configuration: Configuration, names: Sequence[str], nulls: Mapping[str, int | str]
+    configuration: Configuration,
+    names: Sequence[str],
+    nulls: Mapping[str, int | str],
+    folder: str = "knob",
 ) -> dict[str, str]:
     """One param a knob, the same set in every trial."""
     params = {}
     for name in names:
         value = configuration.get(name)
         shown: Any = nulls.get(name, "none") if value is None else value
-        params[clean_key(f"knob/{name}")] = plain(shown)
+        params[clean_key(f"{folder}/{name}")] = plain(shown)
     return params
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import http.client
+import json
 import logging
 import os
 import platform
@@ -19,7 +20,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from glob import escape
@@ -34,10 +35,13 @@ from perfsearch.core.files import (
     temporary_directory,
 )
 from perfsearch.core.journal import Event
+from perfsearch.core.knob import Configuration
 from perfsearch.core.locks import lock
 from perfsearch.core.secrets import Redactor
 from perfsearch.core.trial import Trial
 from perfsearch.tracking import names
+from perfsearch.tracking.best_so_far import BestSoFar
+from perfsearch.tracking.export import SYSTEM_SERIES
 
 SEARCH_ID = "perfsearch.search_id"
 
@@ -52,6 +56,8 @@ BEST = "perfsearch.best"
 BEST_TRIAL = "perfsearch.best_trial"
 
 NOTE = "mlflow.note.content"
+
+VERDICT = "perfsearch.verdict"
 
 SHOWN = ("opened", "finished", "simulated", "summarised", "ended")
 """The journal's events that a view has a place for."""
@@ -90,6 +96,10 @@ class Store:
     _children: dict[int, Child] | None = None
     _knobs: tuple[str, ...] = ()
     _nulls: dict[str, int | str] = field(default_factory=dict)
+    _baseline: Mapping[str, Any] = field(default_factory=dict)
+    _configurations: dict[int, Configuration] = field(default_factory=dict)
+    _best: BestSoFar = field(default_factory=BestSoFar)
+    _name: str = ""
     _redact: Redactor = field(default_factory=Redactor)
 
     def show(self, event: Event) -> None:
@@ -104,6 +114,8 @@ class Store:
             self.client.log(self.parent, series, {}, {}, time_ms)
         elif event.name == "summarised":
             self.summary(data["numbers"], data["tags"], data["note"], time_ms)
+            if SYSTEM_SERIES in data["files"]:
+                self.system_series(self.run_dir / SYSTEM_SERIES)
             self.artifacts([self.run_dir / name for name in data["files"]])
         elif event.name == "ended":
             self.finish("FINISHED" if data["exit_code"] == 0 else "FAILED", time_ms)
@@ -165,7 +177,11 @@ class Store:
         self.sweep()
         definition = opened.get("definition", {})
         self._knobs = tuple(knob[0] for knob in definition.get("knobs", ()))
+        view = names.saved_view(self._knobs)
+        self.client.tag_experiment(self.experiment_id, *view)
         self._nulls = names.nulls(definition)
+        self._baseline = definition.get("baseline", {})
+        self._name = names.search_name(opened.get("parameters", {}), self.run_dir.name)
         tags = {"perfsearch.run_dir": str(self.run_dir), **liveness_tags()}
         tags, long_tags = self._cut_tags({**tags, SEARCH_ID: self.search_id, ROLE: "search"})
         found = self._find("search")
@@ -175,8 +191,7 @@ class Store:
             self.client.reopen(self._parent)
         else:
             have = {}
-            name = self.run_dir.name
-            self._parent = self.client.create(self.experiment_id, name, time_ms, tags)
+            self._parent = self.client.create(self.experiment_id, self._name, time_ms, tags)
         params, long = self._params(names.flat(opened.get("parameters", {})))
         new = {k: v for k, v in params.items() if k not in have}
         self.client.log(self._parent, {}, new, tags, 0)
@@ -185,9 +200,18 @@ class Store:
     def trial(self, trial: Trial, time_ms: int) -> None:
         """Write a trial's run; one that is there already is completed, or left as it is."""
         digest, status = names.digest(trial), names.mlflow_status(trial.status)
+        self._configurations[trial.number] = trial.configuration
+        point = self._best.add(trial)
         child = self._known_children().get(trial.number)
         if child is not None and (child.digest, child.status) == (digest, status):
             return
+        if point is not None:
+            curves = {
+                "best/objective": point.objective,
+                "best/speed_up": self._best.speed_up(point.cost),
+            }
+            values = {k: [(point.trial, v)] for k, v in names.finite(curves).items()}
+            self.client.log(self.parent, values, {}, {}, time_ms)
         if child is None:
             tags = {
                 SEARCH_ID: self.search_id,
@@ -198,11 +222,11 @@ class Store:
             }
             begin = time_ms - round(trial.seconds * 1e3)
             assert self.experiment_id is not None
-            run = self.client.create(
-                self.experiment_id, names.run_name(trial.number), begin, self._cut_tags(tags)[0]
-            )
+            name = self._redact.text(names.trial_name(trial, self._baseline))
+            run = self.client.create(self.experiment_id, name, begin, self._cut_tags(tags)[0])
             child = self._known_children()[trial.number] = Child(run, "RUNNING", "")
-        metrics = {k: [(0, v)] for k, v in names.trial_metrics(trial).items()}
+        known = names.trial_metrics(trial, self._best.baseline_cost)
+        metrics = {k: [(0, v)] for k, v in names.headlines(known).items()}
         metrics.update({k: v for k, v in names.trial_series(trial).items() if v})
         knobs = self._knobs or tuple(trial.configuration)
         params, long = self._params(names.knob_params(trial.configuration, knobs, self._nulls))
@@ -212,6 +236,8 @@ class Store:
             params = {}
         self.client.log(child.run_id, metrics, params, {**tags, DIGEST: digest}, time_ms)
         self._texts(child.run_id, {**long, **long_tags})
+        listed = json.dumps(dict(sorted(known.items())), indent=1)
+        self._upload(child.run_id, names.ALL_METRICS, listed.encode(), "")
         self.client.finish(child.run_id, status, time_ms)
         child.digest, child.status = digest, status
 
@@ -219,12 +245,42 @@ class Store:
         self, metrics: Mapping[str, float], tags: Mapping[str, str], note: str, time_ms: int
     ) -> None:
         """Metrics, tags and the note of the search's run; ``perfsearch.best_trial`` marks it."""
-        values = {k: [(0, v)] for k, v in names.finite(metrics).items()}
+        found = dict(metrics)
+        if "search/speed_up" in found:  # in one column with those of the trials
+            found["objective/speed_up"] = found["search/speed_up"]
+        values = {k: [(0, v)] for k, v in names.finite(found).items()}
+        params, kept = self._best_params(tags)
+        note = "\n\n".join(filter(None, [note, kept]))
         cut, long = self._cut_tags({**tags, **({NOTE: note} if note else {})})
-        self.client.log(self.parent, values, {}, cut, time_ms)
+        self.client.log(self.parent, values, params, cut, time_ms)
+        self.client.rename(self.parent, names.ended_name(self._name, metrics, tags))
         self._texts(self.parent, long)
         if BEST_TRIAL in tags and (best := self._known_children().get(int(tags[BEST_TRIAL]))):
             self.client.log(best.run_id, {}, {}, {BEST: "true"}, time_ms)
+
+    def _best_params(self, tags: Mapping[str, str]) -> tuple[dict[str, str], str]:
+        """Params with the values that are handed over, and a line where others stand there.
+
+        MLflow's params cannot change, and a search that is resumed after its end may.
+        """
+        configuration = self._configurations.get(int(tags.get(BEST_TRIAL, -1)))
+        if configuration is None or tags.get(VERDICT) == names.NOT_SEARCHED:
+            return {}, ""
+        found = names.knob_params(configuration, self._knobs, self._nulls, "best")
+        params, _ = self._params(found)
+        run = self.client.run(self.parent)
+        have = {} if run is None else run.data.params
+        if any(have.get(key, value) != value for key, value in params.items()):
+            now = " ".join(names.changes(configuration, self._baseline)) or "the baseline"
+            return {}, f"The params best/... are of an earlier end of this search. Now: {now}"
+        return {key: value for key, value in params.items() if key not in have}, ""
+
+    def system_series(self, file: Path) -> None:
+        """Write the sampler's readings of the whole search, each at its time."""
+        samples = []
+        with suppress(OSError, ValueError):  # gone, or edited by hand
+            samples = [json.loads(line) for line in file.read_text().splitlines()]
+        self.client.log_timed(self.parent, names.system_series(samples))
 
     def artifacts(self, paths: Sequence[Path]) -> None:
         """Upload files under their paths in the run directory, secrets masked."""
@@ -493,10 +549,34 @@ def is_elsewhere(uri: str) -> bool:
 
 
 def how_to_open(location: StoreLocation, experiment_id: str | None = None) -> str:
-    """The address of a server's experiment, or the command that opens the UI on the store."""
+    """The address of a server's experiment, or the command that opens the UI on the store.
+
+    The address to open then is on a line below that command.
+    """
     shown = without_credentials(location.uri)
     if location.is_server:
-        return f"{shown.rstrip('/')}/#/experiments/{experiment_id or ''}"
+        return page_of(shown, experiment_id)
+    there = f"\n{page_of(_UI, experiment_id)}" if experiment_id else ""
+    return _command_of_ui(location) + there
+
+
+_UI = "http://127.0.0.1:5000"
+"""Where ``mlflow ui`` serves unless it is told otherwise."""
+
+
+def page_of(server: str, experiment_id: str | None) -> str:
+    """The address of an experiment's searches in MLflow's UI, with columns of ours.
+
+    Without the type of workflow the UI shows a page of traces, and none of the runs.
+    """
+    if not experiment_id:
+        return f"{server.rstrip('/')}/#/experiments"
+    view = f"workflowType=machine_learning&viewStateShareKey={names.VIEW}"
+    return f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs?{view}"
+
+
+def _command_of_ui(location: StoreLocation) -> str:
+    shown = without_credentials(location.uri)
     program = ["mlflow"] if shutil.which("mlflow") else [sys.executable, "-m", "mlflow"]
     words = [*program, "ui", "--backend-store-uri"]
     database = location.database
@@ -724,6 +804,10 @@ def _initialising(location: StoreLocation) -> Iterator[Path | None]:
         os.close(handle)
 
 
+_MOST_IN_ONE_CALL = 1000
+"""Metrics that a server takes in one call."""
+
+
 class Client:
     """MLflow's client with explicit run ids: nothing depends on an active run or a thread."""
 
@@ -744,11 +828,8 @@ class Client:
         found = self._client.get_experiment_by_name(name)
         if found is None:
             try:
-                return str(
-                    self._client.create_experiment(
-                        name, artifact_location=_artifacts(location, name)
-                    )
-                )
+                place = _artifacts(location, name)
+                return str(self._client.create_experiment(name, place, tags=names.EXPERIMENT_TAGS))
             except Exception:
                 # Another search may have made it in between.
                 found = self._client.get_experiment_by_name(name)
@@ -811,6 +892,28 @@ class Client:
             params=[Param(k, v) for k, v in params.items()],
             tags=[RunTag(k, v) for k, v in tags.items()],
         )
+
+    def log_timed(
+        self, run_id: str, series: Mapping[str, Sequence[tuple[int, int, float]]]
+    ) -> None:
+        """Write series whose points have times of their own: milliseconds, step, value."""
+        from mlflow.entities import Metric
+
+        points = [
+            Metric(key, value, time_ms, step)
+            for key, listed in series.items()
+            for time_ms, step, value in listed
+        ]
+        for begin in range(0, len(points), _MOST_IN_ONE_CALL):
+            self._client.log_batch(run_id, metrics=points[begin : begin + _MOST_IN_ONE_CALL])
+
+    def tag_experiment(self, experiment_id: str, key: str, value: str) -> None:
+        """Set a tag of an experiment."""
+        self._client.set_experiment_tag(experiment_id, key, value)
+
+    def rename(self, run_id: str, name: str) -> None:
+        """Give a run another name."""
+        self._client.update_run(run_id, name=name)
 
     def upload(self, run_id: str, file: Path, folder: str | None) -> None:
         """Upload a file into a folder of the run's artifacts."""

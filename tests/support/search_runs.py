@@ -132,9 +132,9 @@ class LocalStore:
 
     def trials(self) -> dict[str, Any]:
         found = self.runs("trial")
-        by_name = {run.info.run_name: run for run in found}
-        assert len(by_name) == len(found), "a trial has two runs"
-        return by_name
+        by_id = {f"t{int(run.data.tags['perfsearch.trial']):04d}": run for run in found}
+        assert len(by_id) == len(found), "a trial has two runs"
+        return by_id
 
     def search(self) -> Any:
         (run,) = self.runs("search")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import math
 import socket
@@ -11,7 +12,7 @@ from support.fake_server import fake_server
 from support.search_runs import Search, journal_in, measurement, trial
 
 from perfsearch.core.knob import Kind, Knob
-from perfsearch.core.trial import Status
+from perfsearch.core.trial import Purpose, Status
 from perfsearch.tracking import mlflow as module
 from perfsearch.tracking import names
 from perfsearch.tracking import store as store_module
@@ -46,11 +47,131 @@ def test_each_trial_is_a_child_of_one_search_run(store):
     assert store.trials()["t0001"].data.metrics["objective/value"] == 640
 
 
+PARAMETERS = {"runner": "ddp", "strategy": "bayes", "seed": 1}
+
+
+def test_runs_are_named_by_what_was_searched_and_found(store):
+    search = Search(store, parameters=PARAMETERS)
+    assert search.tracker.flush(60)
+    assert store.search().info.run_name == "ddp bayes seed=1"
+    search.trials(
+        trial(0, configuration={"bucket_cap_mb": 25, "algorithm": None}),
+        trial(1, configuration={"bucket_cap_mb": 85.08151, "algorithm": "Ring"}),
+        trial(2, purpose=Purpose.SENTINEL, configuration={"bucket_cap_mb": 25, "algorithm": None}),
+        trial(3, purpose=Purpose.CONFIRM, configuration={"bucket_cap_mb": 64.0, "algorithm": None}),
+    )
+    tags = {"perfsearch.best_trial": "3", "perfsearch.verdict": "gain"}
+    search.summarise({"search/speed_up": 1.4923}, tags)
+    assert search.end()
+    assert [run.info.run_name for _, run in sorted(store.trials().items())] == [
+        "000 baseline",
+        "001 bucket_cap_mb=85.08 algorithm=Ring",
+        "002 baseline again",
+        "003 confirm bucket_cap_mb=64",
+    ]
+    run = store.search()
+    assert run.info.run_name == "ddp bayes seed=1: 1.49x"
+    assert run.data.params["best/bucket_cap_mb"] == "64"
+    assert run.data.params["best/algorithm"] == "none"
+
+
+def test_values_that_are_whole_are_one_value_whoever_proposed_them(store):
+    numbers = [64, 64.0, 64.5]
+    show(store, [trial(i, configuration={"bucket_cap_mb": v}) for i, v in enumerate(numbers)])
+    found = [run.data.params["knob/bucket_cap_mb"] for _, run in sorted(store.trials().items())]
+    assert found == ["64", "64", "64.5"]
+
+
+def test_the_best_so_far_is_a_curve_of_the_search(store):
+    search = Search(store)
+    costs = {0: 4.0, 1: 5.0, 3: 2.0, 2: 3.0, 4: 2.5}  # trial 3 ended before trial 2
+    for number, cost in costs.items():
+        search.trials(trial(number, cost=cost, objective=100 / cost))
+    search.trials(
+        trial(5, Status.CRASH), trial(6, purpose=Purpose.CONFIRM, cost=1.0, objective=100.0)
+    )
+    assert search.end()
+    assert curve(store, "best/objective") == [(0, 25), (1, 25), (3, 50), (4, 50), (5, 50)]
+    assert curve(store, "best/speed_up") == [(0, 1), (1, 1), (3, 2), (4, 2), (5, 2)]
+    assert store.trials()["t0003"].data.metrics["objective/speed_up"] == 2.0
+    show(store, [])  # all of it once more, as a resumed search shows it
+    assert curve(store, "best/speed_up") == [(0, 1), (1, 1), (3, 2), (4, 2), (5, 2)]
+
+
+def curve(store, key):
+    """Pairs of step and value, each once."""
+    points = store.client.get_metric_history(store.search().info.run_id, key)
+    return sorted({(point.step, point.value) for point in points})
+
+
+def test_a_search_that_ends_otherwise_after_a_resume_says_so(store):
+    show_best(store, 1, trial(0), trial(1))
+    show_best(store, 2, trial(2))
+    run = store.search()
+    assert run.data.params["best/bucket_cap_mb"] == "26"
+    assert "Now: bucket_cap_mb=27" in run.data.tags["mlflow.note.content"]
+
+
+def show_best(store, number, *trials):
+    search = Search(store)
+    search.trials(*trials)
+    search.summarise({}, {"perfsearch.best_trial": str(number)}, "said")
+    assert search.end()
+
+
+def test_a_trial_has_few_metrics_and_the_rest_in_a_file(store):
+    found = measurement(
+        phases_ms=dict.fromkeys(("dataloader_next", "forward", "backward", "optimizer"), 5.0),
+        system={"cpu_utilization_percentage": 40.0, "node_0/cpu_utilization_percentage": 40.0},
+        bottleneck_evidence={"host_ms": 3.0, "slowest_rank": 1.0},
+    )
+    show(store, [trial(0, measurement=found)])
+    run = store.trials()["t0000"]
+    series = {name for name in run.data.metrics if name.startswith("series/")}
+    assert len(run.data.metrics) - len(series) <= len(names.HEADLINES)
+    assert set(run.data.metrics) - series <= set(names.HEADLINES)
+    path = Path(store.client.download_artifacts(run.info.run_id, "metrics.json"))
+    known = json.loads(path.read_text())
+    assert known["timing/forward_ms"] == 5.0 and known["timing_evidence/slowest_rank"] == 1.0
+    assert {name: known[name] for name in run.data.metrics if name not in series} == {
+        name: value for name, value in run.data.metrics.items() if name not in series
+    }
+
+
+def test_system_metrics_are_series_of_the_search_with_their_times(store):
+    search = Search(store)
+    samples = [
+        {"time_s": 5.0 + i, "node": 0, "unix_s": 1e9 + i, "cpu_utilization_percentage": 10.0 * i}
+        | {"gpu_0_utilization_percentage": 50.0, "interface/eth0/receive_megabytes_per_s": 1.0}
+        for i in range(4)
+    ]
+    (search.run_dir / "system.jsonl").write_text("".join(f"{json.dumps(s)}\n" for s in samples))
+    search.summarise({}, files=["system.jsonl"])
+    assert search.end()
+    run_id = store.search().info.run_id
+    points = store.client.get_metric_history(run_id, "system/cpu_utilization_percentage")
+    assert [(p.timestamp, p.step, p.value) for p in points] == [
+        (round(1e12) + 1000 * i, i, 10.0 * i) for i in range(4)
+    ]
+    assert {key for key in store.search().data.metrics if key.startswith("system/")} == {
+        "system/cpu_utilization_percentage",
+        "system/gpu_0_utilization_percentage",
+    }
+
+
+def test_an_experiment_says_what_is_in_it_and_has_columns_for_it(store):
+    show(store, [trial(0)])
+    tags = store.client.get_experiment_by_name("exp").tags
+    assert "best so far" in tags["mlflow.note.content"]
+    columns = json.loads(tags["mlflow.sharedViewState.perfsearch"])["selectedColumns"]
+    assert "metrics.`objective/value`" in columns and "params.`knob/algorithm`" in columns
+
+
 def test_sorting_by_objective_puts_a_real_trial_first(store):
     """mlflow/mlflow#3406, microsoft/nni#2775: trials without an objective lack it."""
     show(store, [trial(0, objective=None), trial(1, Status.OOM), trial(2), trial(3)])
     best = store.runs("trial", order_by=["metrics.`objective/value` DESC"])
-    assert [r.info.run_name for r in best[:2]] == ["t0003", "t0002"]
+    assert [r.data.tags["perfsearch.trial"] for r in best[:2]] == ["3", "2"]
     assert "objective/value" not in store.trials()["t0001"].data.metrics
     assert "objective/value" not in store.trials()["t0000"].data.metrics
     assert store.trials()["t0001"].data.tags["perfsearch.reason"] == "it ended as oom"

@@ -38,8 +38,20 @@ def test_numbers_of_a_known_measurement_come_out_in_their_units():
     assert metrics["timing/forward_ms"] == pytest.approx(50)
     assert metrics["timing_share/forward"] == pytest.approx(0.5)
     assert metrics["memory/peak_allocated_gib"] == 1.5
-    assert metrics["system/node_0/cpu_utilization_percentage"] == 40
+    assert metrics["system/cpu_utilization_percentage"] == 40
     assert "memory/peak_reserved_gib" not in metrics
+
+
+def test_nodes_are_named_where_there_are_several():
+    readings = {"node_0/gpu_0_power_usage_watts": 300.0, "gpu_power_usage_watts": 300.0}
+    one = names.trial_metrics(trial(0, measurement=measurement(system=readings)))
+    assert {key for key in one if key.startswith("system/")} == {
+        "system/gpu_0_power_usage_watts",
+        "system/gpu_power_usage_watts",
+    }
+    readings["node_1/gpu_0_power_usage_watts"] = 200.0
+    two = names.trial_metrics(trial(0, measurement=measurement(system=readings)))
+    assert two["system/node_1/gpu_0_power_usage_watts"] == 200
 
 
 def test_steps_are_told_where_samples_cannot_be_counted():

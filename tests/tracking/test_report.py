@@ -11,7 +11,9 @@ from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.objective import Metric, Objective
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.core.verdict import Interval
-from perfsearch.tracking.report import Axis, number, phase_parts, write_report
+from perfsearch.tracking.canvas import Axis, number
+from perfsearch.tracking.pictures import phase_parts
+from perfsearch.tracking.report import write_report
 
 
 def test_ticks_are_round_and_inside():
@@ -72,11 +74,23 @@ def test_it_shows_every_part_and_loads_nothing(tmp_path):
         {"time_s": 5.0 + i, "node": 0, "cpu_utilization_percentage": i, "interface/eth0/x": 1.0}
         for i in range(9)
     ]
-    text = page(tmp_path, searched(), system_series=series, memory_limit_gib=2.0, title="gpt <1>")
+    text = page(
+        tmp_path,
+        searched(),
+        system_series=series,
+        memory_limit_gib=2.0,
+        title="gpt <1>",
+        job={"devices": "2 H100", "command": "perfsearch runner=ddp"},
+        snippets=[("best/apply/env.sh", "export A='<1>'")],
+        ended_s={n: 100.0 + 3 * n for n in range(11)},
+    )
     headings = re.findall("<h2>(.*?)</h2>", text)
     assert headings == [
-        "Progress",
+        "Best configuration",
         "Baseline against the finalists",
+        "How long steps take",
+        "Progress",
+        "Where the time of the search went",
         "Where the time of a step goes",
         "What holds the job back",
         "Effect of each knob",
@@ -89,6 +103,8 @@ def test_it_shows_every_part_and_loads_nothing(tmp_path):
     assert "<b>more</b>" not in text
     assert "1.310x (1.280 to 1.340)" in text
     assert "11 trials: 10 ok, 1 oom." in text
+    assert "<dt>devices</dt><dd>2 H100</dd>" in text
+    assert "<pre>export A=&#39;&lt;1&gt;&#39;</pre>" in text
 
 
 def test_lines_of_processors_and_of_gpus_are_named(tmp_path):
@@ -117,17 +133,51 @@ def test_what_a_trial_says_is_escaped_wherever_it_stands(tmp_path):
     said = """<script>alert("1")</script> & 'more'"""
     trials = [*searched(), trial(11, Status.CRASH, reason=said)]
     text = page(tmp_path, trials, title=said)
-    assert "<script" not in text
-    picture = ElementTree.fromstring(re.findall("<svg.*?</svg>", text, re.S)[0])
-    titles = [e.text or "" for e in picture.iter() if e.tag == "title"]
+    assert text.count("<script") == 1  # the page's own
+    assert "<script>alert" not in text
+    pictures = map(ElementTree.fromstring, re.findall("<svg.*?</svg>", text, re.S))
+    titles = [e.text or "" for each in pictures for e in each.iter() if e.tag == "title"]
     assert any(title.endswith(said) for title in titles)
 
 
-def test_a_single_trial_is_the_only_one_on_its_axis(tmp_path):
-    picture = re.findall("<svg.*?</svg>", page(tmp_path, [trial(0)], NOTHING), re.S)[0]
-    assert ">0</text>" in picture
-    assert ">-1</text>" not in picture
-    assert ">1</text>" not in picture
+def test_there_is_no_picture_of_nothing(tmp_path):
+    """One trial, networks that nothing goes through, memory that is all the same, no time."""
+    series = [{"time_s": float(i), "network_receive_megabytes_per_s": 0.0003} for i in range(9)]
+    text = page(tmp_path, [trial(0)], NOTHING, system_series=series, ended_s={0: 5.0})
+    assert re.findall("<h2>(.*?)</h2>", text) == [
+        "How long steps take",
+        "Where the time of a step goes",
+        "What holds the job back",
+        "Trials",
+    ]
+
+
+def test_a_knob_of_many_values_has_a_picture_of_them_and_short_values(tmp_path):
+    values = [1.7156475350125309 * 1.5**n for n in range(12)]
+    trials = [trial(n, configuration={"bucket_cap_mb": v}) for n, v in enumerate(values)]
+    text = page(tmp_path, trials)
+    assert "objective over bucket_cap_mb" in text
+    assert "bucket_cap_mb=1.716" in text and "1.7156475" not in text
+
+
+def test_a_pause_before_a_resume_is_left_out_of_the_timeline(tmp_path):
+    trials = [trial(n) for n in range(4)]
+    text = page(tmp_path, trials, NOTHING, ended_s={0: 2.0, 1: 4.0, 2: 90000.0, 3: 90002.0})
+    picture = re.findall("<svg[^>]*when each trial ran.*?</svg>", text, re.S)[0]
+    assert "a pause left out" in picture
+    assert re.findall(">([0-9]+)</text>", picture)[-1] == "8"
+
+
+def test_the_steps_of_the_confirmation_come_before_those_of_the_search(tmp_path):
+    trials = searched()
+    for n, step_s in ((11, 0.2), (12, 0.3)):
+        one = trials[0] if n == 11 else trials[5]
+        again = trial(n, purpose=Purpose.CONFIRM, configuration=one.configuration)
+        again.measurement = measurement(step_s, step_seconds=[step_s + i / 1e4 for i in range(31)])
+        trials.append(again)
+    text = page(tmp_path, trials)
+    assert "baseline: 201.5 ms, half of the steps 200.8 to 202.2" in text
+    assert "trial 5: 301.5 ms" in text
 
 
 def test_where_knobs_matter_is_asked_of_the_knobs(tmp_path):
@@ -148,12 +198,12 @@ def test_a_value_tried_once_has_a_dot_and_no_interval(tmp_path):
     text = page(tmp_path, trials)
     assert re.search(r"\d\.\d{3}x, 8 trials", text)
     assert re.search(r"\d\.\d{3}x, 1 trial<", text)
-    assert len(re.findall('class="(?:trial|sentinel)-interval"', text)) == 1
+    assert len(re.findall('class="(?:trial|sentinel)-interval"', text)) == 2  # one in each width
 
 
 def test_every_picture_is_well_formed(tmp_path):
     pictures = re.findall("<svg.*?</svg>", page(tmp_path, searched()), re.S)
-    assert len(pictures) == 5
+    assert len(pictures) == 2 * 6  # for a screen and for a telephone
     for picture in pictures:
         ElementTree.fromstring(picture)
 

@@ -71,7 +71,11 @@ def test_opening_names_the_store_and_hides_passwords(tmp_path):
     command = shlex.split(how_to_open(locate(None, spaced)))
     assert command[-3:] == ["ui", "--backend-store-uri", f"sqlite:///{spaced}/mlflow.db"]
     server = locate("https://me:hunter2@host:5000/")
-    assert how_to_open(server, "7") == "https://***@host:5000/#/experiments/7"
+    view = "runs?workflowType=machine_learning&viewStateShareKey=perfsearch"
+    assert how_to_open(server, "7") == f"https://***@host:5000/#/experiments/7/{view}"
+    first, second = how_to_open(locate(None, spaced), "3").splitlines()
+    assert shlex.split(first) == command
+    assert second == f"http://127.0.0.1:5000/#/experiments/3/{view}"
     assert without_credentials("http://host/path") == "http://host/path"
 
 
