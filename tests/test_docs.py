@@ -82,7 +82,7 @@ def test_keys_that_a_page_names_exist(generate, page):
     told = re.findall(rf"(?<![\w/.-])((?:{GROUPS})\.[a-z_]+(?:\.[a-z_0-9]+)*)", page.read_text())
     known = known_keys(generate)
     unknown = set(told) - known - NOT_KEYS
-    files = {key for key in unknown if key.endswith((".md", ".py"))}
+    files = {key for key in unknown if key.endswith((".md", ".py", ".json"))}
     groups = {key for key in unknown if any(k.startswith(f"{key}.") for k in known)}
     assert unknown - files - groups == set()
 
