@@ -39,7 +39,7 @@ BATCH = 32
 class Silent(View):
     """Says nothing."""
 
-    def line(self, text: str) -> None:
+    def print(self, line: str) -> None:
         """Keep a line to itself."""
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from perfsearch.cli import search as cli
 from perfsearch.cli import view
+from perfsearch.cli.progress import Progress
 from perfsearch.cli.view import LiveView
 
 _WIDTH = 150
@@ -37,7 +38,7 @@ def main() -> int:
     console = Console(record=True, force_terminal=True, width=_WIDTH, highlight=False)
     console.print(f"$ perfsearch {' '.join(arguments)}", markup=False)
     view.open_view = lambda settings: RecordedView(
-        settings.objective, settings.budget.trials, console=console
+        settings.objective, Progress.of(settings), console=console
     )
     code = cli.main(arguments)
     drawn = console.export_svg(title="perfsearch")

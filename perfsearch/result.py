@@ -217,7 +217,7 @@ def _shown(settings: dict[str, object]) -> list[str]:
 
 
 def _shown_values(*values: object) -> list[str]:
-    from perfsearch.cli.view import show_value
+    from perfsearch.core.figures import show_value
 
     return [show_value(value) for value in values]
 

@@ -32,7 +32,7 @@ def test_quiet_prints_nothing_and_the_callback_is_told_of_each_trial(search, cap
     assert capsys.readouterr().out == ""
     assert told == result.trials
     search(seed=1)
-    assert "trial   0 baseline" in capsys.readouterr().out
+    assert "    0        " in capsys.readouterr().out
 
 
 def test_quiet_keeps_warnings(capsys):
@@ -92,9 +92,9 @@ def test_a_notebook_has_a_bar_that_changes(monkeypatch, capsys):
         view.trial_finished(faster, faster, baseline, None)
         view.trial_finished(trial(2, Status.OOM), faster, baseline, None)
         assert '<progress value="2" max="4">' in notebook.shown[-1]
-        assert "best so far 640 samples/s, +100.0%, one reading" in notebook.shown[-1]
+        assert "best so far 640.0 samples/s, +100.0%, one reading" in notebook.shown[-1]
     assert notebook.shown[-1] == ""
-    assert "trial   1 search" in capsys.readouterr().out
+    assert "    1        640.0" in capsys.readouterr().out
 
 
 def test_ipython_in_a_terminal_is_no_notebook(monkeypatch):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 
@@ -19,6 +19,12 @@ from perfsearch.core.docstrings import attribute_help, summary
 _USAGE = """\
 Find the fastest configuration of a PyTorch training job that does the same computation.
 
+Examples: perfsearch-run --search train.py --lr 1         your own script, as you start it
+          perfsearch                                      a built-in job, in a few minutes
+          perfsearch mode=profile                         where the time goes; searches nothing
+          perfsearch runner=zero workload=gpt nproc=4     another runner, on so many devices
+          perfsearch runner.knobs.bucket_cap_mb=[8,25,64] these values only
+
 Usage: perfsearch [GROUP=OPTION ...] [KEY=VALUE ...]     search
        perfsearch -m strategy=bayes,random seed=1,2      one search for each combination
        perfsearch --cfg job [KEY=VALUE ...]              show the configuration, run nothing
@@ -28,7 +34,7 @@ Usage: perfsearch [GROUP=OPTION ...] [KEY=VALUE ...]     search
        perfsearch try KEY=VALUE ...                      one configuration beside the baseline
        perfsearch compare A B                            which of two jobs is faster; see its --help
        perfsearch mcp [KEY=VALUE ...]                    lets an agent do these for one job
-       perfsearch --version | --help | --hydra-help
+       perfsearch --version | --help | --help-all | --hydra-help
 """
 
 _KNOBS = """\
@@ -44,6 +50,18 @@ Exit: 0 done, also with "no gain"; 1 no trial succeeded; 2 bad input, nothing st
       SIGINT and SIGTERM. Of perfsearch compare: 0 faster, 4 no difference, 5 slower, 6 other work.
 """
 
+_MORE = """\
+Shown are the knobs and keys of runner={runner} and of the strategy and workload chosen with it:
+  perfsearch runner=zero --help    those of another; perfsearch --help-all    all, thresholds too
+  perfsearch space [KEY=VALUE ...] the values and today's settings of this job's knobs
+"""
+
+_CHOSEN = {"runner": "ddp", "strategy": "auto", "workload": "gpt"}
+"""The groups whose keys are shown as far as they are chosen, with their defaults."""
+
+_RARE = "metrics.thresholds."
+"""Keys that are shown with ``--help-all`` only."""
+
 _NAME_WIDTH = 30
 
 
@@ -54,7 +72,7 @@ class OptionFile:
     Attributes:
         group: its folder.
         name: its file name without ``.yaml``.
-        help: its first comment line.
+        help: the first sentence of the comment that it begins with.
         keys: dotted key and comment of each of its keys, in order.
 
     """
@@ -65,10 +83,20 @@ class OptionFile:
     keys: tuple[tuple[str, str], ...]
 
 
-def help_text() -> str:
-    """What ``perfsearch --help`` prints."""
-    options = list(option_files())
-    return "\n".join([_USAGE, _groups(options), _KNOBS, _knobs(options), _keys(), _EXIT_CODES])
+def help_text(arguments: Sequence[str] = ()) -> str:
+    """What ``perfsearch --help`` prints: of the groups' options that are chosen, or all.
+
+    Args:
+        arguments: the command line, whose ``GROUP=OPTION`` choose; ``--help-all`` shows all.
+
+    """
+    options, everything = list(option_files()), "--help-all" in arguments
+    words = (word.partition("=") for word in arguments)
+    chosen = {**_CHOSEN, **{group: name for group, _, name in words if group in _CHOSEN}}
+    shown = [o for o in options if everything or chosen.get(o.group) == o.name]
+    more = "" if everything else _MORE.format(runner=chosen["runner"])
+    parts = [_USAGE, _groups(options), _KNOBS, _own_keys(shown), _keys(everything), more]
+    return "\n".join(part for part in [*parts, _EXIT_CODES] if part)
 
 
 def option_files() -> Iterator[OptionFile]:
@@ -84,14 +112,15 @@ def read_option(group: str, file: Traversable) -> OptionFile:
     """Read names and comments of an option file; a comment stands above its key or beside it."""
     keys: list[tuple[str, str]] = []
     parents: list[tuple[int, str]] = []
-    about, above = "", ""
+    leading: list[str] = []
+    above = ""
     for line in file.read_text(encoding="utf-8").splitlines():
         text = line.strip()
         if text.startswith("#"):
             comment = text.lstrip("# ").strip()
             if not comment.startswith("@package"):
                 above = f"{above} {comment}".strip()
-                about = about or comment
+                leading += [] if keys else [comment]
             continue
         match = re.match(r"^( *)([A-Za-z_]\w*):(.*)$", line)
         if match:
@@ -102,6 +131,8 @@ def read_option(group: str, file: Traversable) -> OptionFile:
             _, _, beside = rest.partition(" #")
             keys.append((key, beside.strip() or above))
         above = ""
+    sentence = re.match(r".*?\.(?=\s|$)", " ".join(leading))
+    about = sentence[0] if sentence else ""
     return OptionFile(group, file.name.removesuffix(".yaml"), about, tuple(keys))
 
 
@@ -115,28 +146,30 @@ def _groups(options: list[OptionFile]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _knobs(options: list[OptionFile]) -> str:
+def _own_keys(options: list[OptionFile]) -> str:
+    """The knobs and keys of options."""
     lines = []
     for option in options:
-        if option.group != "runner":
+        if option.group not in _CHOSEN:
             continue
         knobs = [(k.removeprefix("knobs."), h) for k, h in option.keys if k.startswith("knobs.")]
         own = [(k, h) for k, h in option.keys if not k.startswith("knobs") and k != "name"]
         if knobs:
-            lines.append(f"Knobs of runner={option.name}")
+            lines.append(f"Knobs of {option.group}={option.name}")
             lines += [line for name, text in knobs for line in _entry(name, text)]
             lines.append("")
         if own:
-            lines.append(f"Keys of runner={option.name}")
-            lines += [line for name, text in own for line in _entry(f"runner.{name}", text)]
+            lines.append(f"Keys of {option.group}={option.name}")
+            keys = [(f"{option.group}.{name}", text) for name, text in own]
+            lines += [line for name, text in keys for line in _entry(name, text)]
             lines.append("")
     return "\n".join(lines)
 
 
-def _keys() -> str:
+def _keys(everything: bool) -> str:
     lines = ["Keys (KEY=VALUE), with their defaults"]
     for key, allowed, default, text in settings_keys():
-        if key not in GROUPS:
+        if key not in GROUPS and (everything or not key.startswith(_RARE)):
             words = text.rstrip(".").replace("``None``", "null").replace("``", "")
             lines += _entry(f"{key}={default}", f"{words} ({allowed})")
     return "\n".join(lines) + "\n"

@@ -386,13 +386,15 @@ def as_search(asked: RunArguments) -> tuple[list[str], dict[str, Any]]:
 def command_line(asked: RunArguments) -> Command:
     """The command line as hints are made of it."""
     rest: list[str] = []
+    ranks: list[str] = []
     words = iter(asked.torchrun)
     for word in words:
         if not _names(word, "nproc_per_node"):
             rest.append(word)
-        elif "=" not in word:
-            next(words)
-    return Command("perfsearch-run", [*asked.own, *rest], [asked.script, *asked.arguments])
+        else:
+            ranks += [word] if "=" in word else [word, next(words)]
+    script = [asked.script, *asked.arguments]
+    return Command("perfsearch-run", [*asked.own, *rest], script, ranks)
 
 
 def workload(asked: RunArguments) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module, resources
 from typing import TYPE_CHECKING, Any
 
+from perfsearch.cli.outcomes import Sweep
 from perfsearch.cli.sweep import (
     SEARCH_PATH,
     check_before_anything_starts,
@@ -35,6 +36,8 @@ from perfsearch.core.version import version
 
 if TYPE_CHECKING:
     import argparse
+
+    from perfsearch.pipeline.session import Result
 
 _SIGPIPE = 141
 """What a shell reports of a command whose reader went away."""
@@ -68,14 +71,19 @@ def main(argv: Sequence[str] | None = None, given: Mapping[str, Any] | None = No
         if given is not None:
             code = _main(arguments, given)
         else:
-            words = [word for word in arguments if not word.startswith("nproc=")]
-            with carried_out(Command("perfsearch", words)):
+            with carried_out(_command(arguments)):
                 code = _main(arguments, {})
         flush_output()
         return code
     except BrokenPipeError:
         write_nowhere()
         return _SIGPIPE
+
+
+def _command(words: Sequence[str]) -> Command:
+    """The command line as hints are made of it."""
+    ranks = [word for word in words if word.startswith("nproc=")]
+    return Command("perfsearch", [w for w in words if w not in ranks], ranks_given=ranks)
 
 
 def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
@@ -88,7 +96,7 @@ def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
         with interruptible():
             if word:
                 return int(import_module(COMMANDS[word]).command(arguments[1:]))
-            return with_settings(arguments, given, _search)
+            return with_settings(arguments, given, Searches())
     except Interrupted as interrupted:
         return interrupted.exit_code
     except BadInputError as error:
@@ -98,10 +106,10 @@ def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
 
 def _answered(arguments: list[str]) -> bool:
     """Whether help or the version was asked for, and is printed."""
-    if "--help" in arguments or "-h" in arguments:
+    if any(word in ("--help", "-h", "--help-all") for word in arguments):
         from perfsearch.cli.help import help_text
 
-        print(help_text(), end="")
+        print(help_text(arguments), end="")
         return True
     if "--version" in arguments:
         print(f"perfsearch {version()}")
@@ -127,12 +135,14 @@ def with_settings(arguments: Sequence[str], given: Mapping[str, Any], act: Act) 
     if flags.config_path is not None:
         _take_recorded_configuration(arguments, flags)
     job = Job(given, act)
+    sweep = Sweep()
     try:
         if flags.config_dir is not None:
             _take_option_directory(arguments, flags)
         check_group_choices(flags)
         if not (flags.cfg or flags.info or flags.hydra_help or flags.shell_completion):
-            check_before_anything_starts(flags)
+            sweep.jobs = check_before_anything_starts(flags)
+            job.sweep = sweep
         with _hydra_environment(arguments):
             import hydra
 
@@ -149,7 +159,31 @@ def with_settings(arguments: Sequence[str], given: Mapping[str, Any], act: Act) 
         if message is None:
             raise
         raise BadInputError(message) from error
+    if isinstance(act, Searches):
+        sweep.show_outcomes(act.done)
     return max(job.exit_codes, default=ExitCode.DONE)
+
+
+class Searches:
+    """Searches, and keeps what came of it; the ``Act`` of the command without another name.
+
+    Attributes:
+        done: settings and result of each search, ``None`` where there was none.
+
+    """
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Settings, Result | None]] = []
+
+    def __call__(self, settings: Settings) -> int:
+        """Carry out what ``settings.mode`` asks for; return the exit code."""
+        from perfsearch.cli.view import open_view
+        from perfsearch.pipeline.search import carry_out
+
+        self.done.append((settings, None))
+        result, code = carry_out(settings, open_view)
+        self.done[-1] = settings, result
+        return code
 
 
 class Job:
@@ -162,9 +196,10 @@ class Job:
     """
 
     def __init__(self, given: Mapping[str, Any], act: Act | None = None) -> None:
-        self.given, self.act = dict(given), act or _search
+        self.given, self.act = dict(given), act or Searches()
         self.exit_codes: list[int] = []
         self.process = os.getpid()
+        self.sweep: Sweep | None = None
 
     def __call__(self, config: Any) -> None:
         """Do what is to be done with the settings in ``config``, and note the exit code.
@@ -175,7 +210,14 @@ class Job:
 
         """
         os.environ.pop("HYDRA_FULL_ERROR", None)
-        code = _exit_code(config, self.given, self.act)
+        words = None
+        if self.sweep is not None and os.getpid() == self.process:
+            words = self.sweep.begin(len(self.exit_codes))
+        if words is None:
+            code = _exit_code(config, self.given, self.act)
+        else:
+            with carried_out(_command(words)):
+                code = _exit_code(config, self.given, self.act)
         self.exit_codes.append(code)
         if code in (ExitCode.SIGHUP, ExitCode.SIGINT, ExitCode.SIGTERM):
             raise Interrupted(ExitCode(code))
@@ -214,13 +256,6 @@ def _exit_code(config: Any, given: Mapping[str, Any], act: Act) -> int:
     except Exception:
         traceback.print_exc()
         return ExitCode.NO_TRIAL_SUCCEEDED
-
-
-def _search(settings: Settings) -> int:
-    from perfsearch.cli.view import open_view
-    from perfsearch.pipeline.search import run
-
-    return run(settings, open_view)
 
 
 # -----------------------------------------------------------------------------

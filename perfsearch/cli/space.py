@@ -26,8 +26,6 @@ known without starting anything; then what is fixed, and what is left out, and w
 """
 
 _WIDTH = 100
-_MOST_VALUES = 6
-"""Values of a knob that are shown, the others counted."""
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -108,11 +106,13 @@ def _searched(knobs: Sequence[Tunable], bounded: bool) -> Iterator[str]:
     if not knobs:
         yield "nothing is searched"
         return
+    from perfsearch.pipeline.cards import values_of
+
     rows = [["searched", "today", "values", "restarts", "result", "can shorten", "at most"]]
     for one in knobs:
         assert one.knob is not None
         shortens = ", ".join(one.knob.shortens) or "anything"
-        first = [one.name, show(one.today), _values(one.knob), _restarts(one.knob)]
+        first = [one.name, show(one.today), values_of(one.knob), _restarts(one.knob)]
         rows.append([*first, str(one.knob.numerics), shortens, _gain(one)])
     if not bounded:
         rows = [row[:-1] for row in rows]
@@ -130,16 +130,6 @@ def _of(one: Tunable, more: str = "") -> str:
     for other, values in one.knob.when.items() if one.knob is not None else ():
         words.append(f"only with {other}={' or '.join(map(show, values))}")
     return "; ".join([*words, *([more] if more else [])])
-
-
-def _values(knob: Knob) -> str:
-    unit = f" {knob.unit}" if knob.unit else ""
-    if knob.is_range:
-        step = f", step {knob.step:g}" if knob.step and not knob.log else ""
-        return f"{knob.low:g} to {knob.high:g}{unit}{' (log)' if knob.log else step}"
-    more = len(knob.values) - _MOST_VALUES
-    listed = ", ".join(map(show, knob.values[:_MOST_VALUES]))
-    return f"{listed}{f' and {more} more' if more > 0 else ''}{unit}"
 
 
 def _restarts(knob: Knob) -> str:

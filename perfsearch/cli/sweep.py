@@ -36,8 +36,14 @@ def check_group_choices(flags: argparse.Namespace) -> None:
             )
 
 
-def check_before_anything_starts(flags: argparse.Namespace) -> None:
-    """Refuse foreign code, and check every job of a sweep before the first one starts."""
+def check_before_anything_starts(flags: argparse.Namespace) -> list[list[str]]:
+    """Refuse foreign code, and check every job of a sweep before the first one starts.
+
+    Returns:
+        The words of each job of a sweep, as far as they are known before; else nothing.
+
+    """
+    swept: list[list[str]] = []
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
@@ -65,7 +71,8 @@ def check_before_anything_starts(flags: argparse.Namespace) -> None:
         check_values(plain(copy.deepcopy(config), complete=False), overridden)
         if sweeps and config.hydra.runtime.choices["hydra/sweeper"] == "basic":
             by_file = [f"{k}={v}" for k, v in (config.hydra.sweeper.params or {}).items()]
-            for job in _jobs([*parsed(by_file), *overrides]):
+            swept = _jobs([*parsed(by_file), *overrides])
+            for job in swept:
                 values = plain(composed(job, name))
                 check_values(values, overridden)
                 _check_job(values)
@@ -73,6 +80,7 @@ def check_before_anything_starts(flags: argparse.Namespace) -> None:
             check_swept(_params(node), overridden)
     if flags.config_path or node["searchpath"]:  # files that are not ours had a say
         check_hydra(node, _by_command_line(overrides))
+    return swept
 
 
 def _params(node: Mapping[str, Any]) -> dict[str, Any]:

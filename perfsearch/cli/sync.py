@@ -16,6 +16,7 @@ from perfsearch.cli.terminal import open_standard_streams, require_current_direc
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.journal import JOURNAL, Event, legible, read
 from perfsearch.core.trial import Trial
+from perfsearch.core.version import version
 from perfsearch.pipeline.resume import LockError, run_directory_lock
 from perfsearch.tracking.store import (
     Store,
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--uri",
         help="tracking URI; by default that of the search; 'env' takes MLFLOW_TRACKING_URI",
     )
+    parser.add_argument("--version", action="version", version=f"perfsearch {version()}")
     options = parser.parse_args(arguments)
     uri = options.uri
     try:

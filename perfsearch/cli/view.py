@@ -13,7 +13,17 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from perfsearch.cli.layout import (
+    LEAST_WIDTH,
+    card_lines,
+    row_lines,
+    screen_width,
+    table_lines,
+    wrapped,
+)
+from perfsearch.cli.progress import CONFIRM, SEARCH, Progress
 from perfsearch.core.errors import printable
+from perfsearch.core.figures import decimals, show_changes, show_number, show_seconds, show_value
 from perfsearch.core.knob import Configuration, same_value
 from perfsearch.core.objective import Objective
 from perfsearch.core.trial import Purpose, Status, Trial
@@ -23,11 +33,25 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from perfsearch.config.schema import Settings
+    from perfsearch.pipeline.cards import Card
 
 _REFRESHES_PER_S = 4
 
-_PROPOSING = "search"
-"""The stage that has a budget, and asks for what to try."""
+_BAR_WIDTHS = {100: 24, 0: 10}
+"""By the screen's columns from which on the bar is so wide."""
+
+_MOST_CHANGES = 6
+"""Changed knobs that a trial's line names before it counts the others."""
+
+_WIDTHS = (5, 11, 9, 8)
+"""Columns of a trial's line: its number, the objective, milliseconds a step, the gain."""
+
+_AGAIN = {
+    Purpose.BASELINE: "the baseline",
+    Purpose.SENTINEL: "the baseline again",
+    Purpose.BESIDE: "the baseline, beside others",
+    Purpose.CONFIRM: "the baseline",
+}
 
 
 class View:
@@ -35,7 +59,7 @@ class View:
 
     Args:
         objective: what is optimised.
-        trials: the budget's number of search trials, where it has one.
+        progress: how far the search is.
         stream: where lines go; standard output when left out.
 
     """
@@ -43,16 +67,16 @@ class View:
     def __init__(
         self,
         objective: Objective | None = None,
-        trials: int | None = None,
+        progress: Progress | None = None,
         stream: TextIO | None = None,
     ) -> None:
         self.objective = objective or Objective()
-        self.trials = trials
+        self.progress = progress or Progress()
         self.stream = stream
         self.unread = False
-        self.searched = 0
         self.baseline: Trial | None = None
         self.running: dict[int, tuple[Purpose, Configuration, float]] = {}
+        self._has_header = False
 
     def __enter__(self) -> Self:
         return self
@@ -65,9 +89,19 @@ class View:
     ) -> None:
         self.running = {}
 
+    @property
+    def width(self) -> int | None:
+        """Columns of the screen; ``None`` where nobody says, and lines are as long as they are."""
+        return screen_width()
+
     def stage(self, name: str, detail: str = "") -> None:
         """Say that a stage of the pipeline begins."""
+        self._begin(name)
         self.line(f"-- {name}: {detail}" if detail else f"-- {name}")
+
+    def _begin(self, name: str) -> None:
+        self.progress.stage(name)
+        self._has_header = False
 
     def trial_started(self, number: int, purpose: Purpose, configuration: Configuration) -> None:
         """Take note that a trial runs; a plain log tells of it when it ends."""
@@ -93,12 +127,18 @@ class View:
         """
         self.running.pop(trial.number, None)
         self.baseline = baseline or self.baseline
+        self.progress.ended(trial, seconds_left)
         is_best = best_so_far is not None and best_so_far.number == trial.number
-        searched = trial.purpose is Purpose.SEARCH
-        self.searched += searched
-        best = "  best so far" if searched and is_best and self.beats_baseline(trial) else ""
-        remark = f"  ({message})" if message else ""
-        self.line(f"{self.describe(trial)}{best}{remark}")
+        is_best = is_best and trial.purpose is Purpose.SEARCH and self.beats_baseline(trial)
+        remarks = ["best so far"] if is_best else []
+        remarks += [message] if message else []
+        remark = "".join(f"  ({word})" for word in remarks)
+        for line in self.describe(trial, remark):
+            self.print(line)
+
+    def expects(self, trials: int) -> None:
+        """Take note that the stage takes about so many trials."""
+        self.progress.expected = trials
 
     def note(self, text: str) -> None:
         """Say something."""
@@ -109,50 +149,73 @@ class View:
         """Say something that should not be missed."""
         self.line(f"warning: {text}")
 
-    def result(
-        self, rows: Sequence[Mapping[str, Any]], verdict_line: str, files: Sequence[str]
-    ) -> None:
-        """Show the closing table, the verdict and where the files are.
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
+        """Show a table; the first row is its header, the last column may be long."""
+        for line in table_lines(rows, self.width):
+            self.print(printable(line))
+
+    def card(self, card: Card) -> None:
+        """Show labelled lines under a title."""
+        self.print("")
+        for line in card_lines(card, self.width):
+            self.print(printable(line))
+
+    def result(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show the closing table.
 
         Args:
-            rows: ``label``, ``trial``, ``objective``, ``unit``, ``interval`` (``ratio``, ``low``,
-                ``high``, or ``None``) and ``confirmed``; the baseline first.
-            verdict_line: the verdict in one line.
-            files: paths that were written.
+            rows: ``label``, ``trial``, ``objective``, ``unit``, ``step_ms``, ``interval`` (or
+                ``None``) and ``confirmed``; the baseline first, then the fastest.
 
         """
-        cells = result_cells(rows)
-        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        for row in cells:
-            line = "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
-            self.line(line.rstrip())
-        self.line(verdict_line)
-        for file in files:
-            self.line(f"  {file}")
+        self.print("")
+        self.table(result_cells(rows))
 
     def line(self, text: str) -> None:
-        """Print one line; a search goes on without a reader (``perfsearch ... | head``)."""
+        """Print a text, its lines wrapped to the screen."""
+        for line in wrapped(printable(text), self.width, indent=2):
+            self.print(line)
+
+    def print(self, line: str) -> None:
+        """Print a line; a search goes on without a reader (``perfsearch ... | head``)."""
         if self.unread:
             return
         try:
-            print(printable(text), file=self.stream or sys.stdout, flush=True)
+            print(line, file=self.stream or sys.stdout, flush=True)
         except OSError:
             self.unread = True
 
-    def describe(self, trial: Trial) -> str:
-        """A trial on one line: number, purpose, how it ended, what differs from the baseline."""
-        head = f"trial {trial.number:>3} {trial.purpose:<8}"
-        knobs = differing_knobs(trial, self.baseline)
-        if not knobs and trial.purpose in (Purpose.CONFIRM, Purpose.BESIDE):
-            knobs = "the baseline"
-        if trial.status is Status.OK and trial.measurement is not None:
-            step_ms = trial.measurement.step_time_s * 1e3
-            value = show_objective(trial.objective, self.objective.unit(trial.measurement))
-            outcome = f"{value:>15}  {step_ms:>6.4g} ms/step  {self.against_baseline(trial):>6}"
-        else:
-            reason = f": {trial.reason}" if trial.reason else ""
-            outcome = f"{trial.status}{reason}"
-        return f"{head} {outcome}  {knobs}".rstrip()
+    def describe(self, trial: Trial, remark: str = "") -> Iterator[str]:
+        """A trial's line, below a header where it is the stage's first: number, readings, gain
+        over the baseline, and what differs from it.
+        """
+        names = changes(trial, self.baseline)
+        again = _AGAIN.get(trial.purpose, "") if not names else ""
+        changed = printable(again or show_changes(names, _MOST_CHANGES))
+        if trial.status is not Status.OK or trial.measurement is None:
+            told = trial.reason not in ("", str(trial.status))
+            reason = f": {trial.reason}" if told else ""
+            about = f" ({changed})" if changed else ""
+            failed = (str(trial.number), printable(f"{trial.status}{reason}{about}{remark}"))
+            yield from row_lines(failed, _WIDTHS[:1], self.width, left=0)
+            return
+        unit = self.objective.unit(trial.measurement)
+        if not self._has_header:
+            self._has_header = True
+            header = ("trial", unit, "ms/step", "gain", "differs from the baseline")
+            yield from row_lines(header, _WIDTHS, self.width, left=0)
+        known = self.baseline if self.baseline and self.baseline.objective else trial
+        reading = show_number(trial.objective, decimals(known.objective))
+        step_ms = trial.measurement.step_time_s * 1e3
+        places = decimals(1e3 * (known.measurement or trial.measurement).step_time_s)
+        cells = (
+            str(trial.number),
+            reading,
+            show_number(step_ms, places),
+            self.against_baseline(trial),
+            f"{changed}{printable(remark)}".strip(),
+        )
+        yield from row_lines(cells, _WIDTHS, self.width, left=0)
 
     def beats_baseline(self, trial: Trial) -> bool:
         """Whether its reading is better than the baseline's."""
@@ -175,11 +238,11 @@ class View:
 
 
 class LiveView(View):
-    """Shows the trial that runs, the best so far against the baseline, and what is left.
+    """Shows the trial that runs, the best so far against the baseline, and how long the rest takes.
 
     Args:
         objective: what is optimised.
-        trials: the budget's number of search trials, where it has one.
+        progress: how far the search is.
         stream: where to draw; standard output when left out.
         console: a console to draw on instead of one for ``stream``.
 
@@ -188,21 +251,25 @@ class LiveView(View):
     def __init__(
         self,
         objective: Objective | None = None,
-        trials: int | None = None,
+        progress: Progress | None = None,
         stream: TextIO | None = None,
         console: Console | None = None,
     ) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        super().__init__(objective, trials, stream)
+        super().__init__(objective, progress, stream)
         self.console = console or Console(file=stream, highlight=False)
         self.stage_name = ""
         self.best: Trial | None = None
-        self.seconds_left: tuple[float, float] | None = None
         self._live = Live(
             self, console=self.console, refresh_per_second=_REFRESHES_PER_S, transient=True
         )
+
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal."""
+        return max(self.console.width, LEAST_WIDTH)
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -220,8 +287,9 @@ class LiveView(View):
 
     def stage(self, name: str, detail: str = "") -> None:
         """Say that a stage of the pipeline begins."""
+        self._begin(name)
         self.stage_name = name
-        self._print(_text().append(name, "bold").append(f": {detail}"))
+        self._styled(f"{name}: {detail}" if detail else name, "bold")
 
     def trial_finished(
         self,
@@ -233,37 +301,32 @@ class LiveView(View):
     ) -> None:
         """Let the trial scroll by, and show the new best and what is left."""
         self.best = best_so_far
-        self.seconds_left = None if seconds_left is None else (seconds_left, time.monotonic())
         super().trial_finished(trial, best_so_far, baseline, seconds_left, message)
 
     def warning(self, text: str) -> None:
         """Say something that should not be missed."""
-        self._print(_text(f"warning: {text}", "yellow"))
+        self._styled(f"warning: {text}", "yellow")
 
-    def result(
-        self, rows: Sequence[Mapping[str, Any]], verdict_line: str, files: Sequence[str]
-    ) -> None:
-        """Show the closing table, the verdict and where the files are."""
-        from rich.table import Table
+    def card(self, card: Card) -> None:
+        """Show labelled lines under a title."""
+        self.print("")
+        title, *lines = card_lines(card, self.width)
+        self._print(_text(title, "bold"), soft_wrap=True)
+        for line in lines:
+            self.print(printable(line))
 
+    def result(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show the closing table; nothing runs any more."""
         self.stage_name, self.running = "", {}
-        header, *body = result_cells(rows)
-        table = Table(*header[:-1], box=None, pad_edge=False, header_style="dim")
-        table.add_column(header[-1], overflow="fold")
-        for index in (1, 2, 3):
-            table.columns[index].justify = "right"
-        for cells in body:
-            style = "bold green" if cells[0] == "best" else ""
-            table.add_row(*(_text(cell) for cell in cells), style=style)
-        self._print()
-        self._print(table)
-        self._print(_text(verdict_line, "bold"))
-        for file in files:
-            self._print(_text(f"  {file}"), soft_wrap=True)
+        super().result(rows)
 
-    def line(self, text: str) -> None:
+    def print(self, line: str) -> None:
         """Print one line above the block."""
-        self._print(_text(text), soft_wrap=True)
+        self._print(_text(line), soft_wrap=True)
+
+    def _styled(self, text: str, style: str) -> None:
+        for line in wrapped(printable(text), self.width, indent=2):
+            self._print(_text(line, style), soft_wrap=True)
 
     def _print(self, *shown: RenderableType, soft_wrap: bool = False) -> None:
         """Print above the block; a search goes on without a terminal, as after a hang-up."""
@@ -279,13 +342,13 @@ class LiveView(View):
         if not self.stage_name:
             return
         yield from self._running_lines()
-        yield self._best_line()
-        if self.stage_name == _PROPOSING:
-            yield self._left_line()
+        if self.stage_name != CONFIRM:  # which does not compare with the search's readings
+            yield self._best_line()
+        yield self._bar()
 
     def _running_lines(self) -> Iterator[Text]:
         if not self.running:
-            doing = ": choosing what to try next" if self.stage_name == _PROPOSING else ""
+            doing = ": choosing what to try next" if self.stage_name == SEARCH else ""
             yield _text(f"  {self.stage_name}{doing}", row=True)
         before = self.baseline.configuration if self.baseline else {}
         for number, (purpose, configuration, began) in list(self.running.items()):
@@ -312,15 +375,22 @@ class LiveView(View):
             .append(f"  trial {best.number}, one reading; baseline {shown}")
         )
 
-    def _left_line(self) -> Text:
-        parts = []
-        if self.trials is not None:
-            parts.append(f"{max(0, self.trials - self.searched)} of {self.trials} trials")
-        if self.seconds_left is not None:
-            left, since = self.seconds_left
-            parts.append(show_seconds(max(0.0, left - (time.monotonic() - since))))
-        text = _text(row=True).append("  left     ", "cyan")
-        return text.append(", ".join(parts) or "no limit")
+    def _bar(self) -> RenderableType:
+        """One bar over search and confirmation."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        progress = self.progress
+        done, left_s = progress.done, progress.left_s
+        lasts = "" if left_s is None else f"about {show_seconds(left_s)} left"
+        told = ", ".join(
+            word for word in (f"{self.stage_name} {progress.count}".strip(), lasts) if word
+        )
+        grid = Table.grid(padding=(0, 1))
+        wide = next(wide for least, wide in _BAR_WIDTHS.items() if self.console.width >= least)
+        bar = ProgressBar(total=1.0, completed=done, width=wide)
+        grid.add_row(_text(f"  {done:4.0%}    ", "cyan"), bar, _text(told, row=True))
+        return grid
 
 
 def _text(text: str = "", style: str = "", row: bool = False) -> Text:
@@ -335,37 +405,37 @@ def open_view(settings: Settings) -> View:
 
     Lines, too, where a program proposes: it may ask a person at the same terminal.
     """
-    objective = settings.objective
+    progress = Progress.of(settings)
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     if is_terminal and settings.strategy.name != "external":
-        return LiveView(objective, settings.budget.trials)
-    return View(objective, settings.budget.trials)
+        return LiveView(settings.objective, progress)
+    return View(settings.objective, progress)
 
 
 def result_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The closing table as text, its header first."""
     unit = str(rows[0]["unit"]) if rows else ""
-    cells = [["", "trial", unit, "ms/step", "speed-up (95% interval)", "differs from the baseline"]]
+    cells = [["", "trial", unit, "ms/step", "gain (95% interval)", "differs from the baseline"]]
     baseline: Trial | None = None
     for row in rows:
         trial: Trial = row["trial"]
         baseline = baseline or trial
         interval = row["interval"]
         if interval is not None:
-            speed_up = interval.short
+            gain = interval.gain
         elif trial is baseline:
-            speed_up = "1"
+            gain = ""
         else:
-            speed_up = _unconfirmed(row, rows[0])
-        step = row["step_ms"]
+            gain = _unconfirmed(row, rows[0])
+        named = show_changes(changes(trial, baseline), _MOST_CHANGES) or "nothing"
         cells.append(
             [
                 str(row["label"]),
                 str(trial.number),
-                "" if row["objective"] is None else f"{row['objective']:.4g}",
-                "" if step is None else f"{step:.4g}",
-                speed_up,
-                "" if trial is baseline else differing_knobs(trial, baseline) or "nothing",
+                show_number(row["objective"], decimals(rows[0]["objective"] or row["objective"])),
+                show_number(row["step_ms"], decimals(rows[0]["step_ms"] or row["step_ms"])),
+                gain,
+                "" if trial is baseline else named,
             ]
         )
     return cells
@@ -378,38 +448,21 @@ def _unconfirmed(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
         return ""
     ratio = before / here if row["unit"] == "ms/step" else here / before
     readings = "one reading each" if row["confirmed"] else "one reading"
-    return f"{ratio:.3f}x ({readings}, not confirmed)"
+    return f"{ratio - 1:+.1%} ({readings})"
 
 
-def differing_knobs(trial: Trial, baseline: Trial | None) -> str:
+def changes(trial: Trial, baseline: Trial | None) -> list[str]:
     """``name=value`` of each knob that is not as in the baseline."""
     if baseline is None:
-        return ""
+        return []
     before = baseline.configuration
-    return " ".join(
+    return [
         f"{name}={show_value(value)}"
         for name, value in trial.configuration.items()
         if name not in before or not same_value(before[name], value)
-    )
-
-
-def show_value(value: object) -> str:
-    """A knob's value as on the command line, real numbers to four digits."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    ]
 
 
 def show_objective(value: float | None, unit: str) -> str:
     """The objective with its unit."""
-    return "" if value is None else f"{value:.4g} {unit}"
-
-
-def show_seconds(seconds: float) -> str:
-    """A duration as ``1:02:03`` or ``2:03``."""
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    clock = f"{minutes}:{whole % 60:02d}"
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else clock
+    return "" if value is None else f"{show_number(value, decimals(value))} {unit}"

@@ -166,7 +166,8 @@ class Settings:
             unless it ran out of memory.
         launcher: where ranks start.
         run_dir: where the run's files go; ``None`` is ``outputs/RUNNER-STRATEGY-HASH``.
-        resume: continue an unfinished search, never do, or run its failed trials again.
+        resume: continue an unfinished search, never do, run the failed trials of a finished one
+            again, or extend a finished one by what larger limits allow.
         resume_force: parts of the identity that may differ from the resumed search's.
         tracking: MLflow.
         metrics: system metrics and timings.
@@ -192,7 +193,7 @@ class Settings:
     on_failure: Literal["continue", "stop"] = "continue"
     launcher: Selected = field(default_factory=lambda: Selected("local"))
     run_dir: Path | None = None
-    resume: Literal["auto", "never", "failed"] = "auto"
+    resume: Literal["auto", "never", "failed", "extend"] = "auto"
     resume_force: tuple[str, ...] = ()
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+_KEY_OPTION = "-o"
+"""The option of ``perfsearch-run`` that takes ``KEY=VALUE``."""
+
 
 @dataclass(frozen=True)
 class Command:
@@ -19,12 +22,14 @@ class Command:
         options: its words before the script, those that say how many ranks are started apart;
             ``perfsearch`` has all its words here.
         script: the script and its arguments.
+        ranks_given: the words that say how many ranks.
 
     """
 
     name: str = "perfsearch"
     options: Sequence[str] = ()
     script: Sequence[str] = ()
+    ranks_given: Sequence[str] = ()
 
     def key(self, text: str) -> str:
         """``KEY=VALUE`` as the command takes it."""
@@ -40,6 +45,27 @@ class Command:
         """The whole command without a number of ranks; the key by itself where it is not known."""
         words = [*self.options, *self.script]
         return shlex.join([self.name, *words]) if words else self.ranks("auto")
+
+    def again(self, *keys: str) -> str:
+        """The whole command once more, with these ``KEY=VALUE`` in the place of what it had."""
+        named = {key.partition("=")[0] for key in keys}
+        if not self.is_known:
+            return f"{self.name}(..., {', '.join(map(repr, keys))})"
+        words: list[str] = [self.name, *self.ranks_given]
+        given = iter(self.options)
+        for word in given:
+            value = next(given, "") if self._runs_scripts and word == _KEY_OPTION else word
+            if value.lstrip("+").partition("=")[0] not in named:
+                words += [word] if value is word else [word, value]
+        option = [_KEY_OPTION] if self._runs_scripts else []
+        for key in keys:
+            words += [*option, key]
+        return shlex.join([*words, *self.script])
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was given in a shell, so that it can be printed to be given again."""
+        return self._runs_scripts or self.name == "perfsearch"
 
     @property
     def sweeps(self) -> bool:

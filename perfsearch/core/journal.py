@@ -25,8 +25,8 @@ MOST_READ = 2**30
 """Bytes that a journal may have: a trial takes some tens of KiB, and all is held in memory."""
 
 EVENTS = (
-    *("opened", "asked", "simulated", "screened", "started", "finished", "told", "confirmed"),
-    *("neighbours", "summarised", "ended"),
+    *("opened", "asked", "simulated", "screened", "started", "finished", "told"),
+    *("finalists", "confirmed", "neighbours", "summarised", "ended"),
 )
 
 _REMEDY = "Use resume=never for a new search beside it, or move the directory away."

@@ -110,6 +110,18 @@ class Interval:
             digits += 1
         return f"{self.ratio:.3f}x ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
+    @property
+    def gain(self) -> str:
+        """The same as a relative change: ``+4.1% (+3.2% to +5.0%)``."""
+        if not self.is_told:
+            return f"{self.ratio - 1:+.1%} (inconclusive, {self.pairs} pairs)"
+        digits = 1  # or more, where an end would read as no change
+        ends = (self.low - 1, self.high - 1)
+        while digits < 4 and 0.0 in (round(100 * end, digits) for end in ends):
+            digits += 1
+        low, high = (f"{end:+.{digits}%}" for end in ends)
+        return f"{self.ratio - 1:+.{digits}%} ({low} to {high})"
+
     def __str__(self) -> str:
         return self.short.replace("(", "(95% interval ", 1) if self.is_told else self.short
 

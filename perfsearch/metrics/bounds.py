@@ -44,6 +44,7 @@ class UpperBound:
         share: of the step that would go, from 0 to 1; 1 where the timings do not bound it.
         evidence: what it rests on, in numbers.
         idle: what of ``share`` is the device's idling, which several parts have in common.
+        error: what of ``share`` was added for the timings' error: two standard errors.
 
     """
 
@@ -51,6 +52,12 @@ class UpperBound:
     share: float
     evidence: str
     idle: float = 0.0
+    error: float = 0.0
+
+    @property
+    def says_something(self) -> bool:
+        """Whether it is larger than its own error, and bounds the gain at all."""
+        return self.share < 1 and self.share - self.error > self.error
 
     @property
     def gain(self) -> float:
@@ -126,10 +133,11 @@ def profiled_measurement(
 ) -> Measurement | None:
     """The measurement with a profile of its steps among a configuration's trials.
 
-    Of several the one whose scored steps are nearest the median of the trials that confirmed the
-    configuration, as the verdict rests on these; else the first. Without a profile the same of all
-    that ended well. A sentinel is none, which is there to see drift, nor what ran beside another
-    trial.
+    That of trial 0 comes first, by which the search was told what there is to gain, so that one
+    configuration is never diagnosed twice. Of others it is the one whose scored steps are nearest
+    the median of the trials that confirmed the configuration, as the verdict rests on these; else
+    the first. Without a profile the same of all that ended well. A sentinel is none, which is there
+    to see drift, nor what ran beside another trial.
     """
     key = key_of(configuration)
     found = [
@@ -142,6 +150,9 @@ def profiled_measurement(
         and key_of(trial.configuration) == key
     ]
     profiled = [m for _, m in found if "detailed_step_ms" in m.bottleneck_evidence]
+    first = [m for purpose, m in found if purpose is Purpose.BASELINE]
+    if first and any(m is first[0] for m in profiled):
+        return first[0]
     candidates = profiled or [m for _, m in found]
     confirmed_s = [m.step_time_s for purpose, m in found if purpose is Purpose.CONFIRM]
     if not candidates or not confirmed_s:
@@ -154,10 +165,11 @@ def _share(ms: float, step_ms: float) -> float:
     return min(1.0, max(0.0, ms / step_ms))
 
 
-def _profiled_step_ms(measurement: Measurement) -> float:
-    """A step of the profile's window in which phases were told apart."""
+def profiled_step_ms(measurement: Measurement) -> float:
+    """A step of the profile's window in which phases were told apart; else one that was scored."""
     evidence = measurement.bottleneck_evidence
-    return evidence.get("detailed_step_ms", evidence["with_everything_ms"])
+    known = (evidence.get(name) for name in ("detailed_step_ms", "with_everything_ms"))
+    return next((ms for ms in known if ms), measurement.step_time_s * 1e3)
 
 
 def _phase(measurement: Measurement, *names: str) -> tuple[float, float]:
@@ -168,8 +180,10 @@ def _phase(measurement: Measurement, *names: str) -> tuple[float, float]:
     return ms, math.hypot(*(evidence.get(f"{name}_error_ms", 0.0) for name in names))
 
 
-def _saved(measurement: Measurement, part: str) -> tuple[float, str] | None:
-    """Share of a step that went without the part, two standard errors added, and words for it."""
+def _saved(measurement: Measurement, part: str) -> tuple[float, float, str] | None:
+    """Share of a step that went without the part, two standard errors added, what of it these are,
+    and words for it.
+    """
     found = saved_ms(measurement.bottleneck_evidence, part)
     if found is None:
         return None
@@ -177,30 +191,33 @@ def _saved(measurement: Measurement, part: str) -> tuple[float, str] | None:
     step_ms = measurement.bottleneck_evidence["with_everything_ms"]
     less = f"{saved:.2f} ms less of {step_ms:.2f}" if saved > 0 else "no less"
     words = f"without it a step takes {less} (within {error:.2f} ms)"
-    return _share(saved + error, step_ms), words
+    return _share(saved + error, step_ms), error / step_ms, words
 
 
 def _idle_ms(measurement: Measurement) -> float:
     """What the idlest device idles in a step, while its host launches; 0 where none was watched."""
-    step_ms = _profiled_step_ms(measurement)
+    step_ms = profiled_step_ms(measurement)
     evidence = measurement.bottleneck_evidence
     busy_ms = evidence.get("device_busy_least_ms", evidence.get("device_busy_ms", step_ms))
     return max(0.0, step_ms - busy_ms)
 
 
-def _bound(measurement: Measurement, part: Part, ms: float, words: str, hidden: bool) -> UpperBound:
-    """A bound from milliseconds of a step, with what the device idles where it may be ``hidden``.
-
-    The part may keep the host longer than its phase on the device says.
+def _bound(
+    measurement: Measurement, part: Part, ms: float, error_ms: float, words: str, hidden: bool
+) -> UpperBound:
+    """A bound from milliseconds of a step and two standard errors of theirs, with what the device
+    idles where it may be ``hidden``: the part may keep the host longer than its phase on the device
+    says.
     """
-    step_ms = _profiled_step_ms(measurement)
+    step_ms = profiled_step_ms(measurement)
+    ms, error = ms + 2 * error_ms, 2 * error_ms / step_ms
     share = _share(ms, step_ms)
     idle_ms = _idle_ms(measurement) if hidden else 0.0
     if idle_ms <= 0:
-        return UpperBound(part, share, words)
+        return UpperBound(part, share, words, error=error)
     words += f", and the device idles {idle_ms:.2f} ms, in which it may keep the host"
     whole = _share(ms + idle_ms, step_ms)
-    return UpperBound(part, whole, words, whole - share)
+    return UpperBound(part, whole, words, whole - share, error)
 
 
 def _loading(measurement: Measurement) -> UpperBound:
@@ -208,7 +225,7 @@ def _loading(measurement: Measurement) -> UpperBound:
     if LOADING_ALONE in measurement.bottleneck_evidence:
         ms = max(ms, measurement.bottleneck_evidence.get("loading_host_ms", 0.0))
     words = f"waiting for batches and copying them takes {_of(measurement, ms)}"
-    return _with_saved(measurement, Part.LOADING, ms + 2 * error_ms, words)
+    return _with_saved(measurement, Part.LOADING, ms, error_ms, words)
 
 
 def _communication(measurement: Measurement) -> UpperBound:
@@ -224,22 +241,25 @@ def _communication(measurement: Measurement) -> UpperBound:
     _, error_ms = _phase(measurement, "comm_exposed")
     ms = exposed_ms or 0.0
     words = f"{_of(measurement, ms)} wait for it"
-    return _with_saved(measurement, Part.COMMUNICATION, ms + 2 * error_ms, words)
+    return _with_saved(measurement, Part.COMMUNICATION, ms, error_ms, words)
 
 
-def _with_saved(measurement: Measurement, part: Part, ms: float, words: str) -> UpperBound:
+def _with_saved(
+    measurement: Measurement, part: Part, ms: float, error_ms: float, words: str
+) -> UpperBound:
     """A bound from a phase, and from steps without the part where there were any."""
     saved = _saved(measurement, part)
-    bound = _bound(measurement, part, ms, words, hidden=saved is None)
+    bound = _bound(measurement, part, ms, error_ms, words, hidden=saved is None)
     if saved is None:
         return bound
-    return UpperBound(part, max(bound.share, saved[0]), f"{words}, and {saved[1]}")
+    share, error = max((bound.share, bound.error), saved[:2])
+    return UpperBound(part, share, f"{words}, and {saved[2]}", error=error)
 
 
 def _optimizer(measurement: Measurement) -> UpperBound:
     ms, error_ms = _phase(measurement, "optimizer")
     words = f"it takes {_of(measurement, ms)}"
-    return _bound(measurement, Part.OPTIMIZER, ms + 2 * error_ms, words, hidden=True)
+    return _bound(measurement, Part.OPTIMIZER, ms, error_ms, words, hidden=True)
 
 
 def _computing(measurement: Measurement) -> UpperBound:
@@ -247,7 +267,7 @@ def _computing(measurement: Measurement) -> UpperBound:
     ms, error_ms = _phase(measurement, *PASSES)
     words = f"forward and backward take {_of(measurement, ms)}"
     wait_ms = measurement.phases_ms.get("rank_wait", 0.0)
-    most_ms = _passes_and_waits_ms(measurement) + 2 * error_ms
+    most_ms = _passes_and_waits_ms(measurement)
     peak = measurement.environment.get("peak_flops_per_s")
     if peak and measurement.flops_per_step:
         ideal_ms = measurement.flops_per_step / measurement.world_size / peak * 1e3
@@ -256,7 +276,8 @@ def _computing(measurement: Measurement) -> UpperBound:
         most_ms -= ideal_ms
     if wait_ms > 0:
         words += f", and ranks wait {wait_ms:.2f} ms for one another"
-    return _bound(measurement, Part.COMPUTING, max(0.0, most_ms), words, hidden=True)
+    most_ms = max(-2 * error_ms, most_ms)  # of peaks that are surpassed, nothing is left
+    return _bound(measurement, Part.COMPUTING, most_ms, error_ms, words, hidden=True)
 
 
 def _passes_and_waits_ms(measurement: Measurement) -> float:
@@ -277,7 +298,7 @@ def _passes_and_waits_ms(measurement: Measurement) -> float:
 
 def _rest(measurement: Measurement) -> UpperBound:
     phases: Mapping[str, float] = measurement.phases_ms
-    step_ms = _profiled_step_ms(measurement)
+    step_ms = profiled_step_ms(measurement)
     ms = max(0.0, step_ms - sum(phases.get(name, 0.0) for name in _PHASES_OF_PARTS))
     named = [name for name in phases if name not in _PHASES_OF_PARTS]
     words = "no phase covers" if not named else f"{', '.join(named)} and what no phase covers take"
@@ -285,4 +306,4 @@ def _rest(measurement: Measurement) -> UpperBound:
 
 
 def _of(measurement: Measurement, ms: float) -> str:
-    return f"{ms:.2f} ms of a {_profiled_step_ms(measurement):.2f} ms step"
+    return f"{ms:.2f} ms of a {profiled_step_ms(measurement):.2f} ms step"

@@ -1,21 +1,24 @@
-"""Stage 2: measure what the user has today as trial 0, and say what there is to gain."""
+"""Stage 2: measure what the user has today as trial 0, and say where its time goes."""
 
 from __future__ import annotations
+
+import math
 
 from perfsearch.core import command
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.knob import Part
-from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.metrics.bounds import (
     UpperBound,
     gain_of,
     gain_text,
     headroom_of,
-    in_short,
     knobs_by_part,
+    profiled_step_ms,
     upper_bounds,
 )
 from perfsearch.metrics.diagnosis import Severity, diagnose
+from perfsearch.metrics.phases import phase_table
 from perfsearch.pipeline import profile
 from perfsearch.pipeline.session import BreakerError, Session
 
@@ -80,6 +83,7 @@ def _is_users_fault(trial: Trial) -> bool:
 def _explain(session: Session, trial: Trial) -> None:
     """Say what holds the job back and what there is to gain, where its steps were profiled."""
     if trial.status is Status.OK and trial.measurement is not None:
+        session.view.note(job_line(trial.measurement))
         missing = trial.measurement.environment.get("unsupported", {})
         if "step range" in missing:
             session.view.note(missing["step range"])
@@ -91,37 +95,54 @@ def _explain(session: Session, trial: Trial) -> None:
         lines = profile.finding_lines(trial.measurement)
         if lines:
             session.view.note("\n".join(["what holds it back:", *lines]))
-            show_headroom(session)
+            show_phases(session, trial.measurement)
+
+
+def job_line(measurement: Measurement) -> str:
+    """What a step trains, as far as that is known; empty where only samples are counted."""
+    parameters = measurement.environment.get("parameters")
+    words = [f"{measurement.samples_per_step} samples"] if measurement.samples_per_step else []
+    if measurement.tokens_per_step:
+        words.append(f"{measurement.tokens_per_step:,} tokens")
+    if parameters:
+        millions = parameters / 1e6
+        words.append(f"of a model of {millions:,.{0 if millions >= 100 else 2}f} M parameters")
+    return f"a step trains {', '.join(words)}" if len(words) > 1 else ""
 
 
 # -----------------------------------------------------------------------------
-# Headroom: the most that the searched knobs can gain, from the timings of the baseline.
+# Where the time goes, and headroom: the most that the searched knobs can gain, from the
+# timings of the baseline.
 
 
-def show_headroom(session: Session) -> None:
-    """Print the most that each group of knobs can give, from the baseline's timings."""
-    found = _upper_bounds(session)
-    if not found:
+def show_phases(session: Session, measurement: Measurement) -> None:
+    """Show where a step's time goes, and what the searched knobs can gain where that is known."""
+    rows = phase_table(measurement, session.runner.space.knobs)
+    if not rows:
         return
-    names = knobs_by_part(session.runner.space.knobs)
-    lines = ["what there is to gain, at most, by what a knob can make shorter:"]
-    for one in found:
-        knobs = in_short(names[one.part]) or f"no knob is searched{_why_none(session, one)}"
-        lines.append(f"- {one.part} {gain_text(one.gain)}: {one.evidence}; {knobs}")
-    total = headroom(session)
-    if total is not None:
-        lines.append(f"all that is searched: {gain_text(total)}")
-    session.view.note("\n".join(lines))
+    step_ms = profiled_step_ms(measurement)
+    session.view.note(f"where a step of {step_ms:.2f} ms goes (profiled, unlike those scored):")
+    session.view.table(rows)
+    bounds, total = _upper_bounds(session), headroom(session)
+    if bounds and not any(bound.says_something for bound in bounds):
+        session.view.note("these timings bound no gain: their errors are as large")
+    elif total is not None and not math.isinf(total):
+        session.view.note(f"all that is searched can gain {gain_text(total)} at most")
+    if hint := _why_no_loading(session):
+        session.view.note(f"{Part.LOADING}: {hint}")
 
 
-def _why_none(session: Session, one: UpperBound) -> str:
+def _why_no_loading(session: Session) -> str:
+    """How loading could be searched where it is not; empty where it is, or cannot be."""
     settings = session.settings
     workload = settings.workload
-    if one.part is not Part.LOADING or workload.name != "custom" or settings.runner.name != "ddp":
+    if knobs_by_part(session.runner.space.knobs)[Part.LOADING]:
+        return ""
+    if workload.name != "custom" or settings.runner.name != "ddp":
         return ""  # other runners have no knob of the loader
     if workload.options.get("draws_in_loader") is False:
         return ""
-    return " (workload.draws_in_loader=false allows it, where loading draws no random numbers)"
+    return "workload.draws_in_loader=false allows it, where loading draws no random numbers"
 
 
 def headroom(session: Session) -> float | None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of
@@ -13,6 +14,7 @@ from perfsearch.core.steps import ALIKE, TIMES_SEEN, Statistic, step_time_s
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.core.verdict import (
     Answer,
+    Expectation,
     Plan,
     Reading,
     expect,
@@ -36,6 +38,9 @@ _AS_LONG_AS = 2.0
 
 _QUIET = 0.01
 """Relative standard deviation between starts on a quiet machine: the least that is expected."""
+
+_PROBABLE = 0.5
+"""Share of such comparisons that show the gain, below which it is said that this one will not."""
 
 
 def caution(session: Session) -> None:
@@ -74,7 +79,7 @@ def _unconfirmed(session: Session, why: str) -> Verdict:
     """Nothing is claimed; what ran in the search is handed over where the baseline does not run."""
     best = session.best
     if session.baseline_cost is not None or best is None:
-        return Verdict(reason=f"{why}, so no gain is claimed")
+        return Verdict(reason=f"{why}, so no gain is claimed", is_open=True)
     return Verdict(winner=best.number, reason=f"{_rescued(session, best, best.cost)}; {why}")
 
 
@@ -142,21 +147,22 @@ def _compare(session: Session, found: Sequence[Trial]) -> Verdict:
         return verdict
     arms: dict[int, dict[str, Value]] = {BASELINE: dict(session.runner.baseline)}
     arms |= {number: session.numbered(number).configuration for number in finalists}
+    since, endings = _on_record(session, arms)
     plan = None
     if settings.max_repeats > 1:
         plan = plan_of_starts(
             settings.max_repeats,
-            comparisons=len(finalists),
+            comparisons=len(finalists) * 2**endings,
             either_way=False,
             sharpness=settings.sharpness,
         )
         cost = next(iter(finalists.values()))
         assert session.baseline_cost is not None
         gain = max(session.baseline_cost / cost - 1, _QUIET)
-        session.view.note(expectation(session, plan, gain, len(arms)))
+        _announce(session, plan, gain, len(arms))
 
     def measure(arm: int, block: int) -> Trial:
-        return _measured(session, arms[arm], block, Purpose.CONFIRM, verdict)
+        return _measured(session, arms[arm], block, Purpose.CONFIRM, verdict, since)
 
     blocks = Blocks(
         list(arms),
@@ -176,14 +182,55 @@ def _compare(session: Session, found: Sequence[Trial]) -> Verdict:
     verdict.intervals = {arm: reading.interval for arm, reading in blocks.readings.items()}
     tell_two_kinds(session, {_name(arm): costs for arm, costs in verdict.costs.items()})
     if BASELINE in blocks.failed:
-        verdict.reason = _without_reference(blocks.failed[BASELINE])
+        verdict.reason, verdict.is_open = _without_reference(blocks.failed[BASELINE]), True
     elif len(blocks.arms) < 2:
         verdict.reason = "every finalist failed in fresh processes: no gain is claimed"
     elif not blocks.readings:
-        verdict.reason = "too few repeats for an interval: no gain is claimed"
+        verdict.reason, verdict.is_open = "inconclusive: too few repeats for an interval", True
     else:
         _decide(session, verdict, blocks.readings)
     return verdict
+
+
+def _on_record(session: Session, arms: Mapping[int, Mapping[str, Value]]) -> tuple[int, int]:
+    """From which trial on the confirmation's starts are of these very arms, and how often they were
+    judged at the end of the search before.
+
+    Starts of one arm that ran when others did are in no pair with these: where a search that goes
+    on has found another finalist, all of it is measured anew. Whoever goes on until a gain is shown
+    is wrong more often than he thinks, so that each further judgement may err half as often.
+    """
+    keys = sorted(key_of(configuration) for configuration in arms.values())
+    since, endings, known = 0, 0, None
+    for event in session.journal.of("finalists", "ended"):
+        if event.name == "ended":
+            endings += known == keys
+        elif event.data["arms"] != known:
+            known, since, endings = event.data["arms"], int(event.data["since"]), 0
+    if known is not None and known != keys:
+        since, endings = session.next_number, 0
+    session.journal.append("finalists", arms=keys, since=since)
+    return since, endings
+
+
+def _announce(session: Session, plan: Plan, gain: float, arms: int) -> None:
+    """Say what the comparison will come to, and warn where that is probably nothing."""
+    noise = _noise(session)
+    expected = expect(plan, noise, gain)
+    session.view.note(_told(session, expected, noise, arms))
+    session.view.expects(round(expected.mean_pairs * arms))
+    if expected.power >= _PROBABLE:
+        return
+    warning = (
+        f"this will probably be inconclusive: {plan.most} pairs show a gain of {gain:.1%} in "
+        f"{expected.power:.0%} of such cases"
+    )
+    for most in (2 * plan.most, 4 * plan.most):
+        larger = replace(plan, looks=plan_of_starts(most).looks)
+        if expect(larger, noise, gain).power >= _PROBABLE:
+            warning += f"; confirm.max_repeats={most} probably shows it"
+            break
+    session.view.warning(warning)
 
 
 def expectation(session: Session, plan: Plan, gain: float, arms: int) -> str:
@@ -196,12 +243,20 @@ def expectation(session: Session, plan: Plan, gain: float, arms: int) -> str:
         arms: that are started in each block.
 
     """
+    noise = _noise(session)
+    return _told(session, expect(plan, noise, gain), noise, arms)
+
+
+def _noise(session: Session) -> float:
+    """By how much starts vary at least, relative, as far as readings of the baseline tell."""
     purposes = (Purpose.BASELINE, Purpose.SENTINEL)
     readings = [t for t in session.trials if t.purpose in purposes and t.cost is not None]
     logs = [math.log(t.cost or 1.0) for t in readings]
     errors = [t.cost_error for t in readings if t.cost_error is not None]
-    noise = max([_QUIET, *errors, *([statistics.stdev(logs)] if len(logs) > 1 else [])])
-    expected = expect(plan, noise, gain)
+    return max([_QUIET, *errors, *([statistics.stdev(logs)] if len(logs) > 1 else [])])
+
+
+def _told(session: Session, expected: Expectation, noise: float, arms: int) -> str:
     fresh = [t.seconds for t in session.trials if t.fresh_process and t.status is Status.OK]
     lasts = ""
     if fresh:
@@ -215,11 +270,12 @@ def _measured(
     number: int,
     purpose: Purpose,
     verdict: Verdict,
+    since: int = 0,
 ) -> Trial:
-    """The trial for this purpose and of this number: from an earlier run of the same search, or
-    run now.
+    """The trial for this purpose and of this number: from an earlier run of the same search, where
+    its trials from ``since`` on have it, or run now.
     """
-    done = [t for t in session.trials if t.purpose is purpose]
+    done = [t for t in session.trials if t.purpose is purpose and t.number >= since]
     same = [t for t in done if key_of(t.configuration) == key_of(configuration)]
     whole = [t for t in same if t.status is not Status.INTERRUPTED]
     if len(whole) > number:

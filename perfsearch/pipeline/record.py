@@ -17,11 +17,11 @@ from perfsearch.core import command
 from perfsearch.core.files import write_text
 from perfsearch.core.journal import JOURNAL
 from perfsearch.core.knob import Value
-from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.trial import Measurement, Status, Trial
 from perfsearch.core.version import version
-from perfsearch.pipeline import baseline, profile
+from perfsearch.pipeline import baseline, cards, profile
 from perfsearch.pipeline.session import BASELINE, Result, Session, Verdict
-from perfsearch.runners.base import ClosingLines, KeepsFiles
+from perfsearch.runners.base import ClosingLines, HoldsDevices, KeepsFiles
 from perfsearch.tracking import export, names, report
 from perfsearch.tracking.best_so_far import course, first_within
 
@@ -55,21 +55,23 @@ def close_record(session: Session, result: Result) -> None:
     files += traces
     for text in profile.explanations(session, result.verdict)[1:]:  # the baseline's was said before
         session.view.note(text)
-    for line in [*trial_cost_lines(session.trials), break_even_line(session, result.verdict)]:
-        session.view.note(line)
-    missing = {} if session.sampler is None else session.sampler.unsupported
+    session.view.note(break_even_line(session, result.verdict))
+    missing = {} if session.sampler is None else dict(session.sampler.unsupported)
+    if not (isinstance(runner, HoldsDevices) and runner.hardware.all_gpus):
+        missing.pop("gpu", None)  # nobody asked for one
     if missing:
         listed = "; ".join(f"{name} ({why})" for name, why in sorted(missing.items()))
-        session.view.note(f"system metrics that are not to be had here: {listed}")
+        session.view.note(f"system metrics that are unavailable here: {listed}")
     if session.settings.batch == "free":
         session.view.note(batch_line(session, result))
     if result.exit_code != 1 and isinstance(runner, ClosingLines):
         for line in runner.closing_lines(_best_configuration(session, result), session.trials):
             session.view.note(line)
     name_changed_files(session)
-    session.view.result(_rows(session, result.verdict), result.verdict.reason, files)
+    if searched:
+        session.view.result(_rows(session, result.verdict))
     session.tracker.close("FINISHED" if result.exit_code == 0 else "FAILED")
-    session.view.note(session.tracker.how_to_open())
+    session.view.card(cards.closing(session, result, files, session.tracker.how_to_open()))
 
 
 def write_views(session: Session, verdict: Verdict) -> None:
@@ -157,11 +159,10 @@ def interrupted(session: Session) -> None:
         _keep_series(session)
     name_changed_files(session)
     done = [t for t in session.trials if t.status is not Status.INTERRUPTED]
-    session.view.result(
-        _rows(session, Verdict()),
-        f"interrupted after {len(done)} trials; the same command goes on from here",
-        [],
-    )
+    many = f"{len(done)} trial{'s' * (len(done) != 1)}"
+    session.view.result(_rows(session, Verdict()))
+    text = f"interrupted after {many}; the same command goes on from here"
+    session.view.card(cards.interrupted(session, text))
     session.tracker.close("KILLED")
 
 
@@ -238,7 +239,8 @@ def _rows(session: Session, verdict: Verdict) -> list[dict[str, Any]]:
     baseline = session.baseline
     if baseline is not None:
         rows.append(_row(session, "baseline", baseline, verdict, None))
-    shown = [t for n in verdict.intervals if (t := session.find(n)) is not None]
+    fastest = sorted(verdict.intervals, key=lambda n: -verdict.intervals[n].ratio)
+    shown = [t for n in fastest if (t := session.find(n)) is not None]
     if not shown and verdict.winner is not None:
         shown = [session.numbered(verdict.winner)]
     if not shown:  # one reading each
@@ -370,30 +372,6 @@ def break_even_line(session: Session, verdict: Verdict) -> str:
         f"the search took {spent_s:.0f} s of trials and has paid for itself after "
         f"{math.ceil(spent_s / saved_s)} {which}"
     )
-
-
-def trial_cost_lines(trials: list[Trial]) -> list[str]:
-    """What a trial cost beside its scored steps, warm and with new processes."""
-    lines = []
-    for fresh, label in ((False, "a warm trial"), (True, "a trial in new processes")):
-        chosen = [
-            t
-            for t in trials
-            if t.fresh_process is fresh
-            and t.status is Status.OK
-            and t.purpose is not Purpose.BASELINE
-        ]
-        if not chosen:
-            continue
-        overheads = sorted(t.overhead_seconds for t in chosen)
-        discarded = [t.measurement.discarded_seconds for t in chosen if t.measurement]
-        p90 = overheads[min(len(overheads) - 1, int(0.9 * len(overheads)))]
-        lines.append(
-            f"{label} cost {statistics.median(overheads):.2f} s (90th percentile {p90:.2f} s) "
-            f"beside its scored steps and {statistics.median(discarded):.2f} s of discarded ones "
-            f"({len(chosen)} trials)"
-        )
-    return lines
 
 
 def batch_line(session: Session, result: Result) -> str:

@@ -44,19 +44,21 @@ def choose_run_dir(base: Path, resume: str, named: bool = False) -> tuple[Path, 
     """The directory to work in, and whether it holds a search to go on with.
 
     ``base`` itself, or ``base-2``, ``base-3``, ... after finished searches. To run failed trials
-    again it is the latest of them that has any; or ``base``, where the user ``named`` it and it
-    does.
+    again it is the latest of them that has any; to extend a search, the latest. Either way it is
+    ``base``, where the user ``named`` it and it does.
 
     Raises:
-        RefusedError: ``resume=failed`` and there is nothing to resume.
+        RefusedError: a finished search is asked for, and there is none.
 
     """
     taken = [path for path in _numbered(base) if (path / JOURNAL).exists()]
     if taken and resume == "failed":
         ordered = [*([base] if named and base in taken else []), *reversed(taken)]
         return next((path for path in ordered if _has_failed(path)), ordered[0]), True
-    if resume == "failed":
-        raise RefusedError(f"resume=failed: there is no journal in {base}.")
+    if taken and resume == "extend":
+        return (base if named and base in taken else taken[-1]), True
+    if resume in ("failed", "extend"):
+        raise RefusedError(f"resume={resume}: there is no journal in {base}.")
     if taken and resume == "auto":
         _, events = read(taken[-1] / JOURNAL)
         if not any(e.name == "ended" for e in _since_opened(events)):

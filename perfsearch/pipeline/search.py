@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 from perfsearch import runners, strategies
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import Settings, default_run_dir
+from perfsearch.core import command
 from perfsearch.core.errors import BadInputError, NodesGoneError
 from perfsearch.core.extras import how_to_install
+from perfsearch.core.figures import show_path
 from perfsearch.core.files import make_private, temporary_directory, why_not_writable
 from perfsearch.core.hardware import occupants
 from perfsearch.core.hints import Hints
@@ -34,7 +36,16 @@ from perfsearch.core.space import Space
 from perfsearch.core.trial import Status, Trial
 from perfsearch.knobs.model import COMPILE, is_compiled
 from perfsearch.metrics.slow_steps import SLOW_STEPS, told_shortly
-from perfsearch.pipeline import baseline, confirm, explore, neighbours, record, resume, transfer
+from perfsearch.pipeline import (
+    baseline,
+    cards,
+    confirm,
+    explore,
+    neighbours,
+    record,
+    resume,
+    transfer,
+)
 from perfsearch.pipeline.resume import device_lock, run_directory_lock
 from perfsearch.pipeline.session import BreakerError, Result, Session, Verdict, View
 from perfsearch.runners.base import (
@@ -82,7 +93,7 @@ def run(settings: Settings, open_view: ViewFactory) -> int:
         BadInputError: something asked for cannot be done; nothing was started.
 
     """
-    return _run(settings, open_view)[1]
+    return carry_out(settings, open_view)[1]
 
 
 def run_search(
@@ -106,15 +117,15 @@ def run_search(
         raise ConfigError(
             "mode", f"mode={settings.mode}: it has no result. From Python there is mode={allowed}."
         )
-    result, _ = _run(settings, open_view, function)
+    result, _ = carry_out(settings, open_view, function)
     assert result is not None
     return result
 
 
-def _run(
+def carry_out(
     settings: Settings, open_view: ViewFactory, function: Callable[..., Any] | None = None
 ) -> tuple[Result | None, int]:
-    """What the search came to, where there was one, and the exit code."""
+    """The same, returning what the search came to, where there was one, and the exit code."""
     settings = settled(settings)
     strategy = strategy_factory(settings, function)
     directory = settings.run_dir or default_run_dir(settings)
@@ -439,7 +450,11 @@ def _open(
     named = settings.run_dir is not None
     directory, resuming = resume.choose_run_dir(asked.absolute(), settings.resume, named)
     if directory != asked.absolute():
-        view.note(f"{asked} holds a finished search; this one is in {directory}")
+        goes_on = command.given().key("resume=extend")
+        view.note(
+            f"{show_path(asked)} holds a finished search; this is a new one, in "
+            f"{show_path(directory)} ({goes_on} goes on with the finished one)"
+        )
     absent = _absent(directory)
     make_private(directory)
     make_private(directory / "logs")
@@ -530,6 +545,7 @@ _REMEDIES: dict[int | None, str] = {
 def _stages(session: Session) -> Result:
     """Go through them, except the record, and say what the search came to."""
     exit_code, verdict = ExitCode.DONE, Verdict()
+    session.view.card(cards.opening(session))
     confirm.caution(session)
     profiled = session.settings.mode == "profile"
     start_record(session)  # stage 1

@@ -48,6 +48,7 @@ from perfsearch.training.clock import WARMUP_STEPS
 if TYPE_CHECKING:
     from perfsearch.config.schema import MetricsSettings, Settings
     from perfsearch.metrics.system import SystemSampler
+    from perfsearch.pipeline.cards import Card
     from perfsearch.tracking import Tracker
 
 CUT_OFF = "the time for it was over"
@@ -595,6 +596,7 @@ class Verdict:
         costs: cost by finalist (``BASELINE`` for the baseline), a list over blocks.
         trials: the confirmation's own trials.
         chosen_by: those by which the finalists were chosen.
+        is_open: nothing could be compared, or too little, so that a gain is not excluded either.
 
     """
 
@@ -604,6 +606,7 @@ class Verdict:
     costs: dict[int, list[float]] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
     chosen_by: list[Trial] = field(default_factory=list)
+    is_open: bool = False
 
     @property
     def interval(self) -> Interval | None:
@@ -681,16 +684,21 @@ class View(Protocol):
     def warning(self, text: str) -> None:
         """Say something that should not be missed."""
 
-    def result(
-        self, rows: Sequence[Mapping[str, Any]], verdict_line: str, files: Sequence[str]
-    ) -> None:
-        """Show the closing table, the verdict and where the files are.
+    def expects(self, trials: int) -> None:
+        """Take note that the stage takes about so many trials."""
+
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
+        """Show a table; the first row is its header, the last column may be long."""
+
+    def card(self, card: Card) -> None:
+        """Show labelled lines under a title."""
+
+    def result(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show the closing table.
 
         Args:
-            rows: ``label``, ``trial``, ``objective``, ``unit``, ``interval`` (``ratio``, ``low``,
-                ``high``, or ``None``) and ``confirmed``; the baseline first.
-            verdict_line: the verdict in one line.
-            files: paths that were written.
+            rows: ``label``, ``trial``, ``objective``, ``unit``, ``step_ms``, ``interval`` (or
+                ``None``) and ``confirmed``; the baseline first, then the fastest.
 
         """
 

@@ -181,9 +181,10 @@ class Bayes(Strategy):
 
     def describe(self) -> str:
         """One line for people."""
+        measured = len(self._history.measured())
         text = (
-            f"Gaussian process, expected improvement times probability of running; "
-            f"{len(self._history.measured())} trials measured, {len(self._history.failed())} failed"
+            f"Gaussian process, expected improvement times probability of running; {measured} "
+            f"trial{'s' * (measured != 1)} measured, {len(self._history.failed())} failed"
         )
         if self._belief is None:
             return text

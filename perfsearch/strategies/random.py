@@ -34,4 +34,7 @@ class Random(Strategy):
     def describe(self) -> str:
         """One line for people."""
         size = self.space.size
-        return f"random search over {'too many to list' if size is None else size} configurations"
+        many = (
+            "more configurations than can be listed" if size is None else f"{size} configurations"
+        )
+        return f"random search over {many}"

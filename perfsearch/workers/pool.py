@@ -152,6 +152,8 @@ def _succeeded(
     if info.get("flops_per_sample"):
         measurement.flops_per_step = float(info["flops_per_sample"]) * batch
     measurement.environment.update(context)
+    if info.get("parameters"):
+        measurement.environment["parameters"] = int(info["parameters"])
     cards, precision = context["devices"], str(info.get("precision", ""))
     measurement.environment["precision"] = precision
     peak = peak_flops(cards[0]["name"], precision) if cards else None

@@ -143,7 +143,7 @@ def test_an_interrupt_says_what_is_known_and_leaves_nothing(here):
     try:
         for line in process.stdout:
             lines.append(line)
-            if line.startswith("trial   0"):
+            if line.startswith("    0  "):
                 break
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)

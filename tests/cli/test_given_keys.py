@@ -17,7 +17,8 @@ def test_the_command_hands_them_over_as_they_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []
     monkeypatch.setattr(
-        "perfsearch.pipeline.search.run", lambda settings, open_view: seen.append(settings) or 0
+        "perfsearch.pipeline.search.carry_out",
+        lambda settings, open_view: (None, seen.append(settings) or 0),
     )
     arguments = ["workload=script", "workload.command=[SCRIPT]", "nproc=2"]
     assert cli.main(arguments, {"workload": {"command": ODD}}) == 0

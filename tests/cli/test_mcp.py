@@ -104,7 +104,7 @@ def test_a_client_finds_out_what_can_be_tuned_and_tries_it(job, capsys):
 
         opened = (await client.call_tool("open_session", progress_callback=hear)).structured_content
         assert opened["run_dir"] == str(job / "outputs" / "session")
-        assert any(line.startswith("trial   0 baseline") for line in opened["said"])
+        assert any(line.startswith("    0  ") for line in opened["said"])
         assert told == opened["said"], "each line is told as it comes"
         again = await client.call_tool("open_session")
         assert f"a session is open already, in {opened['run_dir']}" in refusal(again)

@@ -170,6 +170,20 @@ def test_version(command):
     assert command("--version", prefix=False)[1] == f"perfsearch {version()}\n"
 
 
+def test_help_is_of_what_is_chosen(command):
+    _, plain, _ = command("--help", prefix=False)
+    _, zero, _ = command("runner=zero", "strategy=bayes", "--help", prefix=False)
+    _, everything, _ = command("--help-all", prefix=False)
+    assert plain.index("Examples:") < plain.index("Usage:") < plain.index("Groups (")
+    assert "  first_bucket_mb" in plain and "zero_stage" not in plain
+    assert "  zero_stage" in zero and "first_bucket_mb" not in zero
+    assert "Keys of strategy=bayes" in zero and "Keys of strategy=bayes" not in plain
+    assert "metrics.thresholds." not in plain
+    for told in ("  zero_stage", "  first_bucket_mb", "metrics.thresholds.comm_moderate="):
+        assert told in everything
+    assert len(plain.splitlines()) < len(everything.splitlines()) / 2
+
+
 @pytest.mark.parametrize("option", [o.name for o in option_files() if o.group == "experiment"])
 def test_every_shipped_experiment_composes(command, option):
     """hydra-ecosystem/hydra#3047, #394"""

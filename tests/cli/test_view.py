@@ -1,24 +1,27 @@
 import errno
 import io
 import os
+import re
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from perfsearch.cli import view as view_module
+from perfsearch.cli.progress import Progress
 from perfsearch.cli.view import (
     LiveView,
     View,
-    differing_knobs,
+    changes,
     open_view,
     result_cells,
-    show_seconds,
 )
 from perfsearch.core.objective import Metric, Objective
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.core.verdict import Interval
+from perfsearch.pipeline.cards import Card, Row
 
 BASE = {"bucket_cap_mb": 25, "static_graph": False, "nccl_algo": None}
 
@@ -54,31 +57,35 @@ def play(view):
     view.trial_finished(failed, BETTER, BASELINE, 55.0, "told as bad")
     view.note("search ended: budget.trials=2 spent")
     view.warning("the baseline drifted by 4%")
-    view.result(ROWS, "a gain of 25%", ["outputs/x/best/config.yaml"])
+    view.result(ROWS)
+    view.card(Card("result", [Row("verdict", "a gain of 25%"), Row("report", "outputs/x/r.html")]))
 
 
 def test_a_plain_log_has_a_line_for_each_event():
     stream = io.StringIO()
     with View(stream=stream) as view:
         play(view)
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "-- baseline: as it is today"
-    assert lines[1] == "trial   0 baseline   320 samples/s     100 ms/step"
-    assert lines[3] == (
-        "trial   3 search     400 samples/s      80 ms/step  +25.0%"
-        "  bucket_cap_mb=64.12 static_graph=true  best so far"
-    )
-    assert lines[4].startswith("trial   4 search   oom: CUDA out of memory on rank 1")
-    assert lines[4].endswith("static_graph=true  (told as bad)")
-    assert lines[6] == "warning: the baseline drifted by 4%"
-    header, base, best, verdict, file = lines[7:]
-    assert "samples/s" in header
-    assert "differs from the baseline" in header
-    assert base.split()[:5] == ["baseline", "0", "320", "100", "1"]
-    assert "1.250x (1.210 to 1.290)" in best
-    assert best.index("1.250x") == base.rindex("1")
-    assert verdict == "a gain of 25%"
-    assert file == "  outputs/x/best/config.yaml"
+    assert stream.getvalue().splitlines() == [
+        "-- baseline: as it is today",
+        "trial    samples/s    ms/step      gain  differs from the baseline",
+        "    0        320.0      100.0            the baseline",
+        "-- search: expected improvement",
+        "trial    samples/s    ms/step      gain  differs from the baseline",
+        "    3        400.0       80.0    +25.0%  bucket_cap_mb=64.1 static_graph=true"
+        "  (best so far)",
+        "    4  oom: CUDA out of memory on rank 1 (static_graph=true)  (told as bad)",
+        "search ended: budget.trials=2 spent",
+        "warning: the baseline drifted by 4%",
+        "",
+        "          trial  samples/s  ms/step        gain (95% interval)  differs from the baseline",
+        "baseline      0      320.0    100.0",
+        "best          3      400.0     80.0  +25.0% (+21.0% to +29.0%)"
+        "  bucket_cap_mb=64.1 static_graph=true",
+        "",
+        "-- result " + "-" * 90,
+        "  verdict  a gain of 25%",
+        "  report   outputs/x/r.html",
+    ]
 
 
 def test_a_search_goes_on_when_nobody_reads():
@@ -88,7 +95,7 @@ def test_a_search_goes_on_when_nobody_reads():
 
     with View(stream=Closed()) as view:
         play(view)
-    assert view.searched == 2
+    assert view.progress.searched == 2
 
 
 def test_a_latency_is_better_when_smaller():
@@ -98,7 +105,7 @@ def test_a_latency_is_better_when_smaller():
     slow.cost, slow.objective, fast.cost, fast.objective = 100.0, 100.0, 50.0, 50.0
     view.trial_finished(slow, slow, slow, None)
     view.trial_finished(fast, fast, slow, None)
-    assert "50 ms/step      50 ms/step  +100.0%" in stream.getvalue()
+    assert "    1         50.0       50.0   +100.0%" in stream.getvalue()
 
 
 def test_a_confirmation_is_not_compared_with_the_one_reading_of_the_baseline():
@@ -107,11 +114,9 @@ def test_a_confirmation_is_not_compared_with_the_one_reading_of_the_baseline():
     view.trial_finished(BASELINE, None, BASELINE, None)
     view.trial_finished(trial(5, 0.05, Purpose.CONFIRM), None, BASELINE, None)
     view.trial_finished(trial(6, 0.05, Purpose.CONFIRM, static_graph=True), None, BASELINE, None)
-    _, repeat, finalist = stream.getvalue().splitlines()
-    assert repeat == "trial   5 confirm    640 samples/s      50 ms/step          the baseline"
-    assert (
-        finalist == "trial   6 confirm    640 samples/s      50 ms/step          static_graph=true"
-    )
+    *_, repeat, finalist = stream.getvalue().splitlines()
+    assert repeat == "    5        640.0       50.0            the baseline"
+    assert finalist == "    6        640.0       50.0            static_graph=true"
 
 
 def test_a_best_that_is_worse_than_the_baseline_is_not_called_best(console):
@@ -121,7 +126,7 @@ def test_a_best_that_is_worse_than_the_baseline_is_not_called_best(console):
     view.trial_finished(BASELINE, None, BASELINE, None)
     view.trial_finished(worse, worse, BASELINE, None)
     assert "best so far" not in console.file.getvalue()
-    assert "best     the baseline, 320 samples/s" in block(view)
+    assert "best     the baseline, 320.0 samples/s" in block(view)
 
 
 def test_a_terminal_that_is_gone_ends_nothing():
@@ -132,17 +137,17 @@ def test_a_terminal_that_is_gone_ends_nothing():
     view = LiveView(console=Console(file=Gone(), force_terminal=True))
     view.stage("search")
     assert view.unread
-    view.result(ROWS, "no gain", [])
+    view.result(ROWS)
 
 
 def test_the_closing_table_of_a_search_without_confirmation():
     rows = [ROWS[0], {**ROWS[1], "label": "best so far", "interval": None, "confirmed": False}]
     cells = result_cells(rows)
-    assert cells[2][4] == "1.250x (one reading, not confirmed)"
+    assert cells[2][4] == "+25.0% (one reading)"
     slower = {**rows[1], "objective": 288.0, "confirmed": True}  # of a single pair
-    assert result_cells([ROWS[0], slower])[2][4] == "0.900x (one reading each, not confirmed)"
+    assert result_cells([ROWS[0], slower])[2][4] == "-10.0% (one reading each)"
     latency = [{**row, "unit": "ms/step"} for row in (ROWS[0], slower)]
-    assert result_cells(latency)[2][4] == "1.111x (one reading each, not confirmed)"
+    assert result_cells(latency)[2][4] == "+11.1% (one reading each)"
     failed = trial(0, status=Status.CRASH, purpose=Purpose.BASELINE)
     cells = result_cells([{**ROWS[0], "trial": failed, "objective": None, "step_ms": None}])
     assert cells[1][:4] == ["baseline", "0", "", ""]
@@ -151,14 +156,9 @@ def test_the_closing_table_of_a_search_without_confirmation():
 
 def test_knobs_that_differ_tell_true_from_one():
     one = trial(1, static_graph=0)
-    assert differing_knobs(one, BASELINE) == "static_graph=0"
-    assert differing_knobs(trial(1, nccl_algo="Ring"), BASELINE) == "nccl_algo=Ring"
-    assert differing_knobs(trial(1, bucket_cap_mb=None), BASELINE) == "bucket_cap_mb=null"
-
-
-@pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03")])
-def test_durations(seconds, shown):
-    assert show_seconds(seconds) == shown
+    assert changes(one, BASELINE) == ["static_graph=0"]
+    assert changes(trial(1, nccl_algo="Ring"), BASELINE) == ["nccl_algo=Ring"]
+    assert changes(trial(1, bucket_cap_mb=None), BASELINE) == ["bucket_cap_mb=null"]
 
 
 @pytest.fixture
@@ -175,37 +175,40 @@ def block(view):
 def test_the_live_block_shows_trial_best_and_what_is_left(console, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    view = LiveView(trials=25, console=console)
+    view = LiveView(progress=Progress(25, pairs=4), console=console)
     assert block(view).strip() == ""
     view.stage("search")
     assert "no baseline yet" in block(view)
-    view.trial_finished(BASELINE, BASELINE, BASELINE, 120.0)
-    assert "the baseline, 320 samples/s" in block(view)
-    view.trial_finished(BETTER, BETTER, BASELINE, 90.0)
+    baseline = replace(BASELINE, seconds=10.0)
+    view.trial_finished(baseline, baseline, baseline, 120.0)
+    assert "the baseline, 320.0 samples/s" in block(view)
+    now[0] += 3
+    view.trial_finished(BETTER, BETTER, baseline, 90.0)
     view.trial_started(4, Purpose.SEARCH, {**BASE, "bucket_cap_mb": 8})
     now[0] += 7
     shown = block(view)
     assert "trial 4 search  0:07  bucket_cap_mb=8" in shown
-    assert "400 samples/s  +25.0%  trial 3, one reading; baseline 320 samples/s" in shown
-    assert "24 of 25 trials, 1:23" in shown
+    assert "400.0 samples/s  +25.0%  trial 3, one reading; baseline 320.0 samples/s" in shown
+    # 83 s of the budget for the search, and 8 starts of 10 s
+    assert re.search(r" 6% .* search 1 of 25, about 2:43 left", shown)
     assert max(map(len, shown.splitlines())) <= 90
 
 
 @pytest.mark.parametrize("stage", ["baseline", "confirm"])
 def test_a_stage_that_proposes_nothing_has_no_budget_and_chooses_nothing(stage, console):
-    view = LiveView(trials=25, console=console)
+    view = LiveView(progress=Progress(25), console=console)
     view.stage(stage, "as it is today")
     assert "choosing" not in block(view)
-    assert "25 trials" not in block(view)
+    assert "of 25" not in block(view)
 
 
 def test_a_live_view_leaves_the_same_facts_behind(console):
-    with LiveView(trials=25, console=console) as view:
+    with LiveView(progress=Progress(25), console=console) as view:
         play(view)
     text = console.file.getvalue()
-    for words in ("trial   3 search     400 samples/s", "warning: the baseline", "a gain of 25%"):
+    for words in ("    3        400.0       80.0", "warning: the baseline", "a gain of 25%"):
         assert words in text
-    assert "1.250x (1.210 to 1.290)" in text
+    assert "+25.0% (+21.0% to +29.0%)" in text
 
 
 def test_text_that_looks_like_markup_is_shown_as_it_is(console):
@@ -227,13 +230,14 @@ def test_the_view_suits_the_output(monkeypatch, terminal, term, kind):
     settings = SimpleNamespace(
         objective=SimpleNamespace(metric=Metric.LATENCY),
         budget=SimpleNamespace(trials=7),
+        confirm=SimpleNamespace(max_repeats=4, finalists=2, seconds=None),
         strategy=SimpleNamespace(name="grid"),
     )
     monkeypatch.setenv("TERM", term)
     monkeypatch.setattr(view_module.sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
     view = open_view(settings)
     assert type(view) is kind
-    assert view.trials == 7
+    assert (view.progress.trials, view.progress.arms) == (7, 3)
     assert view.objective.metric is Metric.LATENCY
 
 

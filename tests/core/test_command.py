@@ -17,6 +17,27 @@ def test_hints_are_keys_unless_another_command_was_given():
 
 
 @pytest.mark.parametrize(
+    ("command", "again"),
+    [
+        (
+            Command("perfsearch", ["runner=zero", "budget.trials=5"], ranks_given=["nproc=2"]),
+            "perfsearch nproc=2 runner=zero resume=extend budget.trials=10",
+        ),
+        (
+            Command("perfsearch-run", ["--search", "-o", "budget.trials=5"], ["a.py", "--lr", "1"]),
+            "perfsearch-run --search -o resume=extend -o budget.trials=10 a.py --lr 1",
+        ),
+        (
+            Command("perfsearch.search"),
+            "perfsearch.search(..., 'resume=extend', 'budget.trials=10')",
+        ),
+    ],
+)
+def test_a_command_is_given_again_with_other_keys(command, again):
+    assert command.again("resume=extend", "budget.trials=10") == again
+
+
+@pytest.mark.parametrize(
     "ranks", [["--nproc-per-node", "2"], ["--nproc_per_node=2"], ["--nproc-per=2"], []]
 )
 def test_only_the_number_of_ranks_is_left_out_of_the_command(tmp_path, ranks):

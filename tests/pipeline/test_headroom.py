@@ -7,7 +7,8 @@ from support.synthetic import KeptTracker, KeptView, SyntheticRunner
 from perfsearch.core.journal import read
 from perfsearch.core.knob import Kind, Knob, Part
 from perfsearch.core.space import Space
-from perfsearch.core.trial import Purpose
+from perfsearch.core.trial import Measurement, Purpose
+from perfsearch.pipeline.baseline import job_line
 from perfsearch.pipeline.search import search as run_search
 from perfsearch.pipeline.search import strategy_factory
 from perfsearch.runners.base import Plan
@@ -16,7 +17,9 @@ from perfsearch.runners.base import Plan
 class Watched(SyntheticRunner):
     """Searches buckets and loader workers; its profile finds what a test says."""
 
-    def __init__(self, exposed_ms: float = 10.0, loading_ms: float = 1.0, **more) -> None:
+    def __init__(
+        self, exposed_ms: float = 10.0, loading_ms: float = 1.0, error_ms: float = 0.0, **more
+    ) -> None:
         super().__init__(**more)
         self.space = Space(
             [
@@ -33,7 +36,7 @@ class Watched(SyntheticRunner):
             ]
         )
         self.baseline = {"bucket_cap_mb": 1, "dataloader_workers": 0}
-        self.exposed_ms, self.loading_ms = exposed_ms, loading_ms
+        self.exposed_ms, self.loading_ms, self.error_ms = exposed_ms, loading_ms, error_ms
 
     def measure(self, configuration, plan: Plan):
         known = {"bucket": configuration["bucket_cap_mb"], "view": False}
@@ -51,6 +54,7 @@ class Watched(SyntheticRunner):
             outcome.measurement.bottleneck_evidence = {
                 "with_everything_ms": 100.0,
                 "detailed_step_ms": 100.0,
+                "comm_exposed_error_ms": self.error_ms,
             }
         return outcome
 
@@ -58,14 +62,44 @@ class Watched(SyntheticRunner):
         return []
 
 
-def test_the_bounds_are_printed_before_the_search(search):
+def test_where_the_time_goes_is_shown_before_the_search(search):
     search(Watched())
     text = search.view.text
-    assert "- communication +11.1%: 10.00 ms of a 100.00 ms step wait for it" in text
-    assert "- optimizer +2.0%: it takes 2.00 ms of a 100.00 ms step; no knob is searched" in text
-    assert "all that is searched: +12.4%" in text
-    assert text.index("all that is searched") < text.index("stage search")
+    shown = [line.split("  ") for line in text.splitlines()]
+    begin = shown.index(["phase", "ms", "of the step", "gain at most", "searched for it"]) + 1
+    assert shown[begin : begin + 6] == [
+        ["backward", "46.00", "46.0%", "", ""],  # no peak is known, so that nothing bounds it
+        ["forward", "40.00", "40.0%", "", ""],
+        ["waiting for communication", "10.00", "10.0%", "+11.1%", "bucket_cap_mb"],
+        ["optimizer", "2.00", "2.0%", "+2.0%", ""],
+        ["waiting for batches", "1.00", "1.0%", "+1.0%", "dataloader_workers"],
+        ["in no phase", "1.00", "1.0%", "+1.0%", ""],
+    ]
+    assert "all that is searched can gain +12.4% at most" in text
+    assert text.index("where a step of 100.00 ms goes") < text.index("stage search")
     assert len(search.runner.plans) > 10
+
+
+@pytest.mark.parametrize(("error_ms", "shown"), [(4.0, "+22.0%"), (6.0, "")])
+def test_no_bound_is_shown_that_is_as_large_as_its_error(search, error_ms, shown):
+    search(Watched(error_ms=error_ms), mode="profile")
+    line = f"waiting for communication  10.00  10.0%  {shown}  bucket_cap_mb"
+    assert line in search.view.text
+
+
+def test_one_configuration_has_one_diagnosis(search):
+    """The confirmation profiles the baseline again; what was said of trial 0 stands."""
+
+    class Otherwise(Watched):
+        def measure(self, configuration, plan):
+            self.exposed_ms = 10.0 if plan.number == 0 else 30.0
+            return super().measure(configuration, plan)
+
+    search(Otherwise(spread=0.001))
+    assert sum(p.purpose is Purpose.CONFIRM for p in search.runner.plans) > 2
+    first = search.view.text.split("what holds it back:\n- ")[1].split(" ")[0]
+    assert search.tracker.tags["perfsearch.bottleneck_baseline"] == first
+    assert search.tracker.tags["perfsearch.bottleneck_best"] != first
 
 
 def test_a_search_that_cannot_gain_enough_says_what_would_help_instead(search):
@@ -112,7 +146,7 @@ def test_a_profile_measures_the_baseline_and_nothing_else(search):
     assert result.exit_code == 0
     assert [p.purpose for p in search.runner.plans] == [Purpose.BASELINE]
     assert "what holds it back:" in search.view.text
-    assert "what there is to gain, at most" in search.view.text
+    assert "where a step of 100.00 ms goes" in search.view.text
     assert "nothing searched" in search.view.verdict
     assert "nothing searched" not in search.view.text
     assert (search.run_dir / "report.html").exists()
@@ -159,5 +193,14 @@ def test_loading_is_said_to_be_searchable_where_the_runner_has_a_knob_of_it(
     )
     view = KeptView()
     run_search(settings, watched, strategy_factory(settings), view, lambda *_: KeptTracker())
-    (line,) = [ln for ln in view.text.splitlines() if ln.startswith("- loading")]
-    assert ("workload.draws_in_loader=false allows it" in line) is hinted
+    assert ("loading: workload.draws_in_loader=false allows it" in view.text) is hinted
+
+
+def test_the_size_of_the_job_is_told_as_far_as_it_is_known():
+    measured = Measurement([0.1] * 3, 32, tokens_per_step=2048)
+    assert job_line(measured) == "a step trains 32 samples, 2,048 tokens"
+    measured.environment["parameters"] = 124_439_808
+    assert job_line(measured).endswith("of a model of 124 M parameters")
+    measured.environment["parameters"] = 503_000
+    assert job_line(measured).endswith("of a model of 0.50 M parameters")
+    assert job_line(Measurement([0.1] * 3, 32)) == ""

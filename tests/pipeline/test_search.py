@@ -411,7 +411,7 @@ def test_a_single_pair_is_what_the_closing_table_goes_by(search: Search, seed: i
     assert baseline["confirmed"] and other["confirmed"]
     ratio = other["objective"] / baseline["objective"]
     assert other["label"] == ("best so far" if ratio > 1 else "fastest other")
-    assert result_cells([baseline, other])[2][4].startswith(f"{ratio:.3f}x (one reading each")
+    assert result_cells([baseline, other])[2][4].startswith(f"{ratio - 1:+.1%} (one reading each")
 
 
 def test_cautions_are_said_before_anything_is_started(search: Search) -> None:

@@ -7,7 +7,6 @@ them in place, for tests that need a process of their own.
 import os
 import sys
 import time
-import types
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from perfsearch.core.narrow import narrow
 from perfsearch.core.option import option
 from perfsearch.core.space import Space
 from perfsearch.pipeline import search as pipeline
+from perfsearch.pipeline.session import Result
 from perfsearch.runners.base import OwnModes, Runner
 from perfsearch.strategies.base import Strategy
 
@@ -88,7 +88,7 @@ def search(settings, runner, strategy_factory, view):
     if experiment.startswith("wait"):
         _wait_for_a_signal(forever=experiment == "wait-forever")
     code = int(experiment.removeprefix("exit-")) if experiment.startswith("exit-") else 0
-    return types.SimpleNamespace(exit_code=code, handed_over={})
+    return Result(code, Path("run"), [])
 
 
 def _wait_for_a_signal(forever):

@@ -12,6 +12,7 @@ from perfsearch.core.journal import Event, Journal
 from perfsearch.core.knob import Configuration, Kind, Knob
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Outcome, Purpose, Status, Trial
+from perfsearch.pipeline.cards import Card
 from perfsearch.runners.base import Plan, Runner, Screens
 
 
@@ -79,6 +80,7 @@ class KeptView:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.rows: list[dict[str, Any]] = []
+        self.cards: list[dict[str, str]] = []
         self.verdict = ""
 
     def stage(self, name: str, detail: str = "") -> None:
@@ -96,8 +98,18 @@ class KeptView:
     def warning(self, text: str) -> None:
         self.lines.append(f"warning: {text}")
 
-    def result(self, rows: list[dict[str, Any]], verdict: str, files: list[str]) -> None:
-        self.rows, self.verdict = rows, verdict
+    def expects(self, trials: int) -> None:
+        self.lines.append(f"expects {trials} trials")
+
+    def table(self, rows: list[list[str]]) -> None:
+        self.lines += ["  ".join(cells) for cells in rows]
+
+    def card(self, card: Card) -> None:
+        self.cards.append({row.label: row.text for row in card.rows if row.label})
+        self.verdict = self.cards[-1].get("verdict", "")
+
+    def result(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
 
     @property
     def text(self) -> str:

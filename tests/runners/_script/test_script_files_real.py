@@ -177,7 +177,7 @@ def test_what_is_not_undone_is_named_however_the_search_ends(tmp_path, short_tmp
     work = Work(tmp_path / "work", short_tmp, tmp_path / "train.py")
     running = work.search(nproc=1)
     if code == 130:
-        work.wait_until(lambda: "trial   0" in work.said, running)
+        work.wait_until(lambda: "\n    0  " in work.said, running)
         running.send_signal(signal.SIGINT)
     assert running.wait(100) == code, work.said
     assert "in a way that is not undone or by others: train.log" in work.said

@@ -1,0 +1,126 @@
+"""The searches of a sweep: a header for each, and a table of what they came to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from perfsearch.config.schema import Settings
+    from perfsearch.pipeline.session import Result
+
+WITHIN = 0.02
+"""A search has found the best once a trial is within that of it."""
+
+_OF_THE_SAME_JOB = ("strategy", "seed", "budget")
+"""First parts of keys between whose values searches are comparable."""
+
+_LEGEND = (
+    "trials, seconds: of the search, until a trial was within {within:.0%} of the best that any "
+    "search of this job found"
+)
+
+
+@dataclass
+class Sweep:
+    """A sweep: the words of each of its jobs; none where it is a single job.
+
+    Attributes:
+        jobs: ``KEY=VALUE`` words of each.
+
+    """
+
+    jobs: list[list[str]] = field(default_factory=list)
+
+    def begin(self, place: int) -> list[str] | None:
+        """Print a header for a job; return its words, or ``None`` where there is but one job."""
+        if len(self.jobs) < 2 or place >= len(self.jobs):
+            return None
+        words = " ".join(f"{key}={value}" for key, value in self.swept(place).items())
+        print(f"\n== search {place + 1} of {len(self.jobs)}: {words}", flush=True)
+        return self.jobs[place]
+
+    def swept(self, place: int) -> dict[str, str]:
+        """The keys in which jobs differ, and their values in one job."""
+        mappings = [dict(word.split("=", 1) for word in job if "=" in word) for job in self.jobs]
+        keys = [key for key in mappings[place] if len({m.get(key) for m in mappings}) > 1]
+        return {key: mappings[place][key] for key in keys}
+
+    def show_outcomes(self, done: Sequence[tuple[Settings, Result | None]]) -> None:
+        """Print the table, where there were several searches."""
+        rows = self.table(done)
+        if not rows:
+            return
+        from perfsearch.cli.layout import screen_width, table_lines, wrapped
+
+        width = screen_width()
+        print(f"\n== {len(rows) - 1} searches")
+        for line in table_lines(rows, width, left=len(rows[0]) - 4):
+            print(line)
+        for line in wrapped(_LEGEND.format(within=WITHIN), width):
+            print(line, flush=True)
+
+    def table(self, done: Sequence[tuple[Settings, Result | None]]) -> list[list[str]]:
+        """A row for each search below a header; nothing where fewer than two have a result."""
+        found = [(place, *one) for place, one in enumerate(done) if one[1] is not None]
+        if len(self.jobs) < 2 or len(found) < 2 or len(done) > len(self.jobs):
+            return []
+        from perfsearch.pipeline.cards import outcome
+
+        keys = list(self.swept(0))
+        rows = [[*keys, "gain (95% interval)", "trials", "seconds", "verdict"]]
+        best: dict[str, float] = {}
+        for place, _, result in found:
+            assert result is not None
+            job = self._job(place)
+            best[job] = min([best.get(job, 1.0), *(c for c, _ in _course(result))])
+        for place, settings, result in found:
+            assert result is not None
+            trials, seconds = _until(_course(result), best[self._job(place)])
+            interval = result.verdict.interval
+            gain = "" if interval is None else interval.gain
+            said = str(outcome(result, settings.objective.min_gain))
+            rows.append([*self.swept(place).values(), gain, trials, seconds, said])
+        return rows
+
+    def _job(self, place: int) -> str:
+        """What the searches that are comparable have in common."""
+        swept: Mapping[str, str] = self.swept(place)
+        return " ".join(
+            f"{key}={value}"
+            for key, value in swept.items()
+            if key.partition(".")[0] not in _OF_THE_SAME_JOB
+        )
+
+
+def _course(result: Result) -> list[tuple[float, float]]:
+    """Cost of each search trial relative to the search's own baseline, infinite for a failure, and
+    seconds of trials until then.
+    """
+    from perfsearch.core.trial import Purpose, Status
+
+    before = [
+        trial.cost
+        for trial in result.trials
+        if trial.purpose in (Purpose.BASELINE, Purpose.SENTINEL) and trial.cost is not None
+    ]
+    if not before:
+        return []
+    reference, seconds, course = statistics.median(before), 0.0, []
+    for trial in result.trials:
+        if trial.purpose is Purpose.SEARCH:
+            seconds += trial.seconds
+            ran = trial.status is Status.OK and trial.cost is not None
+            course.append(((trial.cost or 0.0) / reference if ran else float("inf"), seconds))
+    return course
+
+
+def _until(course: Sequence[tuple[float, float]], best: float) -> tuple[str, str]:
+    if best * (1 + WITHIN) >= 1:
+        return "-", "-"  # the baseline is as good
+    for count, (cost, seconds) in enumerate(course, start=1):
+        if cost <= best * (1 + WITHIN):
+            return str(count), f"{seconds:.1f}"
+    return "-", "-"

@@ -1,0 +1,75 @@
+"""The header of each search of a sweep, and the closing table."""
+
+from pathlib import Path
+
+import pytest
+
+from perfsearch.cli.outcomes import Sweep
+from perfsearch.config.schema import validate
+from perfsearch.core.signals import ExitCode
+from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.core.verdict import Interval
+from perfsearch.pipeline.session import Result, Verdict
+
+JOB = {"runner": {"name": "replay"}, "strategy": {"name": "grid"}, "workload": {"name": "mlp"}}
+JOBS = [
+    ["runner=replay", f"strategy={strategy}", f"seed={seed}"]
+    for strategy in ("bayes", "random")
+    for seed in (1, 2)
+]
+
+
+def searched(costs, verdict, baseline=1.0):
+    trials = [Trial(0, {}, Purpose.BASELINE, Status.OK, None, baseline)]
+    for number, cost in enumerate(costs, start=1):
+        status = Status.OK if cost else Status.OOM
+        trials.append(Trial(number, {}, Purpose.SEARCH, status, None, cost, seconds=2.0))
+    return Result(ExitCode.DONE, Path("run"), trials, verdict)
+
+
+GAIN = Verdict({1: Interval(1.5, 1.4, 1.6, 3)}, winner=1)
+WIDE = Verdict({1: Interval(1.1, 0.8, 1.5, 3)})
+TIGHT = Verdict({1: Interval(1.0, 0.99, 1.01, 3)})
+
+
+def test_each_search_is_announced_with_what_it_differs_by(capsys):
+    sweep = Sweep(JOBS)
+    assert sweep.begin(1) == JOBS[1]
+    assert capsys.readouterr().out == "\n== search 2 of 4: strategy=bayes seed=2\n"
+    assert Sweep(JOBS[:1]).begin(0) is None
+    assert capsys.readouterr().out == ""
+
+
+def test_the_table_has_a_row_for_each_search(capsys):
+    settings = validate(dict(JOB))
+    results = [
+        searched([None, 0.7, 0.5], GAIN),
+        searched([2.0, 1.01], GAIN, baseline=2.0),  # as good, of a slower time
+        searched([0.9], WIDE),
+        searched([0.99], TIGHT),
+    ]
+    rows = Sweep(JOBS).table([(settings, result) for result in results])
+    assert rows == [
+        ["strategy", "seed", "gain (95% interval)", "trials", "seconds", "verdict"],
+        ["bayes", "1", "+50.0% (+40.0% to +60.0%)", "3", "6.0", "faster"],
+        ["bayes", "2", "+50.0% (+40.0% to +60.0%)", "2", "4.0", "faster"],
+        ["random", "1", "+10.0% (-20.0% to +50.0%)", "-", "-", "inconclusive"],
+        ["random", "2", "+0.0% (-1.0% to +1.0%)", "-", "-", "no gain"],
+    ]
+    Sweep(JOBS).show_outcomes([(settings, result) for result in results])
+    assert "== 4 searches\nstrategy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_search_alone_has_no_table(number, capsys):
+    settings = validate(dict(JOB))
+    Sweep(JOBS[:number]).show_outcomes([(settings, searched([0.5], GAIN))])
+    assert capsys.readouterr().out == ""
+
+
+def test_searches_of_other_jobs_have_a_best_of_their_own():
+    jobs = [["nproc=1", "seed=1"], ["nproc=2", "seed=1"]]
+    settings = validate(dict(JOB))
+    results = [searched([0.5], GAIN), searched([0.8], GAIN)]
+    rows = Sweep(jobs).table([(settings, result) for result in results])
+    assert [row[-3] for row in rows[1:]] == ["1", "1"]
