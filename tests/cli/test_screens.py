@@ -82,7 +82,7 @@ def test_a_search_with_mlflow_and_the_command_that_extends_it(screen, tmp_path):
     command, page = rows_of(text, "result")["compare"].rsplit(" ", 1)
     assert " ui " in command and "--backend-store-uri" in command
     assert re.fullmatch(
-        r"http://127.0.0.1:5000/#/experiments/\d+/runs\?workflowType=machine_learning", page
+        r"http://127.0.0.1:5000/#/experiments/\d+/runs\?workflowType=machine_learning\S*", page
     )
     more = shlex.split(rows_of(text, "result")["more certainty"].replace(" \\", ""))
     assert more[0] == "perfsearch"
