@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -12,16 +12,17 @@ from perfsearch.config.options import build_options
 from perfsearch.core import hardware
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
-from perfsearch.core.hints import PROPAGATION, ChainRequest, ChainResult, Hints, Prediction
+from perfsearch.core.hints import ChainRequest, ChainResult, Hints, Prediction
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
-from perfsearch.core.trial import Outcome, Status, Trial
+from perfsearch.core.trial import PERTURBED, Outcome, Purpose, Status, Trial
 from perfsearch.runners._ranks import group_spec, measure_in_group
 from perfsearch.runners.base import (
     ClosingLines,
     HoldsDevices,
     OwnModes,
+    Perturbs,
     Runner,
     Screens,
     environment_of,
@@ -29,6 +30,7 @@ from perfsearch.runners.base import (
 )
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.soap import report, space
+from perfsearch.runners.soap.chains import run_chains
 from perfsearch.runners.soap.job import (
     InputTables,
     Job,
@@ -48,10 +50,10 @@ from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
-    from perfsearch.soap.simulator.simulator import Found, Simulator
+    from perfsearch.soap.simulator.simulator import Simulator
 
 
-class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
+class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
     """Searches how each operator is split and placed; data parallelism is the baseline.
 
     Its knobs are the operators of the model, which are known once the job was described; so
@@ -88,8 +90,8 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
             cache: directory of measured costs and machines that searches share; ``null``:
                 ``~/.cache/perfsearch/soap``.
             device_memory_gib: memory to plan for; ``null``: the devices' own.
-            min_coverage: smallest share of operators, and of FLOPs, that must have rules for
-                splitting.
+            min_coverage: smallest share of the forward pass's measured time that must be in
+                operators that can be split.
             cuda_graph: replay the step as a CUDA graph where it allows that.
             knobs: by operator: a value such as ``4x1@0,1,2,3`` pins it, a list of them gives its
                 choices; others are searched.
@@ -217,11 +219,21 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
     def measure(self, configuration: Configuration, plan: MeasuringPlan) -> Outcome:
         """Train the configuration."""
         text = formats.dump_plan(self.inputs.graph, self.plan(configuration), self.devices)
-        return self._ranks.train(text, self.job.replays, plan)
+        outcome = self._ranks.train(text, self.job.replays, plan)
+        first = plan.purpose is Purpose.BASELINE and self.devices > 1
+        if plan.perturbed and outcome.measurement is not None:
+            outcome.measurement.environment[PERTURBED] = True
+        if first and outcome.measurement is not None:
+            outcome.measurement.environment[report.DDP] = self._ranks.train_by_ddp(plan)
+        return outcome
 
     def plan(self, configuration: Configuration) -> Plan:
         """The plan of a configuration of the space."""
         return self.job.plan(configuration)
+
+    def rounds_otherwise(self, reference: Configuration, configuration: Configuration) -> bool:
+        """Every other plan adds up in another order."""
+        return key_of(reference) != key_of(configuration)
 
     def identity(self) -> dict[str, str]:
         """Model, ranks, devices and versions: what a result holds for."""
@@ -265,9 +277,11 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
 
     def _run_chain(self, request: ChainRequest) -> ChainResult:
         self.job.calibrate(self._trials, self.environment.run_dir / "soap")
-        found = run_chain(self.job.chain_simulator, self.plan(request.start), request)
+        start = self.plan(request.start)
+        searched = run_chains(self.job.chain_simulator, start, self.job.named, request)
+        found = searched.found
         points = [self.job.searched_of(plan) for _, plan in found.plans] or [dict(request.start)]
-        line = report.chain_line(found, self.inputs.machine.host_us * self.job.replays)
+        line = report.chain_line(searched, self.inputs.machine.host_us * self.job.replays)
         lines = [self.job.coverage.line(), line]
         if not found.plans:
             lines.append(report.nothing_fits(self.simulator, self.plan(request.start)))
@@ -293,13 +307,20 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
             note(line)
         options = settings.strategy.options
         start = self.job.first_plan
-        how = [options.get(name) for name in ("alpha", "return_every", "propagation")]
-        request = ChainRequest({}, options.get("proposals"), settings.seed, *how)
-        found = run_chain(self.job.chain_simulator, start, request)
+        how = {
+            name: options.get(name)
+            for name in ("alpha", "return_every", "propagation", "chains", "seconds")
+        }
+        request = ChainRequest({}, options.get("proposals"), settings.seed, **how)
+        searched = run_chains(self.job.chain_simulator, start, self.job.named, request)
+        found = searched.found
         if settings.strategy.name not in ("mcmc", "auto"):
             note(f"searched by a Markov chain: strategy={settings.strategy.name} needs trials")
-        for line in report.found_lines(self.simulator, found, start):
+        for line in report.found_lines(self.simulator, searched, start):
             note(line)
+        if found.plans:
+            for line in self._named_lines(found.plans[0][1], "found", ()):
+                note(line)
         if self.options.export_to is not None and found.plans:
             text = formats.dump_plan(self.inputs.graph, found.plans[0][1], self.devices)
             Path(self.options.export_to).write_text(text)
@@ -312,7 +333,20 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
         lines = formats.plan_table(self.inputs.graph, self.plan(configuration))
         own = [t for t in trials if key_of(t.configuration) == key_of(configuration)]
         worst = report.worst_lines(self._operators_of(own))
-        return [*lines, *report.accuracy_lines(self._compared(trials)), *worst]
+        named = self._named_lines(self.plan(configuration), "handed over", trials)
+        return [*lines, *named, *report.accuracy_lines(self._compared(trials)), *worst]
+
+    def _named_lines(self, plan: Plan, what: str, trials: Sequence[Trial]) -> list[str]:
+        """A plan beside those that have a name, simulated, and measured where they were run."""
+        measured = {
+            key_of(space.configuration_of(self.plan(row.configuration))): row.measured_ms
+            for row in self._compared(trials)
+        }
+        rows = []
+        for name, other in {what: plan, **self.job.named}.items():
+            milliseconds = measured.get(key_of(space.configuration_of(other)))
+            rows.append(report.PlanRow(name, self.simulator.estimate(other), milliseconds))
+        return report.plan_rows([*rows, *report.ddp_rows(trials)])
 
     def _operators_of(self, trials: Sequence[Trial]) -> list[report.OperatorCompared]:
         overhead_ms = 2e-3 * self.inputs.machine.task_us  # forward and backward
@@ -349,29 +383,6 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
 
 
 # -----------------------------------------------------------------------------
-# A chain in the simulator, where the user leaves its options to the runner.
-
-PROPOSALS = 200_000
-ALPHA = 1.0
-RETURNS = 100
-"""Times that a chain goes back to its best plan, unless it is told when to."""
-
-
-def run_chain(simulator: Simulator, start: Plan, request: ChainRequest) -> Found:
-    """Run a chain from ``start``; what ``request`` leaves open is as was found best."""
-    from perfsearch.soap.simulator.chain import ChainOptions
-
-    proposals = PROPOSALS if request.proposals is None else request.proposals
-    every = proposals // RETURNS if request.return_every is None else request.return_every
-    options = ChainOptions(
-        alpha=ALPHA if request.alpha is None else request.alpha,
-        carry=PROPAGATION if request.propagation is None else request.propagation,
-        return_every=every,
-    )
-    return simulator.search(start, proposals, options, request.seed)
-
-
-# -----------------------------------------------------------------------------
 # Requests of ``runner=soap`` to its ranks: describe the job, or train a plan.
 
 
@@ -397,12 +408,26 @@ class Ranks:
 
         A strategy whose trial had to be repeated without that is not asked for it again.
         """
-        options = {"cuda_graph": replays, "examine": strategy not in self._not_examined}
+        examine = strategy not in self._not_examined and not plan.perturbed
+        options = {"cuda_graph": replays, "examine": examine, "perturbed": plan.perturbed}
         outcome = self._ask("soap.recipe", {"plan": strategy}, options, plan)
         found = outcome.measurement
-        if outcome.status is Status.OK and found and "operators" not in found.environment:
+        if (
+            examine
+            and outcome.status is Status.OK
+            and found
+            and "operators" not in found.environment
+        ):
             self._not_examined.add(strategy)
         return outcome
+
+    def train_by_ddp(self, plan: MeasuringPlan) -> dict[str, Any]:
+        """Train as ``runner=ddp`` does with torch's defaults: its step, or why there is none."""
+        wanted = replace(plan, detail="light", log_directory=plan.log_directory / "ddp")
+        outcome = self._ask("training.ddp", {}, {}, wanted)
+        if outcome.status is not Status.OK or outcome.measurement is None:
+            return {"failed": f"{outcome.status}: {outcome.reason}"}
+        return {"step_ms": 1e3 * outcome.measurement.step_time_s}
 
     def describe(
         self,
