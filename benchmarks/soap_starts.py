@@ -1,6 +1,6 @@
 """What several starts of the chain of ``runner=soap`` are worth: four chains against one.
 
-    python benchmarks/soap_starts.py [--proposals 50000] [--seeds 10] [--cases dlrm_16 ...]
+    python benchmarks/soap_starts.py [--proposals 200000] [--seeds 10] [--cases dlrm_16 ...]
 
 Both have as many proposals in all, and are what a search runs: one chain begins with data
 parallelism, four also with random plans and with the best that has a name. The best predicted step
@@ -55,7 +55,7 @@ def job(case: str) -> tuple[Simulator, dict[str, Plan]]:
 def main() -> int:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--proposals", type=int, default=50_000)
+    parser.add_argument("--proposals", type=int, default=200_000)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     arguments = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ RETURNS = 100
 """Times that a chain goes back to its best plan, unless it is told when to."""
 CHAINS = 4
 """One unlucky chain was 43% slower than its like, and a chain costs a second."""
+_EXPLORED = 0.5
+"""Share of the proposals that several chains have; the best plan that they found has the rest."""
 _PROBE = 500
 """Proposals by which it is told how many a number of seconds is good for."""
 _DRAWS = 20
@@ -45,6 +48,8 @@ def run_chains(
 ) -> Searched:
     """Run chains, the first from ``start``, others in turn from random and from named plans.
 
+    Half of the proposals are theirs; with the other half a last chain goes on from the best.
+
     Args:
         simulator: to run in.
         start: where the user wants to begin.
@@ -57,21 +62,33 @@ def run_chains(
     proposals = PROPOSALS if request.proposals is None else request.proposals
     wanted = CHAINS if request.chains is None else request.chains
     chains = min(wanted, max(proposals, 1))
-    share = -(-proposals // chains)
-    seconds = None if request.seconds is None else request.seconds / chains
+    part = 1.0 if chains == 1 else _EXPLORED / chains
+    seconds = None if request.seconds is None else part * request.seconds
     options = ChainOptions(
         alpha=ALPHA if request.alpha is None else request.alpha,
         carry=PROPAGATION if request.propagation is None else request.propagation,
     )
-    if seconds is not None and request.proposals is None:
-        share = max(_PROBE, round(seconds * _rate(simulator, start, options, request.seed)))
-    every = share // RETURNS if request.return_every is None else request.return_every
-    options = replace(options, return_every=every)
+    if request.seconds is not None and request.proposals is None:
+        rate = _rate(simulator, start, options, request.seed)
+        proposals = max(_PROBE * chains, round(request.seconds * rate))
+
+    def search(plan: Plan, number: int, share: int, limit_s: float | None) -> Found:
+        every = share // RETURNS if request.return_every is None else request.return_every
+        seed = (request.seed + number) % 2**63
+        return simulator.search(plan, share, replace(options, return_every=every), seed, limit_s)
+
     found, starts = [], []
     for number, (name, plan) in enumerate(_starts(simulator, start, named, chains, request.seed)):
-        seed = (request.seed + number) % 2**63
-        found.append(simulator.search(plan, share, options, seed, seconds))
+        found.append(search(plan, number, math.ceil(part * proposals), seconds))
         starts.append(name)
+    rest = proposals - sum(each.proposals for each in found)
+    plans = [each.plans[0] for each in found if each.plans]
+    if chains > 1 and rest > 0 and plans:
+        spent_s = sum(each.seconds for each in found)
+        left_s = None if request.seconds is None else max(request.seconds - spent_s, 0.0)
+        _, best = min(plans, key=lambda entry: entry[0])
+        found.append(search(best, chains, rest, left_s))
+        starts.append("the best of these")
     return Searched(_joined(found, options.kept), tuple(starts))
 
 

@@ -168,7 +168,6 @@ def _strip(name: str) -> str:
 def _exported(module: _Whole, leaves: list[torch.Tensor]) -> Program:
     program = torch.export.export(module, tuple(leaves), strict=False)
     inline_no_grad(program.graph)
-    written = settle_written_constants(program.graph)
     keep_rows_apart(program.graph)
     signature = program.graph_signature
     constants = {**program.constants}
@@ -178,6 +177,7 @@ def _exported(module: _Whole, leaves: list[torch.Tensor]) -> Program:
         placeholder: constants[name]
         for placeholder, name in signature.inputs_to_lifted_tensor_constants.items()
     }
+    written = settle_written_constants(program.graph, lifted)
     return Program(
         graph=program.graph,
         parameters={p: _strip(n) for p, n in signature.inputs_to_parameters.items()},
@@ -280,29 +280,46 @@ _OF_SHAPE_ALONE = frozenset(
 """Functions that look at no value of what they are given."""
 
 
-def settle_written_constants(graph: fx.Graph) -> dict[str, torch.Tensor]:
-    """Compute constant tensors that are written into; the values by the nodes that stand for them.
+def settle_written_constants(
+    graph: fx.Graph, known: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Compute constant tensors that are written into; a use sees what was written before it.
 
-    A use sees what was written before it.
+    Args:
+        graph: of the program, changed.
+        known: by placeholder, constants that there are already.
+
+    Returns:
+        The values, by the names of the nodes that stand for them.
+
     """
-    constant: set[fx.Node] = set()
+    given = {
+        node: known[node.name]
+        for node in graph.nodes
+        if node.name in known and not isinstance(known[node.name], FakeTensor)
+    }
+    values: dict[fx.Node, Any] = {node: tensor.clone() for node, tensor in given.items()}
+    constant = set(values)
     for node in graph.nodes:
         if node.op == "call_function" and _is_constant(node, constant):
             constant.add(node)
-    settled = _with_writes(constant)
-    values: dict[fx.Node, Any] = {}
-    found: dict[str, torch.Tensor] = {}
-    for node in list(graph.nodes):
+    settled = _with_writes(constant - set(values))
+    seen: list[tuple[fx.Node, fx.Node, torch.Tensor]] = []
+    for node in graph.nodes:
         if node in settled:
             values[node] = _computed(node, values)
             continue
-        for source in [n for n in node.all_input_nodes if n in settled]:
-            if not isinstance(values[source], torch.Tensor):
-                continue
-            with graph.inserting_before(node):
-                stands = graph.create_node("placeholder", f"written_{len(found)}")
-            stands.meta["val"] = found[stands.name] = values[source].clone()
-            node.replace_input_with(source, stands)
+        sources = [n for n in node.all_input_nodes if n in settled]
+        made = [(n, values[n]) for n in sources if isinstance(values[n], torch.Tensor)]
+        seen += [(node, source, value.clone()) for source, value in made]
+    if any(not torch.equal(values[node], tensor) for node, tensor in given.items()):
+        return {}  # a tensor that is kept from step to step
+    found: dict[str, torch.Tensor] = {}
+    for node, source, value in seen:
+        with graph.inserting_before(node):
+            stands = graph.create_node("placeholder", f"written_{len(found)}")
+        stands.meta["val"] = found[stands.name] = value
+        node.replace_input_with(source, stands)
     for node in reversed(list(graph.nodes)):
         if node in settled:
             graph.erase_node(node)

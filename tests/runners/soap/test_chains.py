@@ -33,7 +33,8 @@ def test_several_chains_are_as_one_and_none_is_lost(job):
     searched = run_chains(simulator, start, named, ChainRequest({}, 400, 3))
     found = searched.found
     assert searched.starts[:2] == ("data parallel", "a random plan")
-    assert len(searched.starts) == 4
+    assert len(searched.starts) == 5
+    assert searched.starts[4] == "the best of these"
     assert searched.starts[2] in named
     assert found.proposals <= 400
     best = [row[3] for row in found.series]

@@ -215,7 +215,7 @@ def windows(model, x):
 def test_a_constant_that_is_made_by_writing_is_computed_once():
     captured = of(windows)
     made = [value for name, value in captured.constants.items() if name.startswith("written")]
-    assert [value.tolist() for value in made] == [[0.0, 0.0, 1.0, 2.0], [0.0, 0.0, 2.0, 4.0]]
+    assert [value.tolist() for value in made] == [[0.0, 0.0, 1.0, 2.0], [1.0, 1.0, 3.0, 5.0]]
 
 
 def written_from_samples(model, x):
@@ -225,5 +225,5 @@ def written_from_samples(model, x):
 
 
 def test_what_samples_are_written_into_is_no_constant():
-    with pytest.raises(CaptureError, match="writes into a tensor that is used again"):
+    with pytest.raises(CaptureError, match="writes into a tensor that is"):
         of(written_from_samples)
