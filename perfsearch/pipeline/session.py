@@ -15,6 +15,7 @@ from perfsearch.core.errors import NodesGoneError
 from perfsearch.core.files import private
 from perfsearch.core.journal import Journal, JournalError
 from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.losses import loss_disagreement
 from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import key_of
@@ -36,7 +37,6 @@ from perfsearch.pipeline.loss_check import (
     between_starts,
     has_other_kernels,
     is_perturbed,
-    loss_disagreement,
     of_rounding,
     other_draws,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import statistics
@@ -170,15 +169,21 @@ def nothing_fits(simulator: Simulator, start: Plan) -> str:
 
 
 def write_strategy(
-    simulator: Simulator, plan: Plan, devices: int, export_to: str | None, directory: Path
+    simulator: Simulator,
+    plan: Plan,
+    devices: int,
+    export_to: str | None,
+    dtensor: str | None,
+    directory: Path,
 ) -> list[Path]:
-    """The strategy as YAML and as FlexFlow's text, its timeline and, if regular, a DTensor plan.
+    """The strategy as YAML and as FlexFlow's text, its timeline, and a module for DTensor.
 
     Args:
         simulator: of the job.
         plan: to write.
         devices: of the machine.
         export_to: another place that the user wants the YAML in.
+        dtensor: the module for DTensor, where it was seen to train the same.
         directory: made where it is missing.
 
     """
@@ -193,9 +198,8 @@ def write_strategy(
     timeline = directory / "timeline.json"
     write_timeline(simulator, plan, timeline)
     written += [flexflow, timeline]
-    with contextlib.suppress(formats.NotRegular):  # one mesh only
-        code = formats.dump_dtensor(graph, plan, devices)
-        (directory / "dtensor_plan.py").write_text(code)
+    if dtensor is not None:
+        (directory / "dtensor_plan.py").write_text(dtensor)
         written.append(directory / "dtensor_plan.py")
     return written
 

@@ -14,6 +14,7 @@ from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
 from perfsearch.core.hints import ChainRequest, ChainResult, Hints, Prediction
 from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.losses import loss_disagreement
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import PERTURBED, Outcome, Purpose, Status, Trial
@@ -160,6 +161,7 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
         self._ranks = Ranks(environment, self.hardware, self.workload)
         self._trials: Sequence[Trial] = ()
         self._job: Job | None = None
+        self._no_dtensor = ""
 
     @property
     def job(self) -> Job:
@@ -334,7 +336,8 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
         own = [t for t in trials if key_of(t.configuration) == key_of(configuration)]
         worst = report.worst_lines(self._operators_of(own))
         named = self._named_lines(self.plan(configuration), "handed over", trials)
-        return [*lines, *named, *report.accuracy_lines(self._compared(trials)), *worst]
+        no_dtensor = [self._no_dtensor] if self._no_dtensor else []
+        return [*lines, *named, *no_dtensor, *report.accuracy_lines(self._compared(trials)), *worst]
 
     def _named_lines(self, plan: Plan, what: str, trials: Sequence[Trial]) -> list[str]:
         """A plan beside those that have a name, simulated, and measured where they were run."""
@@ -364,12 +367,31 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
             self.plan(configuration),
             self.devices,
             self.options.export_to,
+            self._dtensor(configuration),
             directory,
         )
         tables = report.write_tables(
             self._compared(self._trials), self._operators_of(self._trials), directory
         )
         return [*strategies, *tables]
+
+    def _dtensor(self, configuration: Configuration) -> str | None:
+        """The plan as a module for DTensor, where that was run and gave the same losses."""
+        own = [t for t in self._trials if key_of(t.configuration) == key_of(configuration)]
+        measured = [t.measurement for t in own if t.status is Status.OK and t.measurement]
+        losses = [m.first_losses for m in measured if m.first_losses]
+        module = None
+        try:
+            module = formats.dump_dtensor(self.inputs.graph, self.plan(configuration), self.devices)
+            why = (
+                self._ranks.differs_by_dtensor(module, losses[0])
+                if losses
+                else "the plan was not run, so that there is nothing to compare it with"
+            )
+        except formats.NotRegular as error:
+            why = str(error)
+        self._no_dtensor = f"no dtensor_plan.py: {why}" if why else ""
+        return None if why else module
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """Every operator pinned, and nothing imported."""
@@ -428,6 +450,28 @@ class Ranks:
         if outcome.status is not Status.OK or outcome.measurement is None:
             return {"failed": f"{outcome.status}: {outcome.reason}"}
         return {"step_ms": 1e3 * outcome.measurement.step_time_s}
+
+    def differs_by_dtensor(self, module: str, losses: Sequence[float]) -> str:
+        """Why an exported module is not known to train as a plan does; empty where it does.
+
+        Args:
+            module: its text.
+            losses: the plan's own first ones.
+
+        """
+        plan = MeasuringPlan(
+            number=-1,
+            time_limit_s=self._environment.limits.trial_s,
+            scored_steps=(1, 1),
+            scored_seconds=0.0,
+            log_directory=self._environment.run_dir / "logs" / "dtensor",
+        )
+        outcome = self._ask("soap.dtensor_step", {"module": module}, {}, plan)
+        if outcome.measurement is None or outcome.status is not Status.OK:
+            return f"run by DTensor it ended {outcome.status}: {outcome.reason}"
+        tolerance = self._environment.limits.loss_tolerance
+        seen = outcome.measurement.first_losses
+        return loss_disagreement(losses, seen, tolerance, whose="the plan itself")
 
     def describe(
         self,

@@ -14,6 +14,7 @@ from perfsearch.core.trial import Measurement, Outcome, Purpose, Status, Trial
 from perfsearch.pipeline.search import build_runner
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.soap import space
+from perfsearch.soap import formats
 from perfsearch.soap.plan import data_parallel
 from perfsearch.soap.simulator.simulator import Simulator
 
@@ -311,3 +312,36 @@ def test_estimate_runs_as_many_chains_as_it_is_asked_for(tmp_path, tables, capsy
     assert "from data parallel; " in said(chains=1)
     assert "from data parallel, a random plan, " in said()
     assert "each operator's own best" in said()
+
+
+def test_a_dtensor_plan_is_written_only_where_it_was_run_and_gave_the_same(
+    tmp_path, opened, monkeypatch
+):
+    runner = opened()
+    trials = [told(runner, runner.baseline, 0, Purpose.BASELINE)]
+    runner.hints(trials)
+    answers = iter([[0.5, 0.25], [0.5, 0.4]])
+    asked = []
+
+    def ask(recipe, configuration, options, plan):
+        asked.append(recipe)
+        return Outcome(Status.OK, Measurement([0.1], 8, first_losses=next(answers)))
+
+    monkeypatch.setattr(runner._ranks, "_ask", ask)
+    monkeypatch.setattr(formats, "dump_dtensor", lambda *of: "the module")
+    written = tmp_path / "apply" / "dtensor_plan.py"
+
+    def reason():
+        runner.export(runner.baseline, tmp_path / "apply")
+        lines = runner.closing_lines(runner.baseline, trials)
+        return next((line for line in lines if "dtensor_plan.py" in line), "")
+
+    assert "was not run" in reason()
+    assert not asked
+    trials[0].measurement.first_losses = [0.5, 0.25]
+    assert reason() == ""
+    assert written.read_text() == "the module"
+    written.unlink()
+    assert "loss of step 1 is 0.4 where the plan itself's is 0.25" in reason()
+    assert not written.exists()
+    assert asked == ["soap.dtensor_step"] * 2
