@@ -264,7 +264,7 @@ _TIMM = [
     Case(_T, "pvt_v2_b0", {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 16, 16),
                            "num_heads": (1, 1, 2, 2)}),
     Case(_T, "ghostnet_050"),
-    Case(_T, "efficientnet_lite0", {"drop_path_rate": 0.1}),
+    Case(_T, "efficientnet_lite0", {"drop_path_rate": 0.1}, size=64),
     Case(_T, "mobilevit_xxs", {}, size=64),
 ]  # fmt: skip
 
