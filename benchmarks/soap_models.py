@@ -20,6 +20,7 @@ import argparse
 import copy
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from _soap_model_cases import CASES, Case
+from _soap_model_cases import BATCH, CASES, Case
 from _store import Store
 from torch import nn
 from torch.utils._pytree import tree_flatten
@@ -259,12 +260,18 @@ def verdict(record: dict[str, Any]) -> str:
     return "wrong"
 
 
+def without_place(message: str) -> str:
+    """A message in one line, without the path of the file that it names at its end."""
+    return re.sub(r"; (the loss function|/\S+:\d+)$", "", " ".join(message.split()))[:200]
+
+
 def report(store: Store) -> str:
     """The page."""
-    rows = store.of("model")
+    order = [case.key for case in CASES]
+    rows = sorted(store.of("model"), key=lambda row: order.index(row["key"]))
     verdicts = [verdict(row) for row in rows]
     counts = {word: verdicts.count(word) for word in dict.fromkeys(verdicts)}
-    run = [row for row, word in zip(rows, verdicts, strict=True) if "left" in row and word != ""]
+    run = [row for row in rows if "left" in row]
     little = sum(row["left"] < WANTED_SHARE for row in run)
     lines = [
         "# Models of public packages by `runner=soap`",
@@ -277,12 +284,16 @@ def report(store: Store) -> str:
         "python benchmarks/soap_models.py report --store FILE.jsonl",
         "```",
         "",
-        f"{len(rows)} models, {DEVICES} gloo processes, batch of 6, {STEPS} steps of SGD in",
-        f"float64, data parallelism and {PLANS} random plans: "
+        f"{len(rows)} models at small settings of their own, {DEVICES} gloo processes, a batch of "
+        f"{BATCH}, {STEPS} steps",
+        f"of SGD in float64, under data parallelism and {PLANS} random plans; torch "
+        f"{torch.__version__.split('+')[0]}.",
+        "",
+        "**"
         + ", ".join(f"{number} {word}" for word, number in counts.items())
-        + ".",
-        f"Of the {len(run)} that were captured, {little} leave less than "
-        f"{WANTED_SHARE:.0%} of the forward FLOPs on one device.",
+        + f". Of the {len(run)} that were captured, {little} leave less than {WANTED_SHARE:.0%} of "
+        "the forward FLOPs on one device.**",
+        "",
         "Difference: the largest of losses and weights, over the tensor's largest element; right",
         f"is up to {TOLERANCE:g}, {SINGLE_TOLERANCE:g} where the model casts to float32 (*), or",
         f"{TIMES:g} times what one process differs by with weights off by {PERTURBED:g} (own).",
@@ -293,7 +304,7 @@ def report(store: Store) -> str:
     for row, word in zip(rows, verdicts, strict=True):
         package, name = row["key"].split(" ")
         if "left" not in row:
-            why = " ".join((row.get("refused") or row["crashed"]).split())[:160]
+            why = without_place(row.get("refused") or row["crashed"])
             lines.append(f"| {package} | {name} | | | | | | {word}: {why} |")
             continue
         mark = "*" if row["single"] else ""
@@ -301,7 +312,7 @@ def report(store: Store) -> str:
         first, rest = (errors[0], ", ".join(errors[1:])) if errors else ("", "")
         causes = ", ".join(f"{target} {share:.1%}" for _, target, share in row["causes"])
         named = f"; {causes}" if row["left"] >= WANTED_SHARE else ""
-        why = f": {' '.join(row['failed'].split())[:160]}" if row["failed"] else ""
+        why = f": {without_place(row['failed'])}" if row["failed"] else ""
         lines.append(
             f"| {package} | {name}{mark} | {row['operators']} | {row['left']:.1%} | "
             f"{row['amplified']:.1g} | {first} | "

@@ -373,7 +373,7 @@ class OwnModes:
     """Does by itself what some values of ``mode`` ask for, without a search."""
 
     own_modes: ClassVar[Sequence[str]]
-    """The values, each with a method of that name, which is a ``Mode``."""
+    """The values, each with a method of that name, or what ``own_mode`` gives for it."""
 
     def own_mode(self, mode: str) -> Mode:
         """The method of one of them."""

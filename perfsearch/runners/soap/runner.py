@@ -22,6 +22,7 @@ from perfsearch.runners._ranks import group_spec, measure_in_group
 from perfsearch.runners.base import (
     ClosingLines,
     HoldsDevices,
+    Mode,
     OwnModes,
     Perturbs,
     Runner,
@@ -44,6 +45,7 @@ from perfsearch.runners.soap.job import (
 )
 from perfsearch.soap import formats
 from perfsearch.soap.plan import Plan
+from perfsearch.soap.simulator.machine import for_devices
 from perfsearch.workers import processes
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
@@ -73,7 +75,7 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
     """
 
     requires: ClassVar = {"numba": "soap"}
-    own_modes = ("estimate", "simulate")
+    own_modes = ("estimate", "measure", "simulate")
     unseen = "its knobs are the operators of the model, which is captured when a search begins"
 
     @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
                 search, or edited copies, to plan with instead of measuring.
             cache: directory of measured costs and machines that searches share; ``null``:
                 ``~/.cache/perfsearch/soap``.
+            devices: to measure parts for (``mode=measure``), also more than are here; ``null``:
+                those that are here.
             device_memory_gib: memory to plan for; ``null``: the devices' own.
             min_coverage: smallest share of the forward pass's measured time that must be in
                 operators that can be split.
@@ -105,6 +109,7 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
         export_to: str | None = None
         tables: str | None = None
         cache: str | None = None
+        devices: int | None = option(None, low=1)
         device_memory_gib: float | None = option(None, above=0)
         min_coverage: float = option(0.5, low=0, high=1)
         cuda_graph: bool = True
@@ -129,6 +134,15 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
         options = build_options(cls.Options, settings.runner.options, "runner")
         planning = settings.mode != "search"
+        if options.devices is not None and settings.mode != "measure":
+            raise BadInputError(
+                f"runner.devices={options.devices}: only mode=measure takes it. Measure for so "
+                "many devices first, then plan with mode=estimate runner.tables=RUN_DIR/soap"
+            )
+        if settings.mode == "measure" and options.tables is not None:
+            raise BadInputError(
+                f"runner.tables={options.tables}: mode=measure makes tables; leave it out"
+            )
         metric = settings.objective.metric
         return cls(options, workload_of(settings), environment_of(settings), metric, planning)
 
@@ -198,25 +212,29 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
             inputs = self._tables
             inputs.write(directory)
         else:
-            cache = self.options.cache or "~/.cache/perfsearch/soap"
-            inputs = measured_tables(
-                directory,
-                Path(cache).expanduser(),
-                self.hardware.device_name,
-                hardware.torch_version(),
-                self.devices,
-                JobKey.of(self.workload),
-                self._profile,
-            )
+            inputs = self._measured(directory, self.devices)  # for the devices that are here
         self._job = Job(inputs, self.options, self.devices)
         line = report.baseline_line(inputs.graph, self.devices)
         self.remarks = [] if line is None else [line]
         self.baseline, self.pinned = self._job.baseline, self._job.pinned
         self.space = self.ruled(Space(self._job.searched))
 
-    def _profile(self, directory: Path, known: list[str], machine: Path | None) -> None:
-        """Have the ranks capture the job and measure what is not known."""
-        self._ranks.describe(directory, known, machine, self.devices, self.options)
+    def _measured(self, directory: Path, devices: int) -> InputTables:
+        """Tables with the parts for so many devices, and the machine that is here."""
+
+        def profile(directory: Path, known: list[str], machine: Path | None) -> None:
+            self._ranks.describe(directory, known, machine, devices, self.options)
+
+        cache = self.options.cache or "~/.cache/perfsearch/soap"
+        return measured_tables(
+            directory,
+            Path(cache).expanduser(),
+            self.hardware.device_name,
+            hardware.torch_version(),
+            self.devices,
+            JobKey.of(self.workload),
+            profile,
+        )
 
     def measure(self, configuration: Configuration, plan: MeasuringPlan) -> Outcome:
         """Train the configuration."""
@@ -288,6 +306,25 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
         if not found.plans:
             lines.append(report.nothing_fits(self.simulator, self.plan(request.start)))
         return ChainResult(points, found.series, "\n".join(lines))
+
+    def measure_tables(self, settings: Settings, note: Callable[[str], None]) -> int:
+        """Measure what a plan for ``runner.devices`` needs, on those here (``mode=measure``)."""
+        devices = self.options.devices or self.devices
+        directory = self.environment.run_dir / "soap"
+        processes.reap_groups(self.environment.run_dir)
+        inputs = self._measured(directory, devices)
+        machine, guessed = for_devices(inputs.machine, devices)
+        inputs = replace(inputs, machine=machine)
+        inputs.write(directory)
+        note(describe_tables(inputs, str(directory)))
+        if guessed:
+            note(f"{guessed}; edit {directory / formats.MACHINE} where you know better")
+        note(f"plan with: mode=estimate runner.tables={directory}")
+        return 0
+
+    def own_mode(self, mode: str) -> Mode:
+        """``measure`` is what every runner does to a configuration, so that the mode has a name."""
+        return self.measure_tables if mode == "measure" else super().own_mode(mode)
 
     def simulate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
