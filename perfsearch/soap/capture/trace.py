@@ -369,7 +369,7 @@ def _computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         seen = argument.meta["val"]
         return torch.zeros(seen.shape, dtype=seen.dtype)
 
-    keywords = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}
+    keywords = {k: v for k, v in node.kwargs.items() if k != "device"}
     arguments = fx.node.map_arg(node.args, given)
     assert callable(node.target)
     return node.target(*arguments, **fx.node.map_arg(keywords, given))

@@ -212,10 +212,6 @@ def uniform(
     )
 
 
-_GUESS: Mapping[str, float] = {"latency_us": 20.0, "gib_per_s": 10.0}
-"""Of links, where one device alone was measured."""
-
-
 def for_devices(machine: Machine, devices: int) -> tuple[Machine, str]:
     """A measured machine with another number of devices, and what of it is a guess.
 
@@ -227,7 +223,8 @@ def for_devices(machine: Machine, devices: int) -> tuple[Machine, str]:
     if devices == machine.devices:
         return machine, ""
     if machine.devices == 1:
-        links = uniform(devices, memory_gib=machine.memory_gib, **_GUESS).within
+        guess = uniform(devices, latency_us=20.0, gib_per_s=10.0, memory_gib=machine.memory_gib)
+        links = guess.within
         found = replace(machine, devices=devices, devices_per_node=devices, within=links)
         return found, "links were not measured, since one device has none: 20 us, 10 GiB/s"
     node = min(machine.devices, devices)
