@@ -15,6 +15,7 @@ from perfsearch.core.space import key_of
 from perfsearch.core.trial import Status, Trial
 from perfsearch.soap import formats
 from perfsearch.soap.graph import Graph, Operator, described
+from perfsearch.soap.picture import picture
 from perfsearch.soap.plan import OperatorConfiguration, OperatorTime, Plan, left_on_one_device
 from perfsearch.soap.simulator.timeline import busy_lines, chrome_trace
 
@@ -176,7 +177,7 @@ def write_strategy(
     dtensor: str | None,
     directory: Path,
 ) -> list[Path]:
-    """The strategy as YAML and as FlexFlow's text, its timeline, and a module for DTensor.
+    """The strategy as YAML and as FlexFlow's text, a picture, a timeline, DTensor's module.
 
     Args:
         simulator: of the job.
@@ -195,9 +196,11 @@ def write_strategy(
         path.write_text(text)
     flexflow = directory / "strategy.flexflow"
     flexflow.write_text(formats.dump_flexflow(graph, plan))
+    drawn = directory / "plan.svg"
+    drawn.write_text(picture(graph, plan, devices))
     timeline = directory / "timeline.json"
     write_timeline(simulator, plan, timeline)
-    written += [flexflow, timeline]
+    written += [flexflow, drawn, timeline]
     if dtensor is not None:
         (directory / "dtensor_plan.py").write_text(dtensor)
         written.append(directory / "dtensor_plan.py")
