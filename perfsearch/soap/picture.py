@@ -111,8 +111,8 @@ def _drawn(row: Row, top: int, cell: int) -> list[str]:
             f'fill="{_COLOURS[row.split]}"/>'
         )
         if cell == _CELL:
-            words = [f"{i + 1}/{n}" for i, n in zip(place, degrees, strict=True) if n > 1]
-            parts.append(_text(left + 4, top + 15, " ".join(words) or "all"))
+            shares = [f"{i + 1}/{n}" for i, n in zip(place, degrees, strict=True) if n > 1]
+            parts.append(_text(left + 4, top + 15, " ".join(shares) or "all"))
     return parts
 
 
