@@ -276,7 +276,7 @@ def report(store: Store) -> str:
     lines = [
         "# Models of public packages by `runner=soap`",
         "",
-        "Question: which models of other people does it take, how much of each does data",
+        "**Question**: which models of other people does it take, how much of each does data",
         "parallelism leave on one device, and does it train them as one process does?",
         "",
         "```sh",
@@ -289,10 +289,10 @@ def report(store: Store) -> str:
         f"of SGD in float64, under data parallelism and {PLANS} random plans; torch "
         f"{torch.__version__.split('+')[0]}.",
         "",
-        "**"
+        "**Answer**: "
         + ", ".join(f"{number} {word}" for word, number in counts.items())
         + f". Of the {len(run)} that were captured, {little} leave less than {WANTED_SHARE:.0%} of "
-        "the forward FLOPs on one device.**",
+        "the forward FLOPs on one device.",
         "",
         "Difference: the largest of losses and weights, over the tensor's largest element; right",
         f"is up to {TOLERANCE:g}, {SINGLE_TOLERANCE:g} where the model casts to float32 (*), or",

@@ -194,7 +194,7 @@ def write_strategy(
     written = [directory / "strategy.yaml", *([] if export_to is None else [Path(export_to)])]
     for path in written:
         path.write_text(text)
-    flexflow = directory / "strategy.flexflow"
+    flexflow = directory / "flexflow.txt"
     flexflow.write_text(formats.dump_flexflow(graph, plan))
     drawn = directory / "plan.svg"
     drawn.write_text(picture(graph, plan, devices))
