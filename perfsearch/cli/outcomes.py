@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,13 @@ class Sweep:
             print(line)
         for line in wrapped(_LEGEND.format(within=WITHIN), width):
             print(line, flush=True)
+        from perfsearch.core.figures import show_path
+        from perfsearch.core.journal import JournalError
+        from perfsearch.tracking.sweep import write_beside
+
+        run_dirs = [result.run_dir for _, result in done if result is not None]
+        with suppress(JournalError, OSError):  # a page is not worth the exit code of the searches
+            print(f"page  {show_path(write_beside(run_dirs))}", flush=True)
 
     def table(self, done: Sequence[tuple[Settings, Result | None]]) -> list[list[str]]:
         """A row for each search below a header; nothing where fewer than two have a result."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -451,16 +452,27 @@ def _unconfirmed(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
     return f"{ratio - 1:+.1%} ({readings})"
 
 
+_MOST_KNOBS = 24
+"""Knobs named in a line; more are operators of a model, which trials.csv has one by one."""
+_MOST_VALUES = 4
+
+
 def changes(trial: Trial, baseline: Trial | None) -> list[str]:
-    """``name=value`` of each knob that is not as in the baseline."""
+    """``name=value`` of each knob that is not as in the baseline; of very many, how often which."""
     if baseline is None:
         return []
     before = baseline.configuration
-    return [
-        f"{name}={show_value(value)}"
+    shown = {
+        name: show_value(value)
         for name, value in trial.configuration.items()
         if name not in before or not same_value(before[name], value)
-    ]
+    }
+    if len(shown) <= _MOST_KNOBS:
+        return [f"{name}={value}" for name, value in shown.items()]
+    counted = Counter(shown.values()).most_common()
+    often = ", ".join(f"{value} {count} times" for value, count in counted[:_MOST_VALUES])
+    more = f" and {len(counted) - _MOST_VALUES} more values" if len(counted) > _MOST_VALUES else ""
+    return [f"{len(shown)} of {len(trial.configuration)} knobs differ: {often}{more}"]
 
 
 def show_objective(value: float | None, unit: str) -> str:

@@ -180,7 +180,7 @@ class Settings:
     runner: Selected
     strategy: Selected
     workload: Selected
-    mode: Literal["search", "estimate", "simulate", "profile"] = "search"
+    mode: Literal["search", "estimate", "measure", "simulate", "profile"] = "search"
     nproc: int | Literal["auto"] = option("auto", low=1)
     nnodes: int = option(1, low=1)
     seed: int = option(0, low=0, high=2**32 - 1)

@@ -28,7 +28,7 @@ class Hints:
         memory_limit_gib: what fits on a device.
         predict: prediction for a configuration, given the trials told so far.
         start: configuration that the user wants a search to begin with; ``None``: the baseline.
-        run_chain: runs a Markov chain on the runner's own simulator, which is far faster than
+        run_chain: runs Markov chains on the runner's own simulator, which is far faster than
             asking for predictions one by one; ``None``: there is none.
         neighbours: knob name to the knobs beside it where the job is a graph: what one of them is
             set to is likely to suit the others.
@@ -74,17 +74,20 @@ class PriorSearch:
 
 @dataclass(frozen=True)
 class ChainRequest:
-    """A Markov chain that a runner is to run on its own simulator.
+    """Markov chains that a runner is to run on its own simulator.
 
     Attributes:
         start: configuration to begin with.
-        proposals: to simulate; ``None``: as many as the runner holds to be enough.
+        proposals: to simulate, all chains together; ``None``: as many as the runner holds to be
+            enough.
         seed: of the draws.
-        alpha: how strictly worse states are refused, per percent of the start's cost; ``None``: as
-            the runner finds best.
+        alpha: how strictly worse states are refused, per percent of the current one's cost;
+            ``None``: as the runner finds best.
         return_every: proposals after which it goes back to the best; 0 never, ``None`` as above.
         propagation: share of proposals that carry a configuration over to neighbours; ``None`` as
             above.
+        chains: the first begins with ``start``, others elsewhere; ``None`` as above.
+        seconds: that they may take together; ``None``: no limit.
 
     """
 
@@ -94,11 +97,13 @@ class ChainRequest:
     alpha: float | None = None
     return_every: int | None = None
     propagation: float | None = None
+    chains: int | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class ChainResult:
-    """What a Markov chain over simulated configurations found.
+    """What Markov chains over simulated configurations found, one after another.
 
     Attributes:
         points: the best distinct configurations seen, best first.

@@ -8,17 +8,11 @@ import torch
 
 from perfsearch.instrument.optimizers import Optimizers
 from perfsearch.instrument.patching import once, wrap
-
-_TF32 = 2.0**-11
-"""Half a step of the type by which GPUs multiply float32 where torch lets them."""
+from perfsearch.training.rounding import perturb
 
 
 class Rounding:
-    """Changes each weight by what the coarsest type in use rounds it by.
-
-    How far the losses of the next steps are then from those of untouched weights says how far
-    other kernels for the same computation may take them: a network whose weights were just drawn
-    can make a hundred times more of it. All ranks change their copies alike.
+    """Changes each weight of a script by what the coarsest type in use rounds it by.
 
     Args:
         optimizers: of the script.
@@ -47,23 +41,4 @@ class Rounding:
         for index, parameter in enumerate(p for group in groups for p in group["params"]):
             if id(parameter) not in seen and parameter.is_floating_point():
                 seen.add(id(parameter))
-                self._perturb(parameter, index)
-
-    def _perturb(self, parameter: torch.Tensor, seed: int) -> None:
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        drawn = torch.Generator(local.device).manual_seed(seed)
-        noise = torch.empty(local.shape, device=local.device, dtype=torch.float32)
-        noise.normal_(generator=drawn).mul_(self._step(local)).add_(1.0)
-        with torch.no_grad():
-            local.copy_(local.float().mul_(noise))
-
-    def _step(self, weights: torch.Tensor) -> float:
-        """Largest relative error by which such weights are rounded when they are multiplied."""
-        coarse = [float(torch.finfo(dtype).eps) / 2 for dtype in {weights.dtype, *self._autocast}]
-        if weights.dtype == torch.float32 and weights.is_cuda and _multiplies_by_tf32():
-            coarse.append(_TF32)
-        return max(coarse)
-
-
-def _multiplies_by_tf32() -> bool:
-    return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+                perturb(parameter, index, self._autocast)

@@ -12,6 +12,7 @@ from typing import Any
 from perfsearch.config.schema import Settings
 from perfsearch.core.files import write_json
 from perfsearch.core.knob import Value
+from perfsearch.core.losses import largest_difference
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.core.verdict import (
@@ -25,7 +26,6 @@ from perfsearch.core.verdict import (
 from perfsearch.pipeline import record
 from perfsearch.pipeline.blocks import Blocks
 from perfsearch.pipeline.confirm import expectation, tell_two_kinds
-from perfsearch.pipeline.loss_check import largest_difference
 from perfsearch.pipeline.resume import restore
 from perfsearch.pipeline.search import Course
 from perfsearch.pipeline.search import search as run_session

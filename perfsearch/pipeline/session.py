@@ -15,6 +15,7 @@ from perfsearch.core.errors import NodesGoneError
 from perfsearch.core.files import private
 from perfsearch.core.journal import Journal, JournalError
 from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.losses import loss_disagreement
 from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import key_of
@@ -36,12 +37,11 @@ from perfsearch.pipeline.loss_check import (
     between_starts,
     has_other_kernels,
     is_perturbed,
-    loss_disagreement,
     of_rounding,
     other_draws,
 )
 from perfsearch.pipeline.transfer import Transfer
-from perfsearch.runners.base import Plan, Runner, StartsScripts
+from perfsearch.runners.base import Perturbs, Plan, Runner, StartsScripts
 from perfsearch.strategies.base import Strategy
 from perfsearch.training.clock import WARMUP_STEPS
 
@@ -467,11 +467,11 @@ class Session:
         assert reference.measurement is not None
         tolerance = self.settings.limits.loss_tolerance
         allowance = other_draws(reference, configuration, self.runner.space.knobs)
+        today = [t for t in self.trials if self._is_todays(t.configuration)]
         if starts:
-            today = [t for t in self.trials if self._is_todays(t.configuration)]
             allowance = max(between_starts(today), allowance)
-            if has_other_kernels(reference, configuration, self.runner.space.knobs):
-                allowance = max(of_rounding(today), allowance)
+        if self._rounds_otherwise(reference, configuration):
+            allowance = max(of_rounding(today), allowance)
         if allowance.share > tolerance and allowance.kind not in self._said:
             self._said.add(allowance.kind)
             self.view.note(allowance.why)
@@ -530,14 +530,21 @@ class Session:
         Which has other losses than the baseline, and was computed by other kernels.
         """
         baseline, measured = self.baseline, outcome.measurement
-        if not isinstance(self.runner, StartsScripts) or baseline is None:
+        if baseline is None or not self._rounds_otherwise(baseline, configuration):
             return False
         if outcome.status is not Status.OK or measured is None or measured.not_finite():
             return False
         if any(is_perturbed(t) for t in self.trials):
             return False
-        return has_other_kernels(baseline, configuration, self.runner.space.knobs) and bool(
-            self._loss_check(configuration, measured)
+        return bool(self._loss_check(configuration, measured))
+
+    def _rounds_otherwise(self, reference: Trial, configuration: Configuration) -> bool:
+        """Whether losses may be apart by what rounding makes of them, which is then measured."""
+        runner = self.runner
+        if isinstance(runner, Perturbs):
+            return runner.rounds_otherwise(reference.configuration, configuration)
+        return isinstance(runner, StartsScripts) and has_other_kernels(
+            reference, configuration, runner.space.knobs
         )
 
     def measure_baseline_again(

@@ -48,7 +48,7 @@ class Plan:
         trace: whether the profile leaves a Chrome trace among the trial's logs.
         stop_above_cost_s: stop early once a step surely takes longer than this, in seconds.
         perturbed: whether weights are changed after the first step by as much as rounding does, to
-            see what that makes of the losses. Only in a script.
+            see what that makes of the losses. Only in a script, and of a runner that ``Perturbs``.
         lane: which share of the devices it runs on (see ``MeasuresBeside``).
 
     """
@@ -279,6 +279,17 @@ class StartsScripts:
     """Why the start that ``open`` made was none, so that nothing is known of the script's knobs."""
 
 
+class Perturbs(ABC):
+    """Can measure with weights that are changed by as much as rounding does (``Plan.perturbed``).
+
+    What that makes of the baseline's losses is then allowed to configurations that round otherwise.
+    """
+
+    @abstractmethod
+    def rounds_otherwise(self, reference: Configuration, configuration: Configuration) -> bool:
+        """Whether the second computes the same in another order, or by other kernels."""
+
+
 class Screens(ABC):
     """Refuses by arithmetic alone, at no cost, what cannot run."""
 
@@ -362,7 +373,7 @@ class OwnModes:
     """Does by itself what some values of ``mode`` ask for, without a search."""
 
     own_modes: ClassVar[Sequence[str]]
-    """The values, each with a method of that name, which is a ``Mode``."""
+    """The values, each with a method of that name, or what ``own_mode`` gives for it."""
 
     def own_mode(self, mode: str) -> Mode:
         """The method of one of them."""

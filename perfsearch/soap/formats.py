@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +167,8 @@ def _entry(name: str, entry: Any) -> OperatorConfiguration:
 #
 # The number of operators, then for each its name, type of device, number of dimensions, degrees,
 # number of parts and their devices, apart by white space. Degrees lie innermost first, so in the
-# reverse of ours; parts are counted with the innermost dimension running fastest, as ours are.
+# reverse of ours; parts are counted with the innermost dimension running fastest, as ours are. A
+# file may leave the devices out, as its loader allows: parts are then on the first ones in order.
 _MOST_DIMENSIONS = 8
 _MOST_PARTS = 1024
 
@@ -198,12 +200,24 @@ def flexflow_entries(text: str) -> list[Entry]:
         _number(words, f"{where}: type of device", 0, 1)
         dims = _number(words, f"{where}: number of dimensions", 0, _MOST_DIMENSIONS)
         degrees = [_number(words, f"{where}: degree", 1, _MOST_PARTS) for _ in range(dims)]
-        parts = _number(words, f"{where}: number of parts", 1, _MOST_PARTS)
+        parts = _number(words, f"{where}: number of parts", 0, _MOST_PARTS)
         ids = [_number(words, f"{where}: device", 0, _MOST_PARTS) for _ in range(parts)]
+        ids = ids or list(range(math.prod(degrees)))
         found.append(Entry(name, tuple(reversed(degrees)), tuple(ids)))
     if next(words, None) is not None:
         raise PlanError(f"FlexFlow strategy: there is more than its {count} operators")
     return found
+
+
+def dump_flexflow(graph: Graph, plan: Plan) -> str:
+    """The plan as such a file."""
+    lines = [str(len(graph.planned))]
+    for operator in graph.planned:
+        chosen = plan[operator.name]
+        numbers = [0, len(chosen.degrees), *reversed(chosen.degrees)]
+        numbers += [len(chosen.devices), *chosen.devices]
+        lines.append(" ".join([operator.name, *map(str, numbers)]))
+    return "\n".join(lines) + "\n"
 
 
 def is_flexflow(text: str) -> bool:

@@ -412,36 +412,31 @@ class Coverage:
 
     Attributes:
         operators: that a plan configures.
-        flops: of their forward passes.
         missing: those of them that have no rule.
+        shares: of each of these, in the forward pass.
+        of: what the shares are of: measured time, or FLOPs.
 
     """
 
     operators: int
-    flops: float
     missing: tuple[Operator, ...]
+    shares: Mapping[str, float]
+    of: str
 
     @property
-    def operators_share(self) -> float:
-        """Of operators, those with a rule; 1 is all."""
-        return 1.0 - len(self.missing) / self.operators if self.operators else 1.0
-
-    @property
-    def flops_share(self) -> float:
-        """Of FLOPs, those of operators with a rule."""
-        missing = sum(operator.flops for operator in self.missing)
-        return 1.0 - missing / self.flops if self.flops else 1.0
+    def share(self) -> float:
+        """Of the forward pass, what has rules; 1 is all."""
+        return 1.0 - sum(self.shares.values())
 
     def line(self) -> str:
         """For the terminal."""
         covered = self.operators - len(self.missing)
-        text = (
-            f"{covered} of {self.operators} operators ({self.flops_share:.1%} of forward FLOPs) "
-            "can be split"
-        )
+        text = f"{covered} of {self.operators} operators ({self.share:.1%} of {self.of})"
+        text += " can be split"
         if self.missing:
-            names = ", ".join(described(operator) for operator in self.missing[:3])
-            more = len(self.missing) - 3
+            listed = self._listed()
+            names = ", ".join(listed[:3])
+            more = len(listed) - 3
             text += f"; whole on one device: {names}" + (f" and {more} more" if more > 0 else "")
         return text
 
@@ -449,28 +444,51 @@ class Coverage:
         """Why a search is not worth while; ``None`` where it is.
 
         Args:
-            least: smallest acceptable share, of operators as well as of FLOPs.
+            least: smallest acceptable share.
 
         """
-        share = min(self.operators_share, self.flops_share)
-        if share >= least:
+        if self.share >= least:
             return None
-        listed = "\n".join(f"  {described(operator)}" for operator in self.missing)
+        listed = "\n".join(f"  {line}" for line in self._listed())
         return (
-            f"{share:.1%} of the model has rules for splitting, and {least:.1%} is asked for. "
-            f"Without a rule:\n{listed}\n"
+            f"{self.share:.1%} of {self.of} is in operators that can be split, and {least:.1%} is "
+            f"asked for. Without a rule:\n{listed}\n"
             "Replace these by functions that have one, or lower the threshold: they then run "
             "whole, on one device each."
         )
 
+    def _listed(self) -> list[str]:
+        """Each function and line once, with its share; the largest first."""
+        same: dict[tuple[str, str], list[Operator]] = {}
+        for operator in self.missing:
+            target = str(operator.attributes.get("target", operator.kind))
+            same.setdefault((target, operator.source), []).append(operator)
+        shares = {key: sum(self.shares[o.name] for o in each) for key, each in same.items()}
+        found = []
+        for key in sorted(same, key=lambda key: -shares[key]):
+            first, *others = same[key]
+            more = f" and {len(others)} more of it" if others else ""
+            found.append(f"{described(first)}{more}, {shares[key]:.1%}")
+        return found
 
-def coverage(graph: Graph) -> Coverage:
-    """Look for rules of all operators that a plan configures."""
+
+def coverage(graph: Graph, times: Mapping[str, float] | None = None) -> Coverage:
+    """Look for rules of all operators that a plan configures.
+
+    Args:
+        graph: of the model.
+        times: of their forward passes, whole, as measured; ``None``: FLOPs stand for them.
+
+    """
     planned = graph.planned
+    weights = {o.name: o.flops for o in planned} if times is None else times
+    total = sum(weights[o.name] for o in planned) or 1.0
+    missing = tuple(operator for operator in planned if operator.kind == WHOLE)
     return Coverage(
         operators=len(planned),
-        flops=sum(operator.flops for operator in planned),
-        missing=tuple(operator for operator in planned if operator.kind == WHOLE),
+        missing=missing,
+        shares={operator.name: weights[operator.name] / total for operator in missing},
+        of="forward FLOPs" if times is None else "the measured forward time",
     )
 
 

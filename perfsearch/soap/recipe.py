@@ -22,6 +22,7 @@ from perfsearch.soap.executor.execute import (
 from perfsearch.soap.formats import parse_plan
 from perfsearch.soap.plan import Plan, data_parallel
 from perfsearch.training.base import BuildContext, LoaderOptions, Mark, NextBatch, TrainStep
+from perfsearch.training.rounding import perturb
 from perfsearch.training.state import seed_everything
 from perfsearch.workloads.base import Job
 
@@ -36,7 +37,8 @@ class SoapStep(TrainStep):
     """Forward, backward and optimizer of one rank's parts.
 
     The configuration's ``plan`` is the text of a strategy file; data parallelism where there is
-    none. ``recipe_options["cuda_graph"]`` (default: true) lets steps on GPUs be recorded.
+    none. ``recipe_options["cuda_graph"]`` (default: true) lets steps on GPUs be recorded;
+    ``recipe_options["perturbed"]`` has weights changed after the first step as rounding does.
     The loader's knobs are taken as elsewhere.
     """
 
@@ -67,6 +69,9 @@ class SoapStep(TrainStep):
             dict(self.job.model.named_parameters()),
         )
         self._by_rows = self._execution.update_rows(self.optimizer)
+        self._perturbed = bool(context.options.get("perturbed"))
+        autocast = self.job.autocast_dtype.get(self._device.type)
+        self._autocast = () if autocast is None else (autocast,)
         self._records = self._device.type == "cuda" and bool(
             context.options.get("cuda_graph", True)
         )
@@ -97,6 +102,9 @@ class SoapStep(TrainStep):
             mark("backward")
             self._execution.apply_gradients(self.optimizer)
             mark("optimizer")
+        if self._perturbed and self._steps == 1:
+            for seed, parameter in enumerate(self._execution.parameters.values()):
+                perturb(parameter, seed, self._autocast)
         # the mean over ranks of this is the sum of what each has of the loss
         return self._loss * self._world
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -56,13 +55,16 @@ class Mcmc(Strategy):
         """Options of ``strategy=mcmc``.
 
         Attributes:
-            alpha: how strictly worse states are refused, per percent of the start's cost; 0
-                accepts all of them, a large number none; ``None``: 0.05, or as a runner that
-                runs the chain itself finds best.
+            alpha: how strictly worse states are refused, per percent of the start's cost, of the
+                current one's where a runner runs the chain itself; 0 accepts all of them, a large
+                number none; ``None``: 0.05, or as such a runner finds best.
             proposals: steps on predicted costs, all chains together; 0 measures the start alone;
                 ``None``: 1,000, or as a runner that runs the chain itself finds best. Without
                 predictions it has no effect: each step is then a trial.
-            chains: number of chains that take turns.
+            chains: number of chains that take turns; ``None``: 1, or as a runner that runs them
+                itself finds best: that has each begin elsewhere.
+            seconds: most seconds that a runner spends on chains that it runs itself; ``None``: no
+                limit. With it, what is found depends on the machine's speed.
             return_every: steps after which a chain goes back to the best state; 0 never; ``None``:
                 25, or as a runner that runs the chain itself finds best.
             propagation: share of proposals that carry a value over to neighbouring knobs, 0 for
@@ -73,7 +75,8 @@ class Mcmc(Strategy):
 
         alpha: float | None = option(None, low=0)
         proposals: int | None = option(None, low=0)
-        chains: int = option(1, low=1)
+        chains: int | None = option(None, low=1)
+        seconds: float | None = option(None, above=0)
         return_every: int | None = option(None, low=0)
         propagation: float | None = option(None, low=0, high=1)
         start: Mapping[str, Value] | None = None
@@ -93,6 +96,7 @@ class Mcmc(Strategy):
         self._return_every = 25 if every is None else every
         self._proposals = 1000 if steps is None else steps
         share = self.options.propagation
+        self._chains = self.options.chains or 1
         self._propagation = PROPAGATION if share is None else share
         start = hints.start or hints.baseline
         if self.options.start is not None:
@@ -109,7 +113,7 @@ class Mcmc(Strategy):
         point: dict[str, Value] | None = None
         if not self._states and self._start is not None and not self._history.taken(self._start):
             return self._history.propose(self._start)
-        chain = self._turn % self.options.chains
+        chain = self._turn % self._chains
         self._turn += 1
         if chain < len(self._states):
             point = self._next_state(self._states[chain])
@@ -132,7 +136,7 @@ class Mcmc(Strategy):
         self._costs.setdefault(key, trial.cost)
         if not self._states:
             self._start_cost = trial.cost
-            self._states = [_State(point, trial.cost) for _ in range(self.options.chains)]
+            self._states = [_State(point, trial.cost) for _ in range(self._chains)]
         elif first and key in self._of_proposal:
             self._consider(self._states[self._of_proposal.pop(key)], point, trial.cost)
 
@@ -239,23 +243,26 @@ class Mcmc(Strategy):
         return None
 
     def _run_by_runner(self, start: dict[str, Value]) -> list[dict[str, Value]]:
-        """Let the runner run the chains, which share the proposals."""
+        """Let the runner run the chains."""
         assert self.hints.run_chain is not None
         chosen = self.options
-        share = None if chosen.proposals is None else -(-chosen.proposals // chosen.chains)
-        found: dict[str, dict[str, Value]] = {}
-        results = []
-        for chain in range(chosen.chains):
-            seed = (self.seed + chain) % 2**63
-            request = ChainRequest(
-                start, share, seed, chosen.alpha, chosen.return_every, chosen.propagation
+        result = self.hints.run_chain(
+            ChainRequest(
+                start,
+                chosen.proposals,
+                self.seed % 2**63,
+                chosen.alpha,
+                chosen.return_every,
+                chosen.propagation,
+                chosen.chains,
+                chosen.seconds,
             )
-            results.append(self.hints.run_chain(request))
-        self.chain_results.extend(results)
-        for points in zip_longest(*(result.points for result in results)):
-            for point in points:
-                if point is not None and self.space.feasible(point):
-                    found.setdefault(key_of(point), self.space.canonical(point))
+        )
+        self.chain_results.append(result)
+        found: dict[str, dict[str, Value]] = {}
+        for point in result.points:
+            if self.space.feasible(point):
+                found.setdefault(key_of(point), self.space.canonical(point))
         return list(found.values())
 
     def _simulate(self, start: dict[str, Value]) -> list[dict[str, Value]]:
@@ -263,7 +270,7 @@ class Mcmc(Strategy):
         cost = self.hints.predict(start).cost
         assert cost is not None
         generator = np.random.default_rng([self.seed % 2**63, 1])
-        states = [_State(dict(start), cost) for _ in range(self.options.chains)]
+        states = [_State(dict(start), cost) for _ in range(self._chains)]
         seen = {key_of(start): (cost, dict(start))}
         best = (cost, dict(start))
         for step in range(self._proposals):

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perfsearch.core.figures import show_value
 from perfsearch.core.knob import Configuration, Kind, Knob, Value, same_value
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.metrics.diagnosis import diagnose
@@ -221,7 +222,7 @@ def trial_name(trial: Trial, baseline: Configuration) -> str:
 def changes(configuration: Configuration, baseline: Configuration) -> list[str]:
     """``knob=value`` of what differs from the baseline, values as people write them."""
     return [
-        f"{name}={short(value)}"
+        f"{name}={show_value(value)}"
         for name, value in configuration.items()
         if name not in baseline or not same_value(value, baseline[name])
     ]
@@ -259,13 +260,6 @@ def saved_view(knobs: Sequence[str]) -> tuple[str, str]:
         "columnWidths": {_RUN_NAME: 400, **dict.fromkeys(columns, 150)},
     }
     return f"mlflow.sharedViewState.{VIEW}", json.dumps(state)
-
-
-def short(value: Any) -> str:
-    """A value as a person would write it: four digits that count."""
-    if isinstance(value, float) and not value.is_integer():
-        return f"{value:.4g}"
-    return plain(value)
 
 
 def headlines(metrics: Mapping[str, float]) -> dict[str, float]:

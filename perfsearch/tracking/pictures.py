@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Protocol
 
+from perfsearch.core.figures import show_value
 from perfsearch.core.objective import Objective
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.metrics.throughput import percentile
 from perfsearch.tracking.canvas import LEFT, NARROW, RIGHT, Axis, Canvas, Point, number
 from perfsearch.tracking.importance import MOST_LEVELS, KnobImportance
-from perfsearch.tracking.names import short
 
 _COLOURS = 8
 """Of the style sheet, ``c0`` and so on."""
@@ -436,7 +436,7 @@ def duration(seconds: float) -> str:
 
 def describe(trial: Trial) -> str:
     """A trial in one line, for pointing at."""
-    knobs = ", ".join(f"{k}={short(v)}" for k, v in trial.configuration.items())
+    knobs = ", ".join(f"{k}={show_value(v)}" for k, v in trial.configuration.items())
     value = "" if trial.objective is None else f", {number(trial.objective)}"
     return f"trial {trial.number} ({trial.status}{value}): {knobs} {trial.reason}".strip()
 

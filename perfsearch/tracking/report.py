@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from perfsearch.core.figures import show_value
 from perfsearch.core.files import write_text
 from perfsearch.core.knob import Knob, same_value
 from perfsearch.core.objective import Objective
@@ -20,7 +21,6 @@ from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.tracking import pictures
 from perfsearch.tracking.canvas import NARROW, WIDE, Canvas, number
 from perfsearch.tracking.importance import knob_importance
-from perfsearch.tracking.names import short
 
 TEMPLATE = "report.html.jinja"
 
@@ -148,7 +148,7 @@ def _best(trials: Sequence[Trial], winner: int | None) -> list[tuple[str, str, s
     before = next((t.configuration for t in trials if t.purpose is Purpose.BASELINE), {})
     after = next((t.configuration for t in trials if t.number == winner), before)
     return [
-        (name, short(before[name]) if name in before else "", short(value))
+        (name, show_value(before[name]) if name in before else "", show_value(value))
         for name, value in after.items()
         if name not in before or not same_value(before[name], value)
     ]
@@ -266,7 +266,9 @@ def _table(trials: Sequence[Trial], objective: Objective) -> tuple[list[str], li
         cells = [str(trial.number), trial.purpose.value, trial.status.value]
         cells += [_cell(trial.objective), _cell(step_ms)]
         cells.append(_cell(found.peak_allocated_gib if found else None))
-        cells += [short(trial.configuration[k]) if k in trial.configuration else "" for k in knobs]
+        cells += [
+            show_value(trial.configuration[k]) if k in trial.configuration else "" for k in knobs
+        ]
         rows.append([*cells, trial.reason])
     return columns, rows
 

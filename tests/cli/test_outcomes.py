@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from support.small_search import make_settings
+from support.sweep_runs import searched as journalled
 
 from perfsearch.cli.outcomes import Sweep
 from perfsearch.config.schema import validate
@@ -73,3 +75,21 @@ def test_searches_of_other_jobs_have_a_best_of_their_own():
     results = [searched([0.5], GAIN), searched([0.8], GAIN)]
     rows = Sweep(jobs).table([(settings, result) for result in results])
     assert [row[-3] for row in rows[1:]] == ["1", "1"]
+
+
+def test_the_page_of_a_sweep_is_named_below_its_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings = make_settings()
+    done = []
+    for words in JOBS:
+        strategy, seed = (word.partition("=")[2] for word in words[1:])
+        parameters = {"runner": "replay", "strategy": strategy, "seed": int(seed)}
+        run_dir = journalled(tmp_path / "outputs" / f"{strategy}-{seed}", [1.0, 0.5], parameters)
+        result = searched([0.5], GAIN)
+        result.run_dir = run_dir
+        done.append((settings, result))
+    Sweep(JOBS).show_outcomes(done)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("page  outputs/sweep-")
+    page = (tmp_path / last.removeprefix("page  ")).read_text()
+    assert "bayes" in page and "random" in page and "seed=2" in page

@@ -244,3 +244,13 @@ def test_the_view_suits_the_output(monkeypatch, terminal, term, kind):
 def test_escape_sequences_do_not_reach_the_terminal(capsys):
     View().line("a\x1b[31mb\u202ec\td")
     assert capsys.readouterr().out == "a\\x1b[31mb\\u202ec\td\n"
+
+
+def test_of_very_many_knobs_it_is_said_how_often_they_have_which_value():
+    before = dict.fromkeys((f"op_{i}" for i in range(50)), "2x1@0,1")
+    after = {name: f"1x{1 + i % 6}@0" if i else "2x1@0,1" for i, name in enumerate(before)}
+    baseline = Trial(0, before, Purpose.BASELINE, Status.OK)
+    (told,) = changes(Trial(1, after, Purpose.SEARCH, Status.OK), baseline)
+    assert told.startswith("49 of 50 knobs differ: 1x2@0 9 times, ")
+    assert told.endswith(" and 2 more values")
+    assert len(told) < 120

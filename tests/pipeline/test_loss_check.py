@@ -5,8 +5,9 @@ import math
 import pytest
 
 from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.losses import loss_disagreement
 from perfsearch.core.trial import DRAWS_IN_FORWARD, Measurement, Purpose, Status, Trial
-from perfsearch.pipeline.loss_check import between_starts, loss_disagreement, other_draws
+from perfsearch.pipeline.loss_check import between_starts, other_draws
 
 TOLERANCE = 1e-3
 

@@ -11,9 +11,9 @@ from support.synthetic import SyntheticRunner
 from perfsearch.cli.view import result_cells
 from perfsearch.core.journal import read
 from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.losses import loss_disagreement
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Measurement, Outcome, Purpose, Status
-from perfsearch.pipeline.loss_check import loss_disagreement
 
 
 def oom_where(condition):

@@ -12,7 +12,7 @@ from perfsearch.core.space import Space
 from perfsearch.core.trial import PERTURBED, Outcome, Purpose, Status
 from perfsearch.pipeline.loss_check import is_perturbed
 from perfsearch.pipeline.resume import RefusedError
-from perfsearch.runners.base import StartsScripts
+from perfsearch.runners.base import Perturbs, StartsScripts
 
 
 class Starts(SyntheticRunner, StartsScripts):
@@ -190,6 +190,26 @@ def test_knobs_that_change_no_kernel_are_held_to_the_tolerance(search: Search) -
     assert not any(is_perturbed(t) for t in result.trials)
     view = [t for t in result.trials if t.configuration["view"]]
     assert view and {t.status for t in view} == {Status.DIVERGED}
+
+
+class AnotherOrder(OtherKernels, Perturbs):
+    """Its runner says itself what rounds otherwise."""
+
+    def __init__(self, grown, **more):
+        super().__init__(grown, **more)
+        bucket, view = self.space.knobs
+        self.space = Space([bucket, dataclasses.replace(view, shortens=(Part.COMMUNICATION,))])
+
+    def rounds_otherwise(self, reference, configuration):
+        return reference["view"] != configuration["view"]
+
+
+def test_a_runner_whose_plans_add_up_in_another_order_measures_what_that_makes(
+    search: Search,
+) -> None:
+    result = search(AnotherOrder(0.02), sentinel_every=0, strategy={"name": "grid"})
+    assert {t.status for t in result.trials} == {Status.OK}
+    assert len([t for t in result.trials if is_perturbed(t)]) == 1
 
 
 def test_where_no_loss_is_seen_it_is_said_and_the_claim_says_so(search: Search) -> None:

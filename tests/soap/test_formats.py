@@ -127,6 +127,24 @@ def test_flexflows_text_is_read_innermost_dimension_first():
     assert formats.parse_flexflow(flexflow_text(plan, other), GRAPH, 4) == plan
 
 
+def test_flexflows_text_is_written_as_it_is_read(tmp_path):
+    problem = Problem(GRAPH, machine(), cost_of)
+    for seed in range(5):
+        plan = random_plan(problem, random.Random(seed))
+        (tmp_path / "plan").write_text(formats.dump_flexflow(GRAPH, plan))
+        assert formats.read_plan(tmp_path / "plan", GRAPH, 4) == plan
+
+
+def test_flexflows_text_without_devices_has_the_first_ones_in_order():
+    plan = data_parallel(GRAPH, range(4))
+    lines = formats.dump_flexflow(GRAPH, plan).splitlines()
+    without = [lines[0]]
+    for line in lines[1:]:
+        name, device_type, dims, *numbers = line.split()
+        without.append(" ".join([name, device_type, dims, *numbers[: int(dims)], "0"]))
+    assert formats.parse_flexflow("\n".join(without), GRAPH, 4) == plan
+
+
 def test_flexflows_text_that_is_no_plan_is_refused():
     plan = data_parallel(GRAPH, range(2))
     text = flexflow_text(plan)

@@ -168,3 +168,6 @@ def test_a_runner_that_runs_the_chain_itself_is_told_the_share() -> None:
     for share in (None, 0.0, 0.4):
         Mcmc(SPACE, hints, 0, Mcmc.Options(propagation=share)).ask()
     assert [request.propagation for request in asked] == [None, 0.0, 0.4]
+    Mcmc(SPACE, hints, 0, Mcmc.Options(chains=3, seconds=1.5, proposals=90)).ask()
+    assert (asked[-1].chains, asked[-1].seconds, asked[-1].proposals) == (3, 1.5, 90)
+    assert len(asked) == 4  # the runner shares the proposals out among the chains

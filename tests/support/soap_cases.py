@@ -30,10 +30,11 @@ def write_tables(directory):
 
 
 def settings(tmp_path, tables, strategy=None, mode="search", **runner):
+    of_tables = {} if tables is None else {"tables": str(tables)}
     return validate(
         {
             "mode": mode,
-            "runner": {"name": "soap", "device": "cpu", "tables": str(tables), **runner},
+            "runner": {"name": "soap", "device": "cpu", **of_tables, **runner},
             "strategy": strategy or {"name": "mcmc", "proposals": 300},
             "workload": {"name": "dlrm", "size": "tiny", "global_batch": 8},
             "nproc": DEVICES,

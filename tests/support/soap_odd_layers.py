@@ -219,6 +219,22 @@ def scattered(model, x):
     return y + nodes.index_add(0, edges, torch.tanh(x)) + x.index_add(1, indices[0], x)
 
 
+def class_query(model, x):
+    """As of class attention: what a layer gives is taken apart in two steps."""
+    query = model.inner(x).unsqueeze(1).reshape(len(x), 1, 2, -1).permute(0, 2, 1, 3)
+    return (query * x.view(len(x), 2, 1, -1)).flatten(1)
+
+
+def windows(model, x):
+    """As of shifted windows: a mask that is made by writing into parts of it."""
+    regions = x.new_zeros(x.shape[1])
+    for number, place in enumerate((slice(0, 2), slice(2, -1), slice(-1, None))):
+        regions[place] = number
+    y = x + regions
+    regions.mul_(2.0)
+    return y * (regions + 1.0)
+
+
 def class_token(model, x):
     y = x.view(-1, 2, 4)
     y = torch.cat([model.token.expand(len(x), -1, -1), y], 1)
@@ -352,5 +368,7 @@ MIDDLES = {
     "rows_inverted": (rows_inverted, _weights("square")),
     "pooled": (pooled, {}),
     "repeated": (repeated, {}),
+    "class_query": (class_query, _linear("inner")),
+    "windows": (windows, {}),
 }
 """By name what is computed between the layers, and the modules and parameters that it needs."""

@@ -43,6 +43,8 @@ def run(rank, directory, world, workload, plans):
     for text in texts:
         soap = replace(request, recipe="soap.recipe", configuration={"plan": text})
         results.append(run_trial(trainer, soap))
+    rounded = replace(request, recipe="soap.recipe", recipe_options={"perturbed": True})
+    results.append(run_trial(trainer, rounded))
     if rank == 0:
         found = [(r.status, r.agreed["first_losses"], r.in_force, r.evidence) for r in results]
         torch.save(found, f"{directory}/found.pt")

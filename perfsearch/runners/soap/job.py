@@ -18,7 +18,9 @@ from perfsearch.runners.soap import space
 from perfsearch.soap import formats
 from perfsearch.soap.formats import COSTS, GRAPH, MACHINE
 from perfsearch.soap.graph import Graph, Role, coverage, dump_graph, parse_graph
-from perfsearch.soap.plan import Plan, PlanError, data_parallel
+from perfsearch.soap.named import DATA_PARALLEL, OWN_BEST, named_plans, within
+from perfsearch.soap.parts import gradients
+from perfsearch.soap.plan import Plan, PlanError
 from perfsearch.soap.simulator.machine import CostTable, Machine, ShardCost, cost_file
 from perfsearch.workloads.spec import AUTO, TRAITS, WorkloadSpec
 
@@ -44,6 +46,7 @@ class Job:
         pinned: the others' values.
         baseline: data parallelism, of the searched knobs.
         start: where the search begins, if not there.
+        named: plans to compare with and to start from, by what they are called; the baseline first.
 
     Raises:
         BadInputError: too little of the model can be planned, or a file does not fit it.
@@ -60,16 +63,19 @@ class Job:
                 "runner=soap: nothing to parallelise: the loss is computed from the batch alone, "
                 "by no operator that has a parameter before it. Give a model that trains some"
             )
-        self.coverage = coverage(graph)
+        self.coverage = coverage(graph, self.inputs.forward_us())
         refusal = self.coverage.refusal(options.min_coverage)
         if refusal is not None:
             raise BadInputError(f"runner.min_coverage={options.min_coverage:g}: {refusal}")
-        start = data_parallel(graph, range(devices))
+        named = named_plans(graph, devices, roles_of(options.split))
+        start = named[DATA_PARALLEL]
         imported = self._imported()
-        self._extra = (start,) if imported is None else (start, imported)
         asked = space.by_operator(options.knobs)
         self._allowed = space.allowed_configurations(graph, start, asked, devices)
+        self.named = {name: within(plan, self._allowed, start) for name, plan in named.items()}
+        self._extra = (*named.values(), *(() if imported is None else (imported,)))
         self.simulator = self._simulator(self.inputs.machine)
+        self.named[OWN_BEST] = self.simulator.problem.own_best()
         self.searched, self.pinned = space.knobs(self.simulator.problem, start, asked)
         self.baseline: dict[str, Value] = {knob.name: knob.default for knob in self.searched}
         self.start: dict[str, Value] | None = None
@@ -175,6 +181,14 @@ class InputTables:
         self.machine.write(directory / MACHINE)
         self.costs.write(directory / COSTS)
         self.job.write(directory)
+
+    def forward_us(self) -> dict[str, float]:
+        """Of each operator that a plan configures, how long its forward pass takes, whole."""
+        graph = self.graph
+        return {
+            o.name: self.costs.cost_of(o, o.whole, gradients(graph, o)).forward_us
+            for o in graph.planned
+        }
 
     def cost_of(self, launches_are_free: bool) -> CostOf:
         """Times of parts; without those of the host where launches are replayed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import statistics
@@ -16,11 +15,13 @@ from perfsearch.core.space import key_of
 from perfsearch.core.trial import Status, Trial
 from perfsearch.soap import formats
 from perfsearch.soap.graph import Graph, Operator, described
+from perfsearch.soap.picture import picture
 from perfsearch.soap.plan import OperatorConfiguration, OperatorTime, Plan, left_on_one_device
 from perfsearch.soap.simulator.timeline import busy_lines, chrome_trace
 
 if TYPE_CHECKING:
-    from perfsearch.soap.simulator.simulator import Estimate, Found, Simulator
+    from perfsearch.runners.soap.chains import Searched
+    from perfsearch.soap.simulator.simulator import Estimate, Simulator
 
 _SMALL_GIB = 0.1
 
@@ -46,19 +47,21 @@ def baseline_line(graph: Graph, devices: int) -> str | None:
         )
     return (
         f"the baseline is not data parallelism: {left.share:.1%} of the forward FLOPs run whole on "
-        f"device 0: {named}. A gain over it is none over DistributedDataParallel: see what "
-        "runner=ddp measures of the same job"
+        f"device 0: {named}. A gain over it is none over DistributedDataParallel, whose step, that "
+        "of runner=ddp, the closing table has"
     )
 
 
-def chain_line(found: Found, host_us: float = 0.0) -> str:
+def chain_line(searched: Searched, host_us: float = 0.0) -> str:
     """How a search in the simulator went; ``host_us`` is the least that a step takes anyway."""
+    found = searched.found
+    starts = ", ".join(searched.starts)
     best = f", best {1e3 * found.plans[0][0]:.4g} ms" if found.plans else ", none fits"
     if found.plans and host_us > 1e6 * found.plans[0][0]:
         best += f" of the devices, where loading and launching take {host_us / 1e3:.4g} ms"
     return (
         f"simulated {found.proposals} proposals in {found.seconds:.2f} s "
-        f"({found.proposals_per_s:,.0f}/s), {found.accepted} accepted, "
+        f"({found.proposals_per_s:,.0f}/s) from {starts}; {found.accepted} accepted, "
         f"{found.infeasible} beyond memory{best}"
     )
 
@@ -79,13 +82,14 @@ def simulation(simulator: Simulator, plan: Plan) -> list[str]:
     ]
 
 
-def found_lines(simulator: Simulator, found: Found, start: Plan) -> list[str]:
+def found_lines(simulator: Simulator, searched: Searched, start: Plan) -> list[str]:
     """What a search in the simulator alone came to."""
+    found = searched.found
     lines = [
         f"iter({n}) cur({1e3 * current:.4g}) next({1e3 * proposed:.4g}) best({1e3 * best:.4g})"
         for n, current, proposed, best in found.series[:: max(1, len(found.series) // 20)]
     ]
-    lines.append(chain_line(found))
+    lines.append(chain_line(searched))
     if not found.plans:
         return [*lines, nothing_fits(simulator, start)]
     before = simulator.estimate(start).seconds
@@ -93,6 +97,58 @@ def found_lines(simulator: Simulator, found: Found, start: Plan) -> list[str]:
     seconds = simulator.estimate(plan).seconds  # the search may have gone by the devices alone
     lines += simulation(simulator, plan)
     return [*lines, f"predicted gain over the start: {before / seconds:.3f}x, not measured"]
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A plan among others.
+
+    Attributes:
+        name: what it is called.
+        estimate: what is expected of it; ``None``: it is none that the simulator knows.
+        measured_ms: its step, where it was run.
+        remark: what else there is to say.
+
+    """
+
+    name: str
+    estimate: Estimate | None
+    measured_ms: float | None = None
+    remark: str = ""
+
+
+def plan_rows(rows: Sequence[PlanRow]) -> list[str]:
+    """Plans side by side."""
+    width = max(len(row.name) for row in rows)
+    lines = [f"{'plan':<{width}}  {'simulated ms':>12}  {'of one device':>13}  {'measured ms':>11}"]
+    for row in rows:
+        simulated = memory = measured = remark = ""
+        if row.estimate is not None:
+            simulated = f"{1e3 * row.estimate.seconds:.4g}"
+            memory = size(row.estimate.peak_gib)
+            remark = "" if row.estimate.fits else "  more memory than there is"
+        if row.measured_ms is not None:
+            measured = f"{row.measured_ms:.4g}"
+        remark = f"  {row.remark}" if row.remark else remark
+        line = f"{row.name:<{width}}  {simulated:>12}  {memory:>13}  {measured:>11}{remark}"
+        lines.append(line.rstrip())
+    return lines
+
+
+DDP = "ddp"
+"""In what a baseline's trial notes: the step of DistributedDataParallel, run right after it."""
+
+
+def ddp_rows(trials: Sequence[Trial]) -> list[PlanRow]:
+    """DistributedDataParallel's own step, where one was run."""
+    notes = [t.measurement.environment.get(DDP) for t in trials if t.measurement is not None]
+    for note in notes:
+        if note:
+            failed = note.get("failed", "")
+            step_ms = note.get("step_ms")
+            remark = f"failed: {failed}" if failed else "as runner=ddp runs it, no plan of this"
+            return [PlanRow("DistributedDataParallel", None, step_ms, remark)]
+    return []
 
 
 def size(gib: float) -> str:
@@ -114,15 +170,21 @@ def nothing_fits(simulator: Simulator, start: Plan) -> str:
 
 
 def write_strategy(
-    simulator: Simulator, plan: Plan, devices: int, export_to: str | None, directory: Path
+    simulator: Simulator,
+    plan: Plan,
+    devices: int,
+    export_to: str | None,
+    dtensor: str | None,
+    directory: Path,
 ) -> list[Path]:
-    """The strategy as YAML, its timeline and, where it is regular, a DTensor plan.
+    """The strategy as YAML and as FlexFlow's text, a picture, a timeline, DTensor's module.
 
     Args:
         simulator: of the job.
         plan: to write.
         devices: of the machine.
         export_to: another place that the user wants the YAML in.
+        dtensor: the module for DTensor, where it was seen to train the same.
         directory: made where it is missing.
 
     """
@@ -132,12 +194,15 @@ def write_strategy(
     written = [directory / "strategy.yaml", *([] if export_to is None else [Path(export_to)])]
     for path in written:
         path.write_text(text)
+    flexflow = directory / "flexflow.txt"
+    flexflow.write_text(formats.dump_flexflow(graph, plan))
+    drawn = directory / "plan.svg"
+    drawn.write_text(picture(graph, plan, devices))
     timeline = directory / "timeline.json"
     write_timeline(simulator, plan, timeline)
-    written.append(timeline)
-    with contextlib.suppress(formats.NotRegular):  # one mesh only
-        code = formats.dump_dtensor(graph, plan, devices)
-        (directory / "dtensor_plan.py").write_text(code)
+    written += [flexflow, drawn, timeline]
+    if dtensor is not None:
+        (directory / "dtensor_plan.py").write_text(dtensor)
         written.append(directory / "dtensor_plan.py")
     return written
 
@@ -169,6 +234,7 @@ def write_timeline(simulator: Simulator, plan: Plan, path: Path) -> None:
 class Compared:
     """A strategy's simulated and measured step."""
 
+    configuration: Configuration
     trials: tuple[int, ...]
     simulated_ms: float
     measured_ms: float
@@ -196,6 +262,7 @@ def compare(
         peaks = [m.peak_allocated_gib for m in measured if m.peak_allocated_gib is not None]
         found.append(
             Compared(
+                same[0].configuration,
                 tuple(t.number for t in same),
                 1e3 * expected.seconds,
                 1e3 * statistics.median(m.step_time_s for m in measured),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -12,16 +12,19 @@ from perfsearch.config.options import build_options
 from perfsearch.core import hardware
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
-from perfsearch.core.hints import PROPAGATION, ChainRequest, ChainResult, Hints, Prediction
+from perfsearch.core.hints import ChainRequest, ChainResult, Hints, Prediction
 from perfsearch.core.knob import Configuration, Value
+from perfsearch.core.losses import loss_disagreement
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
-from perfsearch.core.trial import Outcome, Status, Trial
+from perfsearch.core.trial import PERTURBED, Outcome, Purpose, Status, Trial
 from perfsearch.runners._ranks import group_spec, measure_in_group
 from perfsearch.runners.base import (
     ClosingLines,
     HoldsDevices,
+    Mode,
     OwnModes,
+    Perturbs,
     Runner,
     Screens,
     environment_of,
@@ -29,6 +32,7 @@ from perfsearch.runners.base import (
 )
 from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.soap import report, space
+from perfsearch.runners.soap.chains import run_chains
 from perfsearch.runners.soap.job import (
     InputTables,
     Job,
@@ -41,6 +45,7 @@ from perfsearch.runners.soap.job import (
 )
 from perfsearch.soap import formats
 from perfsearch.soap.plan import Plan
+from perfsearch.soap.simulator.machine import for_devices
 from perfsearch.workers import processes
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
@@ -48,10 +53,10 @@ from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
-    from perfsearch.soap.simulator.simulator import Found, Simulator
+    from perfsearch.soap.simulator.simulator import Simulator
 
 
-class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
+class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
     """Searches how each operator is split and placed; data parallelism is the baseline.
 
     Its knobs are the operators of the model, which are known once the job was described; so
@@ -70,7 +75,7 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
     """
 
     requires: ClassVar = {"numba": "soap"}
-    own_modes = ("estimate", "simulate")
+    own_modes = ("estimate", "measure", "simulate")
     unseen = "its knobs are the operators of the model, which is captured when a search begins"
 
     @dataclass(frozen=True)
@@ -87,9 +92,11 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
                 search, or edited copies, to plan with instead of measuring.
             cache: directory of measured costs and machines that searches share; ``null``:
                 ``~/.cache/perfsearch/soap``.
+            devices: to measure parts for (``mode=measure``), also more than are here; ``null``:
+                those that are here.
             device_memory_gib: memory to plan for; ``null``: the devices' own.
-            min_coverage: smallest share of operators, and of FLOPs, that must have rules for
-                splitting.
+            min_coverage: smallest share of the forward pass's measured time that must be in
+                operators that can be split.
             cuda_graph: replay the step as a CUDA graph where it allows that.
             knobs: by operator: a value such as ``4x1@0,1,2,3`` pins it, a list of them gives its
                 choices; others are searched.
@@ -102,6 +109,7 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
         export_to: str | None = None
         tables: str | None = None
         cache: str | None = None
+        devices: int | None = option(None, low=1)
         device_memory_gib: float | None = option(None, above=0)
         min_coverage: float = option(0.5, low=0, high=1)
         cuda_graph: bool = True
@@ -126,6 +134,15 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
         """Build it from ``runner.*``, ``workload.*``, ``limits.*`` and the top-level keys."""
         options = build_options(cls.Options, settings.runner.options, "runner")
         planning = settings.mode != "search"
+        if options.devices is not None and settings.mode != "measure":
+            raise BadInputError(
+                f"runner.devices={options.devices}: only mode=measure takes it. Measure for so "
+                "many devices first, then plan with mode=estimate runner.tables=RUN_DIR/soap"
+            )
+        if settings.mode == "measure" and options.tables is not None:
+            raise BadInputError(
+                f"runner.tables={options.tables}: mode=measure makes tables; leave it out"
+            )
         metric = settings.objective.metric
         return cls(options, workload_of(settings), environment_of(settings), metric, planning)
 
@@ -158,6 +175,7 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
         self._ranks = Ranks(environment, self.hardware, self.workload)
         self._trials: Sequence[Trial] = ()
         self._job: Job | None = None
+        self._no_dtensor = ""
 
     @property
     def job(self) -> Job:
@@ -194,34 +212,48 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
             inputs = self._tables
             inputs.write(directory)
         else:
-            cache = self.options.cache or "~/.cache/perfsearch/soap"
-            inputs = measured_tables(
-                directory,
-                Path(cache).expanduser(),
-                self.hardware.device_name,
-                hardware.torch_version(),
-                self.devices,
-                JobKey.of(self.workload),
-                self._profile,
-            )
+            inputs = self._measured(directory, self.devices)  # for the devices that are here
         self._job = Job(inputs, self.options, self.devices)
         line = report.baseline_line(inputs.graph, self.devices)
         self.remarks = [] if line is None else [line]
         self.baseline, self.pinned = self._job.baseline, self._job.pinned
         self.space = self.ruled(Space(self._job.searched))
 
-    def _profile(self, directory: Path, known: list[str], machine: Path | None) -> None:
-        """Have the ranks capture the job and measure what is not known."""
-        self._ranks.describe(directory, known, machine, self.devices, self.options)
+    def _measured(self, directory: Path, devices: int) -> InputTables:
+        """Tables with the parts for so many devices, and the machine that is here."""
+
+        def profile(directory: Path, known: list[str], machine: Path | None) -> None:
+            self._ranks.describe(directory, known, machine, devices, self.options)
+
+        cache = self.options.cache or "~/.cache/perfsearch/soap"
+        return measured_tables(
+            directory,
+            Path(cache).expanduser(),
+            self.hardware.device_name,
+            hardware.torch_version(),
+            self.devices,
+            JobKey.of(self.workload),
+            profile,
+        )
 
     def measure(self, configuration: Configuration, plan: MeasuringPlan) -> Outcome:
         """Train the configuration."""
         text = formats.dump_plan(self.inputs.graph, self.plan(configuration), self.devices)
-        return self._ranks.train(text, self.job.replays, plan)
+        outcome = self._ranks.train(text, self.job.replays, plan)
+        first = plan.purpose is Purpose.BASELINE and self.devices > 1
+        if plan.perturbed and outcome.measurement is not None:
+            outcome.measurement.environment[PERTURBED] = True
+        if first and outcome.measurement is not None:
+            outcome.measurement.environment[report.DDP] = self._ranks.train_by_ddp(plan)
+        return outcome
 
     def plan(self, configuration: Configuration) -> Plan:
         """The plan of a configuration of the space."""
         return self.job.plan(configuration)
+
+    def rounds_otherwise(self, reference: Configuration, configuration: Configuration) -> bool:
+        """Every other plan adds up in another order."""
+        return key_of(reference) != key_of(configuration)
 
     def identity(self) -> dict[str, str]:
         """Model, ranks, devices and versions: what a result holds for."""
@@ -265,13 +297,34 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
 
     def _run_chain(self, request: ChainRequest) -> ChainResult:
         self.job.calibrate(self._trials, self.environment.run_dir / "soap")
-        found = run_chain(self.job.chain_simulator, self.plan(request.start), request)
+        start = self.plan(request.start)
+        searched = run_chains(self.job.chain_simulator, start, self.job.named, request)
+        found = searched.found
         points = [self.job.searched_of(plan) for _, plan in found.plans] or [dict(request.start)]
-        line = report.chain_line(found, self.inputs.machine.host_us * self.job.replays)
+        line = report.chain_line(searched, self.inputs.machine.host_us * self.job.replays)
         lines = [self.job.coverage.line(), line]
         if not found.plans:
             lines.append(report.nothing_fits(self.simulator, self.plan(request.start)))
         return ChainResult(points, found.series, "\n".join(lines))
+
+    def measure_tables(self, settings: Settings, note: Callable[[str], None]) -> int:
+        """Measure what a plan for ``runner.devices`` needs, on those here (``mode=measure``)."""
+        devices = self.options.devices or self.devices
+        directory = self.environment.run_dir / "soap"
+        processes.reap_groups(self.environment.run_dir)
+        inputs = self._measured(directory, devices)
+        machine, guessed = for_devices(inputs.machine, devices)
+        inputs = replace(inputs, machine=machine)
+        inputs.write(directory)
+        note(describe_tables(inputs, str(directory)))
+        if guessed:
+            note(f"{guessed}; edit {directory / formats.MACHINE} where you know better")
+        note(f"plan with: mode=estimate runner.tables={directory}")
+        return 0
+
+    def own_mode(self, mode: str) -> Mode:
+        """``measure`` is what every runner does to a configuration, so that the mode has a name."""
+        return self.measure_tables if mode == "measure" else super().own_mode(mode)
 
     def simulate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
@@ -293,13 +346,20 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
             note(line)
         options = settings.strategy.options
         start = self.job.first_plan
-        how = [options.get(name) for name in ("alpha", "return_every", "propagation")]
-        request = ChainRequest({}, options.get("proposals"), settings.seed, *how)
-        found = run_chain(self.job.chain_simulator, start, request)
+        how = {
+            name: options.get(name)
+            for name in ("alpha", "return_every", "propagation", "chains", "seconds")
+        }
+        request = ChainRequest({}, options.get("proposals"), settings.seed, **how)
+        searched = run_chains(self.job.chain_simulator, start, self.job.named, request)
+        found = searched.found
         if settings.strategy.name not in ("mcmc", "auto"):
             note(f"searched by a Markov chain: strategy={settings.strategy.name} needs trials")
-        for line in report.found_lines(self.simulator, found, start):
+        for line in report.found_lines(self.simulator, searched, start):
             note(line)
+        if found.plans:
+            for line in self._named_lines(found.plans[0][1], "found", ()):
+                note(line)
         if self.options.export_to is not None and found.plans:
             text = formats.dump_plan(self.inputs.graph, found.plans[0][1], self.devices)
             Path(self.options.export_to).write_text(text)
@@ -312,7 +372,21 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
         lines = formats.plan_table(self.inputs.graph, self.plan(configuration))
         own = [t for t in trials if key_of(t.configuration) == key_of(configuration)]
         worst = report.worst_lines(self._operators_of(own))
-        return [*lines, *report.accuracy_lines(self._compared(trials)), *worst]
+        named = self._named_lines(self.plan(configuration), "handed over", trials)
+        no_dtensor = [self._no_dtensor] if self._no_dtensor else []
+        return [*lines, *named, *no_dtensor, *report.accuracy_lines(self._compared(trials)), *worst]
+
+    def _named_lines(self, plan: Plan, what: str, trials: Sequence[Trial]) -> list[str]:
+        """A plan beside those that have a name, simulated, and measured where they were run."""
+        measured = {
+            key_of(space.configuration_of(self.plan(row.configuration))): row.measured_ms
+            for row in self._compared(trials)
+        }
+        rows = []
+        for name, other in {what: plan, **self.job.named}.items():
+            milliseconds = measured.get(key_of(space.configuration_of(other)))
+            rows.append(report.PlanRow(name, self.simulator.estimate(other), milliseconds))
+        return report.plan_rows([*rows, *report.ddp_rows(trials)])
 
     def _operators_of(self, trials: Sequence[Trial]) -> list[report.OperatorCompared]:
         overhead_ms = 2e-3 * self.inputs.machine.task_us  # forward and backward
@@ -330,12 +404,31 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
             self.plan(configuration),
             self.devices,
             self.options.export_to,
+            self._dtensor(configuration),
             directory,
         )
         tables = report.write_tables(
             self._compared(self._trials), self._operators_of(self._trials), directory
         )
         return [*strategies, *tables]
+
+    def _dtensor(self, configuration: Configuration) -> str | None:
+        """The plan as a module for DTensor, where that was run and gave the same losses."""
+        own = [t for t in self._trials if key_of(t.configuration) == key_of(configuration)]
+        measured = [t.measurement for t in own if t.status is Status.OK and t.measurement]
+        losses = [m.first_losses for m in measured if m.first_losses]
+        module = None
+        try:
+            module = formats.dump_dtensor(self.inputs.graph, self.plan(configuration), self.devices)
+            why = (
+                self._ranks.differs_by_dtensor(module, losses[0])
+                if losses
+                else "the plan was not run, so that there is nothing to compare it with"
+            )
+        except formats.NotRegular as error:
+            why = str(error)
+        self._no_dtensor = f"no dtensor_plan.py: {why}" if why else ""
+        return None if why else module
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """Every operator pinned, and nothing imported."""
@@ -346,29 +439,6 @@ class Soap(Runner, HoldsDevices, Screens, ClosingLines, OwnModes):
         """End the warm group."""
         self._ranks.close()
         processes.reap_groups(self.environment.run_dir, grace_s=0.0)
-
-
-# -----------------------------------------------------------------------------
-# A chain in the simulator, where the user leaves its options to the runner.
-
-PROPOSALS = 200_000
-ALPHA = 1.0
-RETURNS = 100
-"""Times that a chain goes back to its best plan, unless it is told when to."""
-
-
-def run_chain(simulator: Simulator, start: Plan, request: ChainRequest) -> Found:
-    """Run a chain from ``start``; what ``request`` leaves open is as was found best."""
-    from perfsearch.soap.simulator.chain import ChainOptions
-
-    proposals = PROPOSALS if request.proposals is None else request.proposals
-    every = proposals // RETURNS if request.return_every is None else request.return_every
-    options = ChainOptions(
-        alpha=ALPHA if request.alpha is None else request.alpha,
-        carry=PROPAGATION if request.propagation is None else request.propagation,
-        return_every=every,
-    )
-    return simulator.search(start, proposals, options, request.seed)
 
 
 # -----------------------------------------------------------------------------
@@ -397,12 +467,48 @@ class Ranks:
 
         A strategy whose trial had to be repeated without that is not asked for it again.
         """
-        options = {"cuda_graph": replays, "examine": strategy not in self._not_examined}
+        examine = strategy not in self._not_examined and not plan.perturbed
+        options = {"cuda_graph": replays, "examine": examine, "perturbed": plan.perturbed}
         outcome = self._ask("soap.recipe", {"plan": strategy}, options, plan)
         found = outcome.measurement
-        if outcome.status is Status.OK and found and "operators" not in found.environment:
+        if (
+            examine
+            and outcome.status is Status.OK
+            and found
+            and "operators" not in found.environment
+        ):
             self._not_examined.add(strategy)
         return outcome
+
+    def train_by_ddp(self, plan: MeasuringPlan) -> dict[str, Any]:
+        """Train as ``runner=ddp`` does with torch's defaults: its step, or why there is none."""
+        wanted = replace(plan, detail="light", log_directory=plan.log_directory / "ddp")
+        outcome = self._ask("training.ddp", {}, {}, wanted)
+        if outcome.status is not Status.OK or outcome.measurement is None:
+            return {"failed": f"{outcome.status}: {outcome.reason}"}
+        return {"step_ms": 1e3 * outcome.measurement.step_time_s}
+
+    def differs_by_dtensor(self, module: str, losses: Sequence[float]) -> str:
+        """Why an exported module is not known to train as a plan does; empty where it does.
+
+        Args:
+            module: its text.
+            losses: the plan's own first ones.
+
+        """
+        plan = MeasuringPlan(
+            number=-1,
+            time_limit_s=self._environment.limits.trial_s,
+            scored_steps=(1, 1),
+            scored_seconds=0.0,
+            log_directory=self._environment.run_dir / "logs" / "dtensor",
+        )
+        outcome = self._ask("soap.dtensor_step", {"module": module}, {}, plan)
+        if outcome.measurement is None or outcome.status is not Status.OK:
+            return f"run by DTensor it ended {outcome.status}: {outcome.reason}"
+        tolerance = self._environment.limits.loss_tolerance
+        seen = outcome.measurement.first_losses
+        return loss_disagreement(losses, seen, tolerance, whose="the plan itself")
 
     def describe(
         self,

@@ -734,7 +734,7 @@ def takes_apart(head: Draft, follower: Draft, readers: Mapping[str, int]) -> boo
         readers: how many operators read each parameter; a shared one has one view only.
 
     """
-    lead = len(head.value.shape) - 1
+    lead, _ = _rows_of(head)
     return (
         head.kind == "linear"
         and follower.kind == "reshape"
@@ -748,19 +748,26 @@ def takes_apart(head: Draft, follower: Draft, readers: Mapping[str, int]) -> boo
 def take_apart(head: Draft, follower: Draft) -> None:
     """Make the linear layer give what the reshape gave."""
     assert head.lowered is not None
-    lead = len(head.value.shape) - 1
+    lead, before = _rows_of(head)
     blocks = follower.value.shape[lead:]
     labels = (*head.value.labels[:lead], *(Role.PARAMETER for _ in blocks))
     head.lowered.labels = labels
     head.lowered.splittable = (True,) * len(labels)
     head.lowered.attributes["blocks"] = len(blocks)
-    head.parameters = tuple(_viewed(p, lead, blocks) for p in head.parameters)
+    head.parameters = tuple(_viewed(p, lead, blocks, before) for p in head.parameters)
     head.value = replace(follower.value, labels=labels)
 
 
-def _viewed(parameter: Parameter, lead: int, blocks: Shape) -> Parameter:
+def _rows_of(head: Draft) -> tuple[int, int]:
+    """Dimensions before those of the weight's rows, and how many these are by now."""
+    assert head.lowered is not None
+    count = int(head.lowered.attributes.get("blocks", 1))
+    return len(head.value.shape) - count, count
+
+
+def _viewed(parameter: Parameter, lead: int, blocks: Shape, before: int) -> Parameter:
     rows = tuple(Same(lead + i) for i in range(len(blocks)))
-    rest = parameter.shape[1:]
+    rest = parameter.shape[before:]
     return replace(
         parameter,
         shape=(*blocks, *rest),

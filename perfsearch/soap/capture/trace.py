@@ -177,12 +177,13 @@ def _exported(module: _Whole, leaves: list[torch.Tensor]) -> Program:
         placeholder: constants[name]
         for placeholder, name in signature.inputs_to_lifted_tensor_constants.items()
     }
+    written = settle_written_constants(program.graph, lifted)
     return Program(
         graph=program.graph,
         parameters={p: _strip(n) for p, n in signature.inputs_to_parameters.items()},
         buffers=buffers,
         leaves=list(signature.user_inputs),
-        constants=lifted,
+        constants={**lifted, **written},
         tracer="export",
     )
 
@@ -267,6 +268,111 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", "")) if node.op == "call_function" else ""
+
+
+# -----------------------------------------------------------------------------
+# Tensors that neither the batch nor the model decides, as a mask of windows, may be made by writing
+# into them: these are computed once, so that what is left writes nothing.
+
+_OF_SHAPE_ALONE = frozenset(
+    {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
+)
+"""Functions that look at no value of what they are given."""
+
+
+def settle_written_constants(
+    graph: fx.Graph, known: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Compute constant tensors that are written into; a use sees what was written before it.
+
+    Args:
+        graph: of the program, changed.
+        known: by placeholder, constants that there are already.
+
+    Returns:
+        The values, by the names of the nodes that stand for them.
+
+    """
+    given = {
+        node: known[node.name]
+        for node in graph.nodes
+        if node.name in known and not isinstance(known[node.name], FakeTensor)
+    }
+    values: dict[fx.Node, Any] = {node: tensor.clone() for node, tensor in given.items()}
+    constant = set(values)
+    for node in graph.nodes:
+        if node.op == "call_function" and _is_constant(node, constant):
+            constant.add(node)
+    settled = _with_writes(constant - set(values))
+    seen: list[tuple[fx.Node, fx.Node, torch.Tensor]] = []
+    for node in graph.nodes:
+        if node in settled:
+            values[node] = _computed(node, values)
+            continue
+        sources = [n for n in node.all_input_nodes if n in settled]
+        made = [(n, values[n]) for n in sources if isinstance(values[n], torch.Tensor)]
+        seen += [(node, source, value.clone()) for source, value in made]
+    if any(not torch.equal(values[node], tensor) for node, tensor in given.items()):
+        return {}  # a tensor that is kept from step to step
+    found: dict[str, torch.Tensor] = {}
+    for node, source, value in seen:
+        with graph.inserting_before(node):
+            stands = graph.create_node("placeholder", f"written_{len(found)}")
+        stands.meta["val"] = found[stands.name] = value
+        node.replace_input_with(source, stands)
+    for node in reversed(list(graph.nodes)):
+        if node in settled:
+            graph.erase_node(node)
+    return found
+
+
+def _is_constant(node: fx.Node, constant: set[fx.Node]) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if node.target is not operator.getitem and schema is None:
+        return False
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return False
+    if schema is not None and schema.name.split("::")[1] in _OF_SHAPE_ALONE:
+        return all(n in constant for n in node.all_input_nodes[1:])
+    return all(n in constant for n in node.all_input_nodes)
+
+
+def _with_writes(constant: set[fx.Node]) -> set[fx.Node]:
+    """Of constants those that hang together with one that is written into."""
+    beside: dict[fx.Node, set[fx.Node]] = {node: set() for node in constant}
+    for node in constant:
+        for source in node.all_input_nodes:
+            if source in constant:
+                beside[node].add(source)
+                beside[source].add(node)
+    reached = {node for node in constant if _writes(node)}
+    waiting = list(reached)
+    while waiting:
+        for other in beside[waiting.pop()] - reached:
+            reached.add(other)
+            waiting.append(other)
+    return reached
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    first = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
+    return first is not None and bool(first.is_write)
+
+
+def _computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """What a constant is, on the CPU; of what is no constant the type and the shape are enough."""
+
+    def given(argument: fx.Node) -> Any:
+        if argument in values:
+            return values[argument]
+        seen = argument.meta["val"]
+        return torch.zeros(seen.shape, dtype=seen.dtype)
+
+    keywords = {k: v for k, v in node.kwargs.items() if k != "device"}
+    arguments = fx.node.map_arg(node.args, given)
+    assert callable(node.target)
+    return node.target(*arguments, **fx.node.map_arg(keywords, given))
 
 
 # -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +209,30 @@ def uniform(
         memory_gib=memory_gib,
         within=within,
         **more,
+    )
+
+
+def for_devices(machine: Machine, devices: int) -> tuple[Machine, str]:
+    """A measured machine with another number of devices, and what of it is a guess.
+
+    Args:
+        machine: as measured.
+        devices: to plan for.
+
+    """
+    if devices == machine.devices:
+        return machine, ""
+    if machine.devices == 1:
+        guess = uniform(devices, latency_us=20.0, gib_per_s=10.0, memory_gib=machine.memory_gib)
+        links = guess.within
+        found = replace(machine, devices=devices, devices_per_node=devices, within=links)
+        return found, "links were not measured, since one device has none: 20 us, 10 GiB/s"
+    node = min(machine.devices, devices)
+    if devices <= machine.devices:
+        return replace(machine, devices=devices, devices_per_node=node), ""
+    return (
+        replace(machine, devices=devices, devices_per_node=node, across=machine.within),
+        f"nodes have {node} devices, and links between nodes are as those within",
     )
 
 

@@ -130,6 +130,22 @@ class Problem:
             for operator, number in zip(self.operators, numbers, strict=True)
         }
 
+    def own_best(self) -> Plan:
+        """Each operator as it is fastest by itself: its passes and the sums of its gradients."""
+        best = [self._fastest(kind) for kind in self.classes]
+        return {o.name: best[k] for o, k in zip(self.operators, self.class_of, strict=True)}
+
+    def _fastest(self, kind: Class) -> OperatorConfiguration:
+        def nanoseconds(number: int) -> int:
+            record = self.tables[self.tables[memory.CONFIG] + memory.C_WIDTH * number :]
+            count, at = record[memory.C_PARTS], record[memory.C_ROWS]
+            rows = self.tables[at : at + count * memory.P_WIDTH].reshape(count, -1)
+            passes = rows[:, memory.P_FORWARD] + rows[:, memory.P_BACKWARD]
+            sums = self.tables[record[memory.C_TIMES] :][: record[memory.C_GROUP_COUNT]]
+            return int(passes.max() + sums.sum())
+
+        return min(kind.numbers, key=lambda chosen: nanoseconds(kind.numbers[chosen]))
+
     def configurations(self, operator: int) -> list[OperatorConfiguration]:
         """What an operator may have, in the order of their numbers."""
         return list(self.classes[self.class_of[operator]].numbers)

@@ -28,6 +28,8 @@ _KINDS = {
     memory.COPY_SUM: "copy",
 }
 _OF_EDGES = (memory.SEND_FORWARD, memory.SEND_BACKWARD, memory.COPY)
+_LOOKS = 40
+"""Times that a chain is looked at, whether to go on."""
 POINTS = 1000
 """Points of a search's series at most."""
 
@@ -137,8 +139,26 @@ class Simulator:
         engine.start(self.problem.numbers_of(start))
         engine.run(0)
 
-    def search(self, start: Plan, proposals: int, options: ChainOptions, seed: int) -> Found:
-        """Run a chain from a plan; the same arguments give the same result, bit for bit."""
+    def search(
+        self,
+        start: Plan,
+        proposals: int,
+        options: ChainOptions,
+        seed: int,
+        seconds: float | None = None,
+    ) -> Found:
+        """Run a chain from a plan; the same arguments give the same result, bit for bit.
+
+        It ends early where half of its proposals brought nothing.
+
+        Args:
+            start: where to begin.
+            proposals: at most.
+            options: of the chain.
+            seed: of the draws.
+            seconds: at most; what is found then depends on the machine's speed.
+
+        """
         every = max(1, -(-proposals // POINTS))
         options = ChainOptions(
             alpha=options.alpha,
@@ -152,18 +172,25 @@ class Simulator:
         engine.start(self.problem.numbers_of(start))
         engine.run(0)  # compiles, or takes the compiled code from the disk
         begin = time.perf_counter()
-        engine.run(proposals)
-        seconds = time.perf_counter() - begin
+        done = 0
+        for part in range(1, _LOOKS + 1):
+            done = part * proposals // _LOOKS
+            engine.run(done)
+            spent = time.perf_counter() - begin
+            if 2 * (done - engine[memory.IMPROVED]) >= proposals:
+                break
+            if seconds is not None and spent >= seconds:
+                break
         return Found(
             plans=[(ns / 1e9, self.problem.plan_of(numbers)) for ns, numbers in engine.best()],
             series=[
                 (int(n), _seconds(current), _seconds(proposed), _seconds(best))
                 for n, current, proposed, best in engine.series().tolist()
             ],
-            proposals=proposals,
+            proposals=done,
             accepted=engine[memory.ACCEPTED],
             infeasible=engine[memory.INFEASIBLE_COUNT],
-            seconds=seconds,
+            seconds=spent,
         )
 
     def drift(self, start: Plan, changes: int, seed: int) -> Plan:

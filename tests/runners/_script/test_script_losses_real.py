@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from perfsearch.core.journal import read
+from perfsearch.core.losses import largest_difference
 from perfsearch.core.trial import Purpose, Status, Trial
-from perfsearch.pipeline.loss_check import is_perturbed, largest_difference
+from perfsearch.pipeline.loss_check import is_perturbed
 
 pytestmark = pytest.mark.slow
 

@@ -7,6 +7,7 @@ pytest.importorskip("numba")
 from support.soap_graphs import batch_input, free_host_cost_of, linear, machine
 
 from perfsearch.core.trial import Measurement
+from perfsearch.runners.soap.chains import Searched
 from perfsearch.runners.soap.job import calibrated
 from perfsearch.runners.soap.report import chain_line
 from perfsearch.soap.graph import Graph
@@ -86,9 +87,10 @@ def test_of_plans_that_a_host_makes_equal_the_one_that_devices_are_done_with_fir
 
 def test_a_host_that_decides_is_named_beside_the_devices_best():
     found = Found([(0.001, PLAN)], proposals=5, seconds=1.0)
-    assert chain_line(found).endswith("best 1 ms")
+    searched = Searched(found, ("data parallel",))
+    assert chain_line(searched).endswith("best 1 ms")
     assert "best 1 ms of the devices, where loading and launching take 2 ms" in chain_line(
-        found, 2e3
+        searched, 2e3
     )
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 
@@ -22,9 +23,15 @@ def test_the_command_searches_and_runs_plans(tmp_path):
     ]
     made = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert made.returncode == 0, made.stderr
-    assert "simulated 2000 proposals" in made.stdout
-    assert "iter(2000)" in made.stdout
+    (told,) = re.findall(r"simulated (\d+) proposals .* from data parallel, ", made.stdout)
+    assert 0 < int(told) <= 2000
+    shown = [int(number) for number in re.findall(r"iter\((\d+)\) cur", made.stdout)]
+    assert shown and max(shown) <= int(told)
     assert "num_dims(2)" in made.stdout
+    (ddp,) = re.findall(r"(?m)^ *DistributedDataParallel +([\d.]+) +as runner=ddp", made.stdout)
+    assert float(ddp) > 0
+    for name in ("handed over", "data parallel", "whole", "layers by device"):
+        assert re.search(rf"(?m)^ *{name} +[\d.]+ +[\d.]+ [MG]iB", made.stdout), name
     machine = json.loads((run_dir / "soap" / "machine.json").read_text())
     assert machine["calibrated"]
     assert set(machine["within"]) >= {"exchange", "all_reduce"}
@@ -33,6 +40,12 @@ def test_the_command_searches_and_runs_plans(tmp_path):
     if summary["is_baseline"]:
         text = (run_dir / "best" / "apply" / "strategy.yaml").read_text()
         assert "degrees: [2, 1], devices: [0, 1]" in text
+        # one mesh, which DTensor trains as well
+        assert (run_dir / "best" / "apply" / "dtensor_plan.py").is_file()
+    else:
+        assert (run_dir / "best" / "apply" / "dtensor_plan.py").is_file() or (
+            "no dtensor_plan.py: " in made.stdout
+        )
     with (run_dir / "best" / "apply" / "simulated_against_measured.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3

@@ -10,11 +10,11 @@ from support.soap_cases import DEVICES, begun, settings, told
 
 from perfsearch.cli.view import View
 from perfsearch.core.errors import BadInputError
-from perfsearch.core.hints import ChainRequest
-from perfsearch.core.trial import Outcome, Purpose, Status
+from perfsearch.core.trial import Measurement, Outcome, Purpose, Status, Trial
 from perfsearch.pipeline.search import build_runner
+from perfsearch.runners.base import Plan as MeasuringPlan
 from perfsearch.runners.soap import space
-from perfsearch.runners.soap.runner import run_chain
+from perfsearch.soap import formats
 from perfsearch.soap.plan import data_parallel
 from perfsearch.soap.simulator.simulator import Simulator
 
@@ -111,9 +111,10 @@ def test_the_chain_is_run_after_the_baseline_and_shown(tmp_path, tables, opened)
     strategy, trials = begun(runner, settings(tmp_path, tables), phases_ms=phases_ms)
     best = strategy.ask()
     (result,) = strategy.chain_results
-    assert result.series[-1][0] == 300
+    assert result.series[-1][0] <= 300
     assert result.series[-1][3] == min(row[3] for row in result.series)
-    assert "300 proposals" in result.note
+    assert f"{result.series[-1][0]} proposals" in result.note
+    assert "from data parallel, a random plan, " in result.note
     assert "can be split" in result.note
     predicted = runner.predict(best, trials).cost
     assert predicted <= runner.predict(runner.baseline, trials).cost
@@ -197,11 +198,53 @@ def test_what_is_measured_is_the_plans_text(opened, monkeypatch):
         return Outcome(Status.OK)
 
     monkeypatch.setattr(runner._ranks, "train", train)
-    runner.measure({**runner.baseline, "table_0": "1x1@1"}, None)
+    runner.measure({**runner.baseline, "table_0": "1x1@1"}, MeasuringPlan(1))
     ((text, replays),) = texts
     record = yaml.safe_load(text)
     assert record["operators"]["table_0"] == {"degrees": [1, 1], "devices": [1]}
     assert not replays
+
+
+def test_ddps_own_step_is_run_after_the_baseline_and_stands_beside_it(opened, monkeypatch):
+    runner = opened()
+    recipes = []
+
+    def asked(recipe, configuration, options, plan):
+        recipes.append((recipe, options.get("perturbed"), str(plan.log_directory)))
+        measured = Measurement([0.25] * 3 if recipe == "training.ddp" else [0.5] * 3, 8)
+        return Outcome(Status.OK, measured)
+
+    monkeypatch.setattr(runner._ranks, "_ask", asked)
+    first = runner.measure(runner.baseline, MeasuringPlan(0, Purpose.BASELINE))
+    runner.measure(runner.baseline, MeasuringPlan(1, Purpose.SENTINEL, perturbed=True))
+    assert recipes == [
+        ("soap.recipe", False, "logs"),
+        ("training.ddp", None, "logs/ddp"),
+        ("soap.recipe", True, "logs"),
+    ]
+    trial = Trial(0, runner.baseline, Purpose.BASELINE, Status.OK, first.measurement, 0.5 / 8)
+    lines = runner.closing_lines(runner.baseline, [trial])
+    (row,) = [line for line in lines if line.startswith("DistributedDataParallel ")]
+    assert row.split()[1] == "250"
+    assert "runner=ddp" in row
+
+    def failing(recipe, configuration, options, plan):
+        if recipe != "training.ddp":
+            return asked(recipe, configuration, options, plan)
+        return Outcome(Status.CRASH, None, "unused parameters")
+
+    monkeypatch.setattr(runner._ranks, "_ask", failing)
+    outcome = runner.measure(runner.baseline, MeasuringPlan(0, Purpose.BASELINE))
+    trial.measurement.environment.update(outcome.measurement.environment)
+    lines = runner.closing_lines(runner.baseline, [trial])
+    (row,) = [line for line in lines if line.startswith("DistributedDataParallel ")]
+    assert row.endswith("failed: crash: unused parameters")
+
+
+def test_other_plans_round_otherwise(opened):
+    runner = opened()
+    assert not runner.rounds_otherwise(runner.baseline, dict(runner.baseline))
+    assert runner.rounds_otherwise(runner.baseline, {**runner.baseline, "table_0": "1x1@1"})
 
 
 def test_the_export_can_be_fed_back(tmp_path, opened):
@@ -230,16 +273,75 @@ def test_operators_that_feed_each_other_are_neighbours(opened):
     assert pinned == {"bottom": (), "table_0": (), "table_1": (), "top": ()}
 
 
-def test_the_share_that_is_carried_over_reaches_the_chain(opened, monkeypatch):
+def test_named_plans_stand_beside_what_is_handed_over(opened):
     runner = opened()
-    real, seen = runner.simulator.search, []
+    trials = [told(runner, runner.baseline, 0, Purpose.BASELINE)]
+    other = dict(runner.baseline, table_0="1x1@1", table_1="1x1@0")
+    trials.append(told(runner, other, 1))
+    lines = runner.closing_lines(other, trials)
+    rows = lines[next(i for i, line in enumerate(lines) if line.startswith("plan ")) :]
+    named = ["data parallel", "whole", "tensor parallel", "tables by device", "layers by device"]
+    for name in ("handed over", *named, "each operator's own best"):
+        (row,) = [row for row in rows if row.startswith(f"{name} ")]
+        assert "iB" in row
+    measured = {row.split("  ")[0]: row.split()[-1] for row in rows[1:8]}
+    assert float(measured["data parallel"]) == pytest.approx(
+        1e3 * trials[0].measurement.step_time_s, rel=1e-3
+    )
+    assert measured["whole"].endswith("iB")  # was not run
 
-    def search(start, proposals, options, seed):
-        seen.append(options.carry)
-        return real(start, proposals, options, seed)
 
-    monkeypatch.setattr(runner.simulator, "search", search)
-    start = runner.plan(runner.baseline)
-    for share in (None, 0.0, 0.5):
-        run_chain(runner.simulator, start, ChainRequest({}, 20, 0, propagation=share))
-    assert seen == [0.25, 0.0, 0.5]
+def test_pinned_operators_are_pinned_in_named_plans_too(opened):
+    runner = opened(knobs={"table_0": "1x1@1", "top": ["2x1@0,1", "1x2@1,0"]})
+    for plan in runner.job.named.values():
+        assert plan["table_0"].devices == (1,)
+        assert space.plan_to_knob(plan["top"]) in ("2x1@0,1", "1x2@1,0")
+        assert runner.simulator.estimate(plan).seconds > 0
+
+
+def test_estimate_runs_as_many_chains_as_it_is_asked_for(tmp_path, tables, capsys):
+    def said(**options):
+        chosen = settings(
+            tmp_path, tables, {"name": "mcmc", "proposals": 80, **options}, "estimate"
+        )
+        runner = build_runner(chosen)
+        assert runner.estimate(chosen, View().note) == 0
+        runner.close()
+        return capsys.readouterr().out
+
+    assert "from data parallel; " in said(chains=1)
+    assert "from data parallel, a random plan, " in said()
+    assert "each operator's own best" in said()
+
+
+def test_a_dtensor_plan_is_written_only_where_it_was_run_and_gave_the_same(
+    tmp_path, opened, monkeypatch
+):
+    runner = opened()
+    trials = [told(runner, runner.baseline, 0, Purpose.BASELINE)]
+    runner.hints(trials)
+    answers = iter([[0.5, 0.25], [0.5, 0.4]])
+    asked = []
+
+    def ask(recipe, configuration, options, plan):
+        asked.append(recipe)
+        return Outcome(Status.OK, Measurement([0.1], 8, first_losses=next(answers)))
+
+    monkeypatch.setattr(runner._ranks, "_ask", ask)
+    monkeypatch.setattr(formats, "dump_dtensor", lambda *of: "the module")
+    written = tmp_path / "apply" / "dtensor_plan.py"
+
+    def reason():
+        runner.export(runner.baseline, tmp_path / "apply")
+        lines = runner.closing_lines(runner.baseline, trials)
+        return next((line for line in lines if "dtensor_plan.py" in line), "")
+
+    assert "was not run" in reason()
+    assert not asked
+    trials[0].measurement.first_losses = [0.5, 0.25]
+    assert reason() == ""
+    assert written.read_text() == "the module"
+    written.unlink()
+    assert "loss of step 1 is 0.4 where the plan itself's is 0.25" in reason()
+    assert not written.exists()
+    assert asked == ["soap.dtensor_step"] * 2

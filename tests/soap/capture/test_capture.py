@@ -128,7 +128,7 @@ class Strange(nn.Module):
 
 def test_what_has_no_rule_runs_whole_and_is_named():
     found = coverage(of_module(Strange(), 6).graph)
-    assert len(found.missing) == 2 and 0 < found.operators_share < 1
+    assert len(found.missing) == 2 and 0 < found.share < 1
     refusal = found.refusal(0.99)
     assert "linalg_inv" in refusal and "test_capture.py:" in refusal
     assert found.refusal(0.1) is None
@@ -215,3 +215,30 @@ def test_signatures_tell_sizes_apart_and_names_not():
     assert signature(query, half) == signature(query, other) != signature(query, query.whole)
     assert signature(query, half) != signature(key, half)  # one has a bias
     assert hash(signature(query, half)) is not None
+
+
+class StrangeTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.layer(x)
+        for _ in range(2):
+            y = torch.linalg.inv(y @ y.t() + 1.0)
+        return y
+
+
+def test_shares_are_of_the_time_where_it_was_measured_and_each_line_is_named_once():
+    graph = of_module(StrangeTwice(), 6).graph
+    counted = coverage(graph)
+    assert len(counted.missing) == 2
+    times = {o.name: 1.0 for o in graph.planned}
+    times.update({o.name: 4.0 * len(times) for o in counted.missing})
+    found = coverage(graph, times)
+    rest = len(times) - 2
+    assert found.share == pytest.approx(rest / (rest + 8 * len(times)))
+    assert "of the measured forward time" in found.line()
+    refusal = found.refusal(0.5)
+    assert refusal.count("(aten.linalg_inv") == 1
+    assert f"and 1 more of it, {1 - found.share:.1%}" in refusal

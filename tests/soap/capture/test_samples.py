@@ -135,3 +135,9 @@ class Packed(nn.Module):
 def test_what_draws_by_an_argument_in_a_form_without_a_rule_is_refused():
     with pytest.raises(CaptureError):
         capture(Packed(), squared, (torch.randn(3, 8),))
+
+
+def test_rows_that_are_taken_apart_in_two_steps_are_those_of_the_weight():
+    graph = graph_of("class_query")
+    weights = [p for o in graph.planned for p in o.parameters if p.key == "inner.weight"]
+    assert [p.shape for p in weights] == [(1, 2, 4, 8)]

@@ -200,3 +200,30 @@ def test_a_layer_that_reads_a_number_is_named_by_its_line():
 
     with pytest.raises(CaptureError, match=r"read from a tensor .*batchnorm\.py:\d+"):
         capture(Model(), lambda model, x: model(x).square().mean(), torch.zeros(4, 4))
+
+
+def windows(model, x):
+    """As of shifted windows: a mask that is made by writing into parts of it."""
+    regions = x.new_zeros(4)
+    for number, place in enumerate((slice(0, 2), slice(2, -1), slice(-1, None))):
+        regions[place] = number
+    first = x + regions
+    regions.mul_(2.0)
+    return first * (regions + 1.0)
+
+
+def test_a_constant_that_is_made_by_writing_is_computed_once():
+    captured = of(windows)
+    made = [value for name, value in captured.constants.items() if name.startswith("written")]
+    assert [value.tolist() for value in made] == [[0.0, 0.0, 1.0, 2.0], [1.0, 1.0, 3.0, 5.0]]
+
+
+def written_from_samples(model, x):
+    made = torch.zeros(6, 4)
+    made[:, :2] = x[:, :2]
+    return made + made.mul_(2.0)
+
+
+def test_what_samples_are_written_into_is_no_constant():
+    with pytest.raises(CaptureError, match="writes into a tensor that is"):
+        of(written_from_samples)
