@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from perfsearch.training.base import BuildContext, LoaderOptions, Mark, NextBatc
 class DtensorStep(TrainStep):
     """Forward, backward and optimizer of a model whose parameters are DTensors.
 
-    The configuration's ``module`` is the text of the exported module.
+    The configuration's ``file`` is the exported module.
     """
 
     def __init__(self, context: BuildContext) -> None:
@@ -25,8 +26,7 @@ class DtensorStep(TrainStep):
         self.loader = LoaderOptions(context.local_batch, loader.arguments(context.configuration))
         self._rank, self._world = context.groups.rank, context.groups.world_size
         self._samples = context.local_batch * self._world
-        exported: dict[str, Any] = {}
-        exec(compile(str(context.configuration["module"]), "dtensor_plan.py", "exec"), exported)
+        exported = runpy.run_path(str(context.configuration["file"]))
         self._mesh = exported["parallelize"](self.job.model, context.device.type)
         self.job.model.register_forward_pre_hook(self._shared_out, prepend=True, with_kwargs=True)
         self.optimizer = self.job.optimizer(self.job.model.parameters())

@@ -179,7 +179,7 @@ def two_arms(seed: int) -> tuple[bool, bool]:
     runner = Runner()
     runner.space = Space([Knob("bucket", Kind.ORDINAL, 1, values=(1, 2, 4))])
     runner.baseline = {"bucket": 1}
-    journal = SimpleNamespace(append=lambda name, **data: None)
+    journal = SimpleNamespace(append=lambda name, **data: None, of=lambda *names: [])
     settings = make_settings(confirm={"finalists": 2, "max_repeats": 6})
     strategy = load("random")(runner.space, Hints(baseline=runner.baseline), seed)
     parts = (runner, strategy, journal, KeptView(), KeptTracker())

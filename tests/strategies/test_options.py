@@ -25,7 +25,7 @@ WRONG = [
     ("mcmc", "alpha", -1, ">= 0 or null"),
     ("mcmc", "alpha", float("inf"), ">= 0 or null"),
     ("mcmc", "proposals", -1, ">= 0 or null"),
-    ("mcmc", "chains", 0, ">= 1"),
+    ("mcmc", "chains", 0, ">= 1 or null"),
     ("mcmc", "return_every", -1, ">= 0 or null"),
     ("mcmc", "propagation", 1.5, ">= 0 and <= 1 or null"),
     ("nevergrad", "planned_trials", 0, ">= 1"),

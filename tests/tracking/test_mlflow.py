@@ -65,7 +65,7 @@ def test_runs_are_named_by_what_was_searched_and_found(store):
     assert search.end()
     assert [run.info.run_name for _, run in sorted(store.trials().items())] == [
         "000 baseline",
-        "001 bucket_cap_mb=85.08 algorithm=Ring",
+        "001 bucket_cap_mb=85.1 algorithm=Ring",
         "002 baseline again",
         "003 confirm bucket_cap_mb=64",
     ]

@@ -157,7 +157,7 @@ def test_a_knob_of_many_values_has_a_picture_of_them_and_short_values(tmp_path):
     trials = [trial(n, configuration={"bucket_cap_mb": v}) for n, v in enumerate(values)]
     text = page(tmp_path, trials)
     assert "objective over bucket_cap_mb" in text
-    assert "bucket_cap_mb=1.716" in text and "1.7156475" not in text
+    assert "bucket_cap_mb=1.72" in text and "1.7156475" not in text
 
 
 def test_a_pause_before_a_resume_is_left_out_of_the_timeline(tmp_path):

@@ -6,7 +6,7 @@ from support.simulated import Costs, measured
 from perfsearch.core.knob import Part
 from perfsearch.metrics.bounds import upper_bounds
 from perfsearch.metrics.diagnosis import Severity, diagnose
-from perfsearch.tracking.report import phase_parts
+from perfsearch.tracking.pictures import phase_parts
 
 
 def share_of(measurement, part):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from perfsearch.config.options import build_options
 from perfsearch.core import hardware
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.files import write_text
 from perfsearch.core.hardware import Environment, Hardware, detect_hardware
 from perfsearch.core.hints import ChainRequest, ChainResult, Hints, Prediction
 from perfsearch.core.knob import Configuration, Value
@@ -503,7 +504,10 @@ class Ranks:
             scored_seconds=0.0,
             log_directory=self._environment.run_dir / "logs" / "dtensor",
         )
-        outcome = self._ask("soap.dtensor_step", {"module": module}, {}, plan)
+        plan.log_directory.mkdir(parents=True, exist_ok=True)
+        file = plan.log_directory / "dtensor_plan.py"
+        write_text(file, module)
+        outcome = self._ask("soap.dtensor_step", {"file": str(file)}, {}, plan)
         if outcome.measurement is None or outcome.status is not Status.OK:
             return f"run by DTensor it ended {outcome.status}: {outcome.reason}"
         tolerance = self._environment.limits.loss_tolerance
