@@ -157,7 +157,8 @@ class Server:
 
 def migrated_database(directory: Path) -> Path:
     """A store with its tables: making them takes seconds, copying it none."""
-    from perfsearch.tracking.store import connect, locate
+    from perfsearch.tracking.client import connect
+    from perfsearch.tracking.location import locate
 
     path = directory / "mlflow.db"
     if not path.exists():

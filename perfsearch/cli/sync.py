@@ -18,14 +18,8 @@ from perfsearch.core.journal import JOURNAL, Event, legible, read
 from perfsearch.core.trial import Trial
 from perfsearch.core.version import version
 from perfsearch.pipeline.resume import LockError, run_directory_lock
-from perfsearch.tracking.store import (
-    Store,
-    how_to_open,
-    is_elsewhere,
-    locate,
-    shown,
-    without_credentials,
-)
+from perfsearch.tracking.location import how_to_open, is_elsewhere, locate, without_credentials
+from perfsearch.tracking.store import Store, shown
 
 EXIT_DONE, EXIT_STORE_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 

@@ -230,7 +230,7 @@ def _require_tracking(settings: Settings, asked: str) -> None:
 
 def _open_store(settings: Settings) -> PriorSearches:
     from perfsearch.tracking.history import PriorSearches
-    from perfsearch.tracking.store import locate
+    from perfsearch.tracking.location import locate
 
     return PriorSearches(locate(settings.tracking.uri))
 

@@ -35,6 +35,6 @@ def store_files(settings: Settings) -> list[Path]:
     """
     if not settings.tracking.enabled:
         return []
-    from perfsearch.tracking import store
+    from perfsearch.tracking.location import locate
 
-    return store.locate(settings.tracking.uri).files
+    return locate(settings.tracking.uri).files

@@ -11,11 +11,10 @@ from perfsearch.core.knob import Kind, Knob, Value
 from perfsearch.core.objective import Metric
 from perfsearch.core.trial import Purpose, Status
 from perfsearch.tracking import names, store
-from perfsearch.tracking.store import (
-    Client,
+from perfsearch.tracking.client import Client, connect
+from perfsearch.tracking.location import (
     StoreLocation,
     cause_of,
-    connect,
     why_unreachable,
     without_credentials,
 )

@@ -13,16 +13,14 @@ from pathlib import Path
 
 from perfsearch.core.journal import Event, Journal
 from perfsearch.core.secrets import Redactor
-from perfsearch.tracking.store import (
-    SHOWN,
-    Store,
+from perfsearch.tracking.location import (
     cause_of,
     how_to_open,
     is_elsewhere,
     locate,
-    shown,
     without_credentials,
 )
+from perfsearch.tracking.store import SHOWN, Store, shown
 
 SLOW_S = 60.0
 """A call that the store does not answer for so long is worth a warning."""

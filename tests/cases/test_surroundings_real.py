@@ -23,7 +23,7 @@ from perfsearch.pipeline.search import build_runner
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp.runner import DDP
 from perfsearch.tracking.history import PriorSearches
-from perfsearch.tracking.store import locate
+from perfsearch.tracking.location import locate
 from perfsearch.workloads.spec import WorkloadSpec
 
 pytestmark = pytest.mark.slow

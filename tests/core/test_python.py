@@ -60,4 +60,4 @@ def test_python_is_started_for_our_modules_in_one_place():
         if starts.search(file.read_text())
     }  # fmt: skip
     # the last is a command that is shown
-    assert found == {"core/python.py", "cli/run.py", "tracking/store.py"}
+    assert found == {"core/python.py", "cli/run.py", "tracking/location.py"}

@@ -87,7 +87,8 @@ import sys
 from pathlib import Path
 from perfsearch.core.errors import BadInputError
 from perfsearch.pipeline.resume import device_lock, run_directory_lock
-from perfsearch.tracking.store import StoreLocation, _initialising
+from perfsearch.tracking.client import _initialising
+from perfsearch.tracking.location import StoreLocation
 here = Path(sys.argv[1])
 with run_directory_lock(here, lambda text: print("warned:", text)), \\
      _initialising(StoreLocation(f"sqlite:///{here}/mlflow.db", None)):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from support.search_runs import LocalStore
 
-from perfsearch.tracking.store import connect, locate
+from perfsearch.tracking.client import connect
+from perfsearch.tracking.location import locate
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from perfsearch.tracking.history import (
     StoreError,
     value_of,
 )
-from perfsearch.tracking.store import StoreLocation, locate
+from perfsearch.tracking.location import StoreLocation, locate
 
 RUNNER = SyntheticRunner()
 

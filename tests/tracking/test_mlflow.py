@@ -16,7 +16,8 @@ from perfsearch.core.trial import Purpose, Status
 from perfsearch.tracking import mlflow as module
 from perfsearch.tracking import names
 from perfsearch.tracking import store as store_module
-from perfsearch.tracking.store import START, Client, Store
+from perfsearch.tracking.client import Client
+from perfsearch.tracking.store import START, Store
 
 
 def opened(store, **changes):

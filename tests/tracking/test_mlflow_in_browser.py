@@ -18,7 +18,7 @@ import pytest
 from support.browser import Browser
 from support.search_runs import LocalStore, Search, trial
 
-from perfsearch.tracking.store import how_to_open, locate
+from perfsearch.tracking.location import how_to_open, locate
 
 pytestmark = pytest.mark.slow
 

@@ -14,21 +14,15 @@ from support.search_runs import trial
 
 from perfsearch.core.journal import Event
 from perfsearch.core.trial import Status
-from perfsearch.tracking.store import (
-    HOST,
-    PID,
-    START,
+from perfsearch.tracking.client import _keep_from_proxies, connect
+from perfsearch.tracking.location import (
     TrackingError,
-    _keep_from_proxies,
-    connect,
     how_to_open,
-    is_dead,
-    liveness_tags,
     locate,
-    shown,
     why_unreachable,
     without_credentials,
 )
+from perfsearch.tracking.store import HOST, PID, START, is_dead, liveness_tags, shown
 
 
 def test_the_default_is_absolute_with_artifacts_beside_it(tmp_path):
@@ -165,7 +159,8 @@ from pathlib import Path
 def nobody(uid): raise KeyError(uid)
 pwd.getpwuid = nobody
 os.environ.pop("HOME", None)
-from perfsearch.tracking.store import connect, locate
+from perfsearch.tracking.client import connect
+from perfsearch.tracking.location import locate
 location = locate(None, Path(sys.argv[1]))
 client = connect(location)
 print(client.create(client.experiment("exp", location), "run", 1, {}), "HOME" in os.environ)
@@ -288,7 +283,7 @@ def test_a_trial_without_a_time_always_gets_the_same_one() -> None:
 ENDED = """
 import sys, threading, time
 from pathlib import Path
-from perfsearch.tracking.store import _make
+from perfsearch.tracking.client import _make
 making = threading.Thread(target=_make, args=(Path("mlflow.db").absolute(),), daemon=True)
 making.start()
 while not list(Path().glob(".mlflow.db.*")):
