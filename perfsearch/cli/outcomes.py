@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
     from perfsearch.pipeline.session import Result
-
-WITHIN = 0.02
-"""A search has found the best once a trial is within that of it."""
 
 _OF_THE_SAME_JOB = ("strategy", "seed", "budget")
 """First parts of keys between whose values searches are comparable."""
@@ -55,6 +52,7 @@ class Sweep:
         if not rows:
             return
         from perfsearch.cli.layout import screen_width, table_lines, wrapped
+        from perfsearch.tracking.best_so_far import WITHIN
 
         width = screen_width()
         print(f"\n== {len(rows) - 1} searches")
@@ -76,17 +74,20 @@ class Sweep:
         if len(self.jobs) < 2 or len(found) < 2 or len(done) > len(self.jobs):
             return []
         from perfsearch.pipeline.cards import outcome
+        from perfsearch.tracking.best_so_far import WITHIN, course, first_within
 
         keys = list(self.swept(0))
         rows = [[*keys, "gain (95% interval)", "trials", "seconds", "verdict"]]
+        courses = {place: course(result.trials) for place, _, result in found if result}
         best: dict[str, float] = {}
-        for place, _, result in found:
-            assert result is not None
+        for place, reached in courses.items():
             job = self._job(place)
-            best[job] = min([best.get(job, 1.0), *(c for c, _ in _course(result))])
+            best[job] = min([best.get(job, math.inf), *(one.cost for one in reached)])
         for place, settings, result in found:
             assert result is not None
-            trials, seconds = _until(_course(result), best[self._job(place)])
+            first = first_within(courses[place], best[self._job(place)], WITHIN)
+            trials = "-" if first is None else str(first.trials)
+            seconds = "-" if first is None else f"{first.seconds:.1f}"
             interval = result.verdict.interval
             gain = "" if interval is None else interval.gain
             said = str(outcome(result, settings.objective.min_gain))
@@ -101,34 +102,3 @@ class Sweep:
             for key, value in swept.items()
             if key.partition(".")[0] not in _OF_THE_SAME_JOB
         )
-
-
-def _course(result: Result) -> list[tuple[float, float]]:
-    """Cost of each search trial relative to the search's own baseline, infinite for a failure, and
-    seconds of trials until then.
-    """
-    from perfsearch.core.trial import Purpose, Status
-
-    before = [
-        trial.cost
-        for trial in result.trials
-        if trial.purpose in (Purpose.BASELINE, Purpose.SENTINEL) and trial.cost is not None
-    ]
-    if not before:
-        return []
-    reference, seconds, course = statistics.median(before), 0.0, []
-    for trial in result.trials:
-        if trial.purpose is Purpose.SEARCH:
-            seconds += trial.seconds
-            ran = trial.status is Status.OK and trial.cost is not None
-            course.append(((trial.cost or 0.0) / reference if ran else float("inf"), seconds))
-    return course
-
-
-def _until(course: Sequence[tuple[float, float]], best: float) -> tuple[str, str]:
-    if best * (1 + WITHIN) >= 1:
-        return "-", "-"  # the baseline is as good
-    for count, (cost, seconds) in enumerate(course, start=1):
-        if cost <= best * (1 + WITHIN):
-            return str(count), f"{seconds:.1f}"
-    return "-", "-"

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from perfsearch.core.trial import Purpose, Status, Trial
 
+WITHIN = 0.02
+"""A search has found the best once it is within that of it."""
+
 
 @dataclass(frozen=True)
 class Point:

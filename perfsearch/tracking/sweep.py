@@ -14,16 +14,13 @@ from typing import Any
 from perfsearch.core.journal import JOURNAL, legible, read
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.core.verdict import Interval
-from perfsearch.tracking.best_so_far import Reached, course, first_within
+from perfsearch.tracking.best_so_far import WITHIN, Reached, course, first_within
 from perfsearch.tracking.canvas import LEFT, RIGHT, Axis, Canvas
 from perfsearch.tracking.names import flat
 from perfsearch.tracking.pictures import colour, duration
 from perfsearch.tracking.report import drawn, write_page
 
 _TEMPLATE = "sweep.html.jinja"
-
-WITHIN = 0.02
-"""A search has found the best once it is within that of it."""
 
 _OF_THE_SEARCH = ("strategy", "seed")
 """Parameters in which searches of one job differ; by all others the jobs do."""
