@@ -54,9 +54,11 @@ class Prices:
         return np.asarray(seconds <= _DEARER * seconds.min(initial=np.inf))
 
     def dear(self, rows: np.ndarray) -> np.ndarray:
-        """Which of them cost clearly more than what a running job can change."""
+        """Which of them cost clearly more than what a running job can change; none where nothing
+        runs, as whatever comes next starts processes then.
+        """
         prices = self._by_rank()
-        if prices is None:
+        if prices is None or self._in_force() is None:
             return np.zeros(len(rows), dtype=bool)
         return np.asarray(self.seconds(rows) > _DEARER * prices.min())
 

@@ -201,6 +201,15 @@ def test_a_gain_too_small_for_a_trial_is_not_taken_for_being_cheap() -> None:
     assert strategy._most_a_second(gain / 1e3, price) == 1
 
 
+def test_nothing_is_dear_where_whatever_comes_next_starts_processes() -> None:
+    first = ran(0, BASELINE, None)
+    second = ran(1, {**BASELINE, "view": True}, first)
+    rows = SPACE.encode([{**BASELINE, "bucket": 8}, {**BASELINE, "threads": 2}])
+    assert told([first, second]).dear(rows).tolist() == [False, True]
+    second.status = Status.CRASH
+    assert told([first, second]).dear(rows).tolist() == [False, False]
+
+
 # -----------------------------------------------------------------------------
 # What costs a new start, where something is expected of it.
 
