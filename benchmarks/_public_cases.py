@@ -146,8 +146,9 @@ CASES = (
     ),
     Case(
         "ddp-tutorial", EXAMPLES, "distributed/ddp-tutorial-series", "multigpu_torchrun.py",
-        ("10", "5"), processes=2, plain_fails=r"_cuda_setDevice|NVIDIA|NCCL",
-        refusal=r"_cuda_setDevice|NVIDIA|NCCL", odd="needs GPUs, so that it fails here as it is",
+        ("10", "5"), processes=2, plain_fails=r"_cuda_setDevice|NVIDIA|NCCL|No CUDA GPUs",
+        refusal=r"_cuda_setDevice|NVIDIA|NCCL|No CUDA GPUs",
+        odd="needs GPUs, so that it fails here as it is",
     ),
     Case(
         "ddp-example", EXAMPLES, "distributed/ddp", "example.py", processes=2,

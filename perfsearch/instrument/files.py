@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core.locks import lock, unlock
-from perfsearch.instrument.patching import after_import, wrap
+from perfsearch.instrument.patching import Around, after_import, wrap
 from perfsearch.instrument.undo import ORDERS, RECORD, SHELF, Deed, Entry, below, marks
 
 _MOST_COPIED = 2**30
@@ -453,11 +453,17 @@ def _draft(name: str, draft: str, found: os.stat_result, empty: bool) -> bool:
 # Put into force: Python's events, and the libraries that open files themselves.
 
 _WRITERS = (
-    ("torch", "_C.PyTorchFileWriter.__init__"),  # torch.save, torch.package, torch.export
-    ("torch", "_C.ScriptModule.save"),
-    ("safetensors", "serialize_file"),
+    ("torch", "_C.PyTorchFileWriter.__init__", 1),  # torch.save, torch.package, torch.export
+    ("torch", "_C.ScriptModule.save", 1),
+    ("safetensors", "serialize_file", 1),
+    ("tokenizers", "Tokenizer.save", 1),
+    ("torchvision.io.image", "write_file", 0),
+    ("cv2", "imwrite", 0),
 )
-"""Functions that open the file which their second argument names, outside of Python."""
+"""Functions that open a file outside of Python, and which of their arguments names it."""
+
+_NAMES = ("filename", "file_name", "path")
+"""What that argument may be called."""
 
 
 _MAKERS = ("mkfifo", "mknod")
@@ -486,10 +492,16 @@ def keep_files(directory: str, own: Sequence[str] = ()) -> Keeper:
     """
     keeper = Keeper(directory, own)
 
-    def around(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        named = args[1] if len(args) > 1 else kwargs.get("filename", kwargs.get("file_name"))
-        keeper.quietly(lambda: keeper.before_writing(named, replaces=True, creates=True))
-        return original(*args, **kwargs)
+    def writing(place: int) -> Around:
+        def around(
+            original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            by_name = next((kwargs[name] for name in _NAMES if name in kwargs), None)
+            named = args[place] if len(args) > place else by_name
+            keeper.quietly(lambda: keeper.before_writing(named, replaces=True, creates=True))
+            return original(*args, **kwargs)
+
+        return around
 
     def making(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         keeper.quietly(keeper.made, args[0] if args else kwargs.get("path"), kwargs.get("dir_fd"))
@@ -497,14 +509,14 @@ def keep_files(directory: str, own: Sequence[str] = ()) -> Keeper:
 
     for maker in _MAKERS:
         wrap(os, maker, making)
-    for module, function in _WRITERS:
+    for module, function, place in _WRITERS:
         owner, _, name = function.rpartition(".")
 
-        def meet(found: Any, owner: str = owner, name: str = name) -> None:
+        def meet(found: Any, owner: str = owner, name: str = name, place: int = place) -> None:
             for part in filter(None, owner.split(".")):
                 found = getattr(found, part, None)
             if hasattr(found, name):
-                wrap(found, name, around)
+                wrap(found, name, writing(place))
 
         after_import(module, meet)
     sys.addaudithook(_hook(keeper))

@@ -287,6 +287,31 @@ def test_a_tape_keeps_more_of_the_steps_that_are_compared():
     assert [int(tape.pass_on(torch.full((1,), 9), DATA)[0]) for _ in range(4)] == [0, 1, 2, 9]
 
 
+def test_what_a_tape_will_keep_is_replaced_in_pinned_memory_at_its_first_batch():
+    reserved = []
+    tape = BatchTape(most_bytes=100, pinned=lambda batch: [b.numel() for b in batch.values()],
+                     reserve=reserved.append)  # fmt: skip
+    for _ in range(5):
+        tape.pass_on({"x": torch.zeros(20, dtype=torch.uint8), "y": torch.zeros(5).byte()}, DATA)
+    assert reserved == [[20, 5] * 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_no_step_waits_for_new_pinned_memory_since_a_tape_keeps_batches():
+    torch.cuda.init()
+    tape = BatchTape()
+    rows = TensorDataset(torch.zeros(400, 2**18, dtype=torch.uint8))
+    made = []
+    for (batch,) in DataLoader(rows, 8, pin_memory=True):
+        (kept,) = tape.pass_on([batch], rows)
+        kept.to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+        made.append(torch.cuda.host_memory_stats()["num_host_alloc"])
+    assert tape.kept > 40
+    assert made[-1] <= made[0] + 4  # what is loaded ahead
+
+
 def test_a_tape_tells_how_many_shapes_batches_have():
     tape = BatchTape()
     for length in (3, 4, 3, 5):

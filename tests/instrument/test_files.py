@@ -561,6 +561,24 @@ def test_what_torch_and_others_write_outside_of_python_is_kept(directory):
     directory.check()
 
 
+def test_what_tokenizers_write_is_undone(directory):
+    """Their files are written by Rust, of which Python does not tell."""
+    pytest.importorskip("tokenizers")
+    directory.start(
+        """
+        import os
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        words = Tokenizer(WordLevel({'a': 0}, 'a'))
+        os.mkdir('trained')
+        words.save('trained/tokenizer.json')
+        words.save(path='trained/again.json', pretty=True)
+        words.save('ckpt.pt')
+        """
+    )
+    directory.check()
+
+
 def test_safetensors_are_kept(directory):
     pytest.importorskip("safetensors")
     directory.start(
