@@ -154,7 +154,8 @@ class SearchResult(Result):
         if self._why_nothing:
             return self._why_nothing
         if self.is_baseline:
-            return "no gain shown, so that best is the baseline"
+            shown = "inconclusive" if self.verdict.is_open else "no gain shown"
+            return f"{shown}, so that best is the baseline"
         if self.interval is None:
             return "the baseline does not run; best does"
         return f"gain of {self.interval}"

@@ -45,7 +45,7 @@ Knobs (runner.knobs.NAME=...; quote braces and brackets for the shell)
 """
 
 _EXIT_CODES = """\
-Exit: 0 done, also with "no gain"; 1 no trial succeeded; 2 bad input, nothing started; 3 a circuit
+Exit: 0 done, also with "no gain" or "inconclusive"; 1 no trial succeeded; 2 bad input; 3 a circuit
       breaker ended a search that has results, or the disk is full; 129, 130 and 143 for SIGHUP,
       SIGINT and SIGTERM. Of perfsearch compare: 0 faster, 4 no difference, 5 slower, 6 other work.
 """

@@ -90,7 +90,7 @@ class Sweep:
             seconds = "-" if first is None else f"{first.seconds:.1f}"
             interval = result.verdict.interval
             gain = "" if interval is None else interval.gain
-            said = str(outcome(result, settings.objective.min_gain))
+            said = str(outcome(result))
             rows.append([*self.swept(place).values(), gain, trials, seconds, said])
         return rows
 

@@ -14,7 +14,6 @@ from perfsearch.core import command
 from perfsearch.core.figures import decimals, show_number, show_path, show_seconds, show_value
 from perfsearch.core.knob import Knob, Value, same_value
 from perfsearch.core.signals import ExitCode
-from perfsearch.core.verdict import leader
 from perfsearch.pipeline.session import BASELINE, Result, Session, Verdict
 from perfsearch.runners.base import HoldsDevices
 from perfsearch.workloads.spec import SCRIPT
@@ -57,27 +56,18 @@ class Outcome(StrEnum):
     NO_GAIN = "no gain"
     INCONCLUSIVE = "inconclusive"
     """A gain that matters is neither shown nor excluded."""
-    RESCUED = "the baseline does not run, another configuration does"
+    RESCUED = "runs now"
+    """The baseline does not run, another configuration does."""
     FAILED = "failed"
 
 
-def outcome(result: Result, min_gain: float) -> Outcome:
-    """What a search came to.
-
-    Args:
-        result: of it.
-        min_gain: relative gain that matters (``objective.min_gain``).
-
-    """
+def outcome(result: Result) -> Outcome:
+    """What a search came to."""
     verdict = result.verdict
     if result.exit_code == ExitCode.NO_TRIAL_SUCCEEDED:
         return Outcome.FAILED
     if verdict.winner is not None:
         return Outcome.FASTER if verdict.winner in verdict.intervals else Outcome.RESCUED
-    if verdict.intervals:
-        best = verdict.intervals[leader(verdict.intervals)]
-        matters = not best.is_told or best.high > 1 + min_gain
-        return Outcome.INCONCLUSIVE if matters else Outcome.NO_GAIN
     return Outcome.INCONCLUSIVE if verdict.is_open else Outcome.NO_GAIN
 
 
@@ -177,7 +167,7 @@ def closing(session: Session, result: Result, files: Sequence[str], compare: str
 
     """
     profiled = session.settings.mode == "profile"
-    found = outcome(result, session.settings.objective.min_gain)
+    found = outcome(result)
     title = "profile" if profiled else f"result: {_headline(result.verdict, found)}"
     rows = [Row("verdict", result.verdict.reason)]
     if found in (Outcome.FASTER, Outcome.RESCUED) and not profiled:

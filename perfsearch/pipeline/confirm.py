@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from perfsearch.core.figures import decimals, show_number
 from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of
 from perfsearch.core.steps import ALIKE, TIMES_SEEN, Statistic, step_time_s
@@ -39,6 +40,12 @@ _AS_LONG_AS = 2.0
 _QUIET = 0.01
 """Relative standard deviation between starts on a quiet machine: the least that is expected."""
 
+_NORMAL = 1.4826
+"""Standard deviation of normal readings, as a multiple of their median deviation."""
+
+_SURE = 1.645
+"""Standard errors that a reading exceeds by chance in 5%."""
+
 _PROBABLE = 0.5
 """Share of such comparisons that show the gain, below which it is said that this one will not."""
 
@@ -69,6 +76,9 @@ def run(session: Session) -> Verdict:
         why = "no trial was faster than the baseline" if ran else "no search trial succeeded"
         if not session.search_trials:
             why = "nothing was tried beside the baseline"
+        scattered = _scattered(session) if ran else ""
+        if scattered:
+            return Verdict(reason=f"inconclusive: {why}, but {scattered}", is_open=True)
         return Verdict(reason=f"{why}: no gain")
     if session.baseline_cost is None:
         return _rescue(session, found)
@@ -81,6 +91,32 @@ def _unconfirmed(session: Session, why: str) -> Verdict:
     if session.baseline_cost is not None or best is None:
         return Verdict(reason=f"{why}, so no gain is claimed", is_open=True)
     return Verdict(winner=best.number, reason=f"{_rescued(session, best, best.cost)}; {why}")
+
+
+def _scattered(session: Session) -> str:
+    """By how much the baseline's own readings lie apart, where they may hide a gain that matters;
+    empty where they do not.
+
+    The spread is by the median deviation, as is the reading they are compared by: one slow reading
+    of many hides nothing.
+    """
+    costs = [t.cost for t in _of_the_baseline(session) if t.cost]
+    best = min((t.cost for t in session.search_trials if t.cost), default=None)
+    if len(costs) < 2 or best is None:
+        return ""
+    logs = [math.log(cost) for cost in costs]
+    middle = statistics.median(logs)
+    spread = _NORMAL * statistics.median(abs(log - middle) for log in logs)
+    hidden = middle - math.log(best) + _SURE * spread * math.sqrt(1 + 1 / len(costs))
+    if hidden <= math.log1p(session.settings.objective.min_gain):
+        return ""
+    low, high = sorted(map(session.objective.from_cost, (min(costs), max(costs))))
+    places = decimals(high)
+    return (
+        f"the baseline's own {len(costs)} readings lie between {show_number(low, places)} and "
+        f"{show_number(high, places)} {session.unit}, so that a gain of {math.expm1(hidden):.0%} is "
+        "not excluded; repeat it where nothing else runs"
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -249,11 +285,16 @@ def expectation(session: Session, plan: Plan, gain: float, arms: int) -> str:
 
 def _noise(session: Session) -> float:
     """By how much starts vary at least, relative, as far as readings of the baseline tell."""
-    purposes = (Purpose.BASELINE, Purpose.SENTINEL)
-    readings = [t for t in session.trials if t.purpose in purposes and t.cost is not None]
+    readings = _of_the_baseline(session)
     logs = [math.log(t.cost or 1.0) for t in readings]
     errors = [t.cost_error for t in readings if t.cost_error is not None]
     return max([_QUIET, *errors, *([statistics.stdev(logs)] if len(logs) > 1 else [])])
+
+
+def _of_the_baseline(session: Session) -> list[Trial]:
+    """What was measured of it in the search."""
+    purposes = (Purpose.BASELINE, Purpose.SENTINEL)
+    return [t for t in session.trials if t.purpose in purposes and t.cost is not None]
 
 
 def _told(session: Session, expected: Expectation, noise: float, arms: int) -> str:
@@ -325,10 +366,12 @@ def _without_reference(failed: Trial) -> str:
 
 def _decide(session: Session, verdict: Verdict, readings: dict[int, Reading]) -> None:
     first = leader(verdict.intervals)
-    reading = readings[first]
+    reading, interval = readings[first], verdict.intervals[first]
+    matters = 1 + session.settings.objective.min_gain
+    verdict.is_open = not interval.is_told or interval.high > matters
     said = told(reading, "the baseline")
-    if not verdict.intervals[first].is_gain:
-        claimed = "" if verdict.intervals[first].is_told else "no gain is claimed: "
+    if not interval.is_gain:
+        claimed = "" if interval.is_told else "no gain is claimed: "
         verdict.reason = f"{claimed}{said}{_cut_short(session, verdict, reading)}"
         return
     disputed = _disputed(session, verdict, first)
@@ -336,7 +379,7 @@ def _decide(session: Session, verdict: Verdict, readings: dict[int, Reading]) ->
         verdict.reason = f"no gain is claimed: trial {first} is {said}, {disputed}"
         return
     unseen = f"; {LOSSES_UNSEEN}" if session.sees_no_losses else ""
-    verdict.winner = first
+    verdict.winner, verdict.is_open = first, False
     verdict.reason = f"trial {first} is {said}{unseen}"
 
 

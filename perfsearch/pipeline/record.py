@@ -209,9 +209,10 @@ def _best_configuration(session: Session, result: Result) -> dict[str, Value]:
 
 def _tags(session: Session, result: Result) -> dict[str, str]:
     winner = result.verdict.winner
-    found = "gain" if winner is not None else "no gain"
+    found = cards.outcome(result)
+    said = names.GAIN if found is cards.Outcome.FASTER else str(found)
     return {
-        "perfsearch.verdict": found if session.settings.mode == "search" else names.NOT_SEARCHED,
+        "perfsearch.verdict": said if session.settings.mode == "search" else names.NOT_SEARCHED,
         "perfsearch.best_trial": str(0 if winner is None else winner),
         "perfsearch.ended": result.reason,
         **profile.bottleneck_tags(session, result.verdict),

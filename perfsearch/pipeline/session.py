@@ -603,7 +603,8 @@ class Verdict:
         costs: cost by finalist (``BASELINE`` for the baseline), a list over blocks.
         trials: the confirmation's own trials.
         chosen_by: those by which the finalists were chosen.
-        is_open: nothing could be compared, or too little, so that a gain is not excluded either.
+        is_open: nothing could be compared, or too little, so that a gain that matters
+            (``objective.min_gain``) is neither shown nor excluded.
 
     """
 

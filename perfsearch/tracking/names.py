@@ -69,6 +69,9 @@ _KNOB_COLUMNS = 8
 NOT_SEARCHED = "not searched"
 """The verdict of what only measured the baseline."""
 
+GAIN = "gain"
+"""The verdict of a search that found one."""
+
 _NAME_LIMIT = 100
 """Characters of a run's name, so that the table's other columns stay in sight."""
 
@@ -241,7 +244,7 @@ def ended_name(name: str, metrics: Mapping[str, float], tags: Mapping[str, str])
     said = tags.get("perfsearch.verdict", "").replace("_", " ")
     if said == NOT_SEARCHED:
         said = tags.get("perfsearch.bottleneck_baseline", "")
-    if said == "gain" and "search/speed_up" in metrics:
+    if said == GAIN and "search/speed_up" in metrics:
         said = f"{metrics['search/speed_up']:.2f}x"
     return f"{name}: {said}" if said else name
 

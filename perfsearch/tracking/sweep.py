@@ -16,7 +16,7 @@ from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.core.verdict import Interval
 from perfsearch.tracking.best_so_far import WITHIN, Reached, course, first_within
 from perfsearch.tracking.canvas import LEFT, RIGHT, Axis, Canvas
-from perfsearch.tracking.names import flat
+from perfsearch.tracking.names import GAIN, flat
 from perfsearch.tracking.pictures import colour, duration
 from perfsearch.tracking.report import drawn, write_page
 
@@ -193,7 +193,7 @@ def _by_strategy_and_seed(searches: Sequence[Searched]) -> list[list[str]]:
     for search in searches:
         strategy, seed = (search.parameters.get(key, "") for key in _OF_THE_SEARCH)
         told = "-" if search.interval is None else f"{search.interval.ratio:.2f}x"
-        if search.verdict and search.verdict != "gain":
+        if search.verdict and search.verdict != GAIN:
             told = search.verdict
         cells.setdefault((strategy, seed), []).append(told)
     strategies = list(dict.fromkeys(strategy for strategy, _ in cells))

@@ -30,7 +30,7 @@ def searched(costs, verdict, baseline=1.0):
 
 
 GAIN = Verdict({1: Interval(1.5, 1.4, 1.6, 3)}, winner=1)
-WIDE = Verdict({1: Interval(1.1, 0.8, 1.5, 3)})
+WIDE = Verdict({1: Interval(1.1, 0.8, 1.5, 3)}, is_open=True)
 TIGHT = Verdict({1: Interval(1.0, 0.99, 1.01, 3)})
 
 

@@ -6,7 +6,9 @@ import pytest
 from support.small_search import Search
 from support.synthetic import SyntheticRunner
 
-from perfsearch.core.trial import Purpose, Status
+from perfsearch.core.trial import Measurement, Outcome, Purpose, Status
+from perfsearch.pipeline import cards
+from perfsearch.result import SearchResult
 
 
 class Starting(SyntheticRunner):
@@ -58,8 +60,6 @@ def test_nothing_is_read_again_where_that_costs_as_much_as_a_start(search: Searc
 
 def test_one_that_fails_when_it_is_read_again_is_no_finalist(search: Search) -> None:
     def fail(configuration, plan):
-        from perfsearch.core.trial import Outcome
-
         best = configuration == {"bucket": 32, "view": True}
         return (
             Outcome(Status.OOM, reason="oom") if best and plan.purpose is Purpose.REPEAT else None
@@ -139,3 +139,42 @@ def test_too_few_repeats_are_warned_of_before_anything_is_measured(
     search(confirm={"max_repeats": repeats})
     first = search.view.lines[0]
     assert first.startswith(f"warning: confirm.max_repeats={repeats}: {said}") == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("spread", "found"), [(0.005, cards.Outcome.NO_GAIN), (0.6, cards.Outcome.INCONCLUSIVE)]
+)
+def test_a_baseline_that_scatters_leaves_open_what_no_pair_has_measured(
+    search: Search, spread: float, found: cards.Outcome
+) -> None:
+    """Readings of one job on a busy machine: a gain of many times lay between them."""
+    readings = iter([1.0, 1.0 + spread, 1.0 - spread] * 9)
+
+    def measured(configuration, plan):
+        at = 1.2 if plan.purpose is Purpose.SEARCH else next(readings)
+        return Outcome(Status.OK, Measurement([at] * 8, 32, first_losses=[3.0, 2.5]))
+
+    result = search(SyntheticRunner(fail=measured), sentinel_every=3)
+    assert not of(result, Purpose.CONFIRM)
+    assert cards.outcome(result) is found
+    reason = result.verdict.reason
+    if found is cards.Outcome.NO_GAIN:
+        assert reason == "no trial was faster than the baseline: no gain"
+    else:
+        assert reason.startswith("inconclusive: no trial was faster than the baseline, but the")
+        assert "readings lie between 20.00 and 80.00 samples/s" in reason
+        assert "search on" in search.view.cards[-1]
+    assert search.tracker.tags["perfsearch.verdict"] == found
+
+
+def test_an_interval_that_holds_a_gain_that_matters_is_inconclusive_everywhere(
+    search: Search,
+) -> None:
+    """In the closing card, in MLflow and from Python."""
+    runner = SyntheticRunner(spread=0.3, gain=0.1)
+    result = search(runner, confirm={"max_repeats": 3})
+    interval = result.verdict.interval
+    assert interval is not None and interval.low < 1 < 1.03 < interval.high
+    assert result.verdict.is_open
+    assert search.tracker.tags["perfsearch.verdict"] == "inconclusive"
+    assert SearchResult.of(result).headline == "inconclusive, so that best is the baseline"
