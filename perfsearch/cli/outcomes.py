@@ -83,7 +83,7 @@ class Sweep:
         for place, reached in courses.items():
             job = self._job(place)
             best[job] = min([best.get(job, math.inf), *(one.cost for one in reached)])
-        for place, settings, result in found:
+        for place, _, result in found:
             assert result is not None
             first = first_within(courses[place], best[self._job(place)], WITHIN)
             trials = "-" if first is None else str(first.trials)

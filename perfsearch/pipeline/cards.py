@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from perfsearch.core import command
 from perfsearch.core.figures import decimals, show_number, show_path, show_seconds, show_value
 from perfsearch.core.knob import Knob, Value, same_value
 from perfsearch.core.signals import ExitCode
+from perfsearch.pipeline import confirm
 from perfsearch.pipeline.session import BASELINE, Result, Session, Verdict
 from perfsearch.runners.base import HoldsDevices
 from perfsearch.workloads.spec import SCRIPT
@@ -137,17 +138,17 @@ def values_of(knob: Knob) -> str:
 
 
 def _budget(session: Session) -> str:
-    budget, confirm = session.settings.budget, session.settings.confirm
+    budget, pairs = session.settings.budget, session.settings.confirm
     limits = [f"{budget.trials} trials"] if budget.trials is not None else []
     limits += [show_seconds(budget.seconds)] if budget.seconds is not None else []
     limits += [f"{budget.gpu_hours:g} GPU hours"] if budget.gpu_hours is not None else []
     searching = " or ".join(limits) or "no limit"
-    if not confirm.finalists or not confirm.max_repeats:
+    if not pairs.finalists or not pairs.max_repeats:
         return f"{searching}; nothing is confirmed"
-    best = "the best" if confirm.finalists == 1 else f"the best {confirm.finalists}"
-    longest = "" if confirm.seconds is None else f" or {show_seconds(confirm.seconds)}"
+    best = "the best" if pairs.finalists == 1 else f"the best {pairs.finalists}"
+    longest = "" if pairs.seconds is None else f" or {show_seconds(pairs.seconds)}"
     return (
-        f"{searching}; then {best} against the baseline, up to {confirm.max_repeats} pairs of "
+        f"{searching}; then {best} against the baseline, up to {pairs.max_repeats} pairs of "
         f"fresh starts{longest}"
     )
 
@@ -266,24 +267,37 @@ def _script_with_knobs(session: Session, config: str) -> list[str]:
 
 def _more_certainty(session: Session, result: Result, found: Outcome) -> Iterator[Row]:
     """The command that goes on with this very search, for what it has left open."""
-    settings = session.settings
-    keys: dict[str, Any] = {}
-    if found in (Outcome.FASTER, Outcome.INCONCLUSIVE) and result.verdict.costs:
-        confirm = settings.confirm
-        keys["confirm.max_repeats"] = 2 * max(confirm.max_repeats, 2)
-        if found is Outcome.FASTER:
-            keys["confirm.sharpness"] = confirm.sharpness / 2
-        if confirm.seconds is not None:
-            keys["confirm.seconds"] = 2 * confirm.seconds
-    elif found in (Outcome.NO_GAIN, Outcome.INCONCLUSIVE) and session.search_trials:
-        budget = settings.budget
-        for name in ("trials", "seconds", "gpu_hours"):
-            if (limit := getattr(budget, name)) is not None:
-                keys[f"budget.{name}"] = 2 * limit
+    verdict, skipped = result.verdict, confirm.skipped(session)
+    keys: dict[str, float] = {}
+    label = "more certainty"
+    if found is Outcome.INCONCLUSIVE and skipped:
+        keys = skipped
+    elif found in (Outcome.FASTER, Outcome.INCONCLUSIVE) and verdict.costs:
+        keys = confirm.larger_limits(session, verdict)
+    elif found is Outcome.INCONCLUSIVE:  # the machine was busy, and its readings would stay
+        yield Row("search again", command.given().again("resume=never"), is_command=True)
+    elif found is Outcome.NO_GAIN and session.search_trials:
+        keys, label = _larger_budget(session), "search on"
     if not keys:
         return
-    label = "more certainty" if "confirm.max_repeats" in keys else "search on"
     words = [f"{key}={value:g}" for key, value in keys.items()]
     directory = f"run_dir={show_path(session.run_dir)}"
     text = command.given().again(directory, "resume=extend", *words)
     yield Row(label, text, is_command=True)
+
+
+def _larger_budget(session: Session) -> dict[str, float]:
+    """The limits of a search that its budget ended, doubled: a budget that was used up by more than
+    its limit is what doubles. Empty where something else ended it, which no budget changes.
+    """
+    budget, devices = session.settings.budget, session.devices
+    tried, seconds = len(session.search_trials), session.search_seconds
+    if budget.spent(tried, seconds, devices) is None:
+        return {}
+    used = {"trials": tried, "seconds": seconds, "gpu_hours": seconds * devices / 3600}
+    keys: dict[str, float] = {}
+    for name, amount in used.items():
+        if (limit := getattr(budget, name)) is not None:
+            larger = 2 * max(limit, amount)
+            keys[f"budget.{name}"] = larger if name == "gpu_hours" else math.ceil(larger)
+    return keys

@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from perfsearch.config.schema import ConfirmSettings
+from perfsearch.core import command
 from perfsearch.core.figures import decimals, show_number
 from perfsearch.core.knob import Value
 from perfsearch.core.space import key_of
@@ -36,6 +38,9 @@ _READINGS = 2
 
 _AS_LONG_AS = 2.0
 """Fresh starts that this may take as long as: another finalist would take several."""
+
+_AMPLE = 1.1
+"""Time that is allowed for starts, as a multiple of what those before took."""
 
 _QUIET = 0.01
 """Relative standard deviation between starts on a quiet machine: the least that is expected."""
@@ -111,11 +116,10 @@ def _scattered(session: Session) -> str:
     if hidden <= math.log1p(session.settings.objective.min_gain):
         return ""
     low, high = sorted(map(session.objective.from_cost, (min(costs), max(costs))))
-    places = decimals(high)
+    ends = " and ".join(show_number(end, decimals(high)) for end in (low, high))
     return (
-        f"the baseline's own {len(costs)} readings lie between {show_number(low, places)} and "
-        f"{show_number(high, places)} {session.unit}, so that a gain of {math.expm1(hidden):.0%} is "
-        "not excluded; repeat it where nothing else runs"
+        f"the baseline's own {len(costs)} readings lie between {ends} {session.unit}, so that a "
+        f"gain of {math.expm1(hidden):.0%} is not excluded; repeat it where nothing else runs"
     )
 
 
@@ -255,18 +259,81 @@ def _announce(session: Session, plan: Plan, gain: float, arms: int) -> None:
     expected = expect(plan, noise, gain)
     session.view.note(_told(session, expected, noise, arms))
     session.view.expects(round(expected.mean_pairs * arms))
-    if expected.power >= _PROBABLE:
+    if expected.power < _PROBABLE:
+        warning = (
+            f"this will probably be inconclusive: {plan.most} pairs show a gain of {gain:.1%} in "
+            f"{expected.power:.0%} of such cases"
+        )
+        if most := _shows(plan, noise, gain):
+            needed, limit = _seconds_for(session, most, arms), session.settings.confirm.seconds
+            also = f" confirm.seconds={needed}" if limit is not None and needed > limit else ""
+            warning += f"; confirm.max_repeats={most}{also} probably shows it"
+        session.view.warning(warning)
         return
-    warning = (
-        f"this will probably be inconclusive: {plan.most} pairs show a gain of {gain:.1%} in "
-        f"{expected.power:.0%} of such cases"
-    )
+    needed, limit = _seconds_for(session, expected.pairs, arms), session.settings.confirm.seconds
+    if limit is not None and needed > limit:
+        keys = command.given().key(f"confirm.seconds={needed}")
+        session.view.warning(
+            f"confirm.seconds={limit:g} is too short for the {expected.pairs} pairs that half of "
+            f"such comparisons take: {keys} is not"
+        )
+
+
+def _shows(plan: Plan, noise: float, gain: float) -> int:
+    """Twice or four times the pairs of a plan where these probably show ``gain``; 0 where not."""
     for most in (2 * plan.most, 4 * plan.most):
         larger = replace(plan, looks=plan_of_starts(most).looks)
         if expect(larger, noise, gain).power >= _PROBABLE:
-            warning += f"; confirm.max_repeats={most} probably shows it"
-            break
-    session.view.warning(warning)
+            return most
+    return 0
+
+
+def _start_s(session: Session) -> float | None:
+    """How long a fresh start takes; ``None`` before there was one."""
+    fresh = [t.seconds for t in session.trials if t.fresh_process and t.status is Status.OK]
+    return statistics.median(fresh) if fresh else None
+
+
+def _seconds_for(session: Session, pairs: int, arms: int) -> int:
+    """What ``confirm.seconds`` has to be for so many pairs: a tenth more than the starts take."""
+    return math.ceil(_AMPLE * pairs * arms * (_start_s(session) or 0.0))
+
+
+def skipped(session: Session) -> dict[str, float]:
+    """The limits by which a confirmation that was left out takes place; empty where none was."""
+    chosen, usual = session.settings.confirm, ConfirmSettings()
+    return {
+        f"confirm.{key}": getattr(usual, key)
+        for key in ("finalists", "max_repeats")
+        if getattr(chosen, key) == 0
+    }
+
+
+def larger_limits(session: Session, verdict: Verdict) -> dict[str, float]:
+    """Limits by which a confirmation that has ended goes on, by what its own pairs vary by.
+
+    The number of pairs is twice the one there was, or four times where only that will probably show
+    what was seen; the seconds are those that so many starts take, with those that were spent.
+    """
+    settings = session.settings.confirm
+    keys: dict[str, float] = {"confirm.max_repeats": 2 * max(settings.max_repeats, 2)}
+    interval = verdict.interval
+    if verdict.winner is not None:
+        keys["confirm.sharpness"] = settings.sharpness / 2
+    elif interval is not None:
+        first = leader(verdict.intervals)
+        pairs = zip(verdict.costs[BASELINE], verdict.costs[first], strict=True)
+        logs = [math.log(a / b) for a, b in pairs]
+        noise = max(_QUIET, statistics.stdev(logs) / math.sqrt(2))
+        gain = max(interval.ratio - 1, session.settings.objective.min_gain, _QUIET)
+        plan = plan_of_starts(max(settings.max_repeats, 2), either_way=False)
+        keys["confirm.max_repeats"] = _shows(plan, noise, gain) or 4 * plan.most
+    if settings.seconds is not None:
+        arms = 1 + max(len(verdict.intervals), 1)
+        chosen_s = sum(t.seconds for t in verdict.chosen_by)
+        needed = _seconds_for(session, int(keys["confirm.max_repeats"]), arms) + chosen_s
+        keys["confirm.seconds"] = max(math.ceil(needed), settings.seconds)
+    return keys
 
 
 def expectation(session: Session, plan: Plan, gain: float, arms: int) -> str:
@@ -298,10 +365,8 @@ def _of_the_baseline(session: Session) -> list[Trial]:
 
 
 def _told(session: Session, expected: Expectation, noise: float, arms: int) -> str:
-    fresh = [t.seconds for t in session.trials if t.fresh_process and t.status is Status.OK]
-    lasts = ""
-    if fresh:
-        lasts = f", {expected.seconds(statistics.median(fresh), arms):.0f} s"
+    start_s = _start_s(session)
+    lasts = "" if start_s is None else f", {expected.seconds(start_s, arms):.0f} s"
     return f"to be expected where starts vary by {noise:.1%}: {expected}{lasts}"
 
 

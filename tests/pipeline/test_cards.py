@@ -1,5 +1,6 @@
 """What the two cards of a search say."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from support.synthetic import SyntheticRunner
 from perfsearch.core.command import Command, carried_out
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.signals import ExitCode
+from perfsearch.core.trial import Purpose
 from perfsearch.core.verdict import Interval
 from perfsearch.pipeline.cards import Outcome, outcome, values_of
 from perfsearch.pipeline.session import Result, Verdict
@@ -43,6 +45,15 @@ def test_values_of_a_parameter(knob, values):
     assert values_of(knob) == values
 
 
+class Late(SyntheticRunner):
+    """A runner whose search trials take longer than its budget."""
+
+    def measure(self, configuration, plan):
+        if plan.purpose is Purpose.SEARCH:
+            time.sleep(0.6)
+        return super().measure(configuration, plan)
+
+
 def test_the_cards_of_a_search_that_found_something(search: Search) -> None:
     with carried_out(Command("perfsearch", ["runner=replay", "budget.trials=12"])):
         result = search(budget={"trials": 12, "seconds": None})
@@ -72,10 +83,22 @@ def test_a_script_is_started_with_what_was_found(search: Search) -> None:
 
 
 def test_where_nothing_is_faster_the_card_has_nothing_to_use(search: Search) -> None:
-    search(SyntheticRunner(gain=-0.2))
+    search(SyntheticRunner(gain=-0.2), budget={"trials": 6})
     closing = search.view.cards[-1]
     assert "use it" not in closing and "changed" not in closing
-    assert "resume=extend budget.trials=24" in closing["search on"]
+    assert "resume=extend budget.trials=12" in closing["search on"]
+
+
+def test_a_larger_budget_is_larger_than_what_was_spent(search: Search) -> None:
+    """The last trial of a budget of seconds may have lasted longer than all of it."""
+    with carried_out(Command("perfsearch", ["runner=replay"])):
+        search(Late(gain=-0.2), budget={"trials": 12, "seconds": 0.1}, sentinel_every=0)
+    assert "budget.trials=24 budget.seconds=2" in search.view.cards[-1]["search on"]
+
+
+def test_no_larger_budget_is_offered_where_everything_was_tried(search: Search) -> None:
+    search(SyntheticRunner(gain=-0.2), strategy={"name": "grid"}, budget={"trials": 40})
+    assert "search on" not in search.view.cards[-1]
 
 
 def test_a_profile_has_neither_a_budget_nor_a_result(search: Search) -> None:

@@ -1,5 +1,6 @@
 """How the finalist is chosen, and what is said of a confirmation."""
 
+import shlex
 import time
 
 import pytest
@@ -163,7 +164,7 @@ def test_a_baseline_that_scatters_leaves_open_what_no_pair_has_measured(
     else:
         assert reason.startswith("inconclusive: no trial was faster than the baseline, but the")
         assert "readings lie between 20.00 and 80.00 samples/s" in reason
-        assert "search on" in search.view.cards[-1]
+        assert search.view.cards[-1]["search again"].endswith(" resume=never")
     assert search.tracker.tags["perfsearch.verdict"] == found
 
 
@@ -178,3 +179,43 @@ def test_an_interval_that_holds_a_gain_that_matters_is_inconclusive_everywhere(
     assert result.verdict.is_open
     assert search.tracker.tags["perfsearch.verdict"] == "inconclusive"
     assert SearchResult.of(result).headline == "inconclusive, so that best is the baseline"
+
+
+def test_more_certainty_asks_for_the_pairs_and_seconds_that_are_needed(search: Search) -> None:
+    """The seconds of twice or four times the pairs are those that so many starts take."""
+
+    class Slow(SyntheticRunner):
+        def measure(self, configuration, plan):
+            outcome = super().measure(configuration, plan)
+            time.sleep(0.05)
+            outcome.fresh_process = True
+            return outcome
+
+    limits = {"max_repeats": 3, "seconds": 0.35}
+    result = search(Slow(spread=0.05, gain=0.1), confirm=limits, sentinel_every=0)
+    assert result.verdict.is_open
+    words = dict(word.split("=") for word in asked(search.view.cards[-1]["more certainty"]))
+    most, seconds = int(words["confirm.max_repeats"]), float(words["confirm.seconds"])
+    assert most in (6, 12)
+    assert seconds >= most * 2 * 0.05
+    warnings = [line for line in search.view.lines if "confirm.seconds=" in line]
+    assert len(warnings) == 1 and warnings[0].startswith("warning: ")
+    again = search(
+        Slow(spread=0.05, gain=0.1),
+        resume="extend",
+        confirm={"max_repeats": most, "seconds": seconds},
+        sentinel_every=0,
+    )
+    assert again.verdict.interval.pairs > result.verdict.interval.pairs
+
+
+def test_a_confirmation_that_was_left_out_is_offered(search: Search) -> None:
+    search(confirm={"max_repeats": 0})
+    words = asked(search.view.cards[-1]["more certainty"])
+    assert words == ["run_dir=" + str(search.run_dir), "resume=extend", "confirm.max_repeats=8"]
+    assert search(resume="extend", confirm={"max_repeats": 8}).verdict.intervals
+
+
+def asked(text: str) -> list[str]:
+    """The keys of a suggested command."""
+    return shlex.split(text)[1:]
