@@ -87,6 +87,12 @@ class Advice:
         usual = [v for v in later if _is_number(v) and _is_number(start) and v >= start]  # type: ignore[operator]
         return next(iter(usual or later), None)
 
+    def is_done(self, in_force: Mapping[str, Value]) -> bool:
+        """Whether a job whose knobs are so has the advised value."""
+        if self.knob is None or isinstance(self.to, Turn) or self.knob.name not in in_force:
+            return False
+        return same_value(in_force[self.knob.name], self.to)
+
     def to_plain(self) -> dict[str, Any]:
         """Plain values for programs."""
         return {
@@ -115,11 +121,21 @@ def on(found: Mapping[str, Sequence[str]]) -> Iterator[Advice]:
             yield from (a for a in ADVICE if finding in a.findings and a.cause == cause)
 
 
-def sentences(finding: str, causes: Sequence[str] = ()) -> str:
-    """What to do about a finding, for people: a sentence for each cause."""
+def sentences(
+    finding: str, causes: Sequence[str] = (), in_force: Mapping[str, Value] | None = None
+) -> str:
+    """What to do about a finding, for people: a sentence for each cause.
+
+    Args:
+        finding: its name.
+        causes: what of it was seen.
+        in_force: knobs as the job has them; what is so already is not advised.
+
+    """
     said = []
     for cause in ("", *causes):
-        there = [a.do for a in ADVICE if finding in a.findings and a.cause == cause]
+        asked = [a for a in ADVICE if finding in a.findings and a.cause == cause]
+        there = [a.do for a in asked if not a.is_done(in_force or {})]
         *others, last = list(dict.fromkeys(there)) or [""]
         text = ", ".join([*others, f"or {last}"] if others else [last])
         said += [f"{text[0].upper()}{text[1:]}."] if text else []

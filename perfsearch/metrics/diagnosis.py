@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from perfsearch.core.knob import Value
 from perfsearch.core.trial import WITHOUT_LOADER, Measurement
 from perfsearch.core.units import GIB, MEGA
 from perfsearch.metrics.slow_steps import SLOW_STEPS, THROTTLED, Cause, slow_steps, told
@@ -44,7 +45,8 @@ def diagnose(measurement: Measurement, limits: Thresholds | None = None) -> list
     found.sort(key=lambda f: order.index(f.severity))
     found = found or [_compute(facts) or _nothing_stands_out(facts)]
     beside = uneven_steps(facts)
-    return found if beside is None else [*found, beside]
+    found += [] if beside is None else [beside]
+    return [replace(finding, in_force=measurement.in_force) for finding in found]
 
 
 def report(findings: list[Finding]) -> str:
@@ -74,6 +76,7 @@ class Finding:
         evidence: what was measured, in numbers.
         share: part of the step that it takes, from 0 to 1, where it is a part.
         causes: what of it was seen, as ``metrics.advice`` knows them.
+        in_force: knobs as they were read back, so that nothing is advised that is so already.
 
     """
 
@@ -82,6 +85,7 @@ class Finding:
     evidence: str
     share: float | None = None
     causes: tuple[str, ...] = ()
+    in_force: Mapping[str, Value] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def advice(self) -> str:
@@ -89,10 +93,10 @@ class Finding:
         # which imports this module
         from perfsearch.metrics.advice import sentences
 
-        return sentences(self.name, self.causes)
+        return sentences(self.name, self.causes, self.in_force)
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.severity}): {self.evidence}. {self.advice}"
+        return f"{self.name} ({self.severity}): {self.evidence}. {self.advice}".rstrip()
 
 
 DISK, NETWORK, PROCESSORS = "disk", "network", "processors"

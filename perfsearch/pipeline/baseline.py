@@ -179,7 +179,7 @@ def _instead(session: Session, found: list[UpperBound]) -> str:
     findings = diagnose(trial.measurement, session.settings.metrics.thresholds)
     words += [f.advice.rstrip(".") for f in findings if f.severity is not Severity.INFO]
     words += [] if len(words) > bool(better) else [findings[0].advice.rstrip(".")]
-    return ". ".join(words) + "."
+    return ". ".join(filter(None, words)) + "."
 
 
 def _upper_bounds(session: Session) -> list[UpperBound]:

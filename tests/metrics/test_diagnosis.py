@@ -82,6 +82,15 @@ def test_copies_and_the_optimizer_have_their_own_thresholds():
     assert first(job({"optimizer": 16.0})).name == "optimizer_bound"
 
 
+@pytest.mark.parametrize(("implementation", "advised"), [("default", True), ("fused", False)])
+def test_what_is_so_already_is_not_advised(implementation, advised):
+    measured = job({"optimizer": 16.0})
+    measured.in_force = {"optimizer_implementation": implementation}
+    found = first(measured)
+    assert ("fused" in found.advice) is advised
+    assert "accumulate gradients" in found.advice
+
+
 def test_what_the_device_did_decides_before_its_utilisation():
     system, phases = {"gpu_utilization_percentage": 100.0}, {"forward": 91.0, "comm_exposed": 9.0}
     evidence = {"device_busy_ms": 81.0, "device_exposed_ms": 9.0}

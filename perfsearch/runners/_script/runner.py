@@ -799,7 +799,7 @@ class ScriptSpace:
         return reasons
 
     def left_out_lines(self, wanted: Mapping[str, Any]) -> list[str]:
-        """The same for people, a line a reason, those that cannot apply here last."""
+        """The same for people: a line a reason, and one of all that cannot apply here."""
         mapped = {one.name: one for one in self._maps}
         apart: dict[str, list[str]] = {}
         lines: dict[str, list[str]] = {}
@@ -807,8 +807,11 @@ class ScriptSpace:
             is_apart = why == _NOT_FROM_OUTSIDE or (name in self.absent and name not in mapped)
             (apart if is_apart else lines).setdefault(why, []).append(name)
         told = [f"not searched: {', '.join(names)}: {why}" for why, names in lines.items()]
-        cannot = [f"cannot apply here: {', '.join(names)}: {why}" for why, names in apart.items()]
-        return told + cannot
+        if apart:
+            count = sum(map(len, apart.values()))
+            each = "; ".join(f"{', '.join(names)} ({why})" for why, names in apart.items())
+            told.append(f"cannot apply here, {count} parameter{'s' * (count > 1)}: {each}")
+        return told
 
     def unsupported(self, wanted: Mapping[str, Any], mapped: Sequence[str]) -> dict[str, str]:
         """What the user named and what has no effect on this script, and why.
