@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -20,7 +20,7 @@ from perfsearch.cli.terminal import open_standard_streams, require_current_direc
 from perfsearch.core import command
 from perfsearch.core.command import Command, carried_out
 from perfsearch.core.docstrings import attribute_help
-from perfsearch.core.errors import BadInputError
+from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.knob import Value
 from perfsearch.core.python import module_command
 from perfsearch.core.signals import ExitCode
@@ -33,6 +33,7 @@ from perfsearch.knobs.transport import (
     KnobPlan,
     Mapped,
     apply,
+    as_value,
     gather,
     plan,
     read_knobs,
@@ -191,6 +192,8 @@ def _by_torchrun(asked: RunArguments) -> list[str]:
 def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
     """How each knob reaches the script, the script's arguments, and what they give it."""
     found = read_knobs(asked.knobs) if asked.knobs else KnobFile()
+    own, known = _in_their_place(asked), [*found.knobs, *by_name]
+    found = replace(found, knobs={**found.knobs, **own})
     if found.runner == "deepspeed":
         directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-"))
         arguments, told, given = tuned(found, asked, directory)
@@ -198,13 +201,43 @@ def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
     maps = maps_of(asked)
     named = {mapped.name for mapped in maps}
     maps += [m for m in _recorded_maps(found.workload, asked) if m.name not in named]
+    for name in own.keys() - {*known} - named:
+        raise BadInputError(f"-o runner.knobs.{name}: no such knob. {nearest(name, known)}")
     planned = plan(found.knobs, maps)
     for name, value in found.knobs.items():
         if name in by_name and name not in planned.mapped:
-            by_name[name].require(value, f"--knobs {asked.knobs}: {name}")
+            key = f"-o runner.knobs.{name}" if name in own else f"--knobs {asked.knobs}: {name}"
+            by_name[name].require(value, key)
     directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-")) if maps else Path()
     arguments, told = apply(asked.arguments, maps, planned.mapped, directory)
     return planned, arguments, told
+
+
+_KNOB = re.compile(r"(?:\+{0,2}runner\.knobs\.(\w+)=(.*)|~runner\.knobs\.(\w+))", re.DOTALL)
+
+
+def _in_their_place(asked: RunArguments) -> dict[str, Value]:
+    """Values that ``-o`` gives knobs in the place of the file's; ``None``: as the script has it.
+
+    Raises:
+        BadInputError: the key is no knob's, or it has no single value.
+
+    """
+    values: dict[str, Value] = {}
+    for override in asked.overrides:
+        found = _KNOB.fullmatch(override)
+        if found is None:
+            raise BadInputError(
+                f"-o {override} --knobs: nothing is searched, so that the file's knobs alone can "
+                "be changed: -o runner.knobs.NAME=VALUE, or -o ~runner.knobs.NAME to leave one out"
+            )
+        name, text, dropped = found.groups()
+        if text == "search" or (text or "").startswith(("[", "{")):
+            raise BadInputError(
+                f"-o {override} --knobs: nothing is searched, so that a single value is needed"
+            )
+        values[dropped or name] = None if dropped or text == "null" else as_value(text)
+    return values
 
 
 def _recorded_maps(workload: dict[str, Any], asked: RunArguments) -> list[Mapped]:
@@ -627,8 +660,6 @@ def _fixed(text: str) -> tuple[str, Any]:
     """``NAME=VALUE`` with the value as a list, number or truth value where it is one."""
     import yaml  # type: ignore[import-untyped]
 
-    from perfsearch.knobs.transport import as_value
-
     name, sign, value = text.partition("=")
     if not sign or not name.isidentifier():
         raise BadInputError(
@@ -693,7 +724,8 @@ def own_parser() -> argparse.ArgumentParser:
     search = parser.add_argument_group("of the search or profile, and of what was found")
     search.add_argument(
         "-o", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-        help="a key of perfsearch, as in -o budget.trials=40",
+        help="a key of perfsearch, as in -o budget.trials=40; with --knobs "
+        "runner.knobs.NAME=VALUE, in the place of the file's value",
     )  # fmt: skip
     search.add_argument(
         "--map", action="append", default=[], metavar="NAME=ARGUMENT", dest="maps",

@@ -101,6 +101,22 @@ def test_wrong_options_are_named(arguments, says):
         (["--knobs", "broken.yaml", "train.py"], "broken.yaml is not valid: line 2, column 1: "),
         (["--knobs", "wrong.yaml", "train.py"], "wrong.yaml: bucket_cap_mb=x: allowed is a number"),
         (["--knobs", "soap/config.yaml", "train.py"], "strategy.yaml"),
+        (
+            ["--knobs", "good.yaml", "-o", "budget.trials=3", "train.py"],
+            "-o runner.knobs.NAME=VALUE",
+        ),
+        (
+            ["--knobs", "good.yaml", "-o", "runner.knobs.a=[1,2]", "train.py"],
+            "a single value is needed",
+        ),
+        (
+            ["--knobs", "good.yaml", "-o", "runner.knobs.bucket_cap=1", "train.py"],
+            "mean 'bucket_cap_mb'",
+        ),
+        (
+            ["--knobs", "good.yaml", "-o", "runner.knobs.bucket_cap_mb=x", "train.py"],
+            "-o runner.knobs.b",
+        ),
         (["--map", "micro_batch=--nope", "train.py"], "--map: it belongs to --search"),
         (["--map-file", "a.json:b", "--autotune", "train.py"], "--map-file: it belongs to"),
         (["--search", "."], ".: a directory, and a script is needed"),
@@ -122,6 +138,7 @@ def test_bad_input_ends_with_2_and_the_way_out(arguments, says, tmp_path, monkey
     (tmp_path / "train.py").write_text("raise AssertionError('it was started')")
     (tmp_path / "notebook.ipynb").write_text("{}")
     (tmp_path / "search.yaml").write_text("runner: {knobs: {bucket_cap_mb: [1, 2]}}")
+    (tmp_path / "good.yaml").write_text("bucket_cap_mb: 8\n")
     (tmp_path / "wrong.yaml").write_text("bucket_cap_mb: x\n")
     (tmp_path / "soap").mkdir()
     (tmp_path / "soap" / "config.yaml").write_text("runner: {name: soap, knobs: {}}")

@@ -9,6 +9,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"
 KNOBS = ["--knobs", "knobs.yaml"]
+NAME = "runner.knobs.optimizer_implementation"
 
 
 def run(directory, *words):
@@ -19,12 +20,19 @@ def run(directory, *words):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [[], KNOBS])
-def test_it_has_no_rank(tmp_path, options):
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "nothing was changed"),
+        (KNOBS, "in force: optimizer_implementation=foreach"),
+        ([*KNOBS, "-o", f"{NAME}=fused"], "in force: optimizer_implementation=fused"),
+        ([*KNOBS, "-o", f"~{NAME}"], "nothing was changed"),
+    ],
+)
+def test_it_has_no_rank(tmp_path, options, says):
     done = run(tmp_path, *options, SCRIPTS / "refuses_a_rank.py", "--log", "a 'b'", "--")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "trained --log a 'b' --\n"
-    says = "in force: optimizer_implementation=foreach" if options else "nothing was changed"
     assert says in done.stderr
 
 
