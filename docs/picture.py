@@ -19,7 +19,7 @@ from rich.console import Console
 
 from perfsearch.cli import search as cli
 from perfsearch.cli import view
-from perfsearch.cli.progress import Progress
+from perfsearch.cli.bar import Progress
 from perfsearch.cli.view import LiveView
 
 _WIDTH = 150

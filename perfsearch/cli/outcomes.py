@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,17 @@ _LEGEND = (
 )
 
 
+_OF_ONE = re.compile(r"\+*strategy\.(\w+)\.")
+
+
+def _as_given(word: str, job: Sequence[str]) -> str:
+    """A word of a job as the command takes it; empty where it is of a strategy that it has not."""
+    of_one = _OF_ONE.match(word)
+    if of_one is None:
+        return word
+    return word.lstrip("+") if f"strategy={of_one[1]}" in job else ""
+
+
 @dataclass
 class Sweep:
     """A sweep: the words of each of its jobs; none where it is a single job.
@@ -36,15 +48,22 @@ class Sweep:
         """Print a header for a job; return its words, or ``None`` where there is but one job."""
         if len(self.jobs) < 2 or place >= len(self.jobs):
             return None
-        words = " ".join(f"{key}={value}" for key, value in self.swept(place).items())
+        words = " ".join(f"{key}={value}" for key, value in self.swept(place).items() if value)
         print(f"\n== search {place + 1} of {len(self.jobs)}: {words}", flush=True)
-        return self.jobs[place]
+        job = self.jobs[place]
+        return [own for word in job if (own := _as_given(word, job))]
 
     def swept(self, place: int) -> dict[str, str]:
         """The keys in which jobs differ, and their values in one job."""
-        mappings = [dict(word.split("=", 1) for word in job if "=" in word) for job in self.jobs]
+        mappings = [
+            dict(word.lstrip("+").split("=", 1) for word in job if "=" in word) for job in self.jobs
+        ]
         keys = [key for key in mappings[place] if len({m.get(key) for m in mappings}) > 1]
-        return {key: mappings[place][key] for key in keys}
+        job = self.jobs[place]
+        return {
+            key: value if _as_given(key, job) else ""
+            for key, value in ((key, mappings[place][key]) for key in keys)
+        }
 
     def show_outcomes(self, done: Sequence[tuple[Settings, Result | None]]) -> None:
         """Print the table, where there were several searches."""

@@ -25,7 +25,7 @@ from perfsearch.cli.terminal import (
     require_supported_python,
     write_nowhere,
 )
-from perfsearch.config.compose import CONFIG_MODULE, VERSION_BASE, merged, open_knobs, plain
+from perfsearch.config.compose import CONFIG_MODULE, VERSION_BASE, merged, open_keys, plain
 from perfsearch.config.messages import explain
 from perfsearch.config.options import leaves, show
 from perfsearch.config.schema import Settings, validate
@@ -130,7 +130,7 @@ def with_settings(arguments: Sequence[str], given: Mapping[str, Any], act: Act) 
         Interrupted: a signal came.
 
     """
-    arguments = _overrides_first(open_knobs(arguments))
+    arguments = _overrides_first(open_keys(arguments))
     flags = _parse(arguments)
     if flags.config_path is not None:
         _take_recorded_configuration(arguments, flags)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from perfsearch.cli.bar import CONFIRM, SEARCH, Progress
 from perfsearch.cli.layout import (
     LEAST_WIDTH,
     card_lines,
@@ -22,7 +23,6 @@ from perfsearch.cli.layout import (
     table_lines,
     wrapped,
 )
-from perfsearch.cli.progress import CONFIRM, SEARCH, Progress
 from perfsearch.core.errors import printable
 from perfsearch.core.figures import decimals, show_changes, show_number, show_seconds, show_value
 from perfsearch.core.knob import Configuration, same_value

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from importlib import resources
 from typing import Any
 
-from perfsearch.config.messages import FORCE, explain
+from perfsearch.config.messages import FORCE, explain, needs_value
 from perfsearch.config.options import ConfigError, join, plain_value
-from perfsearch.config.schema import GROUPS
+from perfsearch.config.schema import GROUPS, available
 from perfsearch.core.errors import BadInputError
 
 MISSING = "???"
@@ -26,6 +26,7 @@ NAME = "perfsearch"
 VERSION_BASE = "1.3"
 """The version of Hydra whose behaviour we ask for."""
 
+_OF_ONE = re.compile(r"^strategy\.(\w+)\.\w[^=]*=")
 _CHOICE = re.compile(r"^(runner|workload)=(\w+)$")
 _KNOB = re.compile(r"^runner\.knobs(\.[^=]+=|=\s*\{)")
 
@@ -62,7 +63,7 @@ def compose(
             given[key] = plain_value(value)
     with initialized():
         try:
-            below = plain(composed(open_knobs(words)), complete=False)
+            below = plain(composed(open_keys(words)), complete=False)
         except BadInputError:
             raise
         except Exception as error:
@@ -151,7 +152,7 @@ def _refuse_missing(node: Any, key: str) -> None:
         for name, value in node.items():
             _refuse_missing(value, join(key, name))
     elif node == MISSING:
-        raise ConfigError(key, f"{key}: it needs a value, and has no default. Set {key}=VALUE.")
+        raise ConfigError(key, needs_value(key))
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,22 +182,47 @@ def plain(config: Any, complete: bool = True) -> dict[str, Any]:
     return {str(k): v for k, v in container.items()}
 
 
-def open_knobs(words: Sequence[str]) -> list[str]:
-    """Let any name stand below ``runner.knobs`` where no file can hold them all.
+def open_keys(words: Sequence[str]) -> list[str]:
+    """Let keys stand that no file has.
 
-    A runner whose file has ``knobs: {}`` learns their names from the model, and ``workload=script``
-    has the script's own; the runners refuse what there is not. Everywhere else a key must be in the
-    option's file.
+    - ``strategy.NAME.KEY=VALUE``: a key of one strategy of several that are swept over.
+    - Any name below ``runner.knobs`` where no file can hold them all. A runner whose file has
+      ``knobs: {}`` learns their names from the model, and ``workload=script`` has the script's own;
+      the runners refuse what there is not.
+
+    Everywhere else a key must be in the option's file.
 
     Args:
         words: of a command line, options among them.
 
+    Raises:
+        ConfigError: a key of a strategy that is not searched with.
+
     """
+    return _open_knobs([_opened(word, words) for word in words])
+
+
+def _opened(word: str, words: Sequence[str]) -> str:
+    match = _OF_ONE.match(word)
+    if match is None or match[1] not in available("strategy"):
+        return word
+    asked = [given.partition("=")[2] for given in words if given.startswith("strategy=")]
+    named = re.findall(r"\w+", asked[-1]) if asked else []
+    if match[1] not in named and "glob" not in named:
+        raise ConfigError(
+            word.partition("=")[0],
+            f"{word}: it is for strategy={match[1]}, which is not among those to search with. "
+            f"Choose it, as in -m strategy={match[1]},bayes, or leave the key out.",
+        )
+    return f"{FORCE}{word}"
+
+
+def _open_knobs(words: list[str]) -> list[str]:
     chosen = {match[1]: match[2] for word in words if (match := _CHOICE.match(word))}
     if not any(map(_KNOB.match, words)):
-        return list(words)
+        return words
     if chosen.get("workload") != "script" and not _learns_knobs(chosen.get("runner", "")):
-        return list(words)
+        return words
     return [f"{FORCE}{word}" if _KNOB.match(word) else word for word in words]
 
 

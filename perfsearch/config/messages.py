@@ -75,11 +75,17 @@ def explain(
         )
     if kind == "MissingMandatoryValue":
         key = getattr(error, "full_key", "") or text.rpartition(" ")[2]
-        return f"{key}: it needs a value, and has no default. Set {key}=VALUE."
+        return needs_value(key)
     if getattr(error, "full_key", None):
         return f"{error.full_key}: {_plain_words(text)}"  # type: ignore[attr-defined]
     cause = f" {_plain_words(str(error.__cause__))}" if _is_users(error.__cause__) else ""
     return f"{_plain_words(text)}{cause}"
+
+
+def needs_value(key: str) -> str:
+    """What to say of a key that has neither a value nor a default."""
+    where = "; the same command with --help says what it may be" * command.given().sweeps
+    return f"{key}: it needs a value, and has no default. Set {key}=VALUE{where}."
 
 
 def no_such_key(
@@ -111,7 +117,10 @@ def no_such_key(
     prefix = ".".join(parts[:depth])
     if not level:
         return f"{key}: no such key. {prefix} has no keys."
-    return f"{key}: no such key. {nearest(parts[depth], map(str, level), prefix)}"
+    told = f"{key}: no such key. {nearest(parts[depth], map(str, level), prefix)}"
+    if prefix == "strategy" and command.given().sweeps:
+        told += f" Of several strategies, strategy.NAME.{parts[depth]}=VALUE is for that one."
+    return told
 
 
 def _is_users(error: BaseException | None) -> bool:

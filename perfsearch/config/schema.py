@@ -255,26 +255,27 @@ def validate(plain: Mapping[str, Any]) -> Settings:
 
 
 def _selected(group: str, node: Any) -> Selected:
-    available = _available(group)
+    """A group's option; of keys below an option's name those of this one are its own."""
+    known = available(group)
     if node is None or node == {}:
-        raise ConfigError(
-            group, f"{group}: none is chosen. Set {group}=NAME. {nearest('', available)}"
-        )
+        raise ConfigError(group, f"{group}: none is chosen. Set {group}=NAME. {nearest('', known)}")
     if isinstance(node, str):
-        raise ConfigError(group, f"{group}={node}: no such option. {nearest(node, available)}")
+        raise ConfigError(group, f"{group}={node}: no such option. {nearest(node, known)}")
     if not isinstance(node, Mapping):
         raise ConfigError(group, f"{group}={show(node)}: the name of an option is needed here.")
     name = node.get("name")
     if not isinstance(name, str):
         raise ConfigError(f"{group}.name", f"{group}.name={show(name)}: the option's name is text.")
-    if available and name not in available:
+    if known and name not in known:
         raise ConfigError(
-            f"{group}.name", f"{group}.name={name}: no such option. {nearest(name, available)}"
+            f"{group}.name", f"{group}.name={name}: no such option. {nearest(name, known)}"
         )
-    return Selected(name, {str(k): v for k, v in node.items() if k != "name"})
+    of_one = {k for k, v in node.items() if k in known and isinstance(v, Mapping)}
+    options = {str(k): v for k, v in node.items() if k != "name" and k not in of_one}
+    return Selected(name, options | dict(node[name] if name in of_one else {}))
 
 
-def _available(group: str) -> list[str]:
+def available(group: str) -> list[str]:
     """Names that a group can take, or none where only its own registry can tell."""
     package = _REGISTRIES.get(group)
     return [] if package is None else registry.names(package)

@@ -366,12 +366,13 @@ def break_even_line(session: Session, verdict: Verdict) -> str:
     share = (samples[BASELINE] or 1) / (samples[verdict.winner] or 1)
     saved_s = steps[BASELINE] - share * steps[verdict.winner]
     spent_s = sum(t.seconds for t in session.trials)
-    if saved_s <= 0:
+    if saved_s <= 0 or not session.runner.trains:
         return ""
-    which = "steps" if share == 1 else f"steps of {samples[BASELINE]} samples"
+    needed = math.ceil(spent_s / saved_s)
+    which = f"step{'s' * (needed != 1)}"
+    which += "" if share == 1 else f" of {samples[BASELINE]} samples"
     return (
-        f"the search took {spent_s:.0f} s of trials and has paid for itself after "
-        f"{math.ceil(spent_s / saved_s)} {which}"
+        f"the search took {spent_s:.0f} s of trials and has paid for itself after {needed} {which}"
     )
 
 

@@ -11,21 +11,24 @@ import time
 import uuid
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perfsearch import strategies
 from perfsearch.core import command
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.journal import JOURNAL, Event, Journal, legible, measured_as, read
 from perfsearch.core.knob import Value, same_value
 from perfsearch.core.locks import lock
 from perfsearch.core.narrow import is_auto
+from perfsearch.core.secrets import Redactor
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.explore import screened_trial
 from perfsearch.pipeline.session import score_trial
 from perfsearch.runners.base import Runner, StartsScripts
+from perfsearch.tracking import names
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
@@ -210,10 +213,14 @@ def search_definition(
 def parameters(settings: Settings, runner: Runner) -> dict[str, Any]:
     """What tells searches apart where several are compared, as plain values for the journal."""
     mode = {} if settings.mode == "search" else {"mode": settings.mode}
+    strategy = settings.strategy
+    usual = {f.name: f.default for f in fields(strategies.load(strategy.name).Options)}
+    chosen = {k: v for k, v in strategy.options.items() if k not in usual or v != usual[k]}
     return {
         **mode,
         "runner": settings.runner.name,
-        "strategy": settings.strategy.name,
+        "strategy": strategy.name,
+        **{f"{names.OF_STRATEGY}{k}": v for k, v in Redactor().tree(chosen).items()},
         "workload": settings.workload.name,
         "seed": settings.seed,
         "numerics": str(settings.numerics),

@@ -107,7 +107,7 @@ class Replay(Runner, MeasuresBeside, NoKnobs):
 
         def __post_init__(self) -> None:
             if not self.table:
-                raise ValueError("runner.table: name a CSV file of measured configurations.")
+                raise ValueError(f"runner.table: {_EXPECTED}")
             if self.batch not in (None, "fixed", "free"):
                 raise ValueError(f"runner.batch={self.batch}: allowed: fixed, free.")
             for key in ("noise", "process_noise"):
@@ -520,6 +520,7 @@ class Entry:
 class Table:
     """The columns that vary as knobs (defaults not yet set), and an entry a configuration."""
 
+    path: Path
     knobs: tuple[Knob, ...]
     entries: tuple[Entry, ...]
     digest: str
@@ -536,7 +537,7 @@ def read_table(path: Path) -> Table:
     if not {"step_ms", "samples_per_s"} & set(columns):
         raise ValueError(
             f"runner.table={path}: it has neither a column step_ms nor samples_per_s; "
-            f"its columns are {', '.join(columns) or 'none'}."
+            f"its columns are {', '.join(columns) or 'none'}. {_EXPECTED}"
         )
     rows = [row for row in every_row if row.status not in _SAY_NOTHING]
     names = [c for c in columns if c not in OUTCOME_COLUMNS and not c.startswith("peak_")]
@@ -549,7 +550,8 @@ def read_table(path: Path) -> Table:
     if not knobs:
         raise ValueError(
             f"runner.table={path}: no column apart from the outcomes varies over its "
-            f"{len(rows)} rows, so there is nothing to search."
+            f"{len(rows)} rows, so there is nothing to search. Allowed: columns of settings, with "
+            "two values or more in one of them."
         )
     groups: dict[str, list[int]] = {}
     points: list[dict[str, Value]] = []
@@ -558,7 +560,7 @@ def read_table(path: Path) -> Table:
         groups.setdefault(key_of(point), []).append(number)
         points.append(point)
     entries = tuple(_pool(points[g[0]], [rows[i] for i in g]) for g in groups.values())
-    return Table(knobs, entries, hashlib.sha256(text.encode()).hexdigest()[:16])
+    return Table(path, knobs, entries, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def default_baseline(table: Table) -> Entry:
@@ -575,7 +577,11 @@ def default_baseline(table: Table) -> Entry:
     """
     good = [entry for entry in table.entries if entry.status is Status.OK]
     if not good:
-        raise ValueError("runner.table: no row has status ok, so nothing can be the baseline.")
+        seen = ", ".join(sorted({entry.status for entry in table.entries})) or "none"
+        raise ValueError(
+            f"runner.table={table.path}: no row has status ok, so nothing can be the baseline; its "
+            f"statuses are {seen}. Allowed: a table with a row that was measured and has status ok."
+        )
     marked = [entry for entry in good if entry.is_baseline]
     if marked:
         return marked[0]

@@ -66,6 +66,9 @@ _RUN_NAME = "attributes.`Run Name`"
 
 _KNOB_COLUMNS = 8
 
+OF_STRATEGY = "strategy/"
+"""What those parameters of a search begin with that are options of its strategy."""
+
 NOT_SEARCHED = "not searched"
 """The verdict of what only measured the baseline."""
 
@@ -233,10 +236,20 @@ def changes(configuration: Configuration, baseline: Configuration) -> list[str]:
 
 def search_name(parameters: Mapping[str, Any], otherwise: str) -> str:
     """Name of a search's run while nothing is known of its end, by its journal's parameters."""
-    runner, mode, strategy, seed = map(parameters.get, ("runner", "mode", "strategy", "seed"))
+    runner, mode, seed = map(parameters.get, ("runner", "mode", "seed"))
     if not isinstance(runner, str) or runner.startswith("_"):  # none that a search was asked for
         return otherwise
-    return f"{runner} {mode}" if mode else f"{runner} {strategy} seed={seed}"
+    return f"{runner} {mode}" if mode else f"{runner} {strategy_name(parameters)} seed={seed}"
+
+
+def strategy_name(parameters: Mapping[str, Any]) -> str:
+    """A search's strategy with the options that are not its usual ones: ``bayes xi=0.1``."""
+    options = [
+        f"{key.removeprefix(OF_STRATEGY)}={plain(value)}"
+        for key, value in parameters.items()
+        if key.startswith(OF_STRATEGY)
+    ]
+    return " ".join([str(parameters.get("strategy", "")), *options])
 
 
 def ended_name(name: str, metrics: Mapping[str, float], tags: Mapping[str, str]) -> str:

@@ -16,7 +16,7 @@ from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.core.verdict import Interval
 from perfsearch.tracking.best_so_far import WITHIN, Reached, course, first_within
 from perfsearch.tracking.canvas import LEFT, RIGHT, Axis, Canvas
-from perfsearch.tracking.names import GAIN, flat
+from perfsearch.tracking.names import GAIN, OF_STRATEGY, flat, strategy_name
 from perfsearch.tracking.pictures import colour, duration
 from perfsearch.tracking.report import drawn, write_page
 
@@ -71,7 +71,7 @@ class Searched:
         nearest = max(intervals.values(), key=lambda found: found.ratio, default=None)
         return cls(
             run_dir,
-            flat(said.get("opened", {}).get("parameters", {})),
+            _parameters(said.get("opened", {}).get("parameters", {})),
             list(trials.values()),
             intervals.get(int(tags.get("perfsearch.best_trial", 0)), nearest),
             str(tags.get("perfsearch.verdict", "")).replace("_", " "),
@@ -88,6 +88,12 @@ class Searched:
         purposes = (Purpose.BASELINE, Purpose.SENTINEL)
         measured = [t for t in self.trials if t.purpose in purposes and t.status is Status.OK]
         return [trial.cost for trial in measured if trial.cost]
+
+
+def _parameters(told: Mapping[str, Any]) -> dict[str, str]:
+    """What tells a search apart; the strategy is one of them, its options included."""
+    found = {key: v for key, v in flat(told).items() if not key.startswith(OF_STRATEGY)}
+    return found | ({"strategy": strategy_name(told)} if "strategy" in found else {})
 
 
 def write_beside(run_dirs: Sequence[Path]) -> Path:
@@ -147,8 +153,12 @@ def _job(name: str, searches: Sequence[Searched], directory: Path) -> dict[str, 
     readings = [cost for search in searches for cost in search.baselines]
     common = statistics.median(readings) if readings else None
     best = min((s.course[-1].cost for s in searches if s.course), default=None)
-    courses = {label: s.course for label, s in _labelled(searches, apart).items() if s.course}
-    kinds = {label: label.partition(" ")[0] if "strategy" in apart else label for label in courses}
+    labelled = {label: s for label, s in _labelled(searches, apart).items() if s.course}
+    courses = {label: s.course for label, s in labelled.items()}
+    kinds = {
+        label: s.parameters.get("strategy", "") if "strategy" in apart else label
+        for label, s in labelled.items()
+    }
     rows = []
     for search in searches:
         found = None if best is None else first_within(search.course, best, WITHIN)

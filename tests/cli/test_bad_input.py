@@ -30,7 +30,7 @@ BAD = {
     "unreadable": ("seed==3", "seed==3", "KEY=VALUE"),
     "no value": ("seed", "seed", "KEY=VALUE"),
     "unset environment": ("tracking.uri=${oc.env:PERFSEARCH_NOT_SET}", "tracking.uri"),
-    "missing value": ("seed=???", "seed", "needs a value"),
+    "missing value": ("seed=???", "seed", "with --help says what it may be"),
     "instantiation": ("+workload._target_=os.system", "workload._target_", "workload.factory"),
     "hidden instantiation": ("+runner.knobs.bucket_cap_mb={_target_: a}", "_target_"),
     "callback": ("+hydra.callbacks.x._target_=os.system", "hydra.callbacks"),

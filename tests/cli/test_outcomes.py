@@ -93,3 +93,16 @@ def test_the_page_of_a_sweep_is_named_below_its_table(tmp_path, monkeypatch, cap
     assert last.startswith("page  outputs/sweep-")
     page = (tmp_path / last.removeprefix("page  ")).read_text()
     assert "bayes" in page and "random" in page and "seed=2" in page
+
+
+def test_a_key_of_one_strategy_is_told_of_its_searches_alone(capsys):
+    key = "++strategy.bayes.xi"
+    sweep = Sweep(
+        [[f"strategy={s}", f"{key}={xi}"] for s in ("bayes", "fast") for xi in (0.1, 0.2)]
+    )
+    assert sweep.begin(0) == ["strategy=bayes", "strategy.bayes.xi=0.1"]
+    assert sweep.begin(2) == ["strategy=fast"]
+    told = capsys.readouterr().out.splitlines()
+    assert told[1] == "== search 1 of 4: strategy=bayes strategy.bayes.xi=0.1"
+    assert told[3] == "== search 3 of 4: strategy=fast"
+    assert sweep.swept(2) == {"strategy": "fast", "strategy.bayes.xi": ""}

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from perfsearch.cli import view as view_module
-from perfsearch.cli.progress import Progress
+from perfsearch.cli.bar import Progress
 from perfsearch.cli.view import (
     LiveView,
     View,

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 import perfsearch
-from perfsearch.config.compose import compose, open_knobs
+from perfsearch.config.compose import compose, open_keys
+from perfsearch.config.options import ConfigError
+from perfsearch.config.schema import validate
 from perfsearch.core.errors import BadInputError
 
 
@@ -23,8 +25,8 @@ from perfsearch.core.errors import BadInputError
     ],
 )
 def test_only_where_the_job_itself_names_them(words, key):
-    assert next(w for w in open_knobs(words) if "knobs" in w).startswith(f"{key}=")
-    assert [w.lstrip("+") for w in open_knobs(words)] == [w.lstrip("+") for w in words]
+    assert next(w for w in open_keys(words) if "knobs" in w).startswith(f"{key}=")
+    assert [w.lstrip("+") for w in open_keys(words)] == [w.lstrip("+") for w in words]
 
 
 def test_an_operator_is_pinned_without_a_plus_sign():
@@ -67,3 +69,15 @@ def test_hydras_private_parts_are_used_in_one_place():
         if "hydra._internal" in line
     }
     assert users == {"cli/search.py: from hydra._internal.utils import get_args_parser"}
+
+
+def test_a_key_of_one_strategy_of_several_is_for_that_one():
+    words = ["strategy=bayes", "strategy.bayes.xi=0.1", "strategy.fast.plateau=0.2"]
+    with pytest.raises(ConfigError, match="it is for strategy=fast,"):
+        open_keys(words)
+    opened = open_keys(["-m", "strategy=bayes,fast", *words[1:]])
+    assert opened[2:] == [f"++{word}" for word in words[1:]]
+    for name, key, value in (("bayes", "xi", 0.1), ("fast", "plateau", 0.2)):
+        settings = validate(compose([f"strategy={name}", *opened[2:], "runner=ddp"], {}))
+        assert settings.strategy.options[key] == value
+        assert not settings.strategy.options.keys() & {"bayes", "fast"}

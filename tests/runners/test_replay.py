@@ -242,7 +242,7 @@ def test_a_failed_row_cannot_be_the_baseline() -> None:
         ("a,step_ms,status\n1,5,okay\n2,5,ok\n", "okay"),
         ("a,step_ms\n1,5\n1,6\n", "nothing to search"),
         ("a,step_ms\n1,5\n2,-6\n", "not positive"),
-        ("a,step_ms,status\n1,,oom\n2,,oom\n", "no row has status ok"),
+        ("a,step_ms,status\n1,,oom\n2,,oom\n", "table.csv: no row has status ok.*statuses are oom"),
     ],
 )
 def test_bad_tables_say_what_is_wrong(tmp_path: Path, text: str, word: str) -> None:

@@ -121,3 +121,8 @@ def test_the_bottleneck_is_a_tag_where_phases_were_measured():
     found = measurement(phases_ms={"dataloader_next": 60.0})
     assert names.trial_tags(trial(0, measurement=found))["perfsearch.bottleneck"] == "input_bound"
     assert "perfsearch.bottleneck" not in names.trial_tags(trial(1, Status.OOM))
+
+
+def test_a_search_is_named_by_its_strategy_with_what_is_unusual_of_it():
+    told = {"runner": "ddp", "strategy": "bayes", "seed": 1, "strategy/xi": 0.1}
+    assert names.search_name(told, "") == "ddp bayes xi=0.1 seed=1"

@@ -90,3 +90,18 @@ def test_a_sweep_has_a_page_of_its_own_beside_its_searches(tmp_path):
     assert page.parent == tmp_path and 'href="a/report.html"' in page.read_text()
     assert write_beside(runs[:2]) == page
     assert write_beside(runs) != page
+
+
+def test_searches_that_differ_in_an_option_of_their_strategy_are_told_apart(tmp_path):
+    runs = [
+        searched(tmp_path / "a", [1.0, 0.5], of("bayes", 1), 2.0),
+        searched(tmp_path / "b", [1.0, 0.6], of("bayes", 1, **{"strategy/xi": 0.1}), 1.5),
+        searched(tmp_path / "c", [1.0, 0.7], of("fast", 1), 1.4),
+    ]
+    write_sweep(tmp_path / "sweep.html", runs)
+    text = (tmp_path / "sweep.html").read_text()
+    assert cells(text)[:4] == [
+        ["", "seed=1"], ["bayes", "2.00x"], ["bayes xi=0.1", "1.50x"], ["fast", "1.40x"]
+    ]  # fmt: skip
+    assert [row[0] for row in cells(text)[5:8]] == ["bayes", "bayes xi=0.1", "fast"]
+    assert ">bayes xi=0.1</text>" in text

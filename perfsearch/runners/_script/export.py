@@ -32,7 +32,7 @@ def export_files(
     changed: Mapping[str, Value],
     maps: Sequence[Mapped],
     way: Way,
-    threads: int,
+    threads: int | None,
     command: Sequence[str],
     module: bool,
     wrappers: list[str],
@@ -48,7 +48,8 @@ def export_files(
         changed: knobs that are not as the script has them.
         maps: knobs that go into the script's arguments or files.
         way: how the script is started.
-        threads: CPU threads of a rank today.
+        threads: CPU threads of a rank, where the environment of today sets them; ``None``: they are
+            left to torchrun or torch, as they were in the baseline.
         command: the script and its arguments.
         module: whether it is a module.
         wrappers: kinds of data-parallel wrappers that it makes.
@@ -59,7 +60,8 @@ def export_files(
     planned = plan(changed, maps)
     script, *own = command
     arguments, _ = apply(own, maps, planned.mapped, directory)
-    variables = {**process.THREADS.variables(threads), **planned.environment}
+    today = {} if threads is None else process.THREADS.variables(threads)
+    variables = {**today, **planned.environment}
     lines = ["#!/bin/sh", *(f"export {n}={shlex.quote(v)}" for n, v in variables.items())]
     files: dict[str, str] = {}
     code = code_lines(planned.objects)

@@ -37,7 +37,7 @@ from perfsearch.knobs.fsdp import BACKWARD_PREFETCH, CPU_OFFLOAD, FORWARD_PREFET
 from perfsearch.knobs.loader import WORKERS
 from perfsearch.knobs.model import COMPILE
 from perfsearch.knobs.optimizer import IMPLEMENTATION
-from perfsearch.knobs.process import THREADS
+from perfsearch.knobs.process import THREADS, THREADS_VARIABLE
 from perfsearch.knobs.script import ScriptJob, declare
 from perfsearch.knobs.transport import Mapped, current, gather
 from perfsearch.knobs.zero import BLOCKS_PER_UNIT, MIXED_PRECISION, RESHARD_GROUP, SYNC_EACH
@@ -518,7 +518,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
             self._changed(configuration),
             self._where.maps,
             self._ways.way,
-            self._threads,
+            self._threads if THREADS_VARIABLE in os.environ else None,
             self.options.words,
             self.options.module,
             list(self._facts.wrappers) if self._facts is not None else [],

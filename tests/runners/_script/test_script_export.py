@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from perfsearch.cli.run import split, workload
+from perfsearch.core.hardware import Environment
 from perfsearch.knobs.transport import Mapped
 from perfsearch.runners._script import export
 from perfsearch.runners._script.runner import Script
@@ -61,6 +62,28 @@ def test_without_anything_to_build_differently_the_command_is_the_hand_over(tmp_
         "#!/bin/sh\nexport OMP_NUM_THREADS=3\n"
         "torchrun --standalone --nproc-per-node=2 -m pkg.t --bs 2\n"
     )
+
+
+@pytest.mark.parametrize(("today", "exported"), [(None, ""), ("3", "export OMP_NUM_THREADS=3\n")])
+def test_threads_are_set_where_the_job_itself_sets_them(today, exported, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if today is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", today)
+    script = tmp_path / "train.py"
+    script.touch()
+    runner = Script("cpu", {}, Script.Options((str(script),)), Environment(tmp_path, nproc=2))
+    runner.export(runner.baseline, tmp_path / "apply")
+    assert (tmp_path / "apply" / "run.sh").read_text() == (
+        f"#!/bin/sh\n{exported}torchrun --standalone --nproc-per-node=2 {script}\n"
+    )
+
+
+def test_threads_are_set_where_the_search_has_found_others(tmp_path):
+    changed = {"omp_num_threads": 2}
+    export.export_files(
+        changed, [], Way(2, by_torchrun=True), None, ["train.py"], False, [], tmp_path
+    )
+    assert "export OMP_NUM_THREADS=2\n" in (tmp_path / "run.sh").read_text()
 
 
 @pytest.mark.parametrize(
