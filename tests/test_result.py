@@ -40,7 +40,7 @@ def test_a_gain_is_said_with_what_changed():
     assert result.changed == {"bucket_cap_mb": 26}
     assert not result.is_baseline
     assert repr(result) == (
-        "<SearchResult gain of 1.500x (95% interval 1.400 to 1.600): bucket_cap_mb=26; "
+        "<SearchResult gain of +50.0% (95% interval +40.0% to +60.0%): bucket_cap_mb=26; "
         "3 trials in outputs/run>"
     )
 
@@ -120,7 +120,7 @@ def test_readings_and_the_best_so_far_are_drawn():
     assert (list(best.get_xdata()), list(best.get_ydata())) == ([0, 1, 3], [320, 640, 640])
     assert list(baseline.get_ydata()) == [320, 320]
     assert axes.get_ylabel() == "samples/s"
-    assert axes.get_title().startswith("gain of 1.500x")
+    assert axes.get_title().startswith("gain of +50.0%")
     assert made(trials=trials).plot(axes) is axes
     assert made(trials=[]).plot().get_lines()
 

@@ -101,18 +101,10 @@ class Interval:
         return self.half_width <= _SAYS_NOTHING
 
     @property
-    def short(self) -> str:
-        """The ratio and the interval's ends, for a place that says what they are."""
-        if not self.is_told:
-            return f"{self.ratio:.3f}x ({self.pairs} pairs are too few)"
-        digits = 3  # or more, where an end would read as exactly 1
-        while digits < 6 and 1.0 in (round(self.low, digits), round(self.high, digits)):
-            digits += 1
-        return f"{self.ratio:.3f}x ({self.low:.{digits}f} to {self.high:.{digits}f})"
-
-    @property
     def gain(self) -> str:
-        """The same as a relative change: ``+4.1% (+3.2% to +5.0%)``."""
+        """As a relative change, for a place that says what the interval is: ``+4.1% (+3.2% to
+        +5.0%)``.
+        """
         if not self.is_told:
             return f"{self.ratio - 1:+.1%} (inconclusive, {self.pairs} pairs)"
         digits = 1  # or more, where an end would read as no change
@@ -123,7 +115,7 @@ class Interval:
         return f"{self.ratio - 1:+.{digits}%} ({low} to {high})"
 
     def __str__(self) -> str:
-        return self.short.replace("(", "(95% interval ", 1) if self.is_told else self.short
+        return self.gain.replace("(", "(95% interval ", 1) if self.is_told else self.gain
 
 
 # -----------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def interrupted(session: Session, text: str) -> Card:
 def _headline(verdict: Verdict, found: Outcome) -> str:
     if found is not Outcome.FASTER or verdict.winner is None:
         return str(found)
-    return verdict.intervals[verdict.winner].gain.replace("(", "faster (95% interval ", 1)
+    return str(verdict.intervals[verdict.winner]).replace("(", "faster (", 1)
 
 
 def _speeds(session: Session, verdict: Verdict) -> Iterator[Row]:

@@ -255,7 +255,7 @@ class _Comparison(Course):
 
     def _show(self, session: Session) -> None:
         rows = [self._row(session, arm) for arm in (BASELINE, *range(1, len(self.names)))]
-        cells = [["arm", session.unit, "ms/step", "speed (95% interval)", "starts", "losses apart"]]
+        cells = [["arm", session.unit, "ms/step", "gain (95% interval)", "starts", "losses apart"]]
         for row in rows:
             numbers = [row[key] for key in ("rate", "step_ms", "losses_apart")]
             rate, step, apart = ("" if n is None else f"{n:.4g}" for n in numbers)
@@ -273,7 +273,7 @@ class _Comparison(Course):
         rates = [session.objective.from_cost(t.cost or 0.0) for t in good]
         steps = [1e3 * t.measurement.step_time_s for t in good if t.measurement]
         reading = blocks.readings.get(arm) if blocks is not None else None
-        speed = "1" if arm == BASELINE else "" if reading is None else reading.interval.short
+        speed = "" if reading is None else reading.interval.gain
         bad = next((t for t in trials if t.status.has_failed), None)
         return {
             "name": self._name(arm),

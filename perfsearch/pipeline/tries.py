@@ -325,6 +325,7 @@ def _one_reading(ratio: float | None, request: Request) -> str:
         return "there is nothing to compare"
     words = " ".join(f"{name}={value}" for name, value in request.changed.items())
     return (
-        f"{ratio:.3f}x the baseline, one reading of each: it shows no speed-up. With an interval: "
+        f"{ratio - 1:+.1%} against the baseline, one reading of each: it shows no gain. With an "
+        "interval: "
         f"perfsearch try --repeats 6 {words}"
     )

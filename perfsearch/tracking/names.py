@@ -253,12 +253,12 @@ def strategy_name(parameters: Mapping[str, Any]) -> str:
 
 
 def ended_name(name: str, metrics: Mapping[str, float], tags: Mapping[str, str]) -> str:
-    """Name of a search's run with what came of it: ``ddp bayes seed=1: 1.49x``."""
+    """Name of a search's run with what came of it: ``ddp bayes seed=1: +49%``."""
     said = tags.get("perfsearch.verdict", "").replace("_", " ")
     if said == NOT_SEARCHED:
         said = tags.get("perfsearch.bottleneck_baseline", "")
     if said == GAIN and "search/speed_up" in metrics:
-        said = f"{metrics['search/speed_up']:.2f}x"
+        said = f"{metrics['search/speed_up'] - 1:+.0%}"
     return f"{name}: {said}" if said else name
 
 

@@ -113,17 +113,26 @@ def speed_ups(intervals: Mapping[int, Ratio], winner: int | None, width: float) 
     canvas = Canvas(width, height, "speed-up of the finalists over the baseline, with intervals")
     values = [1.0, *(i.ratio for i in intervals.values())]
     values += [v for i in intervals.values() if i.is_told for v in (i.low, i.high)]
-    x = Axis.around(values, 16, width - RIGHT)
-    canvas.frame(x, None, "speed-up over the baseline (95% interval)")
-    canvas.line((x(1.0), 14), (x(1.0), height - 34), "baseline-line")
+    scale = Axis.around([_percent(v) for v in values], 16, width - RIGHT)
+    canvas.frame(scale, None, "gain over the baseline in percent (95% interval)")
+    canvas.line((scale(0.0), 14), (scale(0.0), height - 34), "baseline-line")
+
+    def x(ratio: float) -> float:
+        return scale(_percent(ratio))
+
     for row, (trial, interval) in enumerate(ordered):
         y = 18 + 44 * row
         style = "winner" if trial == winner else "trial"
-        canvas.text((8, y), f"trial {trial}: {interval.short}", "label")
+        canvas.text((8, y), f"trial {trial}: {interval.gain}", "label")
         if interval.is_told:
             canvas.line((x(interval.low), y + 16), (x(interval.high), y + 16), f"{style}-interval")
-        canvas.dot((x(interval.ratio), y + 16), style, interval.short, 6)
+        canvas.dot((x(interval.ratio), y + 16), style, interval.gain, 6)
     return canvas
+
+
+def _percent(ratio: float) -> float:
+    """The gain that a ratio of speeds is."""
+    return 100 * (ratio - 1)
 
 
 def scatter(
@@ -309,10 +318,14 @@ def importance(found: Sequence[KnobImportance], width: float) -> Canvas:
     levels = [level for e in found for level in e.levels]
     values = [1.0, *(level.speed_up for level in levels)]
     values += [v for level in levels if level.has_interval for v in (level.low, level.high)]
-    x = Axis.around(values, left + 12, width - right)
-    caption = "speed against the mean trial, other knobs equal (95% interval)"
-    canvas.frame(x, None, caption if is_wide else "speed against the mean trial")
-    canvas.line((x(1.0), 6), (x(1.0), height - 34), "baseline-line")
+    scale = Axis.around([_percent(v) for v in values], left + 12, width - right)
+    caption = "percent faster than the mean trial, other knobs equal (95% interval)"
+    canvas.frame(scale, None, caption if is_wide else "percent faster than the mean trial")
+    canvas.line((scale(0.0), 6), (scale(0.0), height - 34), "baseline-line")
+
+    def x(ratio: float) -> float:
+        return scale(_percent(ratio))
+
     y = 4.0
     for effect in found:
         y += 20
@@ -320,14 +333,15 @@ def importance(found: Sequence[KnobImportance], width: float) -> Canvas:
         for level in effect.levels:
             y += 20
             count = f"{level.trials} trial{'' if level.trials == 1 else 's'}"
-            words = f"{level.speed_up:.3f}x, {count}"
+            gain = f"{level.speed_up - 1:+.1%}"
+            words = f"{gain}, {count}"
             style = "trial" if level.is_sure else "sentinel"
             label = level.label if len(level.label) <= left / 7.4 else level.label[:13] + "\u2026"
             canvas.text((left, y), label, "tick", "end")
             if level.has_interval:
                 canvas.line((x(level.low), y - 4), (x(level.high), y - 4), f"{style}-interval")
             canvas.dot((x(level.speed_up), y - 4), style, words)
-            shown = words if is_wide else f"{level.speed_up:.3f}x"
+            shown = words if is_wide else gain
             canvas.text((width - right + 8, y), shown, "tick")
     return canvas
 

@@ -166,8 +166,8 @@ def _job(name: str, searches: Sequence[Searched], directory: Path) -> dict[str, 
         rows.append(
             {
                 "words": [search.parameters.get(key, "") for key in apart],
-                "speed_up": "" if search.interval is None else search.interval.short,
-                "reading": f"{common / reading:.3f}x" if common and reading else "",
+                "speed_up": "" if search.interval is None else search.interval.gain,
+                "reading": f"{common / reading - 1:+.1%}" if common and reading else "",
                 "trials": "" if found is None else str(found.trials),
                 "seconds": "" if found is None else duration(found.seconds),
                 "verdict": search.verdict,
@@ -202,7 +202,7 @@ def _by_strategy_and_seed(searches: Sequence[Searched]) -> list[list[str]]:
     cells: dict[tuple[str, str], list[str]] = {}
     for search in searches:
         strategy, seed = (search.parameters.get(key, "") for key in _OF_THE_SEARCH)
-        told = "-" if search.interval is None else f"{search.interval.ratio:.2f}x"
+        told = "-" if search.interval is None else f"{search.interval.ratio - 1:+.0%}"
         if search.verdict and search.verdict != GAIN:
             told = search.verdict
         cells.setdefault((strategy, seed), []).append(told)

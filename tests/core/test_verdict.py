@@ -47,13 +47,13 @@ def test_too_few_pairs_are_refused() -> None:
 
 
 def test_an_interval_says_no_more_than_it_knows() -> None:
-    assert str(Interval(1.2, 1.1, 1.3, 5)) == "1.200x (95% interval 1.100 to 1.300)"
-    assert Interval(1.2, 1.1, 1.3, 5).short == "1.200x (1.100 to 1.300)"
+    assert str(Interval(1.2, 1.1, 1.3, 5)) == "+20.0% (95% interval +10.0% to +30.0%)"
+    assert Interval(1.2, 1.1, 1.3, 5).gain == "+20.0% (+10.0% to +30.0%)"
     barely = Interval(1.009, 1.00046, 1.018, 5)
     assert barely.is_gain
-    assert barely.short == "1.009x (1.0005 to 1.0180)"
+    assert barely.gain == "+0.90% (+0.05% to +1.80%)"
     wild = Interval(1.2, 1e-5, 1e5, 2)
-    assert wild.short == str(wild) == "1.200x (2 pairs are too few)"
+    assert wild.gain == str(wild) == "+20.0% (inconclusive, 2 pairs)"
 
 
 def test_the_only_look_is_the_plain_interval_at_what_is_spent() -> None:

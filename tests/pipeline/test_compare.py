@@ -73,7 +73,7 @@ def test_the_table_and_the_file_have_all_arms(comparing, tmp_path):
     assert {len(row["rates"]) for row in rows.values()} == {rows["b"]["interval"]["pairs"]}
     assert rows["c"]["losses_apart"] == 0.0
     (header,) = [line for line in comparing.view.lines if line.startswith("arm ")]
-    assert "samples/s" in header and "speed (95% interval)" in header and "losses apart" in header
+    assert "samples/s" in header and "gain (95% interval)" in header and "losses apart" in header
 
 
 def test_starts_are_interleaved_and_each_block_has_every_arm(comparing):

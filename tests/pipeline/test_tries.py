@@ -78,7 +78,7 @@ def test_one_try_is_read_beside_the_baseline_and_claims_nothing(tmp_path):
         found = tried(bucket=32)
         assert found["ratio"] == pytest.approx(1 / 0.8, rel=0.05)
         assert found["interval"] is None
-        assert "one reading of each: it shows no speed-up" in found["said"]
+        assert "one reading of each: it shows no gain" in found["said"]
         assert "--repeats 6 bucket=32" in found["said"]
         assert found["configuration"] == {"bucket": 32, "view": False}
         assert found["tried"]["rate"] > found["baseline"]["rate"]

@@ -71,7 +71,7 @@ def test_runs_are_named_by_what_was_searched_and_found(store):
         "003 confirm bucket_cap_mb=64",
     ]
     run = store.search()
-    assert run.info.run_name == "ddp bayes seed=1: 1.49x"
+    assert run.info.run_name == "ddp bayes seed=1: +49%"
     assert run.data.params["best/bucket_cap_mb"] == "64"
     assert run.data.params["best/algorithm"] == "none"
 

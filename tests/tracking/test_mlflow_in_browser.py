@@ -94,7 +94,7 @@ def test_the_printed_address_shows_the_searches_and_their_curves(
 
     page = browser.open(address, 1600)
     page.wait_for("document.body.innerText.includes('ddp bayes seed=1: 2.00x')")
-    assert page.evaluate("document.body.innerText.includes('ddp random seed=1: 1.25x')")
+    assert page.evaluate("document.body.innerText.includes('ddp random seed=1: +25%')")
     keep(page, "runs")
     columns = page.wait_for(
         "(found => found.includes('objective/value') && found)"

@@ -101,7 +101,7 @@ def test_it_shows_every_part_and_loads_nothing(tmp_path):
     assert not re.search(r"https?://|src=|@import|url\(", text)
     assert "gpt &lt;1&gt;" in text
     assert "<b>more</b>" not in text
-    assert "1.310x (1.280 to 1.340)" in text
+    assert "+31.0% (+28.0% to +34.0%)" in text
     assert "11 trials: 10 ok, 1 oom." in text
     assert "<dt>devices</dt><dd>2 H100</dd>" in text
     assert "<pre>export A=&#39;&lt;1&gt;&#39;</pre>" in text
@@ -196,8 +196,8 @@ def test_a_value_tried_once_has_a_dot_and_no_interval(tmp_path):
         for n in range(9)
     ]
     text = page(tmp_path, trials)
-    assert re.search(r"\d\.\d{3}x, 8 trials", text)
-    assert re.search(r"\d\.\d{3}x, 1 trial<", text)
+    assert re.search(r"[+-]\d+\.\d%, 8 trials", text)
+    assert re.search(r"[+-]\d+\.\d%, 1 trial<", text)
     assert len(re.findall('class="(?:trial|sentinel)-interval"', text)) == 2  # one in each width
 
 
@@ -267,7 +267,7 @@ def test_an_interval_that_says_nothing_is_not_drawn(tmp_path):
     verdict = SimpleNamespace(intervals=intervals, winner=None, reason="no gain beyond the noise")
     write_report(path, searched(), verdict, Objective())
     text = path.read_text()
-    assert "1.300x (2 pairs are too few)" in text
+    assert "+30.0% (inconclusive, 2 pairs)" in text
     assert "90000" not in text
 
 

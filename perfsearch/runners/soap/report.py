@@ -96,7 +96,7 @@ def found_lines(simulator: Simulator, searched: Searched, start: Plan) -> list[s
     plan = found.plans[0][1]
     seconds = simulator.estimate(plan).seconds  # the search may have gone by the devices alone
     lines += simulation(simulator, plan)
-    return [*lines, f"predicted gain over the start: {before / seconds:.3f}x, not measured"]
+    return [*lines, f"predicted gain over the start: {before / seconds - 1:+.1%}, not measured"]
 
 
 @dataclass(frozen=True)
