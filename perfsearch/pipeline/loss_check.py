@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perfsearch.core.knob import Configuration, Knob, Numerics, Part, same_value
 from perfsearch.core.losses import largest_difference
 from perfsearch.core.trial import DRAWS_IN_FORWARD, PERTURBED, Status, Trial
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 
 _SAFETY = 3.0
 """Two starts show less of what starts can differ by than many would."""
@@ -122,6 +124,46 @@ def other_draws(reference: Trial, configuration: Configuration, knobs: Sequence[
         f"{' or '.join(changed)}: such configurations are held to {_percent(share)} of the loss, "
         "as the baseline's own losses differ from step to step",
     )
+
+
+_ACCUMULATED_ALIKE = 0.05
+"""What the ratio of losses may be off by, relative, from that of the micro-batches of a step."""
+
+
+def adds_up(
+    reference: Trial, configuration: Configuration, expected: Sequence[float], seen: Sequence[float]
+) -> str:
+    """Why losses differ as the number of micro-batches of a step does; empty where they do not.
+
+    The loss of a step is the sum over its backward passes. Of a script that averages, it is the
+    same however many there are; of one that only adds up gradients it grows with their number.
+
+    Args:
+        reference: trial that is compared with.
+        configuration: of the trial.
+        expected: first losses of the reference.
+        seen: first losses of the trial.
+
+    """
+    more = _micro_batches(configuration) / _micro_batches(reference.configuration)
+    if not (expected and seen and expected[0]) or math.isclose(more, 1.0):
+        return ""
+    if not math.isclose(seen[0] / expected[0], more, rel_tol=_ACCUMULATED_ALIKE):
+        return ""
+    return (
+        f"The first loss is {seen[0] / expected[0]:.3g} times as large, and a step has {more:.3g} "
+        "times as many micro-batches: the script adds gradients up without averaging them. Have it "
+        "divide each loss by the number of micro-batches before backward(), or leave "
+        f"{ACCUMULATION.name} and {MICRO_BATCH.name} out"
+    )
+
+
+def _micro_batches(configuration: Configuration) -> float:
+    """How many micro-batches a step has, up to a factor that all configurations share."""
+    accumulated, micro = ACCUMULATION.of(configuration), MICRO_BATCH.of(configuration)
+    if accumulated is not None:
+        return float(accumulated)
+    return 1.0 / float(micro) if micro else 1.0
 
 
 def _percent(share: float) -> str:

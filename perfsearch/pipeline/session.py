@@ -34,6 +34,7 @@ from perfsearch.metrics.slow_steps import SLOW_STEPS, THROTTLED, blame_quota
 from perfsearch.metrics.thresholds import Thresholds
 from perfsearch.pipeline.known import Known
 from perfsearch.pipeline.loss_check import (
+    adds_up,
     between_starts,
     has_other_kernels,
     is_perturbed,
@@ -480,9 +481,10 @@ class Session:
         is_baseline = reference.purpose is Purpose.BASELINE
         whose = "the baseline" if is_baseline else f"trial {reference.number}"
         expected = reference.measurement.first_losses
-        return loss_disagreement(
-            expected, measurement.first_losses, tolerance, whose, finest, allowance.share
-        )
+        seen = measurement.first_losses
+        reason = loss_disagreement(expected, seen, tolerance, whose, finest, allowance.share)
+        cause = adds_up(reference, configuration, expected, seen) if reason else ""
+        return f"{reason}. {cause}" if cause else reason
 
     @property
     def sees_no_losses(self) -> bool:

@@ -3,11 +3,20 @@
 import math
 
 import pytest
+from support.synthetic import SyntheticRunner
 
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.losses import loss_disagreement
-from perfsearch.core.trial import DRAWS_IN_FORWARD, Measurement, Purpose, Status, Trial
-from perfsearch.pipeline.loss_check import between_starts, other_draws
+from perfsearch.core.space import Space
+from perfsearch.core.trial import (
+    DRAWS_IN_FORWARD,
+    Measurement,
+    Outcome,
+    Purpose,
+    Status,
+    Trial,
+)
+from perfsearch.pipeline.loss_check import adds_up, between_starts, other_draws
 
 TOLERANCE = 1e-3
 
@@ -101,3 +110,47 @@ def test_a_loss_of_another_scale_is_caught_all_the_same(share):
         seen = [scale * loss for loss in expected]
         assert loss_disagreement(expected, seen, TOLERANCE, allowance=share)
     assert not loss_disagreement(expected, [1.001 * v for v in expected], TOLERANCE, allowance=0.1)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "seen", "times"),
+    [
+        ({"micro_batch": 8}, {"micro_batch": 2}, [8.0, 7.0], "4"),
+        ({"micro_batch": 2}, {"micro_batch": 8}, [0.5, 0.4], "0.25"),
+        ({"gradient_accumulation": 1}, {"gradient_accumulation": 2}, [4.04, 3.0], "2"),
+        ({"micro_batch": 8}, {"micro_batch": 4}, [2.4, 2.0], ""),  # another loss, not twice
+        ({"micro_batch": 8}, {"micro_batch": 8}, [4.0, 3.0], ""),  # twice, for another reason
+        ({"bucket": 1}, {"bucket": 2}, [4.0, 3.0], ""),
+        ({"micro_batch": 8}, {"micro_batch": 4}, [], ""),
+    ],
+)
+def test_losses_that_grow_with_the_micro_batches_are_told_with_the_way_out(
+    before, now, seen, times
+):
+    told = adds_up(trial([2.0, 1.9], **before), now, [2.0, 1.9], seen)
+    if not times:
+        assert told == ""
+        return
+    assert f"a step has {times} times as many micro-batches" in told
+    assert "divide each loss by the number of micro-batches before backward()" in told
+
+
+def test_a_search_says_so_of_the_trial_that_diverged(search):
+    class Adding(SyntheticRunner):
+        """Twice the micro-batches are twice the loss."""
+
+        def __init__(self):
+            super().__init__()
+            self.space = Space([Knob("gradient_accumulation", Kind.ORDINAL, 1, values=(1, 2))])
+            self.baseline = {"gradient_accumulation": 1}
+
+        def measure(self, configuration, plan):
+            losses = [2.0 * configuration["gradient_accumulation"], 1.9]
+            return Outcome(Status.OK, Measurement([0.1] * 8, 32, first_losses=losses))
+
+        def export(self, configuration, directory):
+            return []
+
+    result = search(Adding(), strategy={"name": "grid"})
+    (diverged,) = [t for t in result.trials if t.status is Status.DIVERGED]
+    assert "the script adds gradients up without averaging them" in diverged.reason
