@@ -585,18 +585,30 @@ def _nothing_stands_out(facts: Facts) -> Finding:
     )
 
 
+_MOST_KINDS = 2
+"""Kinds of slow steps that are described, the others counted."""
+
+
 def uneven_steps(facts: Facts) -> Finding | None:
     """Some steps take much longer: which, how often, what of, and whether the score has them."""
     measurement = facts.measurement
     kinds = measurement.environment.get(SLOW_STEPS) or slow_steps(measurement.step_seconds)
+    kinds = sorted(kinds, key=lambda kind: -kind["share"])
     share = sum(kind["share"] for kind in kinds)
     if share <= facts.limits.uneven and all(kind["scored"] for kind in kinds):
         return None
     causes = {Cause(kind["cause"]) for kind in kinds}
+    first, others = kinds[:_MOST_KINDS], kinds[_MOST_KINDS:]
+    if len(others) == 1:
+        first, others = kinds, []
+    words = [told(kind) for kind in first]
+    if others:
+        rest = sum(kind["share"] for kind in others)
+        words.append(f"{len(others)} other kinds of slow steps take {rest:.0%} of the time")
     return Finding(
         "uneven_steps",
         Severity.INFO,
-        "; ".join(told(kind) for kind in kinds),
+        "; ".join(words),
         share,
         tuple(cause for cause in Cause if cause in causes),
     )

@@ -267,11 +267,12 @@ def _script_with_knobs(session: Session, config: str) -> list[str]:
 
 def _more_certainty(session: Session, result: Result, found: Outcome) -> Iterator[Row]:
     """The command that goes on with this very search, for what it has left open."""
-    verdict, skipped = result.verdict, confirm.skipped(session)
+    verdict = result.verdict
+    skipped = confirm.skipped(session) if found is Outcome.INCONCLUSIVE else {}
     keys: dict[str, float] = {}
     label = "more certainty"
-    if found is Outcome.INCONCLUSIVE and skipped:
-        keys = skipped
+    if skipped:
+        keys = skipped if confirm.candidates(session) else {}
     elif found in (Outcome.FASTER, Outcome.INCONCLUSIVE) and verdict.costs:
         keys = confirm.larger_limits(session, verdict)
     elif found is Outcome.INCONCLUSIVE:  # the machine was busy, and its readings would stay

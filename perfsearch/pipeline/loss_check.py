@@ -151,11 +151,17 @@ def adds_up(
     if not math.isclose(seen[0] / expected[0], more, rel_tol=_ACCUMULATED_ALIKE):
         return ""
     return (
-        f"The first loss is {seen[0] / expected[0]:.3g} times as large, and a step has {more:.3g} "
-        "times as many micro-batches: the script adds gradients up without averaging them. Have it "
-        "divide each loss by the number of micro-batches before backward(), or leave "
-        f"{ACCUMULATION.name} and {MICRO_BATCH.name} out"
+        f"{seen[0] / expected[0]:.3g} times the loss with {more:.3g} times the micro-batches: the "
+        "script adds gradients up without averaging them"
     )
+
+
+AVERAGE_THEM = (
+    "the script adds up the gradients of a step's micro-batches without averaging them, so that "
+    "another number of them trains otherwise. Have it divide each loss by their number before "
+    f"backward(), or leave {ACCUMULATION.name} and {MICRO_BATCH.name} out of the search"
+)
+"""What to do about it."""
 
 
 def _micro_batches(configuration: Configuration) -> float:

@@ -34,6 +34,7 @@ from perfsearch.metrics.slow_steps import SLOW_STEPS, THROTTLED, blame_quota
 from perfsearch.metrics.thresholds import Thresholds
 from perfsearch.pipeline.known import Known
 from perfsearch.pipeline.loss_check import (
+    AVERAGE_THEM,
     adds_up,
     between_starts,
     has_other_kernels,
@@ -484,7 +485,10 @@ class Session:
         seen = measurement.first_losses
         reason = loss_disagreement(expected, seen, tolerance, whose, finest, allowance.share)
         cause = adds_up(reference, configuration, expected, seen) if reason else ""
-        return f"{reason}. {cause}" if cause else reason
+        if cause and AVERAGE_THEM not in self._said:
+            self._said.add(AVERAGE_THEM)
+            self.view.warning(AVERAGE_THEM)
+        return f"{reason}; {cause}" if cause else reason
 
     @property
     def sees_no_losses(self) -> bool:

@@ -56,3 +56,15 @@ def test_a_little_more_is_not_told(long, times):
 
 def test_the_threshold_of_long_steps_is_the_configs():
     assert "uneven_steps" in names(with_long_steps(2, 2.0), Thresholds(uneven=0.1))
+
+
+def test_of_many_kinds_of_slow_steps_the_costliest_are_described():
+    measured = with_long_steps(0, 1.0)
+    shares = (0.02, 0.3, 0.1, 0.05)
+    measured.environment["slow_steps"] = [
+        {"steps": 2, "of": 100, "extra_ms": 10 * share, "period_steps": None, "share": share,
+         "scored": True, "cause": "unknown"} for share in shares
+    ]  # fmt: skip
+    (told,) = [f.evidence for f in diagnose(measured) if f.name == "uneven_steps"]
+    assert told.startswith("2 of 100 steps take 3 ms longer (30% of the time") and "(10% of" in told
+    assert told.endswith("; 2 other kinds of slow steps take 7% of the time")

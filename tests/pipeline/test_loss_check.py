@@ -131,8 +131,7 @@ def test_losses_that_grow_with_the_micro_batches_are_told_with_the_way_out(
     if not times:
         assert told == ""
         return
-    assert f"a step has {times} times as many micro-batches" in told
-    assert "divide each loss by the number of micro-batches before backward()" in told
+    assert f"times the loss with {times} times the micro-batches: the script adds" in told
 
 
 def test_a_search_says_so_of_the_trial_that_diverged(search):
@@ -154,3 +153,5 @@ def test_a_search_says_so_of_the_trial_that_diverged(search):
     result = search(Adding(), strategy={"name": "grid"})
     (diverged,) = [t for t in result.trials if t.status is Status.DIVERGED]
     assert "the script adds gradients up without averaging them" in diverged.reason
+    (warned,) = [line for line in search.view.lines if line.startswith("warning")]
+    assert "Have it divide each loss by their number before backward()" in warned

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -320,7 +321,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         unsupported = self._known.unsupported(self._where.wanted, self.options.names_mapped)
         remarks += self._timings.remarks(bool(self.hardware.gpus), self._facts, unsupported)
         if self._timings.searches and self._facts is not None:
-            remarks += self._known.left_out_lines(self._where.wanted)
+            remarks += self._known.left_out_lines(self._where.wanted, unsupported)
         self.remarks = remarks
 
     def _begin(self, plan: Plan) -> list[str]:
@@ -798,12 +799,22 @@ class ScriptSpace:
             reasons.setdefault(name, f"only today's value is known. {key} names others")
         return reasons
 
-    def left_out_lines(self, wanted: Mapping[str, Any]) -> list[str]:
-        """The same for people: a line a reason, and one of all that cannot apply here."""
+    def left_out_lines(
+        self, wanted: Mapping[str, Any], unsupported: Iterable[str] = ()
+    ) -> list[str]:
+        """The same for people: a line a reason, and one of all that cannot apply here.
+
+        Args:
+            wanted: ``runner.knobs``.
+            unsupported: keys that are warned of, so that their knobs are not named once more.
+
+        """
         mapped = {one.name: one for one in self._maps}
         apart: dict[str, list[str]] = {}
         lines: dict[str, list[str]] = {}
         for name, why in self.not_searched(wanted).items():
+            if any(re.search(rf"[ .]{name}=", key) for key in unsupported):
+                continue
             is_apart = why == _NOT_FROM_OUTSIDE or (name in self.absent and name not in mapped)
             (apart if is_apart else lines).setdefault(why, []).append(name)
         told = [f"not searched: {', '.join(names)}: {why}" for why, names in lines.items()]
