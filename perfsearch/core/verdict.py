@@ -571,8 +571,8 @@ def told(reading: Reading, reference: str = "") -> str:
         least = reading.plan.min_gain
         return f"no {what}{f' of {least:.1%} or more' if least else ''} ({seen})"
     return (
-        f"no {what} shown ({seen}); one of {reading.could_have_shown:.1%} would have been "
-        f"in {POWER:.0%}"
+        f"no {what} shown ({seen}); a {what} of {reading.could_have_shown:.1%} would have been "
+        f"shown in {POWER:.0%}"
     )
 
 

@@ -43,7 +43,7 @@ def phase_table(measurement: Measurement, knobs: Iterable[Knob]) -> list[tuple[s
 
     A bound stands at the longest phase of its part of the step, and only where it is larger than
     its own error. Of computing there is one only where the devices' peak is known: no knob makes
-    it take nothing.
+    it take nothing. A column without any entry is left out.
 
     Args:
         measurement: with a profile of its steps.
@@ -68,7 +68,26 @@ def phase_table(measurement: Measurement, knobs: Iterable[Knob]) -> list[tuple[s
         seen.add(part)
         share = f"{ms / step_ms:.1%}"
         rows.append((_NAMES.get(name, name), f"{ms:.2f}", share, gain, searched))
-    return rows
+    empty = [at for at in range(len(HEADER)) if not any(row[at] for row in rows[1:])]
+    return [tuple(cell for at, cell in enumerate(row) if at not in empty) for row in rows]
+
+
+_MUCH_MORE = 1.5
+"""So many times what its phases take, a bound needs a word on where it is from."""
+
+
+def evidence_beyond_phases(measurement: Measurement) -> list[str]:
+    """What the bounds rest on that are much larger than their phases, as steps without a part may
+    save more than the time for which it is waited.
+    """
+    step_ms, phases = profiled_step_ms(measurement), measurement.phases_ms
+    told = []
+    for bound in upper_bounds(measurement):
+        own = [ms for name, ms in phases.items() if _PARTS.get(name, Part.REST) is bound.part]
+        seen = bound.share - bound.error
+        if _gain(measurement, bound) and own and seen > _MUCH_MORE * sum(own) / step_ms:
+            told.append(f"{bound.part}: {bound.evidence}")
+    return told
 
 
 def _gain(measurement: Measurement, bound: UpperBound | None) -> str:

@@ -18,7 +18,7 @@ from perfsearch.metrics.bounds import (
     upper_bounds,
 )
 from perfsearch.metrics.diagnosis import Severity, diagnose
-from perfsearch.metrics.phases import phase_table
+from perfsearch.metrics.phases import evidence_beyond_phases, phase_table
 from perfsearch.pipeline import profile
 from perfsearch.pipeline.session import BreakerError, Session
 
@@ -123,6 +123,8 @@ def show_phases(session: Session, measurement: Measurement) -> None:
     step_ms = profiled_step_ms(measurement)
     session.view.note(f"where a step of {step_ms:.2f} ms goes (profiled, unlike those scored):")
     session.view.table(rows)
+    for line in evidence_beyond_phases(measurement):
+        session.view.note(line)
     bounds, total = _upper_bounds(session), headroom(session)
     if bounds and not any(bound.says_something for bound in bounds):
         session.view.note("these timings bound no gain: their errors are as large")

@@ -55,7 +55,7 @@ class Auto(Strategy):
             chosen.chain_results = self.chain_results
             return why, chosen
         why = (
-            "there are more configurations than can be listed"
+            "more configurations than can be listed"
             if size is None
             else f"{size} configurations are too many to try all"
         )

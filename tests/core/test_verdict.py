@@ -141,7 +141,7 @@ def test_a_reading_says_what_could_have_been_shown() -> None:
     assert reading.answer is Answer.OPEN
     assert told(reading) == (
         "no difference shown (95% interval -2.2% to +2.2%; 6 pairs of starts); "
-        "one of 3.4% would have been in 90%"
+        "a difference of 3.4% would have been shown in 90%"
     )
 
 

@@ -103,7 +103,7 @@ def test_where_nothing_is_shown_it_says_what_could_have_been(search: Search) -> 
     result = search(SyntheticRunner(gain=0.0, spread=0.01), sentinel_every=0)
     assert result.verdict.winner is None
     assert result.verdict.reason.startswith("no gain shown (95% interval ")
-    assert "would have been in 90%" in result.verdict.reason
+    assert "would have been shown in 90%" in result.verdict.reason
     pairs = {len(costs) for costs in result.verdict.costs.values()}
     assert pairs == {result.verdict.interval.pairs}
 

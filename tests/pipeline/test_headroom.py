@@ -87,6 +87,21 @@ def test_no_bound_is_shown_that_is_as_large_as_its_error(search, error_ms, shown
     assert line in search.view.text
 
 
+@pytest.mark.parametrize(("without_ms", "said"), [(20.0, True), (90.0, False)])
+def test_a_bound_that_its_phase_does_not_explain_says_where_it_is_from(search, without_ms, said):
+    """Ranks that exchange nothing may be faster by more than they wait for it."""
+
+    class Faster(Watched):
+        def measure(self, configuration, plan):
+            outcome = super().measure(configuration, plan)
+            outcome.measurement.bottleneck_evidence["without_communication_ms"] = without_ms
+            return outcome
+
+    search(Faster(), mode="profile")
+    line = "communication: 10.00 ms of a 100.00 ms step wait for it, and without it a step takes"
+    assert (line in search.view.text) is said
+
+
 def test_one_configuration_has_one_diagnosis(search):
     """The confirmation profiles the baseline again; what was said of trial 0 stands."""
 
