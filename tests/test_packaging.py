@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -160,6 +161,61 @@ def test_the_hint_that_a_search_prints_works_as_it_is_printed(wheel, tmp_path):
         pytest.skip("no index to install from")
     assert done.returncode == 0, done.stderr
     run(*command, cwd=tmp_path)
+
+
+HIDES = """\
+import os, sys
+from importlib.machinery import PathFinder
+found = PathFinder.find_spec
+PathFinder.find_spec = lambda name, path=None, target=None: (
+    None if name.partition(".")[0] in os.environ.get("HIDDEN", "").split() else
+    found(name, path, target)
+)
+"""
+"""Has packages be as if they were not installed."""
+
+ASKS = {
+    "numba": ["runner=soap"],
+    "optuna": [*REPLAY, "strategy=optuna"],
+    "deepspeed": ["runner=deepspeed", "workload=script",
+                  "workload.command=[deepspeed,train.py,--deepspeed_config,ds.json]"],
+    "mcp": ["mcp"],
+}  # fmt: skip
+"""What needs a package that an extra brings."""
+
+
+@pytest.mark.slow
+def test_every_hint_to_install_something_works_as_it_is_printed(wheel, tmp_path):
+    programs = environment(tmp_path / "environment")
+    run(programs / "pip", "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed",
+        wheel)  # fmt: skip
+    (packages,) = (tmp_path / "environment").glob("lib/python*/site-packages")
+    (packages / "hides.py").write_text(HIDES)
+    (packages / "hides.pth").write_text("import hides\n")
+    (tmp_path / "table.csv").write_text(TABLE)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
+    asked = set()
+    for package, words in ASKS.items():
+        command = [str(programs / "perfsearch"), *words]
+        variables = {
+            **os.environ,
+            "HIDDEN": package,
+            "PATH": f"{programs}{os.pathsep}/usr/bin:/bin",
+        }
+        refused = subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300
+        )
+        assert refused.returncode == 2, refused.stdout + refused.stderr
+        (hint,) = re.findall("Run: (pip install .*)", refused.stderr)
+        asked |= {*shlex.split(hint)[2:]}
+    extras = project()["optional-dependencies"]
+    assert asked == {r for name in ("soap", "optuna", "deepspeed", "mcp") for r in extras[name]}
+    install = [str(programs / "pip"), "install", "--dry-run", "--quiet", *sorted(asked)]
+    done = subprocess.run(install, cwd="/", capture_output=True, text=True, timeout=300)
+    if "No matching distribution" in done.stderr:
+        pytest.skip("no index to take them from")
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_command_to_install_something_names_what_there_is():

@@ -60,8 +60,8 @@ class Ratio(Protocol):
         """Whether the interval is narrow enough to be drawn."""
 
     @property
-    def short(self) -> str:
-        """Both in words."""
+    def gain(self) -> str:
+        """Both in words, as a relative change."""
 
 
 # -----------------------------------------------------------------------------
