@@ -36,10 +36,14 @@ TIGHT = Verdict({1: Interval(1.0, 0.99, 1.01, 3)})
 
 def test_each_search_is_announced_with_what_it_differs_by(capsys):
     sweep = Sweep(JOBS)
-    assert sweep.begin(1) == JOBS[1]
+    assert sweep.words(1) == JOBS[1]
+    sweep.show_header(1)
     assert capsys.readouterr().out == "\n== search 2 of 4: strategy=bayes seed=2\n"
-    assert Sweep(JOBS[:1]).begin(0) is None
-    assert capsys.readouterr().out == ""
+    side_by_side = [[*job, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"] for job in JOBS]
+    assert Sweep(side_by_side).words(1) == JOBS[1]  # which is a command by itself
+    assert Sweep(side_by_side).name(1) == "strategy=bayes seed=2"
+    assert Sweep(JOBS[:1]).words(0) is None
+    assert Sweep().name(2) == "search 3"  # of a sweeper that makes its jobs as it goes
 
 
 def test_the_table_has_a_row_for_each_search(capsys):

@@ -50,9 +50,11 @@ STORE = "store"
 JOIN = "perfsearch.workers.join"
 """The module behind ``perfsearch join``."""
 
+AGAIN_S = 10.0
+"""Least time between two starts of what has a node join."""
+
 _POLL_S = 0.05
 _ENDING_S = 20.0
-_AGAIN_S = 10.0
 _LOSS_CODE = 1
 
 
@@ -159,7 +161,7 @@ class Starter:
         runs = self._process is not None and self._process.poll() is None
         if runs or time.monotonic() < self._not_before:
             return
-        self._not_before = time.monotonic() + _AGAIN_S
+        self._not_before = time.monotonic() + AGAIN_S
         self._process = subprocess.Popen(
             list(self.words),
             stdin=subprocess.PIPE,
