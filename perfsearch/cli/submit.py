@@ -132,7 +132,7 @@ def _follow(job: Any) -> int:
     if not job.paths.result_pickle.exists():
         print(f"perfsearch: Slurm's job {job.job_id} is gone without a result", file=sys.stderr)
         return ExitCode.NO_TRIAL_SUCCEEDED
-    return int(job.result())
+    return int(job.task(0).result())  # the other nodes' tasks are never started, and have none
 
 
 def _show(file: Path, shown: int) -> int:
