@@ -31,6 +31,7 @@ from perfsearch.core.trial import (
 from perfsearch.core.verdict import Interval, leader
 from perfsearch.metrics.diagnosis import CAUSES, causes_of, diagnose
 from perfsearch.metrics.slow_steps import SLOW_STEPS, THROTTLED, blame_quota
+from perfsearch.metrics.system import merge_nodes
 from perfsearch.metrics.thresholds import Thresholds
 from perfsearch.pipeline.known import Known
 from perfsearch.pipeline.loss_check import (
@@ -44,6 +45,7 @@ from perfsearch.pipeline.transfer import Transfer
 from perfsearch.runners.base import Perturbs, Plan, Runner, StartsScripts
 from perfsearch.strategies.base import Strategy
 from perfsearch.training.clock import WARMUP_STEPS
+from perfsearch.workers import launchers
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import MetricsSettings, Settings
@@ -356,7 +358,7 @@ class Session:
             steps_s = scored_s + trial.measurement.discarded_seconds + detail_s
             if self.sampler is not None:
                 end = max(begin, now - detail_s)
-                trial.measurement.system = self.sampler.window(max(begin, end - scored_s), end)
+                trial.measurement.system = self._sampled(max(begin, end - scored_s), end)
                 note_quota(trial.measurement)
             note_findings(trial.measurement, self.settings.metrics.thresholds)
         # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
@@ -364,6 +366,14 @@ class Session:
         trial.overhead_seconds = max(0.0, outcome.started_s + now - since - steps_s)
         self._finish(trial)
         return trial
+
+    def _sampled(self, begin_monotonic: float, end_monotonic: float) -> dict[str, float]:
+        """System metrics of every node over a window."""
+        assert self.sampler is not None
+        own = self.sampler.window(begin_monotonic, end_monotonic)
+        launcher = launchers.of(getattr(self.runner, "environment", None))
+        others = launcher.windows(begin_monotonic, end_monotonic)
+        return merge_nodes([own, *others]) if others else own
 
     def told(self, **data: object) -> None:
         """Journal that the strategy knows of a trial; the next one's overhead counts from here."""

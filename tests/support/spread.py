@@ -44,3 +44,12 @@ def finished(directory):
 def worlds(trials):
     """In how many ranks they were measured."""
     return {one["measurement"]["world_size"] for one in trials if one["measurement"]}
+
+
+NODES = {"node_0", "node_1"}
+
+
+def sampled(trial):
+    """Nodes of which a trial has system metrics."""
+    readings = [key.split("/") for key in trial["measurement"]["system"] if "/" in key]
+    return {node for node, name in readings if name == "cpu_utilization_percentage"}

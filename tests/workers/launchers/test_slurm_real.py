@@ -42,6 +42,7 @@ def test_a_script_is_searched_in_a_job_script_on_every_node_of_its_allocation(cl
     trials = spread.finished(tmp_path)
     assert {trial["status"] for trial in trials} == {"ok"}
     assert spread.worlds(trials) == {2}
+    assert all(spread.sampled(trial) >= spread.NODES for trial in trials)
     assert cluster.run("squeue", "--noheader").stdout == ""
 
 
