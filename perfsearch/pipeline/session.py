@@ -477,7 +477,7 @@ class Session:
         assert reference.measurement is not None
         tolerance = self.settings.limits.loss_tolerance
         allowance = other_draws(reference, configuration, self.runner.space.knobs)
-        today = [t for t in self.trials if self._is_todays(t.configuration)]
+        today = self._known.like(self.runner.baseline)
         if starts:
             allowance = max(between_starts(today), allowance)
         if self._rounds_otherwise(reference, configuration):
@@ -523,11 +523,8 @@ class Session:
             return False
         again = (Purpose.SENTINEL, Purpose.CONFIRM)
         if any(
-            t.purpose in again
-            and t.fresh_process
-            and t.status is not Status.INTERRUPTED
-            and self._is_todays(t.configuration)
-            for t in self.trials
+            t.purpose in again and t.fresh_process and t.status is not Status.INTERRUPTED
+            for t in self._known.like(self.runner.baseline)
         ):
             return False
         measured = outcome.measurement

@@ -20,7 +20,7 @@ PORT = 29400
 PYTHON = [sys.executable, "-P", "-m"]
 LONGEST_S = 240
 
-MEASURE = """
+MEASURE = r"""
 import sys
 from pathlib import Path
 from perfsearch.core.hardware import Environment
