@@ -15,6 +15,7 @@ from perfsearch.config.options import build_options
 from perfsearch.config.schema import Settings
 from perfsearch.core import command
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.extras import how_to_install
 from perfsearch.core.python import module_command
 from perfsearch.core.signals import ExitCode
 
@@ -81,7 +82,7 @@ def _submit(words: Sequence[str], nnodes: int, sbatch: Sequence[str]) -> Any:
         import submitit
     except ImportError as error:
         raise BadInputError(
-            "launcher.submit=true needs submitit: pip install perfsearch[slurm]"
+            f"launcher.submit=true needs submitit. Run: {how_to_install('submitit', 'launchers')}"
         ) from error
     executor = submitit.SlurmExecutor(folder=str(FOLDER / "%j"))
     executor.update_parameters(

@@ -13,7 +13,7 @@ TABLE = Path(__file__).parents[1] / "data" / "ddp_gpt2small_4xh100_tcp.csv"
 
 @pytest.mark.slow
 def test_searches_at_the_same_time_have_a_journal_each_and_one_store_and_named_lines(tmp_path):
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="perfsearch[sweeps]")
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     import mlflow
 
     words = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "runner=replay"]

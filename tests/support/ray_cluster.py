@@ -17,7 +17,7 @@ SECOND = "127.0.0.2"
 def why_not() -> str:
     """Why Ray cannot be had here; empty where it can."""
     there = importlib.util.find_spec("ray") is not None
-    return "" if there else "Ray is not installed: pip install perfsearch[ray]"
+    return "" if there else "Ray is not installed: pip install '.[ray]'"
 
 
 class Ray:

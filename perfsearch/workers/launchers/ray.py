@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from perfsearch.core.errors import BadInputError
+from perfsearch.core.extras import how_to_install
 from perfsearch.core.hardware import Hardware
 from perfsearch.core.option import option
 from perfsearch.core.python import module_command
@@ -41,7 +42,7 @@ class Ray(SeveralNodes):
     def open(self, hardware: Hardware, say: Say) -> None:
         """See ``Launcher``."""
         if find_spec("ray") is None:
-            raise BadInputError("launcher=ray needs Ray: pip install perfsearch[ray]")
+            raise BadInputError(f"launcher=ray needs Ray. Run: {how_to_install('ray', 'ray')}")
         self._bundle = {"CPU": self.options.cpus or float(hardware.nproc)}
         if hardware.gpus:
             self._bundle["GPU"] = float(hardware.nproc)
