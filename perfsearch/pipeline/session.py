@@ -222,7 +222,7 @@ class Session:
         if self.find(trial.number) is not None:
             self.trials[:] = [t for t in self.trials if t.number != trial.number]
             self._known.read_anew()
-        trial.share_words()
+        trial.pack()
         self.trials.append(trial)
 
     def find(self, number: int) -> Trial | None:
