@@ -266,7 +266,7 @@ class _PackedSteps(array):  # type: ignore[type-arg]
     def __eq__(self, other: object) -> bool:
         return list(self) == (list(other) if isinstance(other, _PackedSteps) else other)
 
-    def __deepcopy__(self, memo: object) -> list[float]:
+    def __deepcopy__(self, memo: object) -> list[float]:  # type: ignore[override]
         return list(self)
 
     __hash__ = None  # type: ignore[assignment]
