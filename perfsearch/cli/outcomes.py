@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 _OF_THE_SAME_JOB = ("strategy", "seed", "budget")
 """First parts of keys between whose values searches are comparable."""
 
+_OF_THE_SWEEP = ("hydra/launcher=", "hydra.launcher.")
+"""Beginnings of words that say how jobs are started."""
+
 _LEGEND = (
     "trials, seconds: of the search, until a trial was within {within:.0%} of the best that any "
     "search of this job found"
 )
 
-
 _OF_ONE = re.compile(r"\+*strategy\.(\w+)\.")
+"""A key of one of several strategies."""
 
 
 def _as_given(word: str, job: Sequence[str]) -> str:
@@ -44,14 +47,23 @@ class Sweep:
 
     jobs: list[list[str]] = field(default_factory=list)
 
-    def begin(self, place: int) -> list[str] | None:
-        """Print a header for a job; return its words, or ``None`` where there is but one job."""
+    def words(self, place: int) -> list[str] | None:
+        """The words of a job by themselves, or ``None`` where there is but one job."""
         if len(self.jobs) < 2 or place >= len(self.jobs):
             return None
-        words = " ".join(f"{key}={value}" for key, value in self.swept(place).items() if value)
-        print(f"\n== search {place + 1} of {len(self.jobs)}: {words}", flush=True)
-        job = self.jobs[place]
+        job = [word for word in self.jobs[place] if not word.startswith(_OF_THE_SWEEP)]
         return [own for word in job if (own := _as_given(word, job))]
+
+    def name(self, place: int) -> str:
+        """What tells a job from the others; its place where its words are not known before."""
+        if self.words(place) is None:
+            return f"search {place + 1}"
+        own = self.swept(place).items()
+        return " ".join(f"{key}={value}" for key, value in own if value) or f"search {place + 1}"
+
+    def show_header(self, place: int) -> None:
+        """Say which job begins, where one comes after another."""
+        print(f"\n== search {place + 1} of {len(self.jobs)}: {self.name(place)}", flush=True)
 
     def swept(self, place: int) -> dict[str, str]:
         """The keys in which jobs differ, and their values in one job."""

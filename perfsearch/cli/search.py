@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module, resources
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from perfsearch.cli.sweep import (
 )
 from perfsearch.cli.terminal import (
     flush_output,
+    named_lines,
     open_standard_streams,
     require_current_directory,
     require_supported_python,
@@ -177,10 +178,14 @@ class Searches:
 
     def __call__(self, settings: Settings) -> int:
         """Carry out what ``settings.mode`` asks for; return the exit code."""
+        from perfsearch.cli.submit import submitted
         from perfsearch.cli.view import open_view
         from perfsearch.pipeline.search import carry_out
 
         self.done.append((settings, None))
+        elsewhere = submitted(settings)
+        if elsewhere is not None:
+            return elsewhere
         result, code = carry_out(settings, open_view)
         self.done[-1] = settings, result
         return code
@@ -198,7 +203,7 @@ class Job:
     def __init__(self, given: Mapping[str, Any], act: Act | None = None) -> None:
         self.given, self.act = dict(given), act or Searches()
         self.exit_codes: list[int] = []
-        self.process = os.getpid()
+        self.process = _this_process()
         self.sweep: Sweep | None = None
 
     def __call__(self, config: Any) -> None:
@@ -210,19 +215,35 @@ class Job:
 
         """
         os.environ.pop("HYDRA_FULL_ERROR", None)
-        words = None
-        if self.sweep is not None and os.getpid() == self.process:
-            words = self.sweep.begin(len(self.exit_codes))
-        if words is None:
+        elsewhere = _this_process() != self.process
+        with ExitStack() as stack:
+            if self.sweep is not None:
+                place = _job_number() if elsewhere else len(self.exit_codes)
+                words = self.sweep.words(place)
+                if elsewhere:
+                    stack.enter_context(named_lines(self.sweep.name(place)))
+                elif words is not None:
+                    self.sweep.show_header(place)
+                if words is not None:
+                    stack.enter_context(carried_out(_command(words)))
             code = _exit_code(config, self.given, self.act)
-        else:
-            with carried_out(_command(words)):
-                code = _exit_code(config, self.given, self.act)
         self.exit_codes.append(code)
         if code in (ExitCode.SIGHUP, ExitCode.SIGINT, ExitCode.SIGTERM):
             raise Interrupted(ExitCode(code))
-        if code and os.getpid() != self.process:
+        if code and elsewhere:
             raise JobFailedError(code)
+
+
+def _this_process() -> tuple[str, int]:
+    """The host and number of this process; a job may run on another host."""
+    return os.uname().nodename, os.getpid()
+
+
+def _job_number() -> int:
+    """Hydra's number of the job that runs in this process, which it has started."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return int(HydraConfig.get().job.num)
 
 
 class JobFailedError(Exception):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO, cast
 
 from perfsearch.core.errors import BadInputError
 
@@ -74,3 +78,51 @@ def flush_output() -> None:
 def write_nowhere() -> None:
     """Where the output's reader is gone, keep Python from stumbling over that at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class NamedLines(io.TextIOBase):
+    """A stream that begins each line with a name, and writes whole lines at a time.
+
+    Args:
+        stream: where they go.
+        name: of what writes.
+
+    """
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._name, self._begun = stream, name, ""
+
+    def writable(self) -> bool:
+        """That it is."""
+        return True
+
+    def fileno(self) -> int:
+        """That of the stream, for processes that write there themselves."""
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        """Keep what is no whole line yet."""
+        *lines, self._begun = (self._begun + text).split("\n")
+        if lines:
+            self._stream.write("".join(f"[{self._name}] {line}\n" for line in lines))
+            self._stream.flush()
+        return len(text)
+
+    def end(self) -> None:
+        """Write what is left."""
+        if self._begun:
+            self.write("\n")
+
+
+@contextmanager
+def named_lines(name: str) -> Iterator[None]:
+    """Begin each line with a name, where searches that run at the same time share a terminal."""
+    out, errors = sys.stdout, sys.stderr
+    named = NamedLines(out, name), NamedLines(errors, name)
+    sys.stdout, sys.stderr = cast(tuple[TextIO, TextIO], named)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, errors
+        for stream in named:
+            stream.end()

@@ -211,7 +211,8 @@ class Settings:
             raise ConfigError(
                 "nnodes",
                 f"nnodes={self.nnodes}: launcher=local starts ranks on one node. Allowed: 1. For "
-                "several: launcher=torchrun launcher.endpoint=HOST:PORT, or launcher=slurm.",
+                "several: launcher=torchrun launcher.endpoint=HOST:PORT, launcher=slurm or "
+                "launcher=ray.",
             )
         if self.parallel_trials > 1 and self.nnodes > 1:
             raise ConfigError(

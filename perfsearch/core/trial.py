@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, cast
 
 from perfsearch.core.knob import Value
 from perfsearch.core.steps import Reading, Statistic, read_window, step_time_s
@@ -205,13 +206,21 @@ class Trial:
     def __post_init__(self) -> None:
         self.reason = printable(self.reason)
 
-    def share_words(self) -> None:
-        """Have names and short texts of its measurement in common with other trials, as these take
-        a third of its memory.
+    def pack(self) -> None:
+        """Have its measurement take a half of its memory: numbers side by side, and names and short
+        texts in common with other trials. It reads as before, and is not to be changed any more.
         """
-        if self.measurement is not None:
-            for name in _WORDY:
-                setattr(self.measurement, name, _with_shared_words(getattr(self.measurement, name)))
+        found = self.measurement
+        if found is None:
+            return
+        for name in _WORDY:
+            setattr(found, name, _with_shared_words(getattr(found, name)))
+        for name in _OF_NUMBERS:
+            values = getattr(found, name)
+            if isinstance(values, dict) and all(type(v) is float for v in values.values()):
+                setattr(found, name, _PackedMapping(values))
+        if isinstance(found.step_seconds, list):
+            found.step_seconds = cast(list[float], _PackedSteps("d", found.step_seconds))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the journal."""
@@ -244,7 +253,52 @@ class Trial:
 
 _WORDY = ("phases_ms", "in_force", "environment", "system", "bottleneck_evidence")
 
+_OF_NUMBERS = ("phases_ms", "system", "bottleneck_evidence")
+
 _LONGEST_SHARED = 80
+
+
+class _PackedSteps(array):  # type: ignore[type-arg]
+    """Numbers that are equal to the list of them, and become it where they are copied."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == (list(other) if isinstance(other, _PackedSteps) else other)
+
+    def __deepcopy__(self, memo: object) -> list[float]:  # type: ignore[override]
+        return list(self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _PackedMapping(Mapping[str, float]):
+    """Numbers by name, the names in common with all that have the same; becomes a dict as well."""
+
+    __slots__ = ("_places", "_values")
+    _known: ClassVar[dict[tuple[str, ...], dict[str, int]]] = {}
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        names = tuple(values)
+        places = self._known.get(names)
+        if places is None:
+            places = self._known[names] = {name: place for place, name in enumerate(names)}
+        self._places, self._values = places, array("d", values.values())
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[self._places[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __deepcopy__(self, memo: object) -> dict[str, float]:
+        return dict(self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 def _with_shared_words(node: Any) -> Any:

@@ -43,6 +43,7 @@ class Known:
         self._answers: dict[str, Trial] = {}
         self._costs: list[float] = []
         self._read = 0
+        self._like: dict[str, tuple[int, list[Trial]]] = {}
 
     def catch_up(self) -> Known:
         """Take in what was added to the list; returns itself."""
@@ -59,6 +60,14 @@ class Known:
     def answer(self, configuration: Mapping[str, Value]) -> Trial | None:
         """The trial that already answers ``configuration``, if there is one."""
         return self._answers.get(key_of(configuration))
+
+    def like(self, configuration: Mapping[str, Value]) -> list[Trial]:
+        """Every trial of ``configuration``, whatever for and however it ended."""
+        key = key_of(configuration)
+        read, found = self._like.get(key, (0, []))
+        found += [t for t in self._trials[read:] if key_of(t.configuration) == key]
+        self._like[key] = len(self._trials), found
+        return found
 
     def _take(self, trial: Trial) -> None:
         self.by_number[trial.number] = trial

@@ -502,6 +502,7 @@ def _start_sampler(settings: Settings, runner: Runner) -> SystemSampler | None:
     uuids = [name for name in devices if name != "cpu"]
     sampler = SystemSampler(settings.metrics.interval_s, uuids, [os.getpid()])
     sampler.start()
+    launchers.of(getattr(runner, "environment", None)).sample(settings.metrics.interval_s)
     return sampler
 
 

@@ -31,6 +31,7 @@ from perfsearch.core.trial import (
 from perfsearch.core.verdict import Interval, leader
 from perfsearch.metrics.diagnosis import CAUSES, causes_of, diagnose
 from perfsearch.metrics.slow_steps import SLOW_STEPS, THROTTLED, blame_quota
+from perfsearch.metrics.system import merge_nodes
 from perfsearch.metrics.thresholds import Thresholds
 from perfsearch.pipeline.known import Known
 from perfsearch.pipeline.loss_check import (
@@ -46,6 +47,7 @@ from perfsearch.pipeline.transfer import Transfer
 from perfsearch.runners.base import Perturbs, Plan, Runner, StartsScripts
 from perfsearch.strategies.base import Strategy
 from perfsearch.training.clock import WARMUP_STEPS
+from perfsearch.workers import launchers
 
 if TYPE_CHECKING:
     from perfsearch.config.schema import MetricsSettings, Settings
@@ -222,7 +224,7 @@ class Session:
         if self.find(trial.number) is not None:
             self.trials[:] = [t for t in self.trials if t.number != trial.number]
             self._known.read_anew()
-        trial.share_words()
+        trial.pack()
         self.trials.append(trial)
 
     def find(self, number: int) -> Trial | None:
@@ -358,7 +360,7 @@ class Session:
             steps_s = scored_s + trial.measurement.discarded_seconds + detail_s
             if self.sampler is not None:
                 end = max(begin, now - detail_s)
-                trial.measurement.system = self.sampler.window(max(begin, end - scored_s), end)
+                trial.measurement.system = self._sampled(max(begin, end - scored_s), end)
                 note_quota(trial.measurement)
             note_findings(trial.measurement, self.settings.metrics.thresholds)
         # A search trial's cost runs from tell to tell, so that the strategy's own time counts.
@@ -366,6 +368,14 @@ class Session:
         trial.overhead_seconds = max(0.0, outcome.started_s + now - since - steps_s)
         self._finish(trial)
         return trial
+
+    def _sampled(self, begin_monotonic: float, end_monotonic: float) -> dict[str, float]:
+        """System metrics of every node over a window."""
+        assert self.sampler is not None
+        own = self.sampler.window(begin_monotonic, end_monotonic)
+        launcher = launchers.of(getattr(self.runner, "environment", None))
+        others = launcher.windows(begin_monotonic, end_monotonic)
+        return merge_nodes([own, *others]) if others else own
 
     def told(self, **data: object) -> None:
         """Journal that the strategy knows of a trial; the next one's overhead counts from here."""
@@ -469,7 +479,7 @@ class Session:
         assert reference.measurement is not None
         tolerance = self.settings.limits.loss_tolerance
         allowance = other_draws(reference, configuration, self.runner.space.knobs)
-        today = [t for t in self.trials if self._is_todays(t.configuration)]
+        today = self._known.like(self.runner.baseline)
         if starts:
             allowance = max(between_starts(today), allowance)
         if self._rounds_otherwise(reference, configuration):
@@ -519,11 +529,8 @@ class Session:
             return False
         again = (Purpose.SENTINEL, Purpose.CONFIRM)
         if any(
-            t.purpose in again
-            and t.fresh_process
-            and t.status is not Status.INTERRUPTED
-            and self._is_todays(t.configuration)
-            for t in self.trials
+            t.purpose in again and t.fresh_process and t.status is not Status.INTERRUPTED
+            for t in self._known.like(self.runner.baseline)
         ):
             return False
         measured = outcome.measurement

@@ -22,6 +22,7 @@ from perfsearch.core import hardware
 from perfsearch.core.cgroup import KernelMemory
 from perfsearch.core.files import make_temporary_directory, remove_temporary_directory, write_text
 from perfsearch.core.signals import ExitCode
+from perfsearch.metrics.system import SystemSampler
 from perfsearch.workers import processes
 from perfsearch.workers.failures import FailureFiles
 from perfsearch.workers.group import Devices, report_of
@@ -115,6 +116,7 @@ class Member:
         self._logs_since = time.time()
         self._memory_before = KernelMemory.read()
         self._node: Message = {}
+        self._sampler: SystemSampler | None = None
 
     def lend(self) -> int:
         """Serve the search until it is over; return the exit code."""
@@ -157,6 +159,7 @@ class Member:
                 return ExitCode.BAD_INPUT
             self._node, self._wait_s = first, float(first["wait_s"])
             say(f"joined as node {first['node']} of {first['nnodes']}, {first['host']}")
+            self._sample(float(first["sample_s"]))
             address = channel.own_address
             while True:
                 try:
@@ -187,6 +190,10 @@ class Member:
                     channel.send({"event": "ended", "group": group, "code": 1})
                     if group in self._shares:
                         self._shares[group].error = told
+            case "sample":
+                self._sample(float(message["interval_s"]))
+            case "window":
+                channel.send({"event": "window", "group": group, "means": self._means(message)})
             case "report" if group in self._shares:
                 channel.send({"event": "report", "group": group, **self._report(message)})
             case "end":
@@ -274,6 +281,20 @@ class Member:
         error = share.error or report.launcher_error
         return asdict(replace(report, errors=errors, launcher_error=error))
 
+    def _sample(self, interval_s: float) -> None:
+        """Sample this node's system metrics from now on; 0: not yet."""
+        if self._sampler is None and interval_s:
+            number = int(self._node["node"])
+            self._sampler = SystemSampler(interval_s, process_ids=[os.getpid()], node=number)
+            self._sampler.start()
+
+    def _means(self, message: Message) -> dict[str, float]:
+        """What was sampled in a window, which is given by how long ago it was."""
+        now = time.monotonic()
+        if self._sampler is None:
+            return {}
+        return self._sampler.window(now - message["begin_s"], now - message["end_s"])
+
     def _end_shares(self) -> None:
         shares, self._shares = self._shares, {}
         for share in shares.values():
@@ -283,6 +304,8 @@ class Member:
         """End everything that was started here."""
         self._end_shares()
         self._doors.close()
+        if self._sampler is not None:
+            self._sampler.stop()
         if self._preloaded is not None:
             self._preloaded.close(_TERM_S)
         remove_temporary_directory(self._directory)

@@ -36,10 +36,14 @@ TIGHT = Verdict({1: Interval(1.0, 0.99, 1.01, 3)})
 
 def test_each_search_is_announced_with_what_it_differs_by(capsys):
     sweep = Sweep(JOBS)
-    assert sweep.begin(1) == JOBS[1]
+    assert sweep.words(1) == JOBS[1]
+    sweep.show_header(1)
     assert capsys.readouterr().out == "\n== search 2 of 4: strategy=bayes seed=2\n"
-    assert Sweep(JOBS[:1]).begin(0) is None
-    assert capsys.readouterr().out == ""
+    side_by_side = [[*job, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"] for job in JOBS]
+    assert Sweep(side_by_side).words(1) == JOBS[1]  # which is a command by itself
+    assert Sweep(side_by_side).name(1) == "strategy=bayes seed=2"
+    assert Sweep(JOBS[:1]).words(0) is None
+    assert Sweep().name(2) == "search 3"  # of a sweeper that makes its jobs as it goes
 
 
 def test_the_table_has_a_row_for_each_search(capsys):
@@ -100,8 +104,10 @@ def test_a_key_of_one_strategy_is_told_of_its_searches_alone(capsys):
     sweep = Sweep(
         [[f"strategy={s}", f"{key}={xi}"] for s in ("bayes", "fast") for xi in (0.1, 0.2)]
     )
-    assert sweep.begin(0) == ["strategy=bayes", "strategy.bayes.xi=0.1"]
-    assert sweep.begin(2) == ["strategy=fast"]
+    assert sweep.words(0) == ["strategy=bayes", "strategy.bayes.xi=0.1"]
+    assert sweep.words(2) == ["strategy=fast"]
+    sweep.show_header(0)
+    sweep.show_header(2)
     told = capsys.readouterr().out.splitlines()
     assert told[1] == "== search 1 of 4: strategy=bayes strategy.bayes.xi=0.1"
     assert told[3] == "== search 3 of 4: strategy=fast"

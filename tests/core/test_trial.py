@@ -76,17 +76,28 @@ def test_a_reason_holds_nothing_that_a_terminal_or_a_file_cannot_take() -> None:
     assert Trial.from_json(trial.to_json()) == trial
 
 
-def test_words_are_shared_and_nothing_else_changes() -> None:
+def test_what_is_packed_reads_as_before_and_shares_its_words() -> None:
     def measured() -> Trial:
         name = "node_0/" + "disk"[:4].lower()
         told = {"findings": [f"{name} is slow", "x" * 200], "ranks": [{"host": name, "rank": 1}]}
-        found = Measurement([0.1], 32, system={name: 1.0}, environment=told, in_force={"a": None})
+        numbers = {"phases_ms": {"forward": 1.5, "backward": 3.0}, "system": {name: 1.0}}
+        numbers["bottleneck_evidence"] = {"steps": 3, "share": 0.5}  # not all of one type
+        found = Measurement([0.1, 0.2], 32, environment=told, in_force={"a": None}, **numbers)
         return Trial(1, {"a": 1}, Purpose.SEARCH, Status.OK, found)
 
     first, second = measured(), measured()
     before = first.to_json()
-    first.share_words()
-    second.share_words()
+    first.pack()
+    second.pack()
     assert first.to_json() == before == second.to_json()
     names = [next(iter(t.measurement.system)) for t in (first, second) if t.measurement]
     assert names[0] is names[1]
+    packed, plain = first.measurement, measured().measurement
+    assert packed is not None and plain is not None
+    assert packed == plain == packed
+    assert packed.not_finite() == [] and packed.step_time_s == plain.step_time_s
+    assert packed.phases_ms.get("forward") == 1.5 and packed.phases_ms.get("other") is None
+    assert {**packed.phases_ms} == plain.phases_ms and list(packed.step_seconds) == [0.1, 0.2]
+    assert Trial.from_json(first.to_json()) == first
+    first.pack()  # once more
+    assert first.to_json() == before

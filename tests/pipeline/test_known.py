@@ -32,6 +32,7 @@ def test_it_says_what_going_through_all_says(seed: int, at_once: bool) -> None:
         listed.append(trial)
         if not at_once:
             known.catch_up()
+            known.like({"x": 1})
     known.catch_up()
     searched = [t for t in trials if t.purpose is Purpose.SEARCH]
     searched = [t for t in searched if t.status is not Status.INTERRUPTED]
@@ -57,13 +58,16 @@ def test_it_says_what_going_through_all_says(seed: int, at_once: bool) -> None:
             and not t.status.is_from_outside
         ]
         assert known.answer({"x": x}) is next(iter(answers), None)
+        assert known.like({"x": x}) == [t for t in trials if t.configuration == {"x": x}]
 
 
 def test_a_list_that_was_changed_is_read_anew() -> None:
     listed = [Trial(1, {"x": 1}, Purpose.SEARCH, Status.INTERRUPTED)]
     known = Known(listed).catch_up()
     assert known.searched == []
+    assert known.like({"x": 1}) == listed
     listed[:] = [Trial(1, {"x": 1}, Purpose.SEARCH, Status.OK, cost=0.1)]
     known.read_anew()
     assert known.catch_up().searched == listed
     assert known.best is listed[0]
+    assert known.like({"x": 1}) == listed

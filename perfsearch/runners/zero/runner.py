@@ -23,10 +23,11 @@ from perfsearch.knobs.fsdp import STAGE
 from perfsearch.knobs.optimizer import IMPLEMENTATION
 from perfsearch.knobs.zero import CHECKPOINTING
 from perfsearch.metrics.gpu import MEMORY_GIB
-from perfsearch.runners._ranks import group_spec, measure_in_group
+from perfsearch.runners._ranks import LanePools, group_spec, told_shares
 from perfsearch.runners.base import (
     Advises,
     HoldsDevices,
+    MeasuresBeside,
     OwnModes,
     Plan,
     Runner,
@@ -39,7 +40,6 @@ from perfsearch.runners.zero import export, memory
 from perfsearch.runners.zero.memory import HEADROOM, FactsSource, Memory
 from perfsearch.workers import processes
 from perfsearch.workers.messages import TrialRequest
-from perfsearch.workers.pool import Pool
 from perfsearch.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ _FAR_SLOWER = 2.0
 """A step that takes so many times the best one ends its trial early."""
 
 
-class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
+class Zero(Runner, HoldsDevices, MeasuresBeside, TakesScripts, Screens, Advises, OwnModes):
     """Searches ZeRO stage, micro-batch, accumulation and activation checkpointing.
 
     With ``batch=fixed`` every configuration trains the baseline's global batch exactly. What
@@ -181,14 +181,16 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
             on_gpu=device == "cuda",
             headroom=options.memory_headroom,
         )
-        self._pool = Pool(environment, self.hardware.gpus)
+        self.remarks = told_shares(self.hardware)
+        self.lanes = len(self.hardware.lanes) or 1
+        self._pools = LanePools(environment, self.hardware)
         self._trials: Sequence[Trial] = ()
         self._survived: set[str] = set()
 
     def open(self, run_dir: Path) -> None:
         """End what a killed controller left behind; begin to describe the job's tensors."""
         super().open(run_dir)
-        self._pool = Pool(self.environment, self.hardware.gpus)
+        self._pools = LanePools(self.environment, self.hardware)
         processes.reap_groups(run_dir)
         self._facts.start()
 
@@ -213,7 +215,7 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
         counted = self.workload.samples_per_step
         if counted is not None:
             counted = counted * samples // self.batch.global_batch
-        outcome = measure_in_group(self._pool, spec, request, plan, counted)
+        outcome = self._pools.measure(spec, request, plan, counted)
         if outcome.status is not Status.OK or is_baseline:
             return outcome
         if outcome.measurement is not None:
@@ -223,6 +225,10 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
         if survive:
             self._survived.add(key)
         return outcome
+
+    def break_off(self) -> None:
+        """Kill the ranks of every trial that is under way."""
+        self._pools.break_off()
 
     def whole(self, configuration: Configuration) -> dict[str, Value]:
         """The accumulation follows from the micro-batch where the batch is fixed."""
@@ -300,7 +306,8 @@ class Zero(Runner, HoldsDevices, TakesScripts, Screens, Advises, OwnModes):
     def close(self) -> None:
         """End the warm group and the process that describes the job."""
         self._facts.close()
-        self._pool.close()
+        self._pools.close()
+        processes.reap_groups(self.environment.run_dir, grace_s=0.0)
 
 
 def _options(settings: Settings) -> Zero.Options:

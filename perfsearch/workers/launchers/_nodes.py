@@ -50,10 +50,14 @@ STORE = "store"
 JOIN = "perfsearch.workers.join"
 """The module behind ``perfsearch join``."""
 
+AGAIN_S = 10.0
+"""Least time between two starts of what has a node join."""
+
 _POLL_S = 0.05
 _ENDING_S = 20.0
-_AGAIN_S = 10.0
 _LOSS_CODE = 1
+_WINDOW_S = 5.0
+"""Longest wait for a node's system metrics; a trial goes without them then."""
 
 
 class Node:
@@ -159,7 +163,7 @@ class Starter:
         runs = self._process is not None and self._process.poll() is None
         if runs or time.monotonic() < self._not_before:
             return
-        self._not_before = time.monotonic() + _AGAIN_S
+        self._not_before = time.monotonic() + AGAIN_S
         self._process = subprocess.Popen(
             list(self.words),
             stdin=subprocess.PIPE,
@@ -222,6 +226,7 @@ class SeveralNodes(Launcher):
         self._starters: list[Starter] = []
         self._strangers: set[str] = set()
         self._interface = ""
+        self._sample_s = 0.0
 
     # -- what a kind of launcher has of its own
 
@@ -261,6 +266,25 @@ class SeveralNodes(Launcher):
         if gate is not None:
             gate.close()
         self.members.clear()
+
+    def sample(self, interval_s: float) -> None:
+        """See ``Launcher``."""
+        self._sample_s = interval_s  # of nodes that come later, too
+        for node in self.members.values():
+            if not node.lost:
+                node.send({"op": "sample", "group": "", "interval_s": interval_s})
+
+    def windows(self, begin_monotonic: float, end_monotonic: float) -> list[dict[str, float]]:
+        """See ``Launcher``. Nodes whose clocks differ are told how long ago it was."""
+        found = []
+        for node in self.members.values():
+            now = time.monotonic()
+            ago = {"begin_s": now - begin_monotonic, "end_s": now - end_monotonic}
+            asked = {"op": "window", "group": "", **ago}
+            answer = None if node.lost else node.ask(asked, "window", _WINDOW_S)
+            if answer is not None:
+                found.append({str(k): float(v) for k, v in answer["means"].items()})
+        return found
 
     def launch(
         self, preloaded: Preloaded, arguments: Callable[[Path], list[str]] | None = None
@@ -340,6 +364,7 @@ class SeveralNodes(Launcher):
                     "host": named,
                     "interface": self.options.interface or "",
                     "wait_s": self.options.wait_s,
+                    "sample_s": self._sample_s,
                 }
             )
         except (OSError, TimeoutError, KeyError, TypeError):

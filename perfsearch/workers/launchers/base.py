@@ -179,5 +179,18 @@ class Launcher(ABC):
 
         """
 
+    def sample(self, interval_s: float) -> None:  # noqa: B027 - this node is sampled by itself
+        """Have other nodes sample their system metrics from now on."""
+
+    def windows(self, begin_monotonic: float, end_monotonic: float) -> list[dict[str, float]]:
+        """What other nodes sampled meanwhile, as ``SystemSampler.window`` gives it.
+
+        Args:
+            begin_monotonic: on this node's monotonic clock.
+            end_monotonic: the same.
+
+        """
+        return []
+
     def close(self) -> None:  # noqa: B027 - nothing was opened
         """Let the other nodes go."""

@@ -25,11 +25,16 @@ class Slurm(SeveralNodes):
         """Options of the launcher, as keys ``launcher.*``.
 
         Attributes:
-            srun: further options of ``srun``, as in ``[--mpi=none]``.
+            srun: further options of ``srun``, as in ``["--mpi=none"]``.
+            submit: whether the command submits a job of ``nnodes`` nodes that does the search, and
+                shows what that says; the command itself is given anywhere.
+            sbatch: further options of that job, as in ``["--gpus-per-node=8","--time=04:00:00"]``.
 
         """
 
         srun: tuple[str, ...] = ()
+        submit: bool = False
+        sbatch: tuple[str, ...] = ()
 
     def starters(self) -> list[Starter]:
         """See ``SeveralNodes``."""
@@ -53,7 +58,8 @@ def other_nodes(nnodes: int) -> list[str]:
     if not listed or shutil.which("srun") is None:
         raise BadInputError(
             "launcher=slurm: this is no Slurm allocation (SLURM_JOB_NODELIST is not set, or there "
-            f"is no srun). Start it inside of one: salloc --nodes={nnodes}, or sbatch."
+            f"is no srun). Start it inside of one: salloc --nodes={nnodes}, or sbatch; or have it "
+            "submitted: launcher.submit=true."
         )
     names = subprocess.run(
         ["scontrol", "show", "hostnames", listed],

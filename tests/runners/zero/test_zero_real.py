@@ -69,8 +69,8 @@ def run(directory, monkeypatch, oom_from, diverges_at, **changes):
     close = runner.close
 
     def closing():
-        if runner._pool._group is not None:
-            tokens.append(runner._pool._group.token)
+        if runner._pools.pools[0]._group is not None:
+            tokens.append(runner._pools.pools[0]._group.token)
         close()
 
     runner.close = closing

@@ -15,15 +15,16 @@ from perfsearch.core.objective import Limits
 from perfsearch.core.trial import Outcome, Status
 from perfsearch.runners.base import Plan
 from perfsearch.runners.ddp.runner import DDP
+from perfsearch.runners.zero.runner import Zero
 from perfsearch.workers import processes
 from perfsearch.workloads.spec import WorkloadSpec
 
 
-def runner_of(directory: Path, **more: object) -> DDP:
-    environment = Environment(
-        directory, nproc=1, limits=Limits(90, 60, 5), parallel_trials=2, **more
-    )
-    return DDP(DDP.Options("auto", {"static_graph": "search"}), WorkloadSpec("mlp"), environment)
+def runner_of(directory: Path, kind: type[DDP | Zero] = DDP) -> DDP | Zero:
+    environment = Environment(directory, nproc=1, limits=Limits(90, 60, 5), parallel_trials=2)
+    knob = "static_graph" if kind is DDP else "zero_stage"
+    options = kind.Options(device="auto", knobs={knob: "search"})
+    return kind(options, WorkloadSpec("mlp"), environment)
 
 
 def plan_of(directory: Path, lane: int, **more: object) -> Plan:
@@ -32,7 +33,9 @@ def plan_of(directory: Path, lane: int, **more: object) -> Plan:
     return replace(plan, **more)
 
 
-def at_once(runner: DDP, plans: list[Plan]) -> tuple[list[threading.Thread], dict[int, Outcome]]:
+def at_once(
+    runner: DDP | Zero, plans: list[Plan]
+) -> tuple[list[threading.Thread], dict[int, Outcome]]:
     outcomes: dict[int, Outcome] = {}
 
     def measure(plan: Plan) -> None:
@@ -47,7 +50,7 @@ def at_once(runner: DDP, plans: list[Plan]) -> tuple[list[threading.Thread], dic
 @pytest.mark.slow
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="a share needs a CPU core of its own")
 def test_each_lane_has_processes_and_cores_of_its_own(tmp_path: Path) -> None:
-    runner, mine = runner_of(tmp_path), usable_cores()
+    runner, mine = runner_of(tmp_path, Zero), usable_cores()
     try:
         threads, outcomes = at_once(runner, [plan_of(tmp_path, lane) for lane in (0, 1)])
         for thread in threads:
@@ -93,10 +96,13 @@ CARDS = [Gpu(f"GPU-{i}", "NVIDIA H100", 80.0) for i in range(4)]
 
 
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="a share needs a CPU core of its own")
-def test_each_lane_sees_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [DDP, Zero])
+def test_each_lane_sees_gpus_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[DDP | Zero]
+) -> None:
     monkeypatch.setattr(hardware, "visible_gpus", lambda: CARDS)
     monkeypatch.setattr(hardware, "torch_version", lambda: "2.9.0")
-    runner = runner_of(tmp_path)
+    runner = runner_of(tmp_path, kind)
     shown: dict[int, dict[str, str]] = {}
 
     class Kept:
