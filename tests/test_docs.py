@@ -63,7 +63,9 @@ NOT_KEYS = {"strategy.yaml", "tracking.jsonl", "runner.knobs.precision"}  # file
 def known_keys(generate):
     """Every key that can be set, and every knob."""
     found = {key for key, *_ in settings_keys()} | {"runner.name", "strategy.name"}
-    found |= {f"strategy.{f}" for n in strategies.names() for f in fields(strategies.load(n))}
+    for name in strategies.names():
+        options = fields(strategies.load(name))
+        found |= {f"strategy.{key}" for own in options for key in (own, f"{name}.{own}")}
     found |= {f"runner.{f}" for n in runners.names() for f in fields(runners.load(n))}
     for file in (ROOT / "conf").rglob("*.yaml"):
         found |= {f"{file.parent.name}.{key}" for key in yaml.safe_load(file.read_text()) or {}}
