@@ -205,6 +205,8 @@ def check_left(room: Room, before: State, run_dirs: Sequence[Path]) -> dict[str,
 
 _START_TRIALS = 60
 """In these libraries are still loaded: MLflow's, and those that begin a strategy."""
+_LAST = 0.85
+"""Share of the trials after which confirmation begins, which loads libraries of its own."""
 _BACKLOG_TRIALS = 3
 """So many that the store does not have yet are none that wait for it."""
 _SPAN_TRIALS = 100
@@ -233,13 +235,12 @@ def slope_kib(readings: Sequence[Reading]) -> float | None:
     """KiB a trial, by least squares over the longest stretch in which nothing struck.
 
     Three things are no growth by trials, and do not count: what the start loads, trials that wait
-    for the store, and what comes after the last trial, as the record loads libraries of its own.
-    ``None``: no such stretch is long enough.
+    for the store, and what the end of a search loads. ``None``: no such stretch is long enough.
     """
     most = max((reading.trials for reading in readings), default=0)
     stretches: dict[int, list[Reading]] = {}
     for reading in readings:
-        if _START_TRIALS <= reading.trials < most and reading.behind <= _BACKLOG_TRIALS:
+        if _START_TRIALS <= reading.trials < _LAST * most and reading.behind <= _BACKLOG_TRIALS:
             stretches.setdefault(reading.struck, []).append(reading)
     kept = max(stretches.values(), key=_span, default=[])
     if _span(kept) < _SPAN_TRIALS:

@@ -80,14 +80,14 @@ def test_growth_is_told_from_start_backlog_faults_and_record():
     imports = rising(range(60), more_kib=-90_000)
     waiting = [Reading(n, 90, 0, 1000.0 + 250 * n) for n in range(100, 150)]
     after_a_fault = rising(range(200, 290), struck=1, more_kib=5000)
-    record = rising([290] * 50, struck=1, more_kib=90_000)
+    record = rising(range(300, 345), struck=1, more_kib=90_000)
     course = [*imports, *steady, *waiting, *after_a_fault, *record]
     assert slope_kib(course) == pytest.approx(3.5)
 
 
 def test_growth_is_not_read_off_few_trials():
     assert slope_kib([]) is None
-    assert slope_kib(rising(range(60, 160))) is None
+    assert slope_kib(rising(range(60, 180))) is None
     assert slope_kib(rising(range(60, 300), behind=4)) is None
 
 
