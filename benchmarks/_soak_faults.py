@@ -75,6 +75,7 @@ class Striker:
 
     Attributes:
         done: what was struck, in words.
+        kinds: the kind of each; of kills the signal.
         skipped: strikes that are not possible here, and why.
         controller: whether the controller itself was sent a signal.
 
@@ -82,6 +83,7 @@ class Striker:
 
     def __init__(self, room: Room, pid: int, strikes: list[Strike], clock: Path | None) -> None:
         self.done: list[str] = []
+        self.kinds: list[str] = []
         self.skipped: list[str] = []
         self.controller = False
         self._room, self._pid, self._clock_file = room, pid, clock
@@ -106,6 +108,7 @@ class Striker:
         try:
             with getattr(self, f"_{strike.kind}")(draw, strike.lasts_s) as what:
                 self.done.append(f"event {strike.at_event} + {strike.after_s:.1f} s: {what}")
+                self.kinds.append(what.split()[0] if strike.kind == "kill" else strike.kind)
                 self._ended.wait(strike.lasts_s)
         except psutil.NoSuchProcess:
             self.skipped.append(f"{strike.kind}: the process had ended")

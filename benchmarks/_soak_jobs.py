@@ -103,6 +103,7 @@ def _replay(work: Path, draw: random.Random) -> list[str]:
         "runner=replay",
         "runner.table=table.csv",
         "runner.baseline={bucket: 1, view: false, algorithm: ring}",
+        "runner.real_time=1",  # else it is over before it is struck
         f"strategy={strategy}",
         "budget.trials=16",
         "sentinel_every=4",

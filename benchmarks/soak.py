@@ -86,7 +86,7 @@ class Episode(Outcome):
     """What came of one.
 
     Attributes:
-        strikes: how many faults struck, by the first word of their kind.
+        strikes: the kinds of what struck; of kills the signal.
         trials: that were finished, in all its searches.
         kib_per_trial: by which the controller grew; ``None`` where that was not looked at, or the
             store was behind, or the faults were too close to one another.
@@ -110,6 +110,7 @@ class _Course:
     found: Left
     codes: list[int] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     before: dict[Path, list[list[Any]]] = field(default_factory=dict)
     readings: list[rooms.Reading] = field(default_factory=list)
@@ -140,6 +141,7 @@ class _Course:
             if self.job.memory:
                 reader.join()
         self.done += striker.done
+        self.kinds += striker.kinds
         self.skipped += striker.skipped
         self.codes.append(code)
         allowed = {*self.job.good, 1, 3} if strikes else {*self.job.good}
@@ -198,7 +200,7 @@ def run_episode(
         episode = Episode(Fault(name, "soak", 0, seed), exit_codes=course.codes, machine=machine())
         _check(course, episode, files)
         episode.detail = "; ".join([*course.done, *(f"not {line}" for line in course.skipped)])
-        episode.strikes = [line.partition(": ")[2].split()[0] for line in course.done]
+        episode.strikes = list(course.kinds)
         episode.findings = {k: v for k, v in vars(course.found).items() if v}
         episode.seconds = time.monotonic() - begin
         if episode.findings and keep is not None:
