@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import random
 import shutil
 import signal
@@ -12,8 +13,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ class Outcome:
         struck: whether the fault happened.
         skipped: why it was not tried; empty when it was.
         findings: what is wrong, by count of the report.
+        machine: where it was tried.
 
     """
 
@@ -79,6 +82,7 @@ class Outcome:
     struck: bool = True
     skipped: str = ""
     findings: dict[str, list[str]] = field(default_factory=dict)
+    machine: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the store."""
@@ -90,6 +94,31 @@ class Outcome:
         return cls(**{**record, "fault": Fault(**record["fault"])})
 
 
+def machine() -> str:
+    """The present one, in words; of its CPU cores those that this process may use."""
+    may, there = len(os.sched_getaffinity(0)), os.cpu_count()
+    cores = f"{may} CPU cores" if may == there else f"{may} of {there} CPU cores"
+    words = f"{cores} ({platform.machine()}), Python {platform.python_version()}"
+    return f"{words}, torch {version('torch')}, without a GPU"
+
+
+def machines(outcomes: Sequence[Outcome]) -> str:
+    """Those on which they were tried."""
+    return "; ".join(sorted({o.machine or "a machine that was not noted" for o in outcomes}))
+
+
+def commit() -> str:
+    """That of the checkout; a machine may have neither git nor the history."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
 def check_codes(codes: list[int], wanted: list[int], found: Findings) -> None:
     """Exit codes are those of INTERFACE.md."""
     if codes != wanted:
@@ -99,7 +128,7 @@ def check_codes(codes: list[int], wanted: list[int], found: Findings) -> None:
 @contextlib.contextmanager
 def small_disk(directory: Path, size: str) -> Iterator[str]:
     """A tmpfs at ``directory``; yields why there is none, or nothing."""
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
     try:
         made = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -6,9 +6,11 @@ import contextlib
 import os
 import random
 import resource
+import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ _MEAN_S = 4.0
 """Mean time between an event of the journal and a strike."""
 _PIDS = Path("/sys/fs/cgroup/pids")
 _HERE = Path(__file__).parent
+_COMPILERS = ("cc", "gcc", "clang")
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,15 @@ class Striker:
 
     Attributes:
         done: what was struck, in words.
+        kinds: the kind of each; of kills the signal.
         skipped: strikes that are not possible here, and why.
         controller: whether the controller itself was sent a signal.
 
     """
 
-    def __init__(self, room: Room, pid: int, strikes: list[Strike], clock: Path) -> None:
+    def __init__(self, room: Room, pid: int, strikes: list[Strike], clock: Path | None) -> None:
         self.done: list[str] = []
+        self.kinds: list[str] = []
         self.skipped: list[str] = []
         self.controller = False
         self._room, self._pid, self._clock_file = room, pid, clock
@@ -103,6 +108,7 @@ class Striker:
         try:
             with getattr(self, f"_{strike.kind}")(draw, strike.lasts_s) as what:
                 self.done.append(f"event {strike.at_event} + {strike.after_s:.1f} s: {what}")
+                self.kinds.append(what.split()[0] if strike.kind == "kill" else strike.kind)
                 self._ended.wait(strike.lasts_s)
         except psutil.NoSuchProcess:
             self.skipped.append(f"{strike.kind}: the process had ended")
@@ -152,6 +158,8 @@ class Striker:
 
     @contextlib.contextmanager
     def _clock(self, draw: random.Random, lasts_s: float) -> Iterator[str]:
+        if self._clock_file is None:
+            raise OSError("clocks do not jump here")
         jump = round(10 ** draw.uniform(0.5, 6.0)) * draw.choice((-1, 1))
         now = int.from_bytes(self._clock_file.read_bytes(), "little", signed=True)
         with self._clock_file.open("r+b") as file:
@@ -199,8 +207,8 @@ class Striker:
     @contextlib.contextmanager
     def _processes(self, draw: random.Random, lasts_s: float) -> Iterator[str]:
         more, group = draw.randrange(4), _PIDS / f"soak-{os.getpid()}-{self._pid}"
-        if not _PIDS.is_dir():
-            raise OSError("processes cannot be limited here")
+        if refused := why_no_limits():
+            raise OSError(refused)
         group.mkdir()
         try:
             for pid in [self._pid, *(p.pid for p in self._family())]:
@@ -211,6 +219,13 @@ class Striker:
             yield f"{more} processes and threads left for {lasts_s:g} s"
         finally:
             _dissolve(group)
+
+
+def why_no_limits() -> str:
+    """Why processes cannot be limited here; empty: they can."""
+    if not _PIDS.is_dir():
+        return f"there is no {_PIDS} (control groups of version 1)"
+    return "" if os.access(_PIDS, os.W_OK) else f"{_PIDS} cannot be written"
 
 
 def _dissolve(group: Path) -> None:
@@ -227,13 +242,37 @@ def _dissolve(group: Path) -> None:
         time.sleep(0.1)
 
 
-def clock_shim(home: Path) -> Path | None:
-    """The compiled library that lets a clock jump; ``None`` without a compiler."""
-    library = home / "clock.so"
+class NoClockError(Exception):
+    """Clocks do not jump here; the text says why."""
+
+
+def clock_shim(home: Path, given: Path | None = None) -> Path:
+    """The library that lets a clock jump: one that is given, or compiled now.
+
+    Raises:
+        NoClockError: there is no compiler, or no clock jumps with it.
+
+    """
+    library = given or home / "clock.so"
     if not library.exists():
-        command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library)]
-        try:
-            subprocess.run([*command, str(_HERE / "_soak_clock.c"), "-ldl"], check=True)
-        except (FileNotFoundError, subprocess.CalledProcessError):
-            return None
-    return library
+        compiler = next(filter(shutil.which, _COMPILERS), None)
+        if compiler is None:
+            raise NoClockError(f"there is no C compiler ({', '.join(_COMPILERS)})")
+        command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library)]
+        command += [str(_HERE / "_soak_clock.c"), "-ldl"]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode:
+            raise NoClockError(f"{compiler}: {made.stderr.strip()[-200:]}")
+    _try_clock(library.absolute(), home)
+    return library.absolute()
+
+
+def _try_clock(library: Path, home: Path) -> None:
+    """One of another C library is left out by the loader, and the clock would go on as ever."""
+    ahead_s, file = 10**6, home / "clock-tried"
+    file.write_bytes(ahead_s.to_bytes(8, "little"))
+    variables = {**os.environ, "LD_PRELOAD": str(library), "SOAK_CLOCK": str(file)}
+    command = [sys.executable, "-S", "-c", "import time; print(time.time())"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    if done.returncode or float(done.stdout) < time.time() + ahead_s / 2:
+        raise NoClockError(f"{library} does not change the clock: {done.stderr.strip()[-200:]}")

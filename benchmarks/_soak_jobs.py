@@ -28,6 +28,7 @@ class Job:
         good: exit codes with which it is done.
         resumes: whether the same command goes on with what was broken off.
         share: how often it is drawn, beside the others.
+        memory: whether the controller's is looked at.
 
     """
 
@@ -37,6 +38,7 @@ class Job:
     good: tuple[int, ...] = (0,)
     resumes: bool = True
     share: int = 3
+    memory: bool = False
 
 
 _ALL = ("budget.seconds=null", "confirm.seconds=null", "confirm.finalists=1")
@@ -101,6 +103,7 @@ def _replay(work: Path, draw: random.Random) -> list[str]:
         "runner=replay",
         "runner.table=table.csv",
         "runner.baseline={bucket: 1, view: false, algorithm: ring}",
+        "runner.real_time=1",  # else it is over before it is struck
         f"strategy={strategy}",
         "budget.trials=16",
         "sentinel_every=4",
@@ -109,7 +112,10 @@ def _replay(work: Path, draw: random.Random) -> list[str]:
 
 
 def _long_replay(work: Path, draw: random.Random) -> list[str]:
-    """More trials than any search of a job has, for what a controller keeps of each."""
+    """More trials than any search of a job has, for what a controller keeps of each.
+
+    Each takes a while, so that the store has it before the next.
+    """
     lines = ["bucket,chunk,status,samples_per_s,step_ms"]
     for bucket in range(1, 41):
         for chunk in range(1, 41):
@@ -122,6 +128,7 @@ def _long_replay(work: Path, draw: random.Random) -> list[str]:
         "runner=replay",
         "runner.table=table.csv",
         "runner.baseline={bucket: 1, chunk: 1}",
+        "runner.real_time=0.5",
         "strategy=random",
         f"budget.trials={_LONG_TRIALS}",
         "confirm.max_repeats=3",
@@ -133,5 +140,5 @@ JOBS = {
     "script": Job(_script, 26),
     "replay": Job(_replay, 130),
     "compare": Job(_compare, 14, good=_COMPARED, resumes=False, share=2),
-    "long replay": Job(_long_replay, 1600, kinds=("clock", "store"), share=1),
+    "long replay": Job(_long_replay, 1600, kinds=("clock", "store"), share=1, memory=True),
 }

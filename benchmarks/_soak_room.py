@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import linear_regression
 
 from _fault_checks import MARK, Findings, Watch
 from _fault_common import small_disk
@@ -91,21 +93,35 @@ def open_room(directory: Path) -> Iterator[Room]:
     """Make the directories, and remove them with what is mounted there."""
     shutil.rmtree(directory, ignore_errors=True)
     places = [directory / name for name in ("work", "tmp", "shm")]
+    apart = not why_not_apart(directory / "tried")
     with contextlib.ExitStack() as stack:
-        refused = [stack.enter_context(small_disk(place, _DISK)) for place in places]
-        room = Room(*places, apart=not any(refused) and _may_mount())
+        for place in places:
+            if apart:
+                apart = not stack.enter_context(small_disk(place, _DISK))
+            place.mkdir(parents=True, exist_ok=True)
+        room = Room(*places, apart=apart)
         room.temporary.chmod(0o1777)
         yield room
 
 
-def _may_mount() -> bool:
-    if any(Path(place).resolve().is_relative_to("/tmp") for place in (sys.prefix, __file__)):
-        return False  # another /tmp would hide them
+def why_not_apart(directory: Path) -> str:
+    """Why commands cannot have disks, ``/tmp`` and ``/dev/shm`` of their own; empty: they can."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with small_disk(directory, "1m") as refused:
+        return refused or _why_not_bound()
+
+
+def _why_not_bound() -> str:
+    for place in (sys.prefix, sys.base_prefix, __file__):
+        if Path(place).resolve().is_relative_to("/tmp"):
+            return f"another /tmp would hide {place}"
     try:
-        command = ["unshare", "--mount", "true"]
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        return False
+        binds = "mount --bind /tmp /tmp && mount --bind /dev/shm /dev/shm"
+        command = ["unshare", "--mount", "sh", "-c", binds]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        return str(error)
+    return done.stderr.strip() if done.returncode else ""
 
 
 def wait(process: subprocess.Popen[bytes], watch: Watch, found: Findings) -> int:
@@ -187,36 +203,70 @@ def check_left(room: Room, before: State, run_dirs: Sequence[Path]) -> dict[str,
 # How much memory a controller takes for each trial.
 
 
-def slope_kib(readings: Sequence[tuple[int, float]]) -> float:
-    """KiB a trial, by least squares over what follows the first quarter of the trials.
+_START_TRIALS = 60
+"""In these libraries are still loaded: MLflow's, and those that begin a strategy."""
+_LAST = 0.85
+"""Share of the trials after which confirmation begins, which loads libraries of its own."""
+_BACKLOG_TRIALS = 3
+"""So many that the store does not have yet are none that wait for it."""
+_SPAN_TRIALS = 100
+"""A slope over fewer trials is noise."""
 
-    What comes after the last one does not count: the record loads libraries of its own.
 
-    Args:
-        readings: trials that had finished, and the memory in KiB.
+@dataclass(frozen=True)
+class Reading:
+    """A controller at one moment.
+
+    Attributes:
+        trials: that had finished.
+        behind: of these, those that its store did not have yet.
+        struck: faults that had struck.
+        kib: memory that is the process's own.
 
     """
-    if not readings:
-        return 0.0
-    most = max(trials for trials, _ in readings)
-    kept = [(trials, kib) for trials, kib in readings if most / 4 < trials < most]
-    mean_trials = sum(trials for trials, _ in kept) / max(1, len(kept))
-    mean_kib = sum(kib for _, kib in kept) / max(1, len(kept))
-    spread = sum((trials - mean_trials) ** 2 for trials, _ in kept)
-    if not spread:
-        return 0.0
-    return sum((t - mean_trials) * (kib - mean_kib) for t, kib in kept) / spread
+
+    trials: int
+    behind: int
+    struck: int
+    kib: float
 
 
-def read_memory(pid: int, journal: Path) -> tuple[int, float] | None:
-    """Trials that have finished, and KiB of memory that are the process's own."""
-    import psutil
+def slope_kib(readings: Sequence[Reading]) -> float | None:
+    """KiB a trial, by least squares over the longest stretch in which nothing struck.
 
-    try:
-        kib = psutil.Process(pid).memory_full_info().uss / 1024
-        return journal.read_bytes().count(b'"event":"finished"'), kib
-    except (psutil.Error, OSError):
+    Three things are no growth by trials, and do not count: what the start loads, trials that wait
+    for the store, and what the end of a search loads. ``None``: no such stretch is long enough.
+    """
+    most = max((reading.trials for reading in readings), default=0)
+    stretches: dict[int, list[Reading]] = {}
+    for reading in readings:
+        if _START_TRIALS <= reading.trials < _LAST * most and reading.behind <= _BACKLOG_TRIALS:
+            stretches.setdefault(reading.struck, []).append(reading)
+    kept = max(stretches.values(), key=_span, default=[])
+    if _span(kept) < _SPAN_TRIALS:
         return None
+    return linear_regression([r.trials for r in kept], [r.kib for r in kept]).slope
+
+
+def _span(stretch: Sequence[Reading]) -> int:
+    trials = [reading.trials for reading in stretch]
+    return max(trials) - min(trials) if trials else 0
+
+
+def read_memory(pid: int, journal: Path, database: Path, struck: int) -> Reading | None:
+    """Look at a controller; ``None`` where it, its journal or its store is not there."""
+    try:
+        trials = journal.read_bytes().count(b'"event":"finished"')
+        store = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=0.0)
+        with contextlib.closing(store):
+            query = "select count(*) from tags where key = 'perfsearch.trial'"
+            shown = int(store.execute(query).fetchone()[0])
+        # of its own, also while it shares them with a child: what a fork shares comes and goes
+        pages = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        kib = next(int(n.split()[1]) for n in pages.splitlines() if n.startswith("Anonymous:"))
+    except (OSError, StopIteration, sqlite3.Error):
+        return None
+    return Reading(trials, trials - shown, struck, float(kib))
 
 
 def settle() -> None:

@@ -1,7 +1,8 @@
 """Whether a search loses, mistakes or leaves behind anything when something fails.
 
     python benchmarks/faults.py run --store STORE.jsonl [--real 60] [--replay 240] [--seed 0]
-    python benchmarks/faults.py report --store STORE.jsonl > benchmarks/results/faults.md
+    python benchmarks/faults.py run --store LANE.jsonl --lane 3/12
+    python benchmarks/faults.py report --store STORE.jsonl [STORE.jsonl ...]
 
 ``run`` adds what the store lacks, a line a fault, and may be killed at any time; ``--short`` is a
 few faults of each group, without a store. Exit code 1: something was wrong. What was wrong leaves
@@ -12,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -33,8 +31,11 @@ from _fault_common import (
     Fault,
     Outcome,
     Server,
+    commit,
     free_port,
     fresh_directory,
+    machine,
+    machines,
     migrated_database,
 )
 
@@ -60,10 +61,16 @@ def planned(real: int, replay: int, seed: int) -> list[Fault]:
     ]
 
 
-def load(store: Path) -> list[Outcome]:
-    if not store.exists():
-        return []
-    lines = store.read_text().splitlines()
+def lane(text: str) -> slice:
+    """``3/12``: the third of twelve shares, which together are all."""
+    place, _, of = text.partition("/")
+    if not (place.isdecimal() and of.isdecimal() and 1 <= int(place) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r}; such as 3/12, the third of twelve")
+    return slice(int(place) - 1, None, int(of))
+
+
+def load(*stores: Path) -> list[Outcome]:
+    lines = [line for store in stores if store.exists() for line in store.read_text().splitlines()]
     return [Outcome.from_json(json.loads(line)) for line in lines if line.endswith("}")]
 
 
@@ -87,6 +94,7 @@ def run(faults: Sequence[Fault], store: Path | None, home: Path) -> list[Outcome
             else:
                 _import_everything()
                 outcome = _fault_replay.run(fault, home, database, server)
+            outcome.machine = machine()
             outcomes.append(outcome)
             if store is not None:
                 with store.open("a") as file:
@@ -100,6 +108,9 @@ def run(faults: Sequence[Fault], store: Path | None, home: Path) -> list[Outcome
 
 def _import_everything() -> None:
     """What a command imports, so that its fork need not."""
+    import perfsearch.cli.search
+    import perfsearch.pipeline.search
+    import perfsearch.tracking.mlflow  # noqa: F401
 
 
 def line_of(outcome: Outcome) -> str:
@@ -123,10 +134,9 @@ def report(outcomes: Sequence[Outcome], commit: str) -> str:
     lines = [
         "# Faults",
         "",
-        f"`python benchmarks/faults.py run` at commit {commit}, on {os.cpu_count()} CPU cores "
-        f"({platform.machine()}), Python {platform.python_version()}, torch {torch_version()}, "
-        "without a GPU. Each fault is one search of its own, started by the command and, where the "
-        "fault ends it, started again by the same command.",
+        f"`python benchmarks/faults.py run` at commit {commit}, on {machines(tried)}. "
+        "Each fault is one search of its own, started by the command and, where the fault ends it, "
+        "started again by the same command.",
         "",
         "- *real*: `runner=ddp`, two gloo processes that train a small model; the fault strikes in "
         "the middle of a training step of a drawn trial (baseline, search, sentinel or "
@@ -162,18 +172,6 @@ def report(outcomes: Sequence[Outcome], commit: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    here = Path(__file__).parent
-    return subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip()
-
-
-def torch_version() -> str:
-    from importlib.metadata import version
-
-    return version("torch")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -182,21 +180,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("--real", type=int, default=60)
     running.add_argument("--replay", type=int, default=240)
     running.add_argument("--seed", type=int, default=0)
+    running.add_argument(
+        "--lane", type=lane, default=slice(None), help="such as 3/12: this share of the faults"
+    )
     running.add_argument("--home", type=Path, help="where searches run; a temporary directory")
     running.add_argument("--short", action="store_true", help="a few faults of each group")
     reporting = commands.add_parser("report")
-    reporting.add_argument("--store", type=Path, required=True)
+    reporting.add_argument("--store", type=Path, nargs="+", required=True)
     reporting.add_argument("--commit", help="at which the store was made; the present one")
     options = parser.parse_args(arguments)
     if options.command == "report":
-        print(report(load(options.store), options.commit or commit()), end="")
+        print(report(load(*options.store), options.commit or commit()), end="")
         return 0
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # servers are ended too
     if options.short:
         faults = [Fault("real", kind, i, options.seed) for i, kind in enumerate(SHORT_REAL)]
         faults += [Fault("replay", kind, i, options.seed) for i, kind in enumerate(SHORT_REPLAY)]
     else:
-        faults = planned(options.real, options.replay, options.seed)
+        faults = planned(options.real, options.replay, options.seed)[options.lane]
     with tempfile.TemporaryDirectory(prefix="faults-") as temporary:
         home = (options.home or Path(temporary)).absolute()
         outcomes = run(faults, options.store, home)

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import re
 import shutil
@@ -47,10 +45,10 @@ from _fault_checks import (
     journal_of,
     last_ends,
 )
-from _fault_common import Fault, Outcome, migrated_database
-from _soak_faults import Striker, clock_shim, draw_strikes
+from _fault_common import Fault, Outcome, commit, machine, machines, migrated_database
+from _soak_faults import NoClockError, Striker, clock_shim, draw_strikes, why_no_limits
 from _soak_jobs import JOBS, Job
-from faults import COUNTS, commit, torch_version
+from faults import COUNTS
 
 from perfsearch.core.journal import JournalError
 
@@ -88,9 +86,10 @@ class Episode(Outcome):
     """What came of one.
 
     Attributes:
-        strikes: how many faults struck, by the first word of their kind.
+        strikes: the kinds of what struck; of kills the signal.
         trials: that were finished, in all its searches.
-        kib_per_trial: by which the controller grew; ``None`` where that was not looked at.
+        kib_per_trial: by which the controller grew; ``None`` where that was not looked at, or the
+            store was behind, or the faults were too close to one another.
 
     """
 
@@ -111,9 +110,10 @@ class _Course:
     found: Left
     codes: list[int] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     before: dict[Path, list[list[Any]]] = field(default_factory=dict)
-    readings: list[tuple[int, float]] = field(default_factory=list)
+    readings: list[rooms.Reading] = field(default_factory=list)
 
     def run_dirs(self) -> list[Path]:
         """Those of its searches, oldest first."""
@@ -122,14 +122,15 @@ class _Course:
 
     def command(self, strikes: list[Any]) -> int:
         """Give the command once; note what is on record at its end."""
-        variables = {"SOAK_CLOCK": str(self.clock)}
+        variables = {}
         if self.shim is not None:
-            variables["LD_PRELOAD"] = str(self.shim)
+            variables = {"SOAK_CLOCK": str(self.clock), "LD_PRELOAD": str(self.shim)}
         process = self.room.start(self.arguments, variables)
         watch = Watch(process.pid, self.room.mark, self.room.work / "run")
-        striker = Striker(self.room, process.pid, strikes, self.clock)
-        reader = threading.Thread(target=self._read, args=(process,))
-        reader.start()
+        striker = Striker(self.room, process.pid, strikes, self.clock if self.shim else None)
+        reader = threading.Thread(target=self._read, args=(process, striker))
+        if self.job.memory:
+            reader.start()
         try:
             code = rooms.wait(process, watch, self.found)
         finally:
@@ -137,8 +138,10 @@ class _Course:
                 process.kill()
                 process.wait()
             striker.stop()
-            reader.join()
+            if self.job.memory:
+                reader.join()
         self.done += striker.done
+        self.kinds += striker.kinds
         self.skipped += striker.skipped
         self.codes.append(code)
         allowed = {*self.job.good, 1, 3} if strikes else {*self.job.good}
@@ -153,17 +156,29 @@ class _Course:
                 self.found.other.append(f"{run_dir.name}: {error}")
         return code
 
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        journal = self.room.work / "run" / "journal.jsonl"
+    def _read(self, process: subprocess.Popen[bytes], striker: Striker) -> None:
+        work = self.room.work
+        journal, database = work / "run" / "journal.jsonl", work / "mlflow.db"
         while process.poll() is None:
-            reading = rooms.read_memory(process.pid, journal)
+            reading = rooms.read_memory(process.pid, journal, database, len(striker.done))
             if reading is not None:
                 self.readings.append(reading)
-            time.sleep(0.3)
+            time.sleep(0.5)
 
 
-def run_episode(name: str, seed: int, home: Path, keep: Path | None) -> Episode:
-    """Strike one command until it is done; say what was wrong."""
+def run_episode(
+    name: str, seed: int, home: Path, keep: Path | None, shim: Path | None = None
+) -> Episode:
+    """Strike one command until it is done; say what was wrong.
+
+    Args:
+        name: of the job.
+        seed: of all its draws.
+        home: a directory for its room.
+        keep: where what was wrong leaves its logs.
+        shim: the library by which clocks jump; ``None``: they do not.
+
+    """
     draw = random.Random(f"{seed}/{name}")
     begin, job = time.monotonic(), JOBS[name]
     with rooms.open_room(home / "room") as room:
@@ -174,7 +189,7 @@ def run_episode(name: str, seed: int, home: Path, keep: Path | None) -> Episode:
         if name != "compare":
             arguments += [f"seed={draw.randrange(2**31)}", "run_dir=run"]
         files = rooms.state_of(room.work)
-        course = _Course(job, room, arguments, clock, clock_shim(home), Left())
+        course = _Course(job, room, arguments, clock, shim, Left())
         for number in range(_MOST_COMMANDS):
             again = number == 0 or (number == 1 and draw.random() < 0.5)
             strikes = draw_strikes(draw, job.kinds, job.events) if again else []
@@ -182,10 +197,10 @@ def run_episode(name: str, seed: int, home: Path, keep: Path | None) -> Episode:
                 break
         else:
             course.found.not_ended.append(f"given {_MOST_COMMANDS} times")
-        episode = Episode(Fault(name, "soak", 0, seed), exit_codes=course.codes)
+        episode = Episode(Fault(name, "soak", 0, seed), exit_codes=course.codes, machine=machine())
         _check(course, episode, files)
         episode.detail = "; ".join([*course.done, *(f"not {line}" for line in course.skipped)])
-        episode.strikes = [line.partition(": ")[2].split()[0] for line in course.done]
+        episode.strikes = list(course.kinds)
         episode.findings = {k: v for k, v in vars(course.found).items() if v}
         episode.seconds = time.monotonic() - begin
         if episode.findings and keep is not None:
@@ -212,8 +227,9 @@ def _check(course: _Course, episode: Episode, files: rooms.State) -> None:
     for count, lines in rooms.check_left(course.room, files, run_dirs).items():
         getattr(found, count).extend(lines)
     found.tracebacks += tracebacks(course.room.output())
-    if episode.fault.group == "long replay" and len(course.codes) == 1:
-        episode.kib_per_trial = round(rooms.slope_kib(course.readings), 2)
+    slope = rooms.slope_kib(course.readings) if len(course.codes) == 1 else None
+    if slope is not None:
+        episode.kib_per_trial = round(slope, 2)
         if episode.kib_per_trial >= _MOST_KIB:
             found.memory.append(f"{episode.kib_per_trial} KiB a trial")
 
@@ -295,9 +311,8 @@ def report(episodes: Sequence[Episode], at: str) -> str:
     codes = Counter(" then ".join(map(str, e.exit_codes)) for e in episodes)
     growth = [e.kib_per_trial for e in episodes if e.kib_per_trial is not None]
     lines = [
-        f"At commit {at}, on {os.cpu_count()} CPU cores ({platform.machine()}), Python "
-        f"{platform.python_version()}, torch {torch_version()}, without a GPU: {len(episodes)} "
-        f"episodes, {sum(len(e.exit_codes) for e in episodes)} commands, "
+        f"At commit {at}, on {machines(episodes)}: {len(episodes)} episodes, "
+        f"{sum(len(e.exit_codes) for e in episodes)} commands, "
         f"{sum(e.trials for e in episodes)} trials, {sum(struck.values())} faults; "
         f"{sum(e.seconds for e in episodes) / 60:.0f} minutes.",
         "",
@@ -307,7 +322,8 @@ def report(episodes: Sequence[Episode], at: str) -> str:
     for key, label in _ALL_COUNTS.items():
         lines.append(f"| {label} | {sum(len(e.findings.get(key, [])) for e in episodes)} |")
     if growth:
-        lines.append(f"| KiB that a controller grew a trial, at most | {max(growth)} |")
+        label = f"KiB that a controller grew a trial, at most ({len(growth)} were read)"
+        lines.append(f"| {label} | {max(growth)} |")
     lines += ["", "| job | episodes | minutes | faults |", "|---|---|---|---|"]
     for name in JOBS:
         own = [e for e in episodes if e.fault.group == name]
@@ -327,6 +343,7 @@ def report(episodes: Sequence[Episode], at: str) -> str:
 def run(options: argparse.Namespace, home: Path) -> list[Episode]:
     """Episodes until the time is over."""
     home.mkdir(parents=True, exist_ok=True)
+    shim = _look_around(home, options.clock)
     draw = random.Random(options.seed)
     names = [options.job] if options.job else list(JOBS)
     shares = [JOBS[name].share for name in names]
@@ -337,7 +354,13 @@ def run(options: argparse.Namespace, home: Path) -> list[Episode]:
         name = draw.choices(names, shares)[0]
         if options.episode is not None:
             seed = options.episode
-        episode = run_episode(name, seed, home, options.keep)
+        begin = time.monotonic()
+        try:
+            episode = run_episode(name, seed, home, options.keep, shim)
+        except (KeyboardInterrupt, SystemExit):
+            seconds = time.monotonic() - begin
+            print(f"{name} {seed}: broken off with the soak, after {seconds:.0f} s", flush=True)
+            raise
         episodes.append(episode)
         if options.store is not None:
             with options.store.open("a") as file:
@@ -346,6 +369,21 @@ def run(options: argparse.Namespace, home: Path) -> list[Episode]:
         if options.episode is not None:
             break
     return episodes
+
+
+def _look_around(home: Path, given: Path | None) -> Path | None:
+    """Say what cannot be tried on this machine; the library by which clocks jump."""
+    refused = rooms.why_not_apart(home / "tried")
+    if refused:
+        print(f"not here: full disks, and a look at shared memory: {refused}", flush=True)
+    refused = why_no_limits()
+    if refused:
+        print(f"not here: processes used up: {refused}", flush=True)
+    try:
+        return clock_shim(home, given)
+    except NoClockError as error:
+        print(f"not here: clocks that jump: {error}; or give one as --clock FILE", flush=True)
+        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -359,6 +397,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("--job", choices=list(JOBS), help="this one alone")
     running.add_argument("--store", type=Path, help="where episodes are added, a line each")
     running.add_argument("--keep", type=Path, help="where what was wrong leaves its logs")
+    running.add_argument("--clock", type=Path, help="_soak_clock.c, compiled elsewhere")
     running.add_argument("--home", type=Path, help="where it all runs, not in /tmp")
     reporting = commands.add_parser("report")
     reporting.add_argument("--store", type=Path, nargs="+", required=True)

@@ -1,5 +1,6 @@
 """The short version of the benchmark of faults, and the checks that it relies on."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import faults  # noqa: E402
 from _fault_checks import Findings, check_trials  # noqa: E402
 
 from perfsearch.core.journal import Journal  # noqa: E402
@@ -23,6 +25,15 @@ def test_no_fault_loses_or_leaves_anything():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| trials lost | 0 |" in done.stdout
     assert done.stdout.count(": good\n") == 6
+
+
+def test_lanes_are_together_all_faults_once():
+    whole = faults.planned(60, 240, 0)
+    lanes = [whole[faults.lane(f"{place}/12")] for place in range(1, 13)]
+    assert sorted(fault.name for lane in lanes for fault in lane) == sorted(f.name for f in whole)
+    for text in ("0/12", "13/12", "3", "3/x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="such as 3/12"):
+            faults.lane(text)
 
 
 def journal(path, *ends, started=(0, 1)):

@@ -3,21 +3,25 @@
 import os
 import random
 import socket
+import sqlite3
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import _soak_faults  # noqa: E402
 import soak  # noqa: E402
 from _fault_common import Fault  # noqa: E402
-from _soak_faults import KINDS, Strike, draw_strikes  # noqa: E402
+from _soak_faults import KINDS, Strike, Striker, draw_strikes  # noqa: E402
 from _soak_jobs import JOBS  # noqa: E402
-from _soak_room import Room, check_left, slope_kib, state_of  # noqa: E402
+from _soak_room import Reading, Room, check_left, read_memory, slope_kib, state_of  # noqa: E402
 
 from perfsearch.core.journal import Journal  # noqa: E402
 
@@ -66,12 +70,60 @@ def test_what_is_left_is_counted_by_its_kind(room):
     }
 
 
-def test_growth_is_told_from_what_a_start_takes():
-    rising = [(trial, 1000.0 + 3.5 * trial + (500 if trial > 10 else 0)) for trial in range(100)]
-    assert slope_kib(rising) == pytest.approx(3.5)
-    assert slope_kib([*rising, *((99, 90_000.0) for _ in range(50))]) == pytest.approx(3.5)
-    assert slope_kib([(trial, 1000.0) for trial in range(100)]) == pytest.approx(0.0)
-    assert slope_kib([]) == slope_kib([(0, 1.0)]) == 0.0
+def rising(trials, behind=0, struck=0, more_kib=0.0):
+    return [Reading(n, behind, struck, 1000.0 + 3.5 * n + more_kib) for n in trials]
+
+
+def test_growth_is_told_from_start_backlog_faults_and_record():
+    steady = rising(range(60, 200))
+    assert slope_kib(steady) == pytest.approx(3.5)
+    imports = rising(range(60), more_kib=-90_000)
+    waiting = [Reading(n, 90, 0, 1000.0 + 250 * n) for n in range(100, 150)]
+    after_a_fault = rising(range(200, 290), struck=1, more_kib=5000)
+    record = rising(range(300, 345), struck=1, more_kib=90_000)
+    course = [*imports, *steady, *waiting, *after_a_fault, *record]
+    assert slope_kib(course) == pytest.approx(3.5)
+
+
+def test_growth_is_not_read_off_few_trials():
+    assert slope_kib([]) is None
+    assert slope_kib(rising(range(60, 180))) is None
+    assert slope_kib(rising(range(60, 300), behind=4)) is None
+
+
+def test_a_controller_is_read_with_what_its_store_lacks(room):
+    journal, database = room.work / "journal.jsonl", room.work / "mlflow.db"
+    assert read_memory(os.getpid(), journal, database, 0) is None
+    journal.write_text('{"event":"started"}\n{"event":"finished"}\n{"event":"finished"}\n')
+    with sqlite3.connect(database) as store:
+        store.execute("create table tags (key, run_uuid)")
+        store.execute("insert into tags values ('perfsearch.trial', 'a')")
+    store.close()
+    found = read_memory(os.getpid(), journal, database, 2)
+    assert (found.trials, found.behind, found.struck) == (2, 1, 2)
+    own_kib = psutil.Process().memory_full_info().uss / 1024
+    assert 0.5 * own_kib < found.kib < 1.5 * own_kib
+
+
+def test_a_machine_that_cannot_be_struck_is_said_to_be_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(_soak_faults, "_PIDS", tmp_path / "none")
+    assert soak._look_around(tmp_path, None) is None
+    said = capsys.readouterr().out
+    assert said.count("not here:") == 3
+    for words in ("mount", "no C compiler (cc, gcc, clang)", "no " + str(tmp_path / "none")):
+        assert words in said
+    (tmp_path / "odd.so").write_bytes(b"of another machine")
+    assert soak._look_around(tmp_path, tmp_path / "odd.so") is None
+    assert "odd.so does not change the clock" in capsys.readouterr().out
+
+
+def test_clocks_that_cannot_jump_are_not_counted_as_struck(room):
+    striker = Striker(room, os.getpid(), [Strike("clock", 0, 0.0, 0.1, seed=1)], clock=None)
+    time.sleep(0.5)
+    striker.stop()
+    assert not striker.done
+    assert striker.skipped == ["clock: clocks do not jump here"]
 
 
 def test_a_fault_is_blamed_on_a_configuration_unless_it_was_tried_again(tmp_path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -176,6 +177,22 @@ def test_sorting_by_objective_puts_a_real_trial_first(store):
     assert "objective/value" not in store.trials()["t0001"].data.metrics
     assert "objective/value" not in store.trials()["t0000"].data.metrics
     assert store.trials()["t0001"].data.tags["perfsearch.reason"] == "it ended as oom"
+
+
+def repositories():
+    """What MLflow makes in this process for each run that is given a file."""
+    gc.collect()
+    return sum(type(one).__name__ == "LocalArtifactRepository" for one in gc.get_objects())
+
+
+def test_a_trial_that_was_written_takes_no_memory_any_more(store):
+    before = repositories()
+    search = Search(store)
+    search.trials(*(trial(number) for number in range(12)))
+    assert search.tracker.flush(60)
+    assert repositories() <= before + 1  # the search's own
+    assert search.end()
+    assert repositories() == before
 
 
 def test_a_long_value_is_kept_whole_and_hinders_nothing(store):

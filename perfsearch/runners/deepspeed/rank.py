@@ -109,12 +109,15 @@ def enter_trial(path: str, rank: int) -> None:
         me.at_first_step = keep_files(me.request.undo, [directory]).first_step
     sys.excepthook = me.failed
     atexit.register(me.ended)
-    after_import("torch", _on_loopback)
     after_import("deepspeed", me.imported)
 
 
-def _on_loopback(torch: ModuleType) -> None:
-    """Have the store of ranks that meet on this host listen here alone."""
-    from perfsearch.instrument.store import listen_on_loopback
+def keep_store_here() -> None:
+    """Have the store of ranks that meet on this host listen here alone, once torch is there."""
 
-    listen_on_loopback()
+    def imported(torch: ModuleType) -> None:
+        from perfsearch.instrument.store import listen_on_loopback
+
+        listen_on_loopback()
+
+    after_import("torch", imported)

@@ -1,5 +1,6 @@
 """``runner=deepspeed`` on two CPU ranks, with a stand-in for DeepSpeed and with itself."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -102,6 +104,37 @@ def _left(directory):
         for p in psutil.process_iter(["pid", "cmdline"])
         if str(directory) in " ".join(p.info["cmdline"] or []) and p.info["pid"] != os.getpid()
     ]
+
+
+@contextlib.contextmanager
+def listening():
+    """Where processes below this one are seen to listen meanwhile."""
+    seen, ended = set(), threading.Event()
+
+    def look():
+        while not ended.wait(0.02):
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    sockets = child.net_connections("tcp")
+                    seen.update(s.laddr.ip for s in sockets if s.status == "LISTEN")
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        looking.join()
+
+
+@pytest.mark.parametrize("launch", [LAUNCH, TORCHRUN], ids=["deepspeed", "torchrun"])
+def test_the_store_of_one_node_is_reached_from_it_alone(measure, stand_in, launch):
+    """It is rank 0's, or that of torch's launcher."""
+    with listening() as seen:
+        (found,) = measure(FILE, launch=launch)
+    assert found.status is Status.OK, found.reason
+    assert "127.0.0.1" in seen
+    assert not seen & {"::", "0.0.0.0"}
 
 
 def test_configurations_are_measured_in_the_unchanged_script(measure, stand_in):

@@ -20,14 +20,16 @@ def _run_the_users_own() -> None:
 
 
 def _take_part() -> None:
-    if "RANK" not in os.environ or "PERFSEARCH_DEEPSPEED" not in os.environ:
-        return  # a launcher, or a process that the job started with an environment of its own
+    if "PERFSEARCH_DEEPSPEED" not in os.environ:
+        return  # a process that the job started with an environment of its own
     if importlib.util.find_spec("perfsearch") is None:
         root = next(above.parent for above in _HERE.parents if above.name == "perfsearch")
         sys.path.append(str(root))
-    from perfsearch.runners.deepspeed.rank import enter_trial
+    from perfsearch.runners.deepspeed.rank import enter_trial, keep_store_here
 
-    enter_trial(os.environ["PERFSEARCH_DEEPSPEED"], int(os.environ["RANK"]))
+    keep_store_here()  # also in a launcher: torch's has the store that its ranks meet at
+    if "RANK" in os.environ:
+        enter_trial(os.environ["PERFSEARCH_DEEPSPEED"], int(os.environ["RANK"]))
 
 
 # the script is to have the path that it has without this; what it starts has the variable
