@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfsearch.core.knob import Value
-from perfsearch.core.python import OPTIONS
+from perfsearch.core.python import OPTIONS, large_imports
 
 VARIABLE = "PERFSEARCH_SCRIPT"
 """Holds ``LaunchConfig`` as JSON in each rank that ``perfsearch-run`` starts."""
@@ -269,9 +269,10 @@ def main(controller_pid: int, controller_started: float, ahead: bool = False) ->
     from perfsearch.workers.forkserver import serve_forks
     from perfsearch.workers.processes import is_alive
 
-    found = _import_ahead() if ahead else {}
-    for name in ("torch.distributed.launcher.api", "torch.distributed.run"):
-        importlib.import_module(name)
+    with large_imports():
+        found = _import_ahead() if ahead else {}
+        for name in ("torch.distributed.launcher.api", "torch.distributed.run"):
+            importlib.import_module(name)
     if ahead:
         from perfsearch.instrument.forked import Ground
 
