@@ -1,4 +1,4 @@
-"""Runs a search over and over, killed with SIGKILL at one point of the journal's life after another.
+"""Runs a search over and over, killed with SIGKILL at one point of the journal after another.
 
 usage: kill_driver.py RUN_DIR STRATEGY [EVENT:PHASE ...]     (PHASE: before, middle, after)
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from support import soap_models, soap_odd_models
+from support import ranks, soap_models, soap_odd_models
 from torch.utils._pytree import tree_flatten, tree_map
 
 from perfsearch.soap.capture.capture import capture
@@ -225,7 +225,7 @@ def forked(run, directory, world, names, count):
 
     """
     arguments = (run, str(directory), world, names, count)
-    torch.multiprocessing.spawn(_capture_and_fork, arguments, nprocs=1)
+    ranks.start(_capture_and_fork, arguments, nprocs=1)
     return torch.load(f"{directory}/found.pt")
 
 
