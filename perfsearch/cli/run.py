@@ -22,7 +22,7 @@ from perfsearch.core.command import Command, carried_out
 from perfsearch.core.docstrings import attribute_help
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.knob import Value
-from perfsearch.core.python import module_command
+from perfsearch.core.python import large_imports, module_command
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.version import version
 from perfsearch.instrument.launch import ENTRY, LaunchConfig, by_python, python_arguments
@@ -767,7 +767,8 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
 
 def torchrun_parser() -> argparse.ArgumentParser:
     """The parser of torchrun, which raises instead of ending the process."""
-    from torch.distributed import run
+    with large_imports():
+        from torch.distributed import run
 
     parser: argparse.ArgumentParser = run.get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign, assignment]

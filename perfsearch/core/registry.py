@@ -12,6 +12,7 @@ import sys
 from typing import Any, TypeVar
 
 from perfsearch.core.errors import nearest
+from perfsearch.core.python import large_imports
 
 Contract = TypeVar("Contract")
 
@@ -53,9 +54,10 @@ def load(package: str, key: str, name: str, kind: type[Contract]) -> type[Contra
     """
     if name not in (known := names(package)):
         raise LookupError(f"{key}={name}: unknown. {nearest(name, known)}")
-    module = importlib.import_module(f"{package}.{name}")
-    if hasattr(module, "__path__") and importlib.util.find_spec(f"{module.__name__}.{key}"):
-        module = importlib.import_module(f"{module.__name__}.{key}")
+    with large_imports():
+        module = importlib.import_module(f"{package}.{name}")
+        if hasattr(module, "__path__") and importlib.util.find_spec(f"{module.__name__}.{key}"):
+            module = importlib.import_module(f"{module.__name__}.{key}")
     for item in vars(module).values():
         if isinstance(item, type) and issubclass(item, kind) and item.__module__ == module.__name__:
             return item

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfsearch.core.knob import Value
-from perfsearch.core.python import OPTIONS
+from perfsearch.core.python import OPTIONS, large_imports
 
 VARIABLE = "PERFSEARCH_SCRIPT"
 """Holds ``LaunchConfig`` as JSON in each rank that ``perfsearch-run`` starts."""
@@ -252,8 +252,22 @@ def _import_ahead() -> dict[str, Any]:
     if "torch" in sys.modules:
         for name in _NEEDED_BY_RANKS:
             importlib.import_module(f"perfsearch.instrument.{name}")
+    if told["by_torchrun"]:
+        _import_torchrun()
     imports.ahead = asked
     return {"left_out": done.left_out, "with_them": sorted(done.with_them)}
+
+
+def _import_torchrun() -> None:
+    with large_imports():
+        for name in ("torch.distributed.launcher.api", "torch.distributed.run"):
+            importlib.import_module(name)
+
+
+def _prepare(arguments: list[str]) -> None:
+    """Import torch's launcher before the fork, where the start is one by that."""
+    if any(word.startswith(_RANKS) for word in arguments[:2]):
+        _import_torchrun()
 
 
 def main(controller_pid: int, controller_started: float, ahead: bool = False) -> int:
@@ -269,10 +283,10 @@ def main(controller_pid: int, controller_started: float, ahead: bool = False) ->
     from perfsearch.workers.forkserver import serve_forks
     from perfsearch.workers.processes import is_alive
 
-    found = _import_ahead() if ahead else {}
-    for name in ("torch.distributed.launcher.api", "torch.distributed.run"):
-        importlib.import_module(name)
+    found: dict[str, Any] = {}
     if ahead:
+        with large_imports():
+            found = _import_ahead()
         from perfsearch.instrument.forked import Ground
 
         _ground.append(Ground.here())
@@ -281,6 +295,7 @@ def main(controller_pid: int, controller_started: float, ahead: bool = False) ->
         controller_pid,
         controller_started,
         lambda request: run_start(Path(request["directory"]), request["arguments"]),
+        lambda request: _prepare(request["arguments"]),
     )
     for _ in range(_LAST_MOMENTS):
         if not is_alive(controller_pid, controller_started):

@@ -214,7 +214,9 @@ def parameters(settings: Settings, runner: Runner) -> dict[str, Any]:
     """What tells searches apart where several are compared, as plain values for the journal."""
     mode = {} if settings.mode == "search" else {"mode": settings.mode}
     strategy = settings.strategy
-    usual = {f.name: f.default for f in fields(strategies.load(strategy.name).Options)}
+    usual: dict[str, Any] = {}
+    if strategy.options:  # a comparison of arms has none, and is no strategy either
+        usual = {f.name: f.default for f in fields(strategies.load(strategy.name).Options)}
     chosen = {k: v for k, v in strategy.options.items() if k not in usual or v != usual[k]}
     return {
         **mode,

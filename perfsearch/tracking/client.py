@@ -23,6 +23,7 @@ from perfsearch.core.files import (
     remove_temporary_directory,
 )
 from perfsearch.core.locks import lock
+from perfsearch.core.python import large_imports
 from perfsearch.tracking import names
 from perfsearch.tracking.location import StoreLocation, is_local, is_odd
 
@@ -37,7 +38,7 @@ def connect(location: StoreLocation) -> Client:
         Exception: whatever the store raises when it cannot be opened.
 
     """
-    with _some_home():
+    with _some_home(), large_imports():
         from mlflow.tracking import MlflowClient
 
     for name in _QUIET:
@@ -51,8 +52,9 @@ def connect(location: StoreLocation) -> Client:
     with _initialising(location) as file:
         if file is not None and not file.exists():
             _make(file)
-        client = MlflowClient(tracking_uri=uri)
-        client.search_experiments(max_results=1)
+        with large_imports():
+            client = MlflowClient(tracking_uri=uri)
+            client.search_experiments(max_results=1)
     return Client(client)
 
 

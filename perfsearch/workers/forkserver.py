@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfsearch.core.files import private, write_text
+from perfsearch.core.python import large_imports
 from perfsearch.workers import processes
 from perfsearch.workers.messages import (
     EXIT_FILE,
@@ -53,6 +55,7 @@ def serve_forks(
         prepare: called before the fork, which then begins with what that left.
 
     """
+    gc.collect()  # once here, and not during some step in every fork
     _become_subreaper()
     directories: dict[int, Path] = {}
     wake_read, wake_write = os.pipe()
@@ -222,8 +225,9 @@ _NEEDED_BY_RANKS = (
 
 
 def _import_what_ranks_need() -> None:
-    for name in _NEEDED_BY_RANKS:
-        importlib.import_module(name)
+    with large_imports():
+        for name in _NEEDED_BY_RANKS:
+            importlib.import_module(name)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,5 +1,7 @@
 """Our own processes, in a directory whose files have the names of standard modules."""
 
+import gc
+import importlib
 import re
 import subprocess
 import sys
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from perfsearch.core.python import module_command
+from perfsearch.core.python import large_imports, module_command
 
 PACKAGE = Path(__file__).parents[2] / "perfsearch"
 SHADOWS = ("random", "json", "types", "torch", "yaml", "hydra", "psutil")
@@ -61,3 +63,27 @@ def test_python_is_started_for_our_modules_in_one_place():
     }  # fmt: skip
     # the last is a command that is shown
     assert found == {"core/python.py", "cli/run.py", "tracking/location.py"}
+
+
+def test_garbage_is_collected_as_before_once_large_libraries_are_imported():
+    before = gc.isenabled(), gc.get_freeze_count()
+    with large_imports():
+        assert not gc.isenabled()
+        with large_imports():
+            pass
+        assert not gc.isenabled()
+        made = [[] for _ in range(100_000)]
+    assert (gc.isenabled(), gc.get_freeze_count()) == before
+    oldest = {id(one) for one in gc.get_objects(generation=2)}
+    assert {id(one) for one in made} <= oldest, "each young one would be looked at again"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_import_that_fails_leaves_the_collector_as_it_was(enabled):
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ModuleNotFoundError), large_imports():
+            importlib.import_module("no_such_library")
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()

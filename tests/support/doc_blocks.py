@@ -2,7 +2,7 @@
 
 Blocks of ``sh`` and ``python`` are run; with ``title="NAME"`` a block of any language is a file
 that the page gives. Commands are those of this environment; searches get the smallest budget by a
-wrapper in ``PATH``, and everything else is as a reader has it.
+wrapper in ``PATH`` or around ``perfsearch.search``, and everything else is as a reader has it.
 """
 
 import os
@@ -17,6 +17,11 @@ SHOWN = {"text", "json", "yaml"}
 """Languages of blocks that are looked at, unless they have a title."""
 
 _SMALL = ("budget.trials=1", "confirm.max_repeats=1")
+_SMALL_IN_PYTHON = """\
+import functools as _functools
+import perfsearch as _perfsearch
+_perfsearch.search = _functools.partial(_perfsearch.search, confirm={"max_repeats": 1})
+"""
 _SUBCOMMANDS = "compare|space|session|try|mcp|join|-*"
 
 
@@ -68,7 +73,7 @@ def run_block(block, directory, environment):
     """Run one block; the output is the assertion's message where it fails."""
     commands = {
         "sh": ["bash", "-euo", "pipefail", "-c", block.text],
-        "python": [sys.executable, "-c", block.text],
+        "python": [sys.executable, "-c", _SMALL_IN_PYTHON + block.text],
     }
     assert block.language in commands, f"line {block.line}: {block.language}: nobody can run that"
     done = subprocess.run(
@@ -81,13 +86,17 @@ def run_block(block, directory, environment):
 
 
 def run_page(text, directory, path, known=()):
-    """Run the blocks of a page in ``directory``, those that are known apart; what each printed."""
+    """Run the blocks of a page in ``directory``; what each printed.
+
+    Those all of whose lines are known have been run.
+    """
     environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    known_lines = {line for text in known for line in text.splitlines()}
     said = []
     for block in blocks_of(text):
         if block.title:
             (directory / block.title).write_text(block.text)
-        elif block.runs and block.text not in known:
+        elif block.runs and not known_lines.issuperset(block.text.splitlines()):
             said.append(run_block(block, directory, environment))
     return said

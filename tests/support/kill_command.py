@@ -6,6 +6,7 @@ Each run is a fork of this process, which has imported everything. Without event
 last of them, the command runs undisturbed. Prints the exit codes.
 """
 
+import importlib
 import os
 import signal
 import sys
@@ -59,6 +60,7 @@ def run(strategy: str, kill: str) -> int:
 
 def main() -> None:
     os.chdir(Path(sys.argv[1]))
+    importlib.import_module(f"perfsearch.strategies.{sys.argv[2]}")
     codes = [run(sys.argv[2], kill) for kill in sys.argv[3:]]
     if 0 not in codes:
         codes.append(run(sys.argv[2], ""))

@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from support import ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
@@ -39,7 +39,7 @@ def loss(model, batch):
 
 
 def launch(directory, world, text):
-    torch.multiprocessing.spawn(run, (str(directory), world, text), nprocs=world)
+    ranks.start(run, (str(directory), world, text), nprocs=world)
     return torch.load(f"{directory}/found.pt")
 
 

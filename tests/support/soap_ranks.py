@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from support import soap_models, soap_odd_models
+from support import ranks, soap_models, soap_odd_models
 from torch.utils._pytree import tree_flatten, tree_map
 
 from perfsearch.soap.capture.capture import capture
@@ -216,24 +216,42 @@ def _recorded(execution, stepper, leaves, device):
     return None, kept
 
 
-def launch_odd(directory, world, names, count):
-    arguments = (str(directory), world, names, count)
-    torch.multiprocessing.spawn(run_odd, arguments, nprocs=world)
+def forked(run, directory, world, names, count):
+    """Have ranks run, forked from a process that has captured the models; what they found.
+
+    Args:
+        run: of a rank: its number, the directory, how many there are, what was captured of each
+            model and what one process gives for it, by name, and ``count``.
+
+    """
+    arguments = (run, str(directory), world, names, count)
+    ranks.start(_capture_and_fork, arguments, nprocs=1)
     return torch.load(f"{directory}/found.pt")
 
 
-def run_odd(rank, directory, world, names, count):
-    """Errors by model; of data parallelism first."""
+def _capture_and_fork(_, run, directory, world, names, count):
     torch.set_num_threads(1)
+    known = {}
+    for name in names:
+        model, loss, _, batches = soap_models.make(name, STEPS)
+        known[name] = capture(model, loss, batches[0]), single(name)
+    torch.multiprocessing.start_processes(
+        run, (directory, world, known, count), nprocs=world, start_method="fork"
+    )
+
+
+def launch_odd(directory, world, names, count):
+    return forked(run_odd, directory, world, names, count)
+
+
+def run_odd(rank, directory, world, known, count):
+    """Errors by model; of data parallelism first."""
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world
     )
     error_of.groups = Communicators(torch.device("cpu"))
     found = {}
-    for name in names:
-        model, loss, _, batches = soap_models.make(name, STEPS)
-        captured = capture(model, loss, batches[0])
-        reference = single(name)
+    for name, (captured, reference) in known.items():
         rng = random.Random(9)
         plans = [data_parallel(captured.graph, range(world))]
         plans += [random_plan(captured.graph, world, rng) for _ in range(count)]
@@ -245,20 +263,16 @@ def run_odd(rank, directory, world, names, count):
 
 
 def launch(directory, world, name, count):
-    torch.multiprocessing.spawn(run, (str(directory), world, name, count), nprocs=world)
-    return torch.load(f"{directory}/found.pt")
+    return forked(run, directory, world, [name], count)
 
 
-def run(rank, directory, world, name, count):
-    torch.set_num_threads(1)
+def run(rank, directory, world, known, count):
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world
     )
     try:
         error_of.groups = Communicators(torch.device("cpu"))
-        model, loss, _, batches = soap_models.make(name, STEPS)
-        captured = capture(model, loss, batches[0])
-        reference = single(name)
+        ((name, (captured, reference)),) = known.items()
         rng = random.Random(3)
         plans = [data_parallel(captured.graph, range(world))]
         plans += [random_plan(captured.graph, world, rng) for _ in range(count)]

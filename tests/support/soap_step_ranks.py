@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-import torch.multiprocessing
+from support import ranks
 from support.soap_ranks import random_plan
 
 from perfsearch.core.hardware import GroupSpec
@@ -22,7 +22,7 @@ SAMPLES_PER_RANK = 4
 
 def launch(directory, world, workload, plans):
     arguments = (str(directory), world, workload, plans)
-    torch.multiprocessing.spawn(run, arguments, nprocs=world)
+    ranks.start(run, arguments, nprocs=world)
     return torch.load(f"{directory}/found.pt")
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-import torch.multiprocessing
+from support import ranks
 from support.soap_ranks import random_plan
 
 from perfsearch.core.hardware import GroupSpec
@@ -22,7 +22,7 @@ SAMPLES = 8
 
 
 def launch(directory, workload):
-    torch.multiprocessing.spawn(run, (str(directory), workload), nprocs=2)
+    ranks.start(run, (str(directory), workload), nprocs=2)
     return torch.load(f"{directory}/found.pt")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.multiprocessing
+from support import ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from perfsearch.core.hardware import GroupSpec
@@ -115,7 +115,7 @@ def launch_forms(directory, world_size, forms, workload="gpt"):
     """The weights that each exported form ends with."""
     directory = tempfile.mkdtemp(dir=directory)
     arguments = (directory, world_size, forms, workload)
-    torch.multiprocessing.spawn(run_form, arguments, nprocs=world_size)
+    ranks.start(run_form, arguments, nprocs=world_size)
     return torch.load(Path(directory) / "rank0.pt")
 
 
@@ -123,5 +123,5 @@ def launch(directory, world_size, configurations, workload="gpt", half=False):
     """Run them in new processes; what each rank found, in a list a rank."""
     directory = tempfile.mkdtemp(dir=directory)  # a store of its own
     arguments = (directory, world_size, workload, half, configurations)
-    torch.multiprocessing.spawn(run, arguments, nprocs=world_size)
+    ranks.start(run, arguments, nprocs=world_size)
     return [torch.load(Path(directory) / f"rank{r}.pt") for r in range(world_size)]
