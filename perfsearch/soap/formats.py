@@ -48,16 +48,18 @@ def dump_plan(graph: Graph, plan: Plan, device_count: int) -> str:
     width = max(map(len, names.values()), default=0) + 1
     lines = [
         "# Of each operator's output: the number of parts along each dimension (shape beside it),",
-        "# and the device of each part in row-major order.",
+        "# and the device of each part in row-major order; sums: so many parts share the sums that",
+        "# their elements are.",
         f"schema: {SCHEMA}",
         f"devices: {device_count}",
         "operators:",
     ]
     for operator in graph.planned:
         chosen = plan[operator.name]
+        sums = f", sums: {chosen.sums}" if chosen.sums > 1 else ""
         lines.append(
             f"  {names[operator.name] + ':':<{width}} {{degrees: {list(chosen.degrees)}, "
-            f"devices: {list(chosen.devices)}}}  # {operator.kind} {list(operator.shape)}"
+            f"devices: {list(chosen.devices)}{sums}}}  # {operator.kind} {list(operator.shape)}"
         )
     return "\n".join(lines) + "\n"
 
@@ -107,7 +109,9 @@ def plan_table(graph: Graph, plan: Plan) -> list[str]:
 def _table_line(operator: Operator, chosen: OperatorConfiguration) -> str:
     dims = ",".join(map(str, chosen.degrees))
     devices = ",".join(map(str, chosen.devices))
-    return f"[{operator.name}] num_dims({len(chosen.degrees)}) dims[{dims}] device_ids[{devices}]"
+    shared = f" sums({chosen.sums})" if chosen.sums > 1 else ""
+    split = f"num_dims({len(chosen.degrees)}) dims[{dims}]{shared}"
+    return f"[{operator.name}] {split} device_ids[{devices}]"
 
 
 def _written(name: str) -> str:
@@ -156,10 +160,13 @@ def _entry(name: str, entry: Any) -> OperatorConfiguration:
         if not isinstance(value, list) or not all(type(v) is int for v in value):
             raise PlanError(f"operator {name}: {key} {value!r}, a list of whole numbers is needed")
         values[key] = tuple(value)
-    extra = sorted(set(map(str, entry)) - set(values))
+    sums = entry.get("sums", 1)
+    if type(sums) is not int or sums < 1:
+        raise PlanError(f"operator {name}: sums {sums!r}, a whole number from 1 on is needed")
+    extra = sorted(set(map(str, entry)) - {*values, "sums"})
     if extra:
-        raise PlanError(f"operator {name}: {extra[0]} is unknown; allowed: degrees, devices")
-    return OperatorConfiguration(**values)
+        raise PlanError(f"operator {name}: {extra[0]} is unknown; allowed: degrees, devices, sums")
+    return OperatorConfiguration(**values, sums=sums)
 
 
 # -----------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from perfsearch.soap.graph import Graph, Operator, Role
-from perfsearch.soap.parts import TABLES, degrees_of
-from perfsearch.soap.plan import OperatorConfiguration, Plan, data_parallel
+from perfsearch.soap.graph import Graph, Operator, Rectangle, Role, intersection, volume
+from perfsearch.soap.parts import TABLES, splits_of
+from perfsearch.soap.plan import OperatorConfiguration, Plan, data_parallel, part_rectangles
+from perfsearch.soap.rules.base import input_rectangle
 
 DATA_PARALLEL = "data parallel"
 OWN_BEST = "each operator's own best"
@@ -39,24 +41,74 @@ def named_plans(
 
 
 def tensor_parallel(graph: Graph, devices: int, roles: frozenset[Role] = frozenset(Role)) -> Plan:
-    """Megatron's pattern as far as the space has it: outputs of layers, and heads, are split.
+    """Megatron's pattern, as far as a model has it, with sequence parallelism between the pairs.
 
-    What has neither goes over positions, as in its sequence parallelism, and else over samples. A
-    layer's inputs are not split, so that there is an all-gather before the second layer of a pair.
+    The first layer of a pair is split by its outputs, as heads are; the second one, whose inputs
+    then are where they are read, shares its sums and leaves positions, or else samples, on each
+    device. What has no weights goes over what moves least of what it reads.
     """
-    return {o.name: _by_preference(o, devices, roles) for o in graph.planned}
+    plan: Plan = {}
+    owned: dict[str, dict[int, Rectangle]] = {}
+    for operator in graph.planned:
+        plan[operator.name] = chosen = _in_pattern(graph, operator, devices, roles, owned)
+        parts = part_rectangles(operator, chosen)
+        owned[operator.name] = dict(zip(chosen.devices, parts, strict=True))
+    return plan
 
 
-def _by_preference(
-    operator: Operator, devices: int, roles: frozenset[Role]
+def _in_pattern(
+    graph: Graph,
+    operator: Operator,
+    devices: int,
+    roles: frozenset[Role],
+    owned: Mapping[str, Mapping[int, Rectangle]],
 ) -> OperatorConfiguration:
-    legal = set(degrees_of(operator, devices, roles))
-    for wanted in (Role.PARAMETER, Role.ATTRIBUTE, Role.SAMPLE):
-        for dim, role in enumerate(operator.roles):
-            degrees = tuple(devices if d == dim else 1 for d in range(len(operator.shape)))
-            if role is wanted and degrees in legal:
-                return OperatorConfiguration(degrees, tuple(range(devices)))
-    return _alone(operator, 0)
+    legal = [
+        (degrees, sums)
+        for degrees, sums in splits_of(operator, devices, roles)
+        if math.prod(degrees) == max(degrees, default=1) == devices
+    ]
+
+    def made(degrees: tuple[int, ...], sums: int) -> OperatorConfiguration:
+        return OperatorConfiguration(degrees, tuple(range(devices)), sums)
+
+    def role(degrees: tuple[int, ...]) -> Role | None:
+        return operator.roles[degrees.index(devices)]
+
+    order = (Role.PARAMETER, Role.ATTRIBUTE, Role.SAMPLE)
+    plain = sorted((d for d, sums in legal if sums == 1), key=lambda d: order.index(role(d)))
+    shared = [d for d, sums in legal if sums == devices and role(d) is not Role.PARAMETER]
+    for degrees in sorted(shared, key=lambda d: order.index(role(d))):
+        chosen = made(degrees, devices)
+        if _moved(graph, operator, chosen, owned) == 0:
+            return chosen
+    if not plain:
+        return _alone(operator, 0)
+    if operator.parameters and role(plain[0]) is Role.PARAMETER:
+        return made(plain[0], 1)
+    return min(
+        (made(degrees, 1) for degrees in plain),
+        key=lambda chosen: _moved(graph, operator, chosen, owned),
+    )
+
+
+def _moved(
+    graph: Graph,
+    operator: Operator,
+    chosen: OperatorConfiguration,
+    owned: Mapping[str, Mapping[int, Rectangle]],
+) -> int:
+    """Elements that devices read of what others have."""
+    moved = 0
+    for device, part in zip(chosen.devices, part_rectangles(operator, chosen), strict=True):
+        for index, name in enumerate(operator.inputs):
+            need = input_rectangle(operator, index, part)
+            if need is None or name in graph.inputs:
+                continue
+            here = owned[name].get(device)
+            common = None if here is None else intersection(need, here)
+            moved += volume(need) - (0 if common is None else volume(common))
+    return moved
 
 
 def tables_by_device(graph: Graph, devices: int) -> Plan:

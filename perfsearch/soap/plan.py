@@ -13,11 +13,14 @@ from perfsearch.soap.graph import (
     Graph,
     Operator,
     Parameter,
-    Range,
     Rectangle,
     Role,
+    Same,
+    Summand,
+    Summed,
     hull,
     intersection,
+    share,
     volume,
 )
 from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles
@@ -31,11 +34,14 @@ class OperatorConfiguration:
         degrees: number of parts along each dimension of the output.
         devices: part ``k``, in row-major order of the degrees, runs on ``devices[k]``; no device
             has two.
+        sums: consecutive parts that share the sums which their elements are (see ``Summand``), as
+            the second layer of Megatron's pairs does; 1: none do.
 
     """
 
     degrees: tuple[int, ...]
     devices: tuple[int, ...]
+    sums: int = 1
 
 
 Plan = dict[str, OperatorConfiguration]
@@ -52,14 +58,39 @@ def part_rectangles(operator: Operator, configuration: OperatorConfiguration) ->
         [share(size, degree, i) for i in range(degree)]
         for size, degree in zip(operator.shape, configuration.degrees, strict=True)
     ]
-    return [tuple(part) for part in itertools.product(*ranges)]
+    parts: list[Rectangle] = [tuple(part) for part in itertools.product(*ranges)]
+    count = configuration.sums
+    if count == 1:
+        return parts
+    dim = next(d for d, degree in enumerate(configuration.degrees) if degree > 1)
+    found: list[Rectangle] = []
+    for number, part in enumerate(parts):
+        first = number - number % count
+        span = (parts[first][dim][0], parts[first + count - 1][dim][1])
+        found.append(Summand(part, dim, span, number % count, count))
+    return found
 
 
-def share(size: int, degree: int, index: int) -> Range:
-    """Range ``index`` of ``size`` indices shared out in ``degree`` parts."""
-    each, rest = divmod(size, degree)
-    start = index * each + min(index, rest)
-    return (start, start + each + (index < rest))
+def sums_of(operator: Operator, degrees: tuple[int, ...]) -> list[int]:
+    """Numbers of parts, above 1, that can share sums at these degrees.
+
+    The operator must be a sum that knows shares, divided in one dimension, into equal parts, and
+    what follows of it in the operator must take that dimension as it is.
+    """
+    divided = [d for d, degree in enumerate(degrees) if degree > 1]
+    if len(divided) != 1 or not operator.stages:
+        return []
+    (dim,) = divided
+    axes = [*operator.stages[0].reads, *(p.axes for p in operator.parameters)]
+    sizes = [axis.size for each in axes for axis in each if isinstance(axis, Summed)]
+    follows = all(
+        dim < len(stage.reads[0]) and stage.reads[0][dim] == Same(dim)
+        for stage in operator.stages[1:]
+    )
+    if not sizes or not follows or operator.shape[dim] % degrees[dim]:
+        return []
+    most = min(degrees[dim], *sizes)
+    return [n for n in range(2, most + 1) if degrees[dim] % n == 0]
 
 
 def data_parallel(graph: Graph, devices: Sequence[int]) -> Plan:
@@ -174,6 +205,10 @@ def _check(operator: Operator, configuration: OperatorConfiguration, device_coun
             raise fail(f"degree {degree} of dimension {dim}: must be from 1 to {max(size, 1)}")
         if degree > 1 and role is None:
             raise fail(f"degree {degree} of dimension {dim}: it cannot be split, so must be 1")
+    legal = sums_of(operator, degrees)
+    if configuration.sums != 1 and configuration.sums not in legal:
+        allowed = " or ".join(map(str, [1, *legal]))
+        raise fail(f"sums {configuration.sums} at degrees {list(degrees)}: must be {allowed}")
     if len(devices) != math.prod(degrees):
         raise fail(f"{math.prod(degrees)} parts, but devices {list(devices)}: one each is needed")
     if len(set(devices)) != len(devices):

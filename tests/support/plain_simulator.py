@@ -52,7 +52,11 @@ class _Step:
                 self.send(self.exchanges(operator.name), True)
             chosen = self.plan[operator.name]
             known = layout_of(
-                operator, chosen.degrees, owned[operator.name], machine.state_per_weight
+                operator,
+                chosen.degrees,
+                owned[operator.name],
+                machine.state_per_weight,
+                sums=chosen.sums,
             )
             for place, device in enumerate(chosen.devices):
                 self.memory[device] += known.resident_bytes[place]
@@ -111,7 +115,16 @@ class _Step:
             lines["device"][device] = begin + round(1e3 * own)
 
     def summing_us(self, operator, parts, place, side):
-        """Of a batch norm, whose parts of the same channels sum two numbers of each."""
+        """Of shared sums; of a batch norm, whose parts of a channel sum two numbers of it."""
+        chosen = self.plan[operator.name]
+        if chosen.sums > 1:
+            first = place - place % chosen.sums
+            size = sum(4 * volume(p) for p in parts[first : first + chosen.sums])
+            members = chosen.devices[first : first + chosen.sums]
+            nodes = {device // self.machine.devices_per_node for device in members}
+            curves = self.machine.across if len(nodes) > 1 else self.machine.within
+            way = "reduce_scatter" if side == "forward" else "all_gather"
+            return machines.at_size(machines.at_members(curves[way], len(members)), size)
         if operator.kind != "batch_norm":
             return 0.0
         chosen, mine = self.plan[operator.name].devices, parts[place][1]

@@ -10,6 +10,7 @@ from perfsearch.soap.graph import (
     Role,
     Same,
     Stage,
+    Summed,
     Whole,
     volume,
 )
@@ -43,10 +44,10 @@ def operator(name, kind, inputs, shape, reads, parameters=(), roles=ROLES):
 def linear(name, before, width, key=None):
     batch, inputs = before.shape
     weight = Parameter(
-        "weight", (width, inputs), "float32", key or f"{name}.weight", (Same(1), Whole(inputs))
+        "weight", (width, inputs), "float32", key or f"{name}.weight", (Same(1), Summed(inputs))
     )
     bias = Parameter("bias", (width,), "float32", f"{name}.bias", (Same(1),))
-    reads = [(Same(0), Whole(inputs))]
+    reads = [(Same(0), Summed(inputs))]
     return operator(name, "linear", [before], (batch, width), reads, [weight, bias])
 
 

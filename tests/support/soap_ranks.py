@@ -16,7 +16,13 @@ from perfsearch.soap.executor import rank_plan
 from perfsearch.soap.executor.exchange import Communicators, PieceExchange
 from perfsearch.soap.executor.execute import Execution, Recording, make_capturable
 from perfsearch.soap.executor.passes import OperatorClock
-from perfsearch.soap.plan import OperatorConfiguration, choices, data_parallel, part_rectangles
+from perfsearch.soap.plan import (
+    OperatorConfiguration,
+    choices,
+    data_parallel,
+    part_rectangles,
+    sums_of,
+)
 
 STEPS = 3
 SEED = 11
@@ -55,8 +61,9 @@ def random_plan(graph, devices, rng):
     for operator in graph.planned:
         degrees = rng.choice(choices(operator, devices))
         parts = len(part_rectangles(operator, OperatorConfiguration(degrees, ())))
+        sums = rng.choice([1, *sums_of(operator, degrees)])
         plan[operator.name] = OperatorConfiguration(
-            degrees, tuple(rng.sample(range(devices), parts))
+            degrees, tuple(rng.sample(range(devices), parts)), sums
         )
     return plan
 

@@ -66,6 +66,7 @@ def run_chains(
     seconds = None if request.seconds is None else part * request.seconds
     options = ChainOptions(
         alpha=ALPHA if request.alpha is None else request.alpha,
+        by_milliseconds=request.acceptance == "milliseconds",
         carry=PROPAGATION if request.propagation is None else request.propagation,
     )
     if request.seconds is not None and request.proposals is None:

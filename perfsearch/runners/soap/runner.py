@@ -351,6 +351,7 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
             name: options.get(name)
             for name in ("alpha", "return_every", "propagation", "chains", "seconds")
         }
+        how["acceptance"] = options.get("acceptance", "percent")
         request = ChainRequest({}, options.get("proposals"), settings.seed, **how)
         searched = run_chains(self.job.chain_simulator, start, self.job.named, request)
         found = searched.found

@@ -22,13 +22,12 @@ from perfsearch.soap.executor.passes import (
     tables_of,
 )
 from perfsearch.soap.executor.rank_plan import plan_rank, tile_of
-from perfsearch.soap.graph import Rectangle
+from perfsearch.soap.graph import Rectangle, share
 from perfsearch.soap.plan import (
     OperatorTime,
     Plan,
     PlanError,
     parameters,
-    share,
     validate_plan,
 )
 from perfsearch.soap.rules.base import sizes

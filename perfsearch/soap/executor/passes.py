@@ -222,6 +222,8 @@ class Passes:
         ]
         trained = [use for use in node.parameters if use.trained]
         leaves = [tensor for _, tensor in wanted] + [self.parameters[u.key] for u in trained]
+        if arrived is None and node.meets and node.place != self._output:
+            arrived = torch.zeros_like(value)  # nobody reads this part; its partners wait for it
         found: Sequence[torch.Tensor | None] = [None] * len(leaves)
         if value.requires_grad and (arrived is not None or node.place == self._output):
             found = torch.autograd.grad(value, leaves, arrived, allow_unused=True)

@@ -20,11 +20,11 @@ from perfsearch.core.files import write_text
 from perfsearch.soap.graph import Graph, Operator, Rectangle, Role
 from perfsearch.soap.parts import (
     class_key,
-    degrees_of,
     gradients,
     layout_of,
     owned_keys,
     shares_statistics,
+    splits_of,
 )
 from perfsearch.soap.rules.base import signature
 
@@ -493,8 +493,8 @@ def shards_of(
             continue
         classes.add(kind)
         wanted = gradients(graph, operator)
-        for degrees in degrees_of(operator, devices, roles):
-            for part in layout_of(operator, degrees, owned[operator.name], 0.0).parts:
+        for degrees, sums in splits_of(operator, devices, roles):
+            for part in layout_of(operator, degrees, owned[operator.name], 0.0, sums=sums).parts:
                 shard = Shard(operator, part, wanted)
                 if shard.key not in seen:
                     seen.add(shard.key)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from perfsearch.soap.graph import Graph, Operator, Rectangle, Role
+from perfsearch.soap.graph import Graph, Operator, Rectangle, Role, Summand
 from perfsearch.soap.parts import (
     Layout,
     class_key,
-    degrees_of,
     device_lists,
     gradients,
     item_bytes,
@@ -21,6 +20,7 @@ from perfsearch.soap.parts import (
     owned_keys,
     reduction_bytes,
     reduction_partners,
+    splits_of,
 )
 from perfsearch.soap.plan import OperatorConfiguration, Plan, PlanError, parameters
 from perfsearch.soap.rules.base import input_rectangle
@@ -161,26 +161,28 @@ class Problem:
             self.class_of.append(found[key])
 
     def _configure(self, roles: frozenset[Role], extra: tuple[Plan, ...]) -> None:
-        asked: list[dict[tuple[int, ...], list[tuple[int, ...]]]] = [{} for _ in self.classes]
+        asked: list[dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]]]
+        asked = [{} for _ in self.classes]
         for index, kind in enumerate(self.classes):
             if kind.only is not None:
                 for chosen in kind.only:
-                    asked[index].setdefault(chosen.degrees, []).append(chosen.devices)
+                    split = (chosen.degrees, chosen.sums)
+                    asked[index].setdefault(split, []).append(chosen.devices)
                 continue
-            for degrees in degrees_of(kind.example, self.machine.devices, roles):
-                asked[index][degrees] = device_lists(degrees, self.machine.devices)
+            for split in splits_of(kind.example, self.machine.devices, roles):
+                asked[index][split] = device_lists(split[0], self.machine.devices)
         for plan in extra:
             for place, operator in enumerate(self.operators):
                 chosen = plan[operator.name]
                 if self.classes[self.class_of[place]].only is not None:
                     continue
-                lists = asked[self.class_of[place]].setdefault(chosen.degrees, [])
+                lists = asked[self.class_of[place]].setdefault((chosen.degrees, chosen.sums), [])
                 if chosen.devices not in lists:
                     lists.append(chosen.devices)
         number = 0
         for kind, of_class in zip(self.classes, asked, strict=True):
             owned = self._owned[kind.example.name]
-            for degrees, lists in of_class.items():
+            for (degrees, sums), lists in of_class.items():
                 kind.layouts.append(
                     layout_of(
                         kind.example,
@@ -188,11 +190,12 @@ class Problem:
                         owned,
                         self.machine.state_per_weight,
                         self.machine.updates_rows,
+                        sums,
                     )
                 )
                 kind.device_lists.append(lists)
                 for devices in lists:
-                    kind.numbers[OperatorConfiguration(degrees, devices)] = number
+                    kind.numbers[OperatorConfiguration(degrees, devices, sums)] = number
                     number += 1
         self._by_number = [c for kind in self.classes for c in kind.numbers]
 
@@ -272,10 +275,17 @@ def partial_reductions_us(
     found = []
     for part, mine in zip(parts, reduction_partners(kind.example, parts), strict=False):
         members = [devices[place] for place in mine]
-        sizes = reduction_bytes(kind.example, part, kind.gradients[0])
-        curve = at_members(_curves(machine, members)["all_reduce"], len(members))
-        alone = len(members) < 2
-        forward, backward = (0.0 if alone or not size else at_size(curve, size) for size in sizes)
+        sizes = reduction_bytes(kind.example, part, bool(kind.gradients and kind.gradients[0]))
+        kinds = ("all_reduce", "all_reduce")
+        if isinstance(part, Summand):
+            kinds = ("reduce_scatter", "all_gather")
+        curves = _curves(machine, members)
+        forward, backward = (
+            at_size(at_members(curves[way], len(members)), size)
+            if size and len(members) > 1
+            else 0.0
+            for way, size in zip(kinds, sizes, strict=True)
+        )
         found.append((forward, backward))
     return found
 
@@ -492,7 +502,10 @@ def _matches(own: Class, other: Class) -> list[int]:
     found = []
     rank = len(other.example.shape)
     for chosen in own.numbers:
-        number = other.numbers.get(chosen, -1) if rank == len(own.example.shape) else -1
+        same_rank = rank == len(own.example.shape)
+        number = other.numbers.get(chosen, -1) if same_rank else -1
+        if number < 0 and same_rank and chosen.sums > 1:
+            number = other.numbers.get(replace(chosen, sums=1), -1)
         if number < 0 and rank and chosen.degrees and all(d == 1 for d in chosen.degrees[1:]):
             degrees = (chosen.degrees[0], *[1] * (rank - 1))
             number = other.numbers.get(OperatorConfiguration(degrees, chosen.devices), -1)

@@ -92,3 +92,21 @@ def test_the_share_that_is_carried_over_reaches_the_chain(job, monkeypatch):
         request = ChainRequest({}, 20, 0, propagation=share, chains=1)
         run_chains(simulator, named["whole"], named, request)
     assert seen == [0.25, 0.0, 0.5]
+
+
+def test_the_papers_acceptance_is_per_millisecond(job):
+    simulator, named = job
+    start = named["whole"]
+    before_ms = 1e3 * simulator.estimate(start).seconds
+
+    def accepted(acceptance, alpha):
+        request = ChainRequest({}, 2000, 0, alpha, 0, 0.0, chains=1, acceptance=acceptance)
+        return run_chains(simulator, start, named, request).found.accepted
+
+    # steps take about as long as the start's: an alpha per percent of it in milliseconds is 100
+    # times as strict as the same number per percent, and one per 1% of the step is about the same
+    strict, loose = accepted("milliseconds", 1e6), accepted("milliseconds", 0.0)
+    assert loose == 2000 > strict == accepted("percent", 1e9)
+    alike = accepted("milliseconds", 100 / before_ms)
+    assert 0.5 < alike / accepted("percent", 1.0) < 2
+    assert strict < alike < loose
