@@ -217,7 +217,15 @@ def flexflow_entries(text: str) -> list[Entry]:
 
 
 def dump_flexflow(graph: Graph, plan: Plan) -> str:
-    """The plan as such a file."""
+    """The plan as such a file.
+
+    Raises:
+        PlanError: parts share sums, which the form cannot say; the operator is named.
+
+    """
+    shared = next((name for name, chosen in plan.items() if chosen.sums > 1), None)
+    if shared is not None:
+        raise PlanError(f"operator {shared}: parts share sums, which FlexFlow's text cannot say")
     lines = [str(len(graph.planned))]
     for operator in graph.planned:
         chosen = plan[operator.name]

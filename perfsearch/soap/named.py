@@ -78,6 +78,8 @@ def _in_pattern(
     order = (Role.PARAMETER, Role.ATTRIBUTE, Role.SAMPLE)
     plain = sorted((d for d, sums in legal if sums == 1), key=lambda d: order.index(role(d)))
     shared = [d for d, sums in legal if sums == devices and role(d) is not Role.PARAMETER]
+    if all(name in graph.inputs for name in operator.inputs):
+        shared = []  # a first layer
     for degrees in sorted(shared, key=lambda d: order.index(role(d))):
         chosen = made(degrees, devices)
         if _moved(graph, operator, chosen, owned) == 0:

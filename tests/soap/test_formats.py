@@ -8,7 +8,7 @@ from support.soap_graphs import cost_of, machine, on, random_graph, random_plan
 from perfsearch.soap import formats
 from perfsearch.soap.graph import Graph, dump_graph, parse_graph
 from perfsearch.soap.parts import gradients
-from perfsearch.soap.plan import OperatorConfiguration, PlanError, data_parallel
+from perfsearch.soap.plan import OperatorConfiguration, PlanError, choices, data_parallel, sums_of
 from perfsearch.soap.simulator.machine import (
     CostError,
     CostTable,
@@ -130,9 +130,25 @@ def test_flexflows_text_is_read_innermost_dimension_first():
 def test_flexflows_text_is_written_as_it_is_read(tmp_path):
     problem = Problem(GRAPH, machine(), cost_of)
     for seed in range(5):
-        plan = random_plan(problem, random.Random(seed))
+        drawn = random_plan(problem, random.Random(seed))
+        plan = {name: replace(chosen, sums=1) for name, chosen in drawn.items()}
         (tmp_path / "plan").write_text(formats.dump_flexflow(GRAPH, plan))
         assert formats.read_plan(tmp_path / "plan", GRAPH, 4) == plan
+
+
+def test_flexflows_text_cannot_say_that_sums_are_shared():
+    name, degrees = next(
+        (o.name, degrees) for o in GRAPH.planned for degrees in choices(o, 2) if sums_of(o, degrees)
+    )
+    plan = {**data_parallel(GRAPH, range(2)), name: OperatorConfiguration(degrees, (0, 1), 2)}
+    with pytest.raises(PlanError, match=f"operator {name}: parts share sums"):
+        formats.dump_flexflow(GRAPH, plan)
+    text = formats.dump_plan(GRAPH, plan, 2)
+    assert formats.parse_plan(text, GRAPH) == plan
+    with pytest.raises(PlanError, match=f"operator {name}.*sums 3 .*must be 1 or 2"):
+        formats.parse_plan(text.replace("sums: 2", "sums: 3"), GRAPH)
+    with pytest.raises(PlanError, match=f"operator {name}: sums 'x', a whole number"):
+        formats.parse_plan(text.replace("sums: 2", "sums: x"), GRAPH)
 
 
 def test_flexflows_text_without_devices_has_the_first_ones_in_order():

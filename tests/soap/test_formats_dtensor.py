@@ -20,6 +20,17 @@ def mixed(graph):
     }
 
 
+def paired(graph):
+    """The same, the second layer with shared sums, as the first one leaves what it reads."""
+    return {**mixed(graph), "5": OperatorConfiguration((2, 1), (0, 1), 2)}
+
+
+def test_shared_sums_are_split_by_what_is_summed(graph):
+    found = module_shardings(graph, paired(graph), 2)
+    assert (found["5"].input, found["5"].output) == (1, 0)
+    assert dict(found["5"].parameters) == {"weight": 1, "bias": None}
+
+
 def test_shardings_follow_the_rules(graph):
     found = module_shardings(graph, mixed(graph), 2)
     assert (found["2"].input, found["2"].output) == (None, 1)
@@ -41,8 +52,9 @@ def test_what_dtensor_would_get_wrong_is_refused(graph, configuration):
 
 
 @pytest.mark.slow
-def test_the_exported_module_trains_the_same(graph, tmp_path):
-    errors, placements, refused = launch(tmp_path, 2, dump_dtensor(graph, mixed(graph), 2))
+@pytest.mark.parametrize("plan", [mixed, paired])
+def test_the_exported_module_trains_the_same(graph, plan, tmp_path):
+    errors, placements, refused = launch(tmp_path, 2, dump_dtensor(graph, plan(graph), 2))
     assert max(errors) < 1e-10
     assert "the model reduces over shards" in refused
     assert placements["2.weight"] == "S(0)" and placements["7.weight"] == "R"

@@ -16,6 +16,7 @@ from perfsearch.soap.executor import rank_plan
 from perfsearch.soap.executor.exchange import Communicators, PieceExchange
 from perfsearch.soap.executor.execute import Execution, Recording, make_capturable
 from perfsearch.soap.executor.passes import OperatorClock
+from perfsearch.soap.named import tensor_parallel
 from perfsearch.soap.plan import (
     OperatorConfiguration,
     choices,
@@ -269,6 +270,7 @@ def run(rank, directory, world, name, count):
         rng = random.Random(3)
         plans = [data_parallel(captured.graph, range(world))]
         plans += [random_plan(captured.graph, world, rng) for _ in range(count)]
+        plans.append(tensor_parallel(captured.graph, world))
         by_rows = name == "tables"
         errors = [error_of(captured, plan, name, reference, by_rows) for plan in plans]
         # with everything timed it is the same again

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from perfsearch.core.knob import Configuration
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Status, Trial
+from perfsearch.runners.soap import space
 from perfsearch.soap import formats
 from perfsearch.soap.graph import Graph, Operator, described
 from perfsearch.soap.picture import picture
@@ -177,7 +178,8 @@ def write_strategy(
     dtensor: str | None,
     directory: Path,
 ) -> list[Path]:
-    """The strategy as YAML and as FlexFlow's text, a picture, a timeline, DTensor's module.
+    """The strategy as YAML and, where that can say it, as FlexFlow's text; a picture, a timeline,
+    DTensor's module.
 
     Args:
         simulator: of the job.
@@ -194,13 +196,14 @@ def write_strategy(
     written = [directory / "strategy.yaml", *([] if export_to is None else [Path(export_to)])]
     for path in written:
         path.write_text(text)
-    flexflow = directory / "flexflow.txt"
-    flexflow.write_text(formats.dump_flexflow(graph, plan))
+    if all(chosen.sums == 1 for chosen in plan.values()):
+        written.append(directory / "flexflow.txt")
+        written[-1].write_text(formats.dump_flexflow(graph, plan))
     drawn = directory / "plan.svg"
     drawn.write_text(picture(graph, plan, devices))
     timeline = directory / "timeline.json"
     write_timeline(simulator, plan, timeline)
-    written += [flexflow, drawn, timeline]
+    written += [drawn, timeline]
     if dtensor is not None:
         (directory / "dtensor_plan.py").write_text(dtensor)
         written.append(directory / "dtensor_plan.py")
@@ -435,7 +438,7 @@ def _cells(row: OperatorCompared) -> list[str]:
         " ".join(map(str, row.trials)),
         row.operator.name,
         row.operator.kind,
-        "x".join(map(str, row.configuration.degrees)),
+        space.plan_to_knob(row.configuration).partition("@")[0],
         " ".join(map(str, row.configuration.devices)),
         *(f"{number:.6g}" for number in times),
         "" if row.error is None else f"{row.error:.4f}",
