@@ -1,9 +1,10 @@
 import random
+import re
 from dataclasses import replace
 
 import pytest
 import yaml
-from support.soap_graphs import cost_of, machine, on, random_graph, random_plan
+from support.soap_graphs import cost_of, machine, on, random_graph, random_plan, uneven_machine
 
 from perfsearch.soap import formats
 from perfsearch.soap.graph import Graph, dump_graph, parse_graph
@@ -259,3 +260,21 @@ def test_no_disturbed_point_of_a_curve_is_continued_below_nothing():
     slow_middle = at_members({2: {10: 5.0, 100: 9.0, 1000: 8.0}}, 2)
     assert at_size(slow_middle, 10**9) == 8.0
     assert at_size({100: 9.0, 1000: 8.0}, 10**9) < 0  # as they were measured
+
+
+def test_a_machine_of_unlike_devices_and_links_is_kept_and_checked(tmp_path):
+    path = tmp_path / "machine.json"
+    uneven = uneven_machine()
+    uneven.write(path)
+    assert Machine.read(path) == uneven
+    assert uneven.level(2, 3) == 2 and uneven.level(0, 1) == 0
+    for change, words in (
+        ({"links": ((0, 1), (1, 0))}, "links: a row of 4 levels"),
+        ({"links": ((3,) * 4,) * 4}, "links.0.0=3: a level from 0 to 2"),
+        ({"links": ((0, 1, 0, 0), *((0,) * 4,) * 3)}, "links.0.1=1: not as links.1.0"),
+        ({"beyond": ({},)}, "beyond.0.exchange: no curve"),
+        ({"speeds": (1.0,)}, "speeds: one for each of 4 devices"),
+        ({"speeds": (1.0, 1.0, 0.0, 1.0)}, "speeds.2=0.0: a number above 0"),
+    ):
+        with pytest.raises(MachineError, match=re.escape(words)):
+            replace(uneven, **change)

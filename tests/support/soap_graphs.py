@@ -1,6 +1,7 @@
 """Random operator graphs, machines and plans."""
 
 import math
+from dataclasses import replace
 
 from perfsearch.soap.graph import (
     Graph,
@@ -109,6 +110,14 @@ def machine(devices=4, per_node=None, **more) -> Machine:
         slow = uniform(devices, latency_us=9, gib_per_s=0.002, memory_gib=1)
         values = {**values, "across": slow.within, "devices_per_node": per_node}
     return Machine(**values)
+
+
+def uneven_machine(**more) -> Machine:
+    """Pairs, one of them slow, three levels of links: within a pair, beside it, and the rest."""
+    slowest = uniform(4, latency_us=40, gib_per_s=0.0017, memory_gib=1)
+    links = ((0, 0, 1, 2), (0, 0, 1, 2), (1, 1, 0, 2), (2, 2, 2, 0))
+    even = machine(per_node=2, **more)
+    return replace(even, beyond=(slowest.within,), links=links, speeds=(1.0, 1.0, 0.5, 2.0))
 
 
 def cost_of(chosen, part, gradients):

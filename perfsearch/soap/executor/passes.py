@@ -405,9 +405,14 @@ class OperatorClock:
         operators: number of them.
         device: that is timed.
 
+    Attributes:
+        last: spans that the last reading counted, in their order: place of the operator, what it
+            is spent on, begin and end in microseconds from the first one's begin.
+
     """
 
     def __init__(self, operators: int, device: torch.device) -> None:
+        self.last: list[tuple[int, Column, float, float]] = []
         self._operators, self._device = operators, device
         self._clock = make_clock(device)
         self._spans: list[tuple[Column, Owners, Any, Any]] = []
@@ -423,8 +428,11 @@ class OperatorClock:
         """Milliseconds since the last reading, (operators, columns); waits for the device."""
         synchronize(self._device)
         found = torch.zeros(self._operators, len(Column), dtype=torch.float64)
+        self.last = []
         for column, owners, begin, end in self._spans:
             spent_ms = 1e3 * self._clock.between(begin, end)
+            since_us = 1e6 * self._clock.between(self._spans[0][2], begin)
+            self.last.append((owners[0][0], column, since_us, since_us + 1e3 * spent_ms))
             for place, part in owners:
                 found[place, column] += part * spent_ms
         self._spans.clear()

@@ -27,7 +27,6 @@ from perfsearch.soap.rules.base import input_rectangle
 from perfsearch.soap.simulator import memory
 from perfsearch.soap.simulator.machine import (
     KINDS,
-    Curve,
     Machine,
     ShardCost,
     at_members,
@@ -217,14 +216,14 @@ def behaviour(machine: Machine, host_is_free: bool) -> dict[int, int]:
 
 
 def curves_of(machine: Machine) -> Reals:
-    """Sizes of the curves' points, then nanoseconds by side, kind, members and size."""
-    times = np.zeros((2, len(KINDS), machine.devices + 1, len(CURVE_BYTES)))
-    for side, curves in enumerate((machine.within, machine.across or machine.within)):
+    """Sizes of the curves' points, then nanoseconds by level, kind, members and size."""
+    times = np.zeros((len(machine.levels), len(KINDS), machine.devices + 1, len(CURVE_BYTES)))
+    for level, curves in enumerate(machine.levels):
         for row, kind in enumerate(KINDS):
             for count in range(1, machine.devices + 1) if kind in curves else ():
                 curve = at_members(curves[kind], count)
                 for column, size in enumerate(CURVE_BYTES):
-                    times[side, row, count, column] = 1e3 * at_size(curve, size)
+                    times[level, row, count, column] = 1e3 * at_size(curve, size)
     return np.concatenate([np.array(CURVE_BYTES, dtype=np.float64), times.ravel()])
 
 
@@ -237,11 +236,6 @@ def bucket_bytes(graph: Graph, machine: Machine) -> int:
     return min(limit, sum(size for size in sizes if size < limit))
 
 
-def _curves(machine: Machine, devices: Sequence[int]) -> Mapping[str, Curve]:
-    nodes = {device // machine.devices_per_node for device in devices}
-    return machine.across if len(nodes) > 1 else machine.within
-
-
 def sync_us(machine: Machine, devices: tuple[int, ...], size: int, bucket: int) -> float:
     """Time of summing a gradient over devices beside computing; small ones share a latency.
 
@@ -252,7 +246,7 @@ def sync_us(machine: Machine, devices: tuple[int, ...], size: int, bucket: int) 
         bucket: by ``bucket_bytes``.
 
     """
-    curve = at_members(_curves(machine, devices)["all_reduce"], len(devices))
+    curve = at_members(machine.curves_among(devices)["all_reduce"], len(devices))
     if size >= bucket:
         return machine.sync_slowdown * at_size(curve, size)
     return machine.sync_slowdown * at_size(curve, bucket) * size / bucket
@@ -279,7 +273,7 @@ def partial_reductions_us(
         kinds = ("all_reduce", "all_reduce")
         if isinstance(part, Summand):
             kinds = ("reduce_scatter", "all_gather")
-        curves = _curves(machine, members)
+        curves = machine.curves_among(members)
         forward, backward = (
             at_size(at_members(curves[way], len(members)), size)
             if size and len(members) > 1
@@ -317,7 +311,8 @@ def tables(problem: Problem, cost_of: CostOf) -> Integers:
     """All of a job's arrays in one."""
     machine, count = problem.machine, len(problem.operators)
     found = {**_classes(problem, cost_of), **_edges(problem)}
-    found[memory.NODE_OF] = np.arange(machine.devices) // machine.devices_per_node
+    devices = range(machine.devices)
+    found[memory.LINK_LEVEL] = _array([machine.level(a, b) for a in devices for b in devices])
     found[memory.CAPACITY] = np.full(machine.devices, capacity_bytes(machine))
     hosts = found[memory.PARTS].reshape(-1, memory.P_WIDTH)
     hosts = hosts[:, [memory.P_FORWARD_HOST, memory.P_BACKWARD_HOST]]
@@ -390,7 +385,7 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
     for kind in problem.classes:
         for layout, lists in zip(kind.layouts, kind.device_lists, strict=True):
             costs = [cost_of(kind.example, part, kind.gradients) for part in layout.parts]
-            rows_of: dict[tuple[tuple[float, float], ...], int] = {}
+            rows_of: dict[Hashable, int] = {}
             at = len(groups.values)
             for group, size in layout.syncs:
                 packing = _nanoseconds(pack_us(machine, size))
@@ -401,9 +396,11 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
                     for group, size in layout.syncs
                 ]
                 waits = tuple(partial_reductions_us(machine, kind, layout.parts, chosen))
-                if waits not in rows_of:  # else as on other devices
-                    rows_of[waits] = parts.add(_part_rows(machine, layout, costs, waits))
-                rows = rows_of[waits]
+                speeds = tuple(machine.speed(device) for device in chosen)
+                if (waits, speeds) not in rows_of:  # else as on other devices
+                    rows = parts.add(_part_rows(machine, layout, costs, waits, speeds))
+                    rows_of[waits, speeds] = rows
+                rows = rows_of[waits, speeds]
                 record = [layouts, len(chosen), devices.add(chosen), rows, len(sums), at]
                 configs.append([*record, times.add(sums), 0])
             layouts += 1
@@ -426,20 +423,22 @@ def _part_rows(
     layout: Layout,
     costs: Sequence[ShardCost],
     waits: Sequence[tuple[float, float]],
+    speeds: Sequence[float],
 ) -> Iterator[int]:
     """Rows of ``PARTS`` for a layout on some devices; ``waits`` by ``partial_reductions_us``."""
     for place, cost in enumerate(costs):
         forward, backward = waits[place] if waits else (0.0, 0.0)
         own_backward = cost.rows_us if layout.by_rows else cost.backward_us
         microseconds = (
-            cost.forward_us + forward + machine.task_us,
-            own_backward + backward + machine.task_us,
+            cost.forward_us / speeds[place] + forward + machine.task_us,
+            own_backward / speeds[place] + backward + machine.task_us,
             cost.forward_host_us + (machine.sync_host_us if forward else 0.0),
             cost.backward_host_us + (machine.sync_host_us if backward else 0.0),
         )
         yield from map(_nanoseconds, microseconds)
         yield layout.resident_bytes[place]
-        yield _nanoseconds(machine.optimizer_us_per_mib * layout.weight_bytes[place] / 2**20)
+        mib = layout.weight_bytes[place] / 2**20
+        yield _nanoseconds(machine.optimizer_us_per_mib * mib / speeds[place])
 
 
 def _edges(problem: Problem) -> dict[int, Integers]:
