@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core.errors import nearest
-from perfsearch.soap.graph import Graph, Operator, Rectangle, Shape
+from perfsearch.soap.graph import Graph, Operator, Rectangle
 from perfsearch.soap.plan import (
     OperatorConfiguration,
     Plan,
@@ -18,7 +18,12 @@ from perfsearch.soap.plan import (
     part_rectangles,
     validate_plan,
 )
-from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles, stage_rectangles
+from perfsearch.soap.rules.base import (
+    input_rectangle,
+    parameter_rectangles,
+    sizes,
+    stage_rectangles,
+)
 
 SCHEMA = 1
 
@@ -370,23 +375,30 @@ def _sharding(operator: Operator, part: Rectangle, device_count: int) -> Shardin
     if need is None or len(operator.inputs) != 1:
         raise NotRegular(f"operator {operator.name}: it does not have one input")
 
-    def divided(rectangle: Rectangle, shape: Shape) -> int | None:
-        dims = [d for d, span in enumerate(rectangle) if span != (0, shape[d])]
-        if any(shape[d] != device_count * (rectangle[d][1] - rectangle[d][0]) for d in dims):
+    def divided(rectangle: Rectangle, whole: Rectangle) -> int | None:
+        dims = [d for d, span in enumerate(rectangle) if span != whole[d]]
+        full, own = sizes(whole), sizes(rectangle)
+        if any(full[d] != device_count * own[d] for d in dims):
             raise NotRegular(f"operator {operator.name}: parts overlap, as those of windows do")
         if len(dims) > 1:
             raise NotRegular(f"operator {operator.name}: more than one dimension is split")
         return dims[0] if dims else None
 
-    output = divided(head, operator.stages[0].shape)
+    # what all of it reads need not be all that there is, as where a window steps over the last rows
+    every = input_rectangle(operator, 0, operator.whole)
+    assert every is not None
+    output = divided(head, tuple((0, size) for size in operator.stages[0].shape))
     blocks = operator.attributes.get("blocks", 0)
     if blocks and output is not None and output > len(head) - blocks:
         raise NotRegular(f"operator {operator.name}: rows of its weight are split in blocks")
     return Sharding(
-        input=divided(need, operator.input_shapes[0]),
+        input=divided(need, every),
         output=output,
         parameters=tuple(
-            (parameter.name, divided(reads[parameter.name], parameter.shape))
+            (
+                parameter.name,
+                divided(reads[parameter.name], tuple((0, size) for size in parameter.shape)),
+            )
             for parameter in operator.parameters
         ),
     )

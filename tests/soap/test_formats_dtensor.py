@@ -1,5 +1,7 @@
 import pytest
-from support.soap_dtensor_ranks import launch, make
+import torch
+from support.soap_dtensor_ranks import launch, loss, make
+from torch import nn
 
 from perfsearch.soap.capture.capture import capture
 from perfsearch.soap.formats import NotRegular, dump_dtensor, module_shardings
@@ -37,6 +39,21 @@ def test_shardings_follow_the_rules(graph):
     assert dict(found["2"].parameters) == {"weight": 0, "bias": 0}
     assert (found["7"].input, found["7"].output) == (0, 0)
     assert dict(found["7"].parameters) == {"weight": None, "bias": None}
+
+
+def test_rows_that_no_window_reads_are_no_split():
+    class Strided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1, stride=2)
+
+        def forward(self, x):
+            return self.second(self.first(x)).flatten(1)
+
+    batch = (torch.randn(4, 3, 6, 6), torch.randn(4, 36))
+    graph = capture(Strided(), loss, batch).graph
+    found = module_shardings(graph, data_parallel(graph, range(2)), 2)
+    assert (found["second"].input, found["second"].output) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def _watched(module: _Whole, leaves: list[torch.Tensor]) -> tuple[Program, dict[
         raise CaptureError(effects.found[0])
     if any(isinstance(tensor, FakeTensor) for tensor in program.constants.values()):
         raise CaptureError(
-            "a tensor that the step computes would be a constant, as by .data; use detach()"
+            "a tensor that the step computes would be a constant, as by .data (use detach()) or by "
+            "autograd.grad within the step (which a graph does not show)"
         )
     return program, effects.moved
 

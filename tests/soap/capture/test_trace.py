@@ -105,6 +105,15 @@ def cast_inside(model, x):
         return torch.tanh(x)
 
 
+def mapped(model, x):
+    return torch.vmap(torch.tanh)(x)
+
+
+def differentiated(model, x):
+    y = torch.tanh(x)
+    return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
 @pytest.mark.parametrize(
     ("middle", "words", "line"),
     [
@@ -121,7 +130,9 @@ def cast_inside(model, x):
         (widened, "writes into a tensor of float16", True),
         (chosen, "whose shape depends on values", True),
         (branching, "depends on a number that is read from a tensor", True),
-        (cast_inside, "wrap_with_autocast", False),
+        (cast_inside, "autocast inside the model would be lost", True),
+        (mapped, "torch.vmap and torch.func", True),
+        (differentiated, "by autograd.grad within the step", False),
         (lambda m, x: x / x.abs().max().item(), "takes a number from item", True),
         (lambda m, x: x * m.enter.weight.data.sum(), "use detach", False),
         (lambda m, x: torch.complex(x, x).abs(), "complex numbers", True),
