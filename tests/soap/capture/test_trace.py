@@ -147,6 +147,22 @@ def test_what_a_graph_would_get_wrong_is_refused(middle, words, line):
     assert [getattr(a, "__func__", a) for a in after] == [getattr(b, "__func__", b) for b in before]
 
 
+def picks(x):
+    return torch.multinomial(x.exp(), 1)
+
+
+def test_the_line_that_is_named_is_the_innermost_one():
+    line = picks.__code__.co_firstlineno + 1
+    with pytest.raises(CaptureError, match=rf"draws random numbers.*test_trace.py:{line}$"):
+        of(lambda model, x: x + picks(x))
+
+
+def test_what_cannot_be_captured_prints_no_graph(capfd):
+    with pytest.raises(CaptureError):
+        of(branching)
+    assert "def forward" not in "".join(capfd.readouterr())
+
+
 def test_a_users_directory_may_be_called_torch(tmp_path, monkeypatch):
     (tmp_path / "torch").mkdir()
     path = tmp_path / "torch" / "some_layers.py"
