@@ -175,28 +175,32 @@ class Summand(tuple[Range, ...]):
 
     Args:
         rectangle: what the part ends with.
-        dim: of the output along which the elements of these parts lie one after another.
-        span: of all of them along ``dim``.
+        dim: of the first stage's output along which the elements of these parts lie one after
+            another.
+        own: of the part along ``dim``.
+        span: of all of them.
         place: which share of the sums is the part's.
         members: number of parts that share.
 
     """
 
     dim: int
+    own: Range
     span: Range
     place: int
     members: int
 
     def __new__(
-        cls, rectangle: Rectangle, dim: int, span: Range, place: int, members: int
+        cls, rectangle: Rectangle, dim: int, own: Range, span: Range, place: int, members: int
     ) -> Summand:
         """Make one."""
         made = super().__new__(cls, rectangle)
-        made.dim, made.span, made.place, made.members = dim, span, place, members
+        made.dim, made.own, made.span = dim, own, span
+        made.place, made.members = place, members
         return made
 
     def of_all(self, rectangle: Rectangle) -> Rectangle:
-        """A rectangle with what all parts have along ``dim`` instead of this one's."""
+        """A rectangle of the first stage with what all parts have instead of this one's."""
         return (*rectangle[: self.dim], self.span, *rectangle[self.dim + 1 :])
 
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
-from perfsearch.soap.graph import Graph, Operator, Rectangle, Role, intersection, volume
+from perfsearch.soap.graph import (
+    Graph,
+    Operator,
+    Rectangle,
+    Role,
+    Summed,
+    intersection,
+    volume,
+)
 from perfsearch.soap.parts import TABLES, splits_of
 from perfsearch.soap.plan import OperatorConfiguration, Plan, data_parallel, part_rectangles
-from perfsearch.soap.rules.base import input_rectangle
+from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles
 
 DATA_PARALLEL = "data parallel"
 OWN_BEST = "each operator's own best"
@@ -41,11 +50,12 @@ def named_plans(
 
 
 def tensor_parallel(graph: Graph, devices: int, roles: frozenset[Role] = frozenset(Role)) -> Plan:
-    """Megatron's pattern, as far as a model has it, with sequence parallelism between the pairs.
+    """Megatron's pattern, as far as a model has it.
 
-    The first layer of a pair is split by its outputs, as heads are; the second one, whose inputs
-    then are where they are read, shares its sums and leaves positions, or else samples, on each
-    device. What has no weights goes over what moves least of what it reads.
+    The first layer of a pair is split by its outputs, heads where it has them; the second one,
+    whose inputs then are where they are read, shares its sums and leaves samples, or else
+    positions, on each device. What follows stays as it is found, or goes over samples: the traffic
+    is that of Megatron's sequence parallelism.
     """
     plan: Plan = {}
     owned: dict[str, dict[int, Rectangle]] = {}
@@ -63,35 +73,57 @@ def _in_pattern(
     roles: frozenset[Role],
     owned: Mapping[str, Mapping[int, Rectangle]],
 ) -> OperatorConfiguration:
-    legal = [
-        (degrees, sums)
+    everyone = tuple(range(devices))
+    splits = [
+        OperatorConfiguration(degrees, everyone, sums)
         for degrees, sums in splits_of(operator, devices, roles)
         if math.prod(degrees) == max(degrees, default=1) == devices
     ]
 
-    def made(degrees: tuple[int, ...], sums: int) -> OperatorConfiguration:
-        return OperatorConfiguration(degrees, tuple(range(devices)), sums)
+    def dim(chosen: OperatorConfiguration) -> int:
+        return chosen.degrees.index(devices)
 
-    def role(degrees: tuple[int, ...]) -> Role | None:
-        return operator.roles[degrees.index(devices)]
+    def by_role(*order: Role) -> list[OperatorConfiguration]:
+        found = [c for c in splits if c.sums == 1 and operator.roles[dim(c)] in order]
+        return sorted(found, key=lambda c: order.index(operator.roles[dim(c)] or order[0]))
 
-    order = (Role.PARAMETER, Role.ATTRIBUTE, Role.SAMPLE)
-    plain = sorted((d for d, sums in legal if sums == 1), key=lambda d: order.index(role(d)))
-    shared = [d for d, sums in legal if sums == devices and role(d) is not Role.PARAMETER]
-    if all(name in graph.inputs for name in operator.inputs):
-        shared = []  # a first layer
-    for degrees in sorted(shared, key=lambda d: order.index(role(d))):
-        chosen = made(degrees, devices)
-        if _moved(graph, operator, chosen, owned) == 0:
-            return chosen
-    if not plain:
-        return _alone(operator, 0)
-    if operator.parameters and role(plain[0]) is Role.PARAMETER:
-        return made(plain[0], 1)
-    return min(
-        (made(degrees, 1) for degrees in plain),
-        key=lambda chosen: _moved(graph, operator, chosen, owned),
-    )
+    def stays(chosen: OperatorConfiguration) -> bool:
+        return _moved(graph, operator, chosen, owned) == 0
+
+    first = all(name in graph.inputs for name in operator.inputs)
+    samples_first = (Role.SAMPLE, Role.ATTRIBUTE, Role.PARAMETER)
+    if _is_layer(operator):
+        second = [c for c in splits if c.sums == devices and not _by_outputs(operator, c)]
+        if not first:
+            second.sort(key=lambda c: samples_first.index(operator.roles[dim(c)] or Role.PARAMETER))
+            kept = next(filter(stays, second), None)
+            if kept is not None:
+                return kept
+        heads = len(operator.shape) - 2 if operator.attributes.get("blocks", 0) > 1 else -1
+        columns = [c for c in splits if c.sums == 1 and _by_outputs(operator, c)]
+        if columns:
+            return min(
+                columns,
+                key=lambda c: (operator.shape[dim(c)] % devices > 0, dim(c) != heads, dim(c)),
+            )
+    others = by_role(*samples_first)
+    kept = None if first else next(filter(stays, others), None)
+    return kept or (others[0] if others else _alone(operator, 0))
+
+
+def _is_layer(operator: Operator) -> bool:
+    """Whether it is a table, a convolution, or a product with weights."""
+    if not operator.parameters:
+        return False
+    summed = any(isinstance(axis, Summed) for p in operator.parameters for axis in p.axes)
+    return summed or operator.kind == "convolution" or operator.kind in TABLES
+
+
+def _by_outputs(operator: Operator, chosen: OperatorConfiguration) -> bool:
+    """Whether a split of the output is one of the weights' outputs."""
+    part = part_rectangles(operator, replace(chosen, sums=1))[0]
+    found = parameter_rectangles(operator, part)
+    return any(volume(found[p.name]) < math.prod(p.shape) for p in operator.parameters)
 
 
 def _moved(

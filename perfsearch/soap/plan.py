@@ -13,9 +13,9 @@ from perfsearch.soap.graph import (
     Graph,
     Operator,
     Parameter,
+    Range,
     Rectangle,
     Role,
-    Same,
     Summand,
     Summed,
     hull,
@@ -23,7 +23,11 @@ from perfsearch.soap.graph import (
     share,
     volume,
 )
-from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles
+from perfsearch.soap.rules.base import (
+    input_rectangle,
+    parameter_rectangles,
+    stage_rectangles,
+)
 
 
 @dataclass(frozen=True)
@@ -62,35 +66,55 @@ def part_rectangles(operator: Operator, configuration: OperatorConfiguration) ->
     count = configuration.sums
     if count == 1:
         return parts
-    dim = next(d for d, degree in enumerate(configuration.degrees) if degree > 1)
+    dim, spans = _side_by_side(operator, parts)
     found: list[Rectangle] = []
     for number, part in enumerate(parts):
         first = number - number % count
-        span = (parts[first][dim][0], parts[first + count - 1][dim][1])
-        found.append(Summand(part, dim, span, number % count, count))
+        span = (spans[first][0], spans[first + count - 1][1])
+        found.append(Summand(part, dim, spans[number], span, number % count, count))
     return found
+
+
+def _side_by_side(operator: Operator, parts: Sequence[Rectangle]) -> tuple[int, list[Range]]:
+    """The dimension of the first stage along which parts of one size lie one after another.
+
+    And their ranges there.
+
+    Raises:
+        PlanError: they do not.
+
+    """
+    firsts = [stage_rectangles(operator, part)[0] for part in parts]
+    varying = [d for d, ranges in enumerate(zip(*firsts, strict=True)) if len(set(ranges)) > 1]
+    if len(varying) == 1:
+        spans = [first[varying[0]] for first in firsts]
+        each = spans[0][1] - spans[0][0]
+        if spans == [
+            (spans[0][0] + i * each, spans[0][0] + (i + 1) * each) for i in range(len(spans))
+        ]:
+            return varying[0], spans
+    raise PlanError(f"operator {operator.name}: its parts do not lie side by side")
 
 
 def sums_of(operator: Operator, degrees: tuple[int, ...]) -> list[int]:
     """Numbers of parts, above 1, that can share sums at these degrees.
 
-    The operator must be a sum that knows shares, divided in one dimension, into equal parts, and
-    what follows of it in the operator must take that dimension as it is.
+    The operator must be a sum that knows shares, and its parts of one size, one after another
+    along one dimension of what is summed.
     """
-    divided = [d for d, degree in enumerate(degrees) if degree > 1]
-    if len(divided) != 1 or not operator.stages:
+    count = math.prod(degrees)
+    if count < 2 or max(degrees) < count or not operator.stages:
         return []
-    (dim,) = divided
     axes = [*operator.stages[0].reads, *(p.axes for p in operator.parameters)]
     sizes = [axis.size for each in axes for axis in each if isinstance(axis, Summed)]
-    follows = all(
-        dim < len(stage.reads[0]) and stage.reads[0][dim] == Same(dim)
-        for stage in operator.stages[1:]
-    )
-    if not sizes or not follows or operator.shape[dim] % degrees[dim]:
+    if not sizes:
         return []
-    most = min(degrees[dim], *sizes)
-    return [n for n in range(2, most + 1) if degrees[dim] % n == 0]
+    try:
+        configuration = OperatorConfiguration(degrees, tuple(range(count)))
+        _side_by_side(operator, part_rectangles(operator, configuration))
+    except PlanError:
+        return []
+    return [n for n in range(2, min(count, *sizes) + 1) if count % n == 0]
 
 
 def data_parallel(graph: Graph, devices: Sequence[int]) -> Plan:

@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
 from support.soap_graphs import batch_input, cat, cost_of, linear, machine, on, table
+from support.soap_public import make_public
 
+from perfsearch.soap.capture.capture import capture
 from perfsearch.soap.graph import Graph, Role
 from perfsearch.soap.named import named_plans, within
 from perfsearch.soap.plan import (
@@ -69,6 +72,21 @@ def test_megatrons_pair_moves_nothing_between_its_layers():
     assert simulator.by_operator(plan)["second"].forward_ms > (
         simulator.by_operator(apart)["second"].forward_ms
     )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_pairs_of_public_models_move_nothing_between_their_layers(name):
+    graph = capture(*make_public(name)).graph
+    plan = named_plans(graph, 2)["tensor parallel"]
+    validate_plan(graph, plan, 2)
+    second = [n for n, chosen in plan.items() if chosen.sums == 2]
+    assert second == {"gpt2": ["blocks.0.c_out.addmm_3", "blocks.1.c_out.addmm_7"]}.get(
+        name, ["feed.2"]
+    )
+    placed = placements(graph, plan, 2)
+    for each in redistributions(graph, placed):
+        if set(second) & {consumer for consumer, _ in each.consumers}:
+            assert pattern(each) is Pattern.LOCAL
 
 
 def test_layers_by_device_go_on_in_the_programs_order_with_like_work():

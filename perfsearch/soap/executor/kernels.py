@@ -33,7 +33,7 @@ ShareSums = Callable[[torch.Tensor, Summand], torch.Tensor]
 
 def own_elements(partial: torch.Tensor, part: Summand) -> torch.Tensor:
     """Those of the part, without what others would add."""
-    low, high = part[part.dim]
+    low, high = part.own
     return partial.narrow(part.dim, low - part.span[0], high - low)
 
 

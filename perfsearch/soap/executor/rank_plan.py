@@ -424,10 +424,10 @@ def part_context(
 
     parts = part_rectangles(operator, plan[operator.name])
     held = dict(zip(plan[operator.name].devices, parts, strict=True))
-    order = [held[member] for member in shared]
+    order = [part.own for m in shared if isinstance(part := held[m], Summand)]
 
     def share_sums(partial: torch.Tensor, part: Summand) -> torch.Tensor:
-        exchange = _SumExchange(part, [p[part.dim] for p in order], shared, groups)
+        exchange = _SumExchange(part, order, shared, groups)
         shared_sums: torch.Tensor = _SharedSums.apply(partial, exchange)
         return shared_sums
 
