@@ -86,7 +86,11 @@ def plans_of(runner: Soap, drawn: int) -> dict[str, Plan]:
     for number in range(drawn if runner.devices > 1 else 0):
         changes = DRIFTS[number % len(DRIFTS)]
         found[f"drawn {number}"] = runner.simulator.drift(start, changes, seed=number)
-    return {name: p for name, p in found.items() if runner.simulator.estimate(p).fits}
+    distinct: dict[str, Plan] = {}
+    for name, plan in found.items():
+        if plan not in distinct.values() and runner.simulator.estimate(plan).fits:
+            distinct[name] = plan
+    return distinct
 
 
 def tau(pairs: list[tuple[float, float]]) -> float:
@@ -95,7 +99,7 @@ def tau(pairs: list[tuple[float, float]]) -> float:
         ((a > c) - (a < c)) * ((b > d) - (b < d))
         for (a, b), (c, d) in itertools.combinations(pairs, 2)
     ]
-    return sum(signs) / len(signs) if signs else float("nan")
+    return sum(signs) / len(signs)
 
 
 def compare(model: str, ranks: int, device: str, drawn: int) -> None:
@@ -137,7 +141,7 @@ def compare(model: str, ranks: int, device: str, drawn: int) -> None:
     if errors:
         print(
             f"\n{model}: {len(errors)} plans, median error {statistics.median(errors):.1%}, worst "
-            f"{max(errors):.1%}, Kendall's tau {tau(pairs):.2f}\n",
+            f"{max(errors):.1%}" + (f", Kendall's tau {tau(pairs):.2f}" if len(pairs) > 1 else ""),
             flush=True,
         )
 
