@@ -142,6 +142,7 @@ def compare(model: str, ranks: int, device: str, drawn: int) -> None:
         print(
             f"\n{model}: {len(errors)} plans, median error {statistics.median(errors):.1%}, worst "
             f"{max(errors):.1%}" + (f", Kendall's tau {tau(pairs):.2f}" if len(pairs) > 1 else ""),
+            end="\n\n",
             flush=True,
         )
 
