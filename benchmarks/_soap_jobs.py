@@ -135,3 +135,49 @@ def convolutions() -> Job:
         torch.rand(4096, 16, generator=generator),
     )
     return Job(Convolutions(), data, mse, sgd, collate=collate)
+
+
+class Vit(nn.Module):
+    """A small vision transformer, with a class token: each layer a pair of Megatron's kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width, depth = (128, 2) if SMALL else (768, 6)
+        self.patches = nn.Conv2d(3, width, 8, stride=8)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map (batch, 3, height, width) to (batch, 16)."""
+        value = self.patches(images).flatten(2).transpose(1, 2)
+        value = torch.cat([self.token.expand(len(value), -1, -1), value], 1)
+        for block in self.blocks:
+            value = block(value)
+        return self.head(value[:, 0])
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.heads, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Of (batch, positions, width)."""
+        batch, count, width = value.shape
+        heads = self.heads(self.first(value)).view(batch, count, 3, -1, 64 if width > 128 else 32)
+        query, key, values = (part.transpose(1, 2) for part in heads.unbind(2))
+        mixed = functional.scaled_dot_product_attention(query, key, values)
+        value = value + self.join(mixed.transpose(1, 2).reshape(batch, count, width))
+        return value + self.narrow(functional.gelu(self.wide(self.second(value))))
+
+
+def vit() -> Job:
+    """Images of 64 x 64, in 64 patches."""
+    generator = torch.Generator().manual_seed(1)
+    data = Drawn(
+        torch.randn(1024, 3, 64, 64, generator=generator), torch.rand(1024, 16, generator=generator)
+    )
+    return Job(Vit(), data, mse, sgd, collate=collate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from perfsearch.core.knob import Configuration, Value
 
@@ -11,6 +12,10 @@ PROPAGATION = 0.25
 """Share of a Markov chain's proposals that carry a value over to a neighbour, where nobody asks for
 another; ``benchmarks/propagation.py`` found none better.
 """
+
+
+Acceptance = Literal["percent", "milliseconds"]
+"""What a Markov chain's refusal of worse states is per."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +86,15 @@ class ChainRequest:
         proposals: to simulate, all chains together; ``None``: as many as the runner holds to be
             enough.
         seed: of the draws.
-        alpha: how strictly worse states are refused, per percent of the current one's cost;
-            ``None``: as the runner finds best.
+        alpha: how strictly worse states are refused, in the unit of ``acceptance``; ``None``: as
+            the runner finds best.
         return_every: proposals after which it goes back to the best; 0 never, ``None`` as above.
         propagation: share of proposals that carry a configuration over to neighbours; ``None`` as
             above.
         chains: the first begins with ``start``, others elsewhere; ``None`` as above.
         seconds: that they may take together; ``None``: no limit.
+        acceptance: whether ``alpha`` is per ``percent`` of the current state's cost, or per
+            ``milliseconds``.
 
     """
 
@@ -99,6 +106,7 @@ class ChainRequest:
     propagation: float | None = None
     chains: int | None = None
     seconds: float | None = None
+    acceptance: Acceptance = "percent"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core.errors import nearest
-from perfsearch.soap.graph import Graph, Operator, Rectangle, Shape
+from perfsearch.soap.graph import Graph, Operator, Rectangle
 from perfsearch.soap.plan import (
     OperatorConfiguration,
     Plan,
@@ -18,7 +18,12 @@ from perfsearch.soap.plan import (
     part_rectangles,
     validate_plan,
 )
-from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles, stage_rectangles
+from perfsearch.soap.rules.base import (
+    input_rectangle,
+    parameter_rectangles,
+    sizes,
+    stage_rectangles,
+)
 
 SCHEMA = 1
 
@@ -48,16 +53,18 @@ def dump_plan(graph: Graph, plan: Plan, device_count: int) -> str:
     width = max(map(len, names.values()), default=0) + 1
     lines = [
         "# Of each operator's output: the number of parts along each dimension (shape beside it),",
-        "# and the device of each part in row-major order.",
+        "# and the device of each part in row-major order; sums: so many parts share the sums that",
+        "# their elements are.",
         f"schema: {SCHEMA}",
         f"devices: {device_count}",
         "operators:",
     ]
     for operator in graph.planned:
         chosen = plan[operator.name]
+        sums = f", sums: {chosen.sums}" if chosen.sums > 1 else ""
         lines.append(
             f"  {names[operator.name] + ':':<{width}} {{degrees: {list(chosen.degrees)}, "
-            f"devices: {list(chosen.devices)}}}  # {operator.kind} {list(operator.shape)}"
+            f"devices: {list(chosen.devices)}{sums}}}  # {operator.kind} {list(operator.shape)}"
         )
     return "\n".join(lines) + "\n"
 
@@ -107,7 +114,9 @@ def plan_table(graph: Graph, plan: Plan) -> list[str]:
 def _table_line(operator: Operator, chosen: OperatorConfiguration) -> str:
     dims = ",".join(map(str, chosen.degrees))
     devices = ",".join(map(str, chosen.devices))
-    return f"[{operator.name}] num_dims({len(chosen.degrees)}) dims[{dims}] device_ids[{devices}]"
+    shared = f" sums({chosen.sums})" if chosen.sums > 1 else ""
+    split = f"num_dims({len(chosen.degrees)}) dims[{dims}]{shared}"
+    return f"[{operator.name}] {split} device_ids[{devices}]"
 
 
 def _written(name: str) -> str:
@@ -156,10 +165,13 @@ def _entry(name: str, entry: Any) -> OperatorConfiguration:
         if not isinstance(value, list) or not all(type(v) is int for v in value):
             raise PlanError(f"operator {name}: {key} {value!r}, a list of whole numbers is needed")
         values[key] = tuple(value)
-    extra = sorted(set(map(str, entry)) - set(values))
+    sums = entry.get("sums", 1)
+    if type(sums) is not int or sums < 1:
+        raise PlanError(f"operator {name}: sums {sums!r}, a whole number from 1 on is needed")
+    extra = sorted(set(map(str, entry)) - {*values, "sums"})
     if extra:
-        raise PlanError(f"operator {name}: {extra[0]} is unknown; allowed: degrees, devices")
-    return OperatorConfiguration(**values)
+        raise PlanError(f"operator {name}: {extra[0]} is unknown; allowed: degrees, devices, sums")
+    return OperatorConfiguration(**values, sums=sums)
 
 
 # -----------------------------------------------------------------------------
@@ -210,7 +222,15 @@ def flexflow_entries(text: str) -> list[Entry]:
 
 
 def dump_flexflow(graph: Graph, plan: Plan) -> str:
-    """The plan as such a file."""
+    """The plan as such a file.
+
+    Raises:
+        PlanError: parts share sums, which the form cannot say; the operator is named.
+
+    """
+    shared = next((name for name, chosen in plan.items() if chosen.sums > 1), None)
+    if shared is not None:
+        raise PlanError(f"operator {shared}: parts share sums, which FlexFlow's text cannot say")
     lines = [str(len(graph.planned))]
     for operator in graph.planned:
         chosen = plan[operator.name]
@@ -355,23 +375,30 @@ def _sharding(operator: Operator, part: Rectangle, device_count: int) -> Shardin
     if need is None or len(operator.inputs) != 1:
         raise NotRegular(f"operator {operator.name}: it does not have one input")
 
-    def divided(rectangle: Rectangle, shape: Shape) -> int | None:
-        dims = [d for d, span in enumerate(rectangle) if span != (0, shape[d])]
-        if any(shape[d] != device_count * (rectangle[d][1] - rectangle[d][0]) for d in dims):
+    def divided(rectangle: Rectangle, whole: Rectangle) -> int | None:
+        dims = [d for d, span in enumerate(rectangle) if span != whole[d]]
+        full, own = sizes(whole), sizes(rectangle)
+        if any(full[d] != device_count * own[d] for d in dims):
             raise NotRegular(f"operator {operator.name}: parts overlap, as those of windows do")
         if len(dims) > 1:
             raise NotRegular(f"operator {operator.name}: more than one dimension is split")
         return dims[0] if dims else None
 
-    output = divided(head, operator.stages[0].shape)
+    # what all of it reads need not be all that there is, as where a window steps over the last rows
+    every = input_rectangle(operator, 0, operator.whole)
+    assert every is not None
+    output = divided(head, tuple((0, size) for size in operator.stages[0].shape))
     blocks = operator.attributes.get("blocks", 0)
     if blocks and output is not None and output > len(head) - blocks:
         raise NotRegular(f"operator {operator.name}: rows of its weight are split in blocks")
     return Sharding(
-        input=divided(need, operator.input_shapes[0]),
+        input=divided(need, every),
         output=output,
         parameters=tuple(
-            (parameter.name, divided(reads[parameter.name], parameter.shape))
+            (
+                parameter.name,
+                divided(reads[parameter.name], tuple((0, size) for size in parameter.shape)),
+            )
             for parameter in operator.parameters
         ),
     )

@@ -167,6 +167,61 @@ Rectangle = tuple[Range, ...]
 Shape = tuple[int, ...]
 
 
+class Summand(tuple[Range, ...]):
+    """A part's rectangle where several parts share the sums that its elements are.
+
+    Each of them sums its share for the elements of all; what they get is added up and dealt out,
+    so that each ends with its own rectangle.
+
+    Args:
+        rectangle: what the part ends with.
+        dim: of the first stage's output along which the elements of these parts lie one after
+            another.
+        own: of the part along ``dim``.
+        span: of all of them.
+        place: which share of the sums is the part's.
+        members: number of parts that share.
+
+    """
+
+    dim: int
+    own: Range
+    span: Range
+    place: int
+    members: int
+
+    def __new__(
+        cls, rectangle: Rectangle, dim: int, own: Range, span: Range, place: int, members: int
+    ) -> Summand:
+        """Make one."""
+        made = super().__new__(cls, rectangle)
+        made.dim, made.own, made.span = dim, own, span
+        made.place, made.members = place, members
+        return made
+
+    def of_all(self, rectangle: Rectangle) -> Rectangle:
+        """A rectangle of the first stage with what all parts have instead of this one's."""
+        return (*rectangle[: self.dim], self.span, *rectangle[self.dim + 1 :])
+
+
+def share(size: int, degree: int, index: int) -> Range:
+    """Range ``index`` of ``size`` indices shared out in ``degree`` parts."""
+    each, rest = divmod(size, degree)
+    start = index * each + min(index, rest)
+    return (start, start + each + (index < rest))
+
+
+@dataclass(frozen=True)
+class Summed:
+    """All of it, since it is summed over; parts that share the sums read a share each."""
+
+    size: int
+
+    def reads(self, rectangle: Rectangle) -> Range:
+        """The range of this dimension that the rectangle of the output needs."""
+        return (0, self.size)
+
+
 @dataclass(frozen=True)
 class Whole:
     """All of it, whatever part of the output is computed."""
@@ -290,7 +345,7 @@ class Folded:
         return (low // self.block, -(-high // self.block))
 
 
-Axis = Whole | Same | Window | Strided | Joined | Fixed | Block | Unfolded | Folded
+Axis = Whole | Summed | Same | Window | Strided | Joined | Fixed | Block | Unfolded | Folded
 """One dimension of an input, as a function of the output's rectangle."""
 
 

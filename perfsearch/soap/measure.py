@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -254,20 +254,20 @@ def measure_part(shard: Shard, dtypes: dict[str, str], device: torch.device) -> 
         for index, name in enumerate(operator.inputs)
     ]
     leaves = [t for t in (*inputs, *parameters.values()) if t is not None and t.requires_grad]
-    forward_us, forward_host_us = timed(lambda: function(inputs, parameters), device)
+    forward_us, forward_host_us, spread = timed(lambda: function(inputs, parameters), device)
     value = function(inputs, parameters)
     if not leaves or not value.requires_grad:
-        return ShardCost(forward_us, 0.0, forward_host_us, 0.0)
+        return ShardCost(forward_us, 0.0, forward_host_us, 0.0, spread=spread)
     above = torch.ones_like(value)
 
     def backward() -> None:
         torch.autograd.grad(value, leaves, above, retain_graph=True, allow_unused=True)
 
-    backward_us, backward_host_us = timed(backward, device)
+    backward_us, backward_host_us, _ = timed(backward, device)
     rows_us = 0.0
     if operator.kind in TABLES and inputs[0] is not None:
         rows_us = _rows(inputs[0], parameters["weight"], device)
-    return ShardCost(forward_us, backward_us, forward_host_us, backward_host_us, rows_us)
+    return ShardCost(forward_us, backward_us, forward_host_us, backward_host_us, rows_us, spread)
 
 
 def _rows(indices: torch.Tensor, weight: torch.Tensor, device: torch.device) -> float:
@@ -277,13 +277,28 @@ def _rows(indices: torch.Tensor, weight: torch.Tensor, device: torch.device) -> 
     return timed(lambda: table.index_add_(0, flat, rows, alpha=-1.0), device)[0]
 
 
-def timed(function: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Microseconds of a call on the device, and on the host; on a CPU they are one.
+class Timed(NamedTuple):
+    """Repeated measurements of a call.
+
+    Attributes:
+        device_us: on the device, the median.
+        host_us: on the host, the median; 0 on a CPU, where the two are one.
+        spread: of the readings on the device, between their quartiles, over the median.
+
+    """
+
+    device_us: float
+    host_us: float
+    spread: float
+
+
+def timed(function: Callable[[], object], device: torch.device) -> Timed:
+    """Time a call.
 
     A GPU is kept busy first, so that the host's launches do not show in its time.
     """
     if device.type != "cuda":
-        return _timed_on_cpu(function), 0.0
+        return _timed_on_cpu(function)
     for _ in range(3):
         function()
     torch.cuda.synchronize(device)
@@ -299,11 +314,11 @@ def timed(function: Callable[[], object], device: torch.device) -> tuple[float, 
         end.record()
         torch.cuda.synchronize(device)
         readings.append((begin.elapsed_time(end) * 1e3 / _REPEATS, host_s * 1e6 / _REPEATS))
-    device_us = statistics.median(r[0] for r in readings)
-    return device_us, statistics.median(r[1] for r in readings)
+    device_us, spread = _median_and_spread([r[0] for r in readings])
+    return Timed(device_us, statistics.median(r[1] for r in readings), spread)
 
 
-def _timed_on_cpu(function: Callable[[], object]) -> float:
+def _timed_on_cpu(function: Callable[[], object]) -> Timed:
     function()
     readings: list[float] = []
     while len(readings) < _PART_CPU_REPEATS[0] or (
@@ -312,7 +327,14 @@ def _timed_on_cpu(function: Callable[[], object]) -> float:
         since = time.perf_counter()
         function()
         readings.append(time.perf_counter() - since)
-    return statistics.median(readings) * 1e6
+    median_s, spread = _median_and_spread(readings)
+    return Timed(median_s * 1e6, 0.0, spread)
+
+
+def _median_and_spread(readings: list[float]) -> tuple[float, float]:
+    """The median, and the range between the quartiles as a share of it."""
+    low, median, high = statistics.quantiles(readings, n=4, method="inclusive")
+    return median, (high - low) / median if median > 0 else 0.0
 
 
 def _input(

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
-from perfsearch.soap.graph import Graph, Operator, Role
-from perfsearch.soap.parts import TABLES, degrees_of
-from perfsearch.soap.plan import OperatorConfiguration, Plan, data_parallel
+from perfsearch.soap.graph import (
+    Graph,
+    Operator,
+    Rectangle,
+    Role,
+    Summed,
+    intersection,
+    volume,
+)
+from perfsearch.soap.parts import TABLES, splits_of
+from perfsearch.soap.plan import OperatorConfiguration, Plan, data_parallel, part_rectangles
+from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles
 
 DATA_PARALLEL = "data parallel"
 OWN_BEST = "each operator's own best"
@@ -39,24 +50,99 @@ def named_plans(
 
 
 def tensor_parallel(graph: Graph, devices: int, roles: frozenset[Role] = frozenset(Role)) -> Plan:
-    """Megatron's pattern as far as the space has it: outputs of layers, and heads, are split.
+    """Megatron's pattern, as far as a model has it.
 
-    What has neither goes over positions, as in its sequence parallelism, and else over samples. A
-    layer's inputs are not split, so that there is an all-gather before the second layer of a pair.
+    The first layer of a pair is split by its outputs, heads where it has them; the second one,
+    whose inputs then are where they are read, shares its sums and leaves samples, or else
+    positions, on each device. What follows stays as it is found, or goes over samples: the traffic
+    is that of Megatron's sequence parallelism.
     """
-    return {o.name: _by_preference(o, devices, roles) for o in graph.planned}
+    plan: Plan = {}
+    owned: dict[str, dict[int, Rectangle]] = {}
+    for operator in graph.planned:
+        plan[operator.name] = chosen = _in_pattern(graph, operator, devices, roles, owned)
+        parts = part_rectangles(operator, chosen)
+        owned[operator.name] = dict(zip(chosen.devices, parts, strict=True))
+    return plan
 
 
-def _by_preference(
-    operator: Operator, devices: int, roles: frozenset[Role]
+def _in_pattern(
+    graph: Graph,
+    operator: Operator,
+    devices: int,
+    roles: frozenset[Role],
+    owned: Mapping[str, Mapping[int, Rectangle]],
 ) -> OperatorConfiguration:
-    legal = set(degrees_of(operator, devices, roles))
-    for wanted in (Role.PARAMETER, Role.ATTRIBUTE, Role.SAMPLE):
-        for dim, role in enumerate(operator.roles):
-            degrees = tuple(devices if d == dim else 1 for d in range(len(operator.shape)))
-            if role is wanted and degrees in legal:
-                return OperatorConfiguration(degrees, tuple(range(devices)))
-    return _alone(operator, 0)
+    everyone = tuple(range(devices))
+    splits = [
+        OperatorConfiguration(degrees, everyone, sums)
+        for degrees, sums in splits_of(operator, devices, roles)
+        if math.prod(degrees) == max(degrees, default=1) == devices
+    ]
+
+    def dim(chosen: OperatorConfiguration) -> int:
+        return chosen.degrees.index(devices)
+
+    def by_role(*order: Role) -> list[OperatorConfiguration]:
+        found = [c for c in splits if c.sums == 1 and operator.roles[dim(c)] in order]
+        return sorted(found, key=lambda c: order.index(operator.roles[dim(c)] or order[0]))
+
+    def stays(chosen: OperatorConfiguration) -> bool:
+        return _moved(graph, operator, chosen, owned) == 0
+
+    first = all(name in graph.inputs for name in operator.inputs)
+    samples_first = (Role.SAMPLE, Role.ATTRIBUTE, Role.PARAMETER)
+    if _is_layer(operator):
+        second = [c for c in splits if c.sums == devices and not _by_outputs(operator, c)]
+        if not first:
+            second.sort(key=lambda c: samples_first.index(operator.roles[dim(c)] or Role.PARAMETER))
+            kept = next(filter(stays, second), None)
+            if kept is not None:
+                return kept
+        heads = len(operator.shape) - 2 if operator.attributes.get("blocks", 0) > 1 else -1
+        columns = [c for c in splits if c.sums == 1 and _by_outputs(operator, c)]
+        if columns:
+            return min(
+                columns,
+                key=lambda c: (operator.shape[dim(c)] % devices > 0, dim(c) != heads, dim(c)),
+            )
+    others = by_role(*samples_first)
+    kept = None if first else next(filter(stays, others), None)
+    return kept or (others[0] if others else _alone(operator, 0))
+
+
+def _is_layer(operator: Operator) -> bool:
+    """Whether it is a table, a convolution, or a product with weights."""
+    if not operator.parameters:
+        return False
+    summed = any(isinstance(axis, Summed) for p in operator.parameters for axis in p.axes)
+    return summed or operator.kind == "convolution" or operator.kind in TABLES
+
+
+def _by_outputs(operator: Operator, chosen: OperatorConfiguration) -> bool:
+    """Whether a split of the output is one of the weights' outputs."""
+    part = part_rectangles(operator, replace(chosen, sums=1))[0]
+    found = parameter_rectangles(operator, part)
+    return any(volume(found[p.name]) < math.prod(p.shape) for p in operator.parameters)
+
+
+def _moved(
+    graph: Graph,
+    operator: Operator,
+    chosen: OperatorConfiguration,
+    owned: Mapping[str, Mapping[int, Rectangle]],
+) -> int:
+    """Elements that devices read of what others have."""
+    moved = 0
+    for device, part in zip(chosen.devices, part_rectangles(operator, chosen), strict=True):
+        for index, name in enumerate(operator.inputs):
+            need = input_rectangle(operator, index, part)
+            if need is None or name in graph.inputs:
+                continue
+            here = owned[name].get(device)
+            common = None if here is None else intersection(need, here)
+            moved += volume(need) - (0 if common is None else volume(common))
+    return moved
 
 
 def tables_by_device(graph: Graph, devices: int) -> Plan:

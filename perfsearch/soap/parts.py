@@ -8,8 +8,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from perfsearch.soap.graph import Graph, Operator, Rectangle, Role, volume
-from perfsearch.soap.plan import OperatorConfiguration, choices, part_rectangles
+from perfsearch.soap.graph import Graph, Operator, Rectangle, Role, Summand, volume
+from perfsearch.soap.plan import OperatorConfiguration, choices, part_rectangles, sums_of
 from perfsearch.soap.rules.base import parameter_rectangles, stage_rectangles
 
 MOST_SUBSETS = 70
@@ -60,6 +60,7 @@ class Layout:
 
     Attributes:
         degrees: along each dimension of the output.
+        sums: parts that share the sums which their elements are; 1: none do.
         parts: what each part computes.
         resident_bytes: of each part: weights, gradients, optimizer state, kept activations.
         weight_bytes: of each part, trained weights.
@@ -70,6 +71,7 @@ class Layout:
     """
 
     degrees: tuple[int, ...]
+    sums: int
     parts: tuple[Rectangle, ...]
     resident_bytes: tuple[int, ...]
     weight_bytes: tuple[int, ...]
@@ -132,12 +134,27 @@ def degrees_of(operator: Operator, devices: int, roles: frozenset[Role]) -> list
     return [d for d in offered if devices % math.prod(d) == 0]
 
 
+def splits_of(
+    operator: Operator, devices: int, roles: frozenset[Role]
+) -> list[tuple[tuple[int, ...], int]]:
+    """The degrees that a search may choose from, each with the numbers of parts that share sums.
+
+    Weights are then split by what is summed over, so that parameters must be allowed to be split.
+    """
+    found = []
+    for degrees in degrees_of(operator, devices, roles):
+        shared = sums_of(operator, degrees) if Role.PARAMETER in roles else []
+        found += [(degrees, sums) for sums in (1, *shared)]
+    return found
+
+
 def layout_of(
     operator: Operator,
     degrees: tuple[int, ...],
     owned: frozenset[str],
     state_per_weight: float,
     updates_rows: bool = False,
+    sums: int = 1,
 ) -> Layout:
     """Work out what follows of the degrees.
 
@@ -147,10 +164,11 @@ def layout_of(
         owned: keys of the weights that are accounted for with it.
         state_per_weight: bytes of optimizer state for a byte of weights.
         updates_rows: whether tables of one device alone are updated by rows.
+        sums: parts that share sums.
 
     """
     count = math.prod(degrees)
-    parts = part_rectangles(operator, OperatorConfiguration(degrees, tuple(range(count))))
+    parts = part_rectangles(operator, OperatorConfiguration(degrees, tuple(range(count)), sums))
     single = len(operator.parameters) == 1 and operator.parameters[0].trained
     table = updates_rows and operator.kind in TABLES and len(operator.stages) == 1 and single
     tiles_of = [parameter_rectangles(operator, part) for part in parts]
@@ -174,7 +192,7 @@ def layout_of(
             resident[place] += round(size * copies)
             replicas.setdefault((parameter.name, tiles[parameter.name]), []).append(place)
     syncs = _syncs(operator, replicas)
-    return Layout(degrees, tuple(parts), tuple(resident), tuple(weights), syncs, by_rows)
+    return Layout(degrees, sums, tuple(parts), tuple(resident), tuple(weights), syncs, by_rows)
 
 
 def _syncs(
@@ -225,8 +243,15 @@ _LEAST_BYTES = 4  # half precision is computed in single
 def reduction_partners(operator: Operator, parts: Sequence[Rectangle]) -> list[tuple[int, ...]]:
     """By part, the parts that it reduces with, itself included; empty where nothing is reduced.
 
-    A batch norm reduces over parts with the same channels, a loss over all of its parts.
+    A batch norm reduces over parts with the same channels, a loss over all of its parts, and parts
+    that share sums over each other.
     """
+    if parts and isinstance(parts[0], Summand):
+        shared = [part for part in parts if isinstance(part, Summand)]
+        return [
+            tuple(place for place, other in enumerate(shared) if other.span == mine.span)
+            for mine in shared
+        ]
     if operator.kind == "class_loss":
         return [tuple(range(len(parts)))] * len(parts)
     if operator.kind == "batch_norm":
@@ -249,12 +274,18 @@ def shares_statistics(operator: Operator, part: Rectangle) -> bool:
 def reduction_bytes(operator: Operator, part: Rectangle, gradient: bool) -> tuple[int, int]:
     """Bytes that a part reduces with its partners, forward and backward; 0: nothing.
 
+    Where sums are shared it is what all partners have of them.
+
     Args:
         operator: has partners.
         part: of it.
         gradient: whether backward computes the gradient of its first input.
 
     """
+    if isinstance(part, Summand):
+        partial = part.of_all(stage_rectangles(operator, part)[0])
+        both = volume(partial) * item_bytes(operator.stages[0].dtype)
+        return both, both
     size = max(item_bytes(operator.stages[0].dtype), _LEAST_BYTES)
     if operator.kind == "class_loss":
         return (size if operator.attributes["mean"] else 0), 0

@@ -16,11 +16,18 @@ from perfsearch.soap.graph import (
     Range,
     Rectangle,
     Role,
+    Summand,
+    Summed,
     hull,
     intersection,
+    share,
     volume,
 )
-from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles
+from perfsearch.soap.rules.base import (
+    input_rectangle,
+    parameter_rectangles,
+    stage_rectangles,
+)
 
 
 @dataclass(frozen=True)
@@ -31,11 +38,14 @@ class OperatorConfiguration:
         degrees: number of parts along each dimension of the output.
         devices: part ``k``, in row-major order of the degrees, runs on ``devices[k]``; no device
             has two.
+        sums: consecutive parts that share the sums which their elements are (see ``Summand``), as
+            the second layer of Megatron's pairs does; 1: none do.
 
     """
 
     degrees: tuple[int, ...]
     devices: tuple[int, ...]
+    sums: int = 1
 
 
 Plan = dict[str, OperatorConfiguration]
@@ -52,14 +62,59 @@ def part_rectangles(operator: Operator, configuration: OperatorConfiguration) ->
         [share(size, degree, i) for i in range(degree)]
         for size, degree in zip(operator.shape, configuration.degrees, strict=True)
     ]
-    return [tuple(part) for part in itertools.product(*ranges)]
+    parts: list[Rectangle] = [tuple(part) for part in itertools.product(*ranges)]
+    count = configuration.sums
+    if count == 1:
+        return parts
+    dim, spans = _side_by_side(operator, parts)
+    found: list[Rectangle] = []
+    for number, part in enumerate(parts):
+        first = number - number % count
+        span = (spans[first][0], spans[first + count - 1][1])
+        found.append(Summand(part, dim, spans[number], span, number % count, count))
+    return found
 
 
-def share(size: int, degree: int, index: int) -> Range:
-    """Range ``index`` of ``size`` indices shared out in ``degree`` parts."""
-    each, rest = divmod(size, degree)
-    start = index * each + min(index, rest)
-    return (start, start + each + (index < rest))
+def _side_by_side(operator: Operator, parts: Sequence[Rectangle]) -> tuple[int, list[Range]]:
+    """The dimension of the first stage along which parts of one size lie one after another.
+
+    And their ranges there.
+
+    Raises:
+        PlanError: they do not.
+
+    """
+    firsts = [stage_rectangles(operator, part)[0] for part in parts]
+    varying = [d for d, ranges in enumerate(zip(*firsts, strict=True)) if len(set(ranges)) > 1]
+    if len(varying) == 1:
+        spans = [first[varying[0]] for first in firsts]
+        each = spans[0][1] - spans[0][0]
+        if spans == [
+            (spans[0][0] + i * each, spans[0][0] + (i + 1) * each) for i in range(len(spans))
+        ]:
+            return varying[0], spans
+    raise PlanError(f"operator {operator.name}: its parts do not lie side by side")
+
+
+def sums_of(operator: Operator, degrees: tuple[int, ...]) -> list[int]:
+    """Numbers of parts, above 1, that can share sums at these degrees.
+
+    The operator must be a sum that knows shares, and its parts of one size, one after another
+    along one dimension of what is summed.
+    """
+    count = math.prod(degrees)
+    if count < 2 or max(degrees) < count or not operator.stages:
+        return []
+    axes = [*operator.stages[0].reads, *(p.axes for p in operator.parameters)]
+    sizes = [axis.size for each in axes for axis in each if isinstance(axis, Summed)]
+    if not sizes:
+        return []
+    try:
+        configuration = OperatorConfiguration(degrees, tuple(range(count)))
+        _side_by_side(operator, part_rectangles(operator, configuration))
+    except PlanError:
+        return []
+    return [n for n in range(2, min(count, *sizes) + 1) if count % n == 0]
 
 
 def data_parallel(graph: Graph, devices: Sequence[int]) -> Plan:
@@ -174,6 +229,10 @@ def _check(operator: Operator, configuration: OperatorConfiguration, device_coun
             raise fail(f"degree {degree} of dimension {dim}: must be from 1 to {max(size, 1)}")
         if degree > 1 and role is None:
             raise fail(f"degree {degree} of dimension {dim}: it cannot be split, so must be 1")
+    legal = sums_of(operator, degrees)
+    if configuration.sums != 1 and configuration.sums not in legal:
+        allowed = " or ".join(map(str, [1, *legal]))
+        raise fail(f"sums {configuration.sums} at degrees {list(degrees)}: must be {allowed}")
     if len(devices) != math.prod(degrees):
         raise fail(f"{math.prod(degrees)} parts, but devices {list(devices)}: one each is needed")
     if len(set(devices)) != len(devices):

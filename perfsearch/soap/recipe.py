@@ -26,6 +26,8 @@ from perfsearch.training.rounding import perturb
 from perfsearch.training.state import seed_everything
 from perfsearch.workloads.base import Job
 
+_MOST_SPANS = 10_000
+"""Of a timed step on all ranks; more are left out of the journal."""
 _STEPS_BEFORE_RECORDING = 2  # lazy state, of libraries and of the optimizer, is there by then
 
 _SAMPLES_COMPARED = 16
@@ -153,11 +155,16 @@ class SoapStep(TrainStep):
         """Time each operator, by name; from then on steps are launched."""
         self.close()  # launched steps need its memory
         self._records = False
-        times = time_operators(
+        times, spans = time_operators(
             self._execution, self.optimizer, lambda: tree_leaves(next_batch()), self._device
         )
         planned = {operator.name for operator in self._planned}
-        return {"operators": {n: t.to_json() for n, t in times.items() if n in planned}}
+        names = self._execution.operators
+        shown = [[d, names[place], *rest] for d, place, *rest in spans if names[place] in planned]
+        return {
+            "operators": {n: t.to_json() for n, t in times.items() if n in planned},
+            "spans": shown if len(shown) <= _MOST_SPANS else [],
+        }
 
     def close(self) -> None:
         """Let go of the graphs, which hold memory and communicators."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from perfsearch.core.hints import PROPAGATION, ChainRequest, Hints
+from perfsearch.core.hints import PROPAGATION, Acceptance, ChainRequest, Hints
 from perfsearch.core.knob import Value, same_value
 from perfsearch.core.option import option
 from perfsearch.core.space import Space, key_of
@@ -58,6 +58,8 @@ class Mcmc(Strategy):
             alpha: how strictly worse states are refused, per percent of the start's cost, of the
                 current one's where a runner runs the chain itself; 0 accepts all of them, a large
                 number none; ``None``: 0.05, or as such a runner finds best.
+            acceptance: what ``alpha`` is per: ``percent`` of the cost, the same for fast and slow
+                models, or ``milliseconds``, as in the paper, for runners that run the chain.
             proposals: steps on predicted costs, all chains together; 0 measures the start alone;
                 ``None``: 1,000, or as a runner that runs the chain itself finds best. Without
                 predictions it has no effect: each step is then a trial.
@@ -74,6 +76,7 @@ class Mcmc(Strategy):
         """
 
         alpha: float | None = option(None, low=0)
+        acceptance: Acceptance = "percent"
         proposals: int | None = option(None, low=0)
         chains: int | None = option(None, low=1)
         seconds: float | None = option(None, above=0)
@@ -101,6 +104,11 @@ class Mcmc(Strategy):
         start = hints.start or hints.baseline
         if self.options.start is not None:
             start = dict(self.options.start)
+        if self.options.acceptance != "percent" and hints.run_chain is None:
+            raise ValueError(
+                f"strategy.acceptance={self.options.acceptance}: only a runner that runs the chain "
+                "on its own simulator (runner=soap) counts in milliseconds; use percent"
+            )
         reasons = space.violations(start)
         if reasons and self.options.start is not None:
             raise ValueError(f"strategy.start={dict(start)}: {'; '.join(reasons)}")
@@ -256,6 +264,7 @@ class Mcmc(Strategy):
                 chosen.propagation,
                 chosen.chains,
                 chosen.seconds,
+                chosen.acceptance,
             )
         )
         self.chain_results.append(result)

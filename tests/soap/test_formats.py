@@ -1,14 +1,15 @@
 import random
+import re
 from dataclasses import replace
 
 import pytest
 import yaml
-from support.soap_graphs import cost_of, machine, on, random_graph, random_plan
+from support.soap_graphs import cost_of, machine, on, random_graph, random_plan, uneven_machine
 
 from perfsearch.soap import formats
 from perfsearch.soap.graph import Graph, dump_graph, parse_graph
 from perfsearch.soap.parts import gradients
-from perfsearch.soap.plan import OperatorConfiguration, PlanError, data_parallel
+from perfsearch.soap.plan import OperatorConfiguration, PlanError, choices, data_parallel, sums_of
 from perfsearch.soap.simulator.machine import (
     CostError,
     CostTable,
@@ -130,9 +131,25 @@ def test_flexflows_text_is_read_innermost_dimension_first():
 def test_flexflows_text_is_written_as_it_is_read(tmp_path):
     problem = Problem(GRAPH, machine(), cost_of)
     for seed in range(5):
-        plan = random_plan(problem, random.Random(seed))
+        drawn = random_plan(problem, random.Random(seed))
+        plan = {name: replace(chosen, sums=1) for name, chosen in drawn.items()}
         (tmp_path / "plan").write_text(formats.dump_flexflow(GRAPH, plan))
         assert formats.read_plan(tmp_path / "plan", GRAPH, 4) == plan
+
+
+def test_flexflows_text_cannot_say_that_sums_are_shared():
+    name, degrees = next(
+        (o.name, degrees) for o in GRAPH.planned for degrees in choices(o, 2) if sums_of(o, degrees)
+    )
+    plan = {**data_parallel(GRAPH, range(2)), name: OperatorConfiguration(degrees, (0, 1), 2)}
+    with pytest.raises(PlanError, match=f"operator {name}: parts share sums"):
+        formats.dump_flexflow(GRAPH, plan)
+    text = formats.dump_plan(GRAPH, plan, 2)
+    assert formats.parse_plan(text, GRAPH) == plan
+    with pytest.raises(PlanError, match=f"operator {name}.*sums 3 .*must be 1 or 2"):
+        formats.parse_plan(text.replace("sums: 2", "sums: 3"), GRAPH)
+    with pytest.raises(PlanError, match=f"operator {name}: sums 'x', a whole number"):
+        formats.parse_plan(text.replace("sums: 2", "sums: x"), GRAPH)
 
 
 def test_flexflows_text_without_devices_has_the_first_ones_in_order():
@@ -243,3 +260,21 @@ def test_no_disturbed_point_of_a_curve_is_continued_below_nothing():
     slow_middle = at_members({2: {10: 5.0, 100: 9.0, 1000: 8.0}}, 2)
     assert at_size(slow_middle, 10**9) == 8.0
     assert at_size({100: 9.0, 1000: 8.0}, 10**9) < 0  # as they were measured
+
+
+def test_a_machine_of_unlike_devices_and_links_is_kept_and_checked(tmp_path):
+    path = tmp_path / "machine.json"
+    uneven = uneven_machine()
+    uneven.write(path)
+    assert Machine.read(path) == uneven
+    assert uneven.level(2, 3) == 2 and uneven.level(0, 1) == 0
+    for change, words in (
+        ({"links": ((0, 1), (1, 0))}, "links: a row of 4 levels"),
+        ({"links": ((3,) * 4,) * 4}, "links.0.0=3: a level from 0 to 2"),
+        ({"links": ((0, 1, 0, 0), *((0,) * 4,) * 3)}, "links.0.1=1: not as links.1.0"),
+        ({"beyond": ({},)}, "beyond.0.exchange: no curve"),
+        ({"speeds": (1.0,)}, "speeds: one for each of 4 devices"),
+        ({"speeds": (1.0, 1.0, 0.0, 1.0)}, "speeds.2=0.0: a number above 0"),
+    ):
+        with pytest.raises(MachineError, match=re.escape(words)):
+            replace(uneven, **change)

@@ -12,7 +12,7 @@ from support.soap_ranks import random_plan
 from perfsearch.soap.capture.capture import capture
 from perfsearch.soap.executor.exchange import Gatherer
 from perfsearch.soap.executor.rank_plan import buckets
-from perfsearch.soap.graph import holds, volume
+from perfsearch.soap.graph import holds, share, volume
 from perfsearch.soap.plan import (
     Pattern,
     Redistribution,
@@ -23,7 +23,6 @@ from perfsearch.soap.plan import (
     pattern,
     placements,
     redistributions,
-    share,
     tiles,
 )
 

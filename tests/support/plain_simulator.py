@@ -52,12 +52,17 @@ class _Step:
                 self.send(self.exchanges(operator.name), True)
             chosen = self.plan[operator.name]
             known = layout_of(
-                operator, chosen.degrees, owned[operator.name], machine.state_per_weight
+                operator,
+                chosen.degrees,
+                owned[operator.name],
+                machine.state_per_weight,
+                sums=chosen.sums,
             )
             for place, device in enumerate(chosen.devices):
                 self.memory[device] += known.resident_bytes[place]
                 mib = known.weight_bytes[place] / 2**20
-                optimizer[device] += round(1e3 * machine.optimizer_us_per_mib * mib)
+                per_mib = machine.optimizer_us_per_mib / machine.speed(device)
+                optimizer[device] += round(1e3 * per_mib * mib)
             for group, size in known.syncs:
                 self.synchronise(tuple(chosen.devices[m] for m in group), size)
         ends = []
@@ -107,11 +112,20 @@ class _Step:
             host = getattr(cost, f"{side}_host_us") + (self.machine.sync_host_us if summed else 0)
             lines["host"][device] += round(1e3 * host)
             begin = max(lines["device"][device], lines["host"][device])
-            own = getattr(cost, f"{side}_us") + summed + self.machine.task_us
+            own = getattr(cost, f"{side}_us") / self.machine.speed(device)
+            own += summed + self.machine.task_us
             lines["device"][device] = begin + round(1e3 * own)
 
     def summing_us(self, operator, parts, place, side):
-        """Of a batch norm, whose parts of the same channels sum two numbers of each."""
+        """Of shared sums; of a batch norm, whose parts of a channel sum two numbers of it."""
+        chosen = self.plan[operator.name]
+        if chosen.sums > 1:
+            first = place - place % chosen.sums
+            size = sum(4 * volume(p) for p in parts[first : first + chosen.sums])
+            members = chosen.devices[first : first + chosen.sums]
+            curves = self.machine.curves_among(members)
+            way = "reduce_scatter" if side == "forward" else "all_gather"
+            return machines.at_size(machines.at_members(curves[way], len(members)), size)
         if operator.kind != "batch_norm":
             return 0.0
         chosen, mine = self.plan[operator.name].devices, parts[place][1]
@@ -119,8 +133,7 @@ class _Step:
         if len(members) == 1 or (side == "backward" and not gradients(self.graph, operator)[0]):
             return 0.0
         size = 2 * (mine[1] - mine[0]) * (8 if side == "forward" else 4)
-        nodes = {device // self.machine.devices_per_node for device in members}
-        curves = self.machine.across if len(nodes) > 1 else self.machine.within
+        curves = self.machine.curves_among(members)
         curve = machines.at_members(curves["all_reduce"], len(members))
         return machines.at_size(curve, size)
 
@@ -199,9 +212,8 @@ class _Side:
                 self.coming.setdefault(b, {})[a] = size
                 self.going.setdefault(a, {})[b] = size
         self.most = max(len(source.devices), len(target.devices))
-        node = machine.devices_per_node
-        spread = any(a // node != b // node for b, found in self.coming.items() for a in found)
-        self.curves = machine.across if spread else machine.within
+        pairs = [(a, b) for b, found in self.coming.items() for a in found]
+        self.curves = machine.levels[max((machine.level(a, b) for a, b in pairs), default=0)]
 
     def time(self, device):
         """Nanoseconds that a device takes part, and of a message without content."""

@@ -1,6 +1,7 @@
 """Random operator graphs, machines and plans."""
 
 import math
+from dataclasses import replace
 
 from perfsearch.soap.graph import (
     Graph,
@@ -10,6 +11,7 @@ from perfsearch.soap.graph import (
     Role,
     Same,
     Stage,
+    Summed,
     Whole,
     volume,
 )
@@ -43,10 +45,10 @@ def operator(name, kind, inputs, shape, reads, parameters=(), roles=ROLES):
 def linear(name, before, width, key=None):
     batch, inputs = before.shape
     weight = Parameter(
-        "weight", (width, inputs), "float32", key or f"{name}.weight", (Same(1), Whole(inputs))
+        "weight", (width, inputs), "float32", key or f"{name}.weight", (Same(1), Summed(inputs))
     )
     bias = Parameter("bias", (width,), "float32", f"{name}.bias", (Same(1),))
-    reads = [(Same(0), Whole(inputs))]
+    reads = [(Same(0), Summed(inputs))]
     return operator(name, "linear", [before], (batch, width), reads, [weight, bias])
 
 
@@ -108,6 +110,14 @@ def machine(devices=4, per_node=None, **more) -> Machine:
         slow = uniform(devices, latency_us=9, gib_per_s=0.002, memory_gib=1)
         values = {**values, "across": slow.within, "devices_per_node": per_node}
     return Machine(**values)
+
+
+def uneven_machine(**more) -> Machine:
+    """Pairs, one of them slow, three levels of links: within a pair, beside it, and the rest."""
+    slowest = uniform(4, latency_us=40, gib_per_s=0.0017, memory_gib=1)
+    links = ((0, 0, 1, 2), (0, 0, 1, 2), (1, 1, 0, 2), (2, 2, 2, 0))
+    even = machine(per_node=2, **more)
+    return replace(even, beyond=(slowest.within,), links=links, speeds=(1.0, 1.0, 0.5, 2.0))
 
 
 def cost_of(chosen, part, gradients):

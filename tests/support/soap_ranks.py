@@ -16,7 +16,14 @@ from perfsearch.soap.executor import rank_plan
 from perfsearch.soap.executor.exchange import Communicators, PieceExchange
 from perfsearch.soap.executor.execute import Execution, Recording, make_capturable
 from perfsearch.soap.executor.passes import OperatorClock
-from perfsearch.soap.plan import OperatorConfiguration, choices, data_parallel, part_rectangles
+from perfsearch.soap.named import tensor_parallel
+from perfsearch.soap.plan import (
+    OperatorConfiguration,
+    choices,
+    data_parallel,
+    part_rectangles,
+    sums_of,
+)
 
 STEPS = 3
 SEED = 11
@@ -55,8 +62,9 @@ def random_plan(graph, devices, rng):
     for operator in graph.planned:
         degrees = rng.choice(choices(operator, devices))
         parts = len(part_rectangles(operator, OperatorConfiguration(degrees, ())))
+        sums = rng.choice([1, *sums_of(operator, degrees)])
         plan[operator.name] = OperatorConfiguration(
-            degrees, tuple(rng.sample(range(devices), parts))
+            degrees, tuple(rng.sample(range(devices), parts)), sums
         )
     return plan
 
@@ -276,6 +284,7 @@ def run(rank, directory, world, known, count):
         rng = random.Random(3)
         plans = [data_parallel(captured.graph, range(world))]
         plans += [random_plan(captured.graph, world, rng) for _ in range(count)]
+        plans.append(tensor_parallel(captured.graph, world))
         by_rows = name == "tables"
         errors = [error_of(captured, plan, name, reference, by_rows) for plan in plans]
         # with everything timed it is the same again

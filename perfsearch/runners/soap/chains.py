@@ -25,7 +25,7 @@ _EXPLORED = 0.5
 """Share of the proposals that several chains have; the best plan that they found has the rest."""
 _PROBE = 500
 """Proposals by which it is told how many a number of seconds is good for."""
-_DRAWS = 20
+DRAWS = 20
 """Changes an operator, all accepted, that make a plan a random one."""
 
 
@@ -66,6 +66,7 @@ def run_chains(
     seconds = None if request.seconds is None else part * request.seconds
     options = ChainOptions(
         alpha=ALPHA if request.alpha is None else request.alpha,
+        by_milliseconds=request.acceptance == "milliseconds",
         carry=PROPAGATION if request.propagation is None else request.propagation,
     )
     if request.seconds is not None and request.proposals is None:
@@ -110,7 +111,7 @@ def _starts(
             name, plan, _ = best.pop(0)
             found.append((name, plan))
             continue
-        changes = _DRAWS * len(start)
+        changes = DRAWS * len(start)
         drawn = simulator.drift(start, changes, (seed + len(found)) % 2**63)
         found.append(("a random plan", drawn))
     return found

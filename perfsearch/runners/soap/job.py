@@ -190,6 +190,15 @@ class InputTables:
             for o in graph.planned
         }
 
+    def scatter(self) -> float:
+        """By how much repeated measurements of whole operators scatter: the range between quartiles
+        as a share of the median, weighted by their forward times.
+        """
+        graph = self.graph
+        costs = [self.costs.cost_of(o, o.whole, gradients(graph, o)) for o in graph.planned]
+        whole_us = sum(cost.forward_us for cost in costs)
+        return sum(c.spread * c.forward_us for c in costs) / whole_us if whole_us > 0 else 0.0
+
     def cost_of(self, launches_are_free: bool) -> CostOf:
         """Times of parts; without those of the host where launches are replayed."""
         if not launches_are_free:

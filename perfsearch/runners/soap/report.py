@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 from perfsearch.core.knob import Configuration
 from perfsearch.core.space import key_of
 from perfsearch.core.trial import Status, Trial
+from perfsearch.runners.soap import space
 from perfsearch.soap import formats
 from perfsearch.soap.graph import Graph, Operator, described
 from perfsearch.soap.picture import picture
 from perfsearch.soap.plan import OperatorConfiguration, OperatorTime, Plan, left_on_one_device
-from perfsearch.soap.simulator.timeline import busy_lines, chrome_trace
+from perfsearch.soap.simulator.timeline import MEASURED, Task, busy_lines, chrome_trace
 
 if TYPE_CHECKING:
     from perfsearch.runners.soap.chains import Searched
+    from perfsearch.runners.soap.job import InputTables
     from perfsearch.soap.simulator.simulator import Estimate, Simulator
 
 _SMALL_GIB = 0.1
@@ -49,6 +51,23 @@ def baseline_line(graph: Graph, devices: int) -> str | None:
         f"the baseline is not data parallelism: {left.share:.1%} of the forward FLOPs run whole on "
         f"device 0: {named}. A gain over it is none over DistributedDataParallel, whose step, that "
         "of runner=ddp, the closing table has"
+    )
+
+
+MOST_SCATTER = 0.2
+"""Of repeated measurements; a plan is often predicted to be faster by less."""
+
+
+def scatter_line(inputs: InputTables) -> str | None:
+    """That times of parts are no ground to plan on; ``None``: they are."""
+    scatter = inputs.scatter()
+    if scatter <= MOST_SCATTER:
+        return None
+    return (
+        f"times of parts scatter by {scatter:.0%} when repeated: something else uses the devices. "
+        "Do not trust a plan by them, however much faster it is simulated; close what runs beside, "
+        f"remove the costs in runner.cache, and measure again ({scatter:.0%} is the range between "
+        f"quartiles over the median; up to {MOST_SCATTER:.0%} is usual)"
     )
 
 
@@ -175,9 +194,11 @@ def write_strategy(
     devices: int,
     export_to: str | None,
     dtensor: str | None,
+    measured: Sequence[Task],
     directory: Path,
 ) -> list[Path]:
-    """The strategy as YAML and as FlexFlow's text, a picture, a timeline, DTensor's module.
+    """The strategy as YAML and, where that can say it, as FlexFlow's text; a picture, a timeline,
+    DTensor's module.
 
     Args:
         simulator: of the job.
@@ -185,6 +206,7 @@ def write_strategy(
         devices: of the machine.
         export_to: another place that the user wants the YAML in.
         dtensor: the module for DTensor, where it was seen to train the same.
+        measured: tasks of a step of it, where it was timed.
         directory: made where it is missing.
 
     """
@@ -194,13 +216,14 @@ def write_strategy(
     written = [directory / "strategy.yaml", *([] if export_to is None else [Path(export_to)])]
     for path in written:
         path.write_text(text)
-    flexflow = directory / "flexflow.txt"
-    flexflow.write_text(formats.dump_flexflow(graph, plan))
+    if all(chosen.sums == 1 for chosen in plan.values()):
+        written.append(directory / "flexflow.txt")
+        written[-1].write_text(formats.dump_flexflow(graph, plan))
     drawn = directory / "plan.svg"
     drawn.write_text(picture(graph, plan, devices))
     timeline = directory / "timeline.json"
-    write_timeline(simulator, plan, timeline)
-    written += [flexflow, drawn, timeline]
+    write_timeline(simulator, plan, timeline, measured)
+    written += [drawn, timeline]
     if dtensor is not None:
         (directory / "dtensor_plan.py").write_text(dtensor)
         written.append(directory / "dtensor_plan.py")
@@ -220,10 +243,24 @@ def write_tables(
     return [whole, parts]
 
 
-def write_timeline(simulator: Simulator, plan: Plan, path: Path) -> None:
-    """Write the simulated step as a Chrome trace."""
+def measured_tasks(trials: Sequence[Trial]) -> list[Task]:
+    """What was timed of a plan's step, in the last of its trials that was."""
+    for trial in reversed(trials):
+        spans = trial.measurement.environment.get("spans") if trial.measurement else None
+        if spans:
+            return [
+                Task(MEASURED[column], name, device, begin_us, end_us)
+                for device, name, column, begin_us, end_us in spans
+            ]
+    return []
+
+
+def write_timeline(
+    simulator: Simulator, plan: Plan, path: Path, measured: Sequence[Task] = ()
+) -> None:
+    """Write the simulated step as a Chrome trace, beside it what was timed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(chrome_trace(simulator.timeline(plan))))
+    path.write_text(json.dumps(chrome_trace(simulator.timeline(plan), measured)))
 
 
 # -----------------------------------------------------------------------------
@@ -435,7 +472,7 @@ def _cells(row: OperatorCompared) -> list[str]:
         " ".join(map(str, row.trials)),
         row.operator.name,
         row.operator.kind,
-        "x".join(map(str, row.configuration.degrees)),
+        space.plan_to_knob(row.configuration).partition("@")[0],
         " ".join(map(str, row.configuration.devices)),
         *(f"{number:.6g}" for number in times),
         "" if row.error is None else f"{row.error:.4f}",

@@ -215,8 +215,8 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
         else:
             inputs = self._measured(directory, self.devices)  # for the devices that are here
         self._job = Job(inputs, self.options, self.devices)
-        line = report.baseline_line(inputs.graph, self.devices)
-        self.remarks = [] if line is None else [line]
+        lines = (report.baseline_line(inputs.graph, self.devices), report.scatter_line(inputs))
+        self.remarks = [line for line in lines if line is not None]
         self.baseline, self.pinned = self._job.baseline, self._job.pinned
         self.space = self.ruled(Space(self._job.searched))
 
@@ -318,6 +318,9 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
         inputs = replace(inputs, machine=machine)
         inputs.write(directory)
         note(describe_tables(inputs, str(directory)))
+        scatter = report.scatter_line(inputs)
+        if scatter is not None:
+            note(scatter)
         if guessed:
             note(f"{guessed}; edit {directory / formats.MACHINE} where you know better")
         note(f"plan with: mode=estimate runner.tables={directory}")
@@ -347,11 +350,17 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
             note(line)
         options = settings.strategy.options
         start = self.job.first_plan
-        how = {
+        how: dict[str, Any] = {
             name: options.get(name)
             for name in ("alpha", "return_every", "propagation", "chains", "seconds")
         }
-        request = ChainRequest({}, options.get("proposals"), settings.seed, **how)
+        request = ChainRequest(
+            {},
+            options.get("proposals"),
+            settings.seed,
+            **how,
+            acceptance=options.get("acceptance", "percent"),
+        )
         searched = run_chains(self.job.chain_simulator, start, self.job.named, request)
         found = searched.found
         if settings.strategy.name not in ("mcmc", "auto"):
@@ -400,12 +409,14 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
 
     def export(self, configuration: Configuration, directory: Path) -> list[Path]:
         """Write the strategy, its timeline, and simulated against measured times."""
+        own = [t for t in self._trials if key_of(t.configuration) == key_of(configuration)]
         strategies = report.write_strategy(
             self.simulator,
             self.plan(configuration),
             self.devices,
             self.options.export_to,
             self._dtensor(configuration),
+            report.measured_tasks(own),
             directory,
         )
         tables = report.write_tables(

@@ -1,7 +1,8 @@
 """The search space: a knob an operator, whose values are written like ``4x1@0,1``.
 
 Before the ``@`` stand the number of parts along each dimension of the output, behind it the devices
-of the parts in row-major order. A scalar's has nothing before it.
+of the parts in row-major order. A scalar's has nothing before it. ``4x1/4@0,1,2,3`` says that the
+four parts share the sums that their elements are: each adds up a quarter for all of them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from perfsearch.soap.plan import OperatorConfiguration, Plan, validate_plan
 if TYPE_CHECKING:
     from perfsearch.soap.simulator.problem import Problem
 
-_FORM = re.compile(r"^(\d+(x\d+)*)?@\d+(,\d+)*$", re.ASCII)
+_FORM = re.compile(r"^(\d+(x\d+)*(/\d+)?)?@\d+(,\d+)*$", re.ASCII)
 
 
 def plan_to_knob(configuration: OperatorConfiguration) -> str:
     """A knob's value."""
     degrees = "x".join(map(str, configuration.degrees))
+    if configuration.sums > 1:
+        degrees += f"/{configuration.sums}"
     return f"{degrees}@{','.join(map(str, configuration.devices))}"
 
 
@@ -41,10 +44,12 @@ def plan_of_knob(value: Value) -> OperatorConfiguration:
             "its form is PARTS@DEVICES: parts along each dimension of the output, as in 2x1, then "
             "a device for each part, as in 0,1"
         )
-    degrees, _, devices = value.partition("@")
+    parts, _, devices = value.partition("@")
+    degrees, _, sums = parts.partition("/")
     return OperatorConfiguration(
         tuple(int(d) for d in degrees.split("x")) if degrees else (),
         tuple(int(d) for d in devices.split(",")),
+        int(sums or 1),
     )
 
 

@@ -767,9 +767,8 @@ def _rows_of(head: Draft) -> tuple[int, int]:
 
 def _viewed(parameter: Parameter, lead: int, blocks: Shape, before: int) -> Parameter:
     rows = tuple(Same(lead + i) for i in range(len(blocks)))
-    rest = parameter.shape[before:]
     return replace(
         parameter,
-        shape=(*blocks, *rest),
-        axes=(*rows, *(Whole(size) for size in rest)),
+        shape=(*blocks, *parameter.shape[before:]),
+        axes=(*rows, *parameter.axes[before:]),
     )

@@ -340,10 +340,21 @@ def place_of(node: fx.Node) -> str:
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     own = [ln for ln in lines if not ln.startswith((f'File "{_TORCH}', f'File "{_TRACER}"'))]
     if not own:
-        return "the loss function"
+        inside = _first_inside(node)
+        return "the loss function" if inside is None else place_of(inside)
     parts = own[-1].split(",")
     path = parts[0].removeprefix("File ").strip('"')
     return f"{path}:{parts[1].strip().removeprefix('line ')}"
+
+
+def _first_inside(node: fx.Node) -> fx.Node | None:
+    """The first call that a higher-order operator, such as that of ``autocast``, runs."""
+    for argument in node.args:
+        if isinstance(argument, fx.Node) and argument.op == "get_attr":
+            body = getattr(node.graph.owning_module, str(argument.target), None)
+            if isinstance(body, fx.GraphModule):
+                return next((n for n in body.graph.nodes if n.op == "call_function"), None)
+    return None
 
 
 _LINEAR = frozenset({"mul", "div", "neg", "to", "_to_copy", "clone"})
@@ -519,6 +530,15 @@ def _floating(name: str) -> bool:
 # Checks of single calls: what no plan would do right is refused by the line of the user's code.
 
 
+_NO_FUNCTIONS = {
+    "wrap_with_autocast": "autocast inside the model would be lost; let the job name the dtype "
+    "(Job.autocast_dtype), which casts the whole step",
+    "lazy_load_decompositions": "torch.vmap and torch.func transform functions, which a graph does "
+    "not show; write it with a batch dimension",
+}
+"""What else a traced program calls, by a part of its name."""
+
+
 def schema_name(node: fx.Node) -> str:
     """Name of the function that is called.
 
@@ -528,7 +548,10 @@ def schema_name(node: fx.Node) -> str:
     """
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        raise CaptureError(f"{node.target} is no function on tensors; {place_of(node)}")
+        name = str(getattr(node.target, "__name__", node.target))
+        words = next((text for part, text in _NO_FUNCTIONS.items() if part in name), "")
+        words = words or f"{name} is no function on tensors"
+        raise CaptureError(f"{words}; {place_of(node)}")
     return str(schema.name.split("::")[1])
 
 

@@ -17,8 +17,7 @@ import torch
 
 from perfsearch.soap.capture.lower import Value
 from perfsearch.soap.executor.kernels import PartContext, Piece, raw_call
-from perfsearch.soap.graph import WHOLE, Role, Shape, Stage
-from perfsearch.soap.plan import share
+from perfsearch.soap.graph import WHOLE, Role, Shape, Stage, share
 
 _PARTS = (2, 3)
 _MOST_TRIES = 64

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import operator
 import os
 import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -125,7 +126,8 @@ def _watched(module: _Whole, leaves: list[torch.Tensor]) -> tuple[Program, dict[
         raise CaptureError(effects.found[0])
     if any(isinstance(tensor, FakeTensor) for tensor in program.constants.values()):
         raise CaptureError(
-            "a tensor that the step computes would be a constant, as by .data; use detach()"
+            "a tensor that the step computes would be a constant, as by .data (use detach()) or by "
+            "autograd.grad within the step (which a graph does not show)"
         )
     return program, effects.moved
 
@@ -165,8 +167,35 @@ def _strip(name: str) -> str:
     return name.removeprefix("model.")
 
 
+@contextmanager
+def _whole_stacks() -> Iterator[None]:
+    """Have each call know the line that makes it, and not that of a module's ``forward`` alone."""
+    kept = getattr(fx.proxy.TracerBase, "_filter_traceback_frames", None)
+    if kept is None:  # before torch 2.9
+        yield
+        return
+
+    def filtered(self: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        alone = self._record_forward_stack_traces_only
+        self._record_forward_stack_traces_only = False
+        try:
+            found: traceback.StackSummary = kept(self, frames)
+        finally:
+            self._record_forward_stack_traces_only = alone
+        return found
+
+    fx.proxy.TracerBase._filter_traceback_frames = filtered
+    try:
+        yield
+    finally:
+        fx.proxy.TracerBase._filter_traceback_frames = kept
+
+
 def _exported(module: _Whole, leaves: list[torch.Tensor]) -> Program:
-    program = torch.export.export(module, tuple(leaves), strict=False)
+    said = io.StringIO()
+    with redirect_stderr(said), _whole_stacks():
+        program = torch.export.export(module, tuple(leaves), strict=False)
+    sys.stderr.write(said.getvalue())  # of a failure it prints the graph so far, on every rank
     inline_no_grad(program.graph)
     keep_rows_apart(program.graph)
     signature = program.graph_signature
@@ -202,7 +231,8 @@ def _traced(module: _Whole, leaves: list[torch.Tensor]) -> Program:
         return torch.func.functional_call(module, state, tensors[rest:])
 
     tensors = (*parameters.values(), *buffers.values(), *leaves)
-    made = make_fx(step, tracing_mode="fake", pre_dispatch=True)(*tensors)
+    with _whole_stacks():
+        made = make_fx(step, tracing_mode="fake", pre_dispatch=True)(*tensors)
     keep_rows_apart(made.graph)
     places = [node.name for node in made.graph.nodes if node.op == "placeholder"]
     lifted = {}

@@ -16,8 +16,8 @@ from perfsearch.soap.plan import Pattern, Redistribution, pattern, stacking
 from perfsearch.soap.rules.base import sizes
 
 # newer names of the same, whose old ones warn
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Exchange(ABC):
@@ -146,7 +146,7 @@ class GatherExchange(Exchange):
         self._incoming = self._empty([self._count * self._part[0], *self._part[1:]])
         self._work = self._groups.launch(
             self._members,
-            lambda group: _all_gather(self._incoming, self._outgoing, group=group, async_op=True),
+            lambda group: all_gather(self._incoming, self._outgoing, group=group, async_op=True),
         )
 
     def finish(self) -> torch.Tensor | None:
@@ -165,7 +165,7 @@ class GatherExchange(Exchange):
         self._incoming = self._empty(self._part)
         self._work = self._groups.launch(
             self._members,
-            lambda group: _reduce_scatter(
+            lambda group: reduce_scatter(
                 self._incoming, self._outgoing, group=group, async_op=True
             ),
         )

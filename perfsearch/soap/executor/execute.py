@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,12 @@ from perfsearch.soap.executor.passes import (
     tables_of,
 )
 from perfsearch.soap.executor.rank_plan import plan_rank, tile_of
-from perfsearch.soap.graph import Rectangle
+from perfsearch.soap.graph import Rectangle, share
 from perfsearch.soap.plan import (
     OperatorTime,
     Plan,
     PlanError,
     parameters,
-    share,
     validate_plan,
 )
 from perfsearch.soap.rules.base import sizes
@@ -386,8 +386,9 @@ def time_operators(
     optimizer: torch.optim.Optimizer | None,
     next_leaves: Callable[[], Sequence[torch.Tensor]],
     device: torch.device,
-) -> dict[str, OperatorTime]:
-    """What each operator takes: the slowest rank's in each step, and the median of the steps.
+) -> tuple[dict[str, OperatorTime], list[Span]]:
+    """What each operator takes: the slowest rank's in each step, and the median of the steps; and
+    the spans of the last step on all ranks.
 
     All ranks must call it together. The steps train as any others do.
 
@@ -408,7 +409,25 @@ def time_operators(
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             readings.append(slowest.cpu())
     usual = torch.stack(readings[1:]).median(0).values
-    return {
+    times = {
         name: OperatorTime(*(round(float(usual[place, column]), 6) for column in Column))
         for place, name in enumerate(execution.operators)
     }
+    return times, _spans_of_all(clock)
+
+
+Span = tuple[int, int, int, float, float]
+"""Device, place of an operator, ``Column``, begin and end in microseconds from the first begin.
+
+Ranks come to one point before each operator, so that their first spans begin together.
+"""
+
+
+def _spans_of_all(clock: OperatorClock) -> list[Span]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [(o, int(c), a, b) for o, c, a, b in clock.last])
+    return [
+        (device, place, column, round(begin_us, 1), round(end_us, 1))
+        for device, spans in enumerate(gathered)
+        for place, column, begin_us, end_us in spans
+    ]

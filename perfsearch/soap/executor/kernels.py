@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from perfsearch.soap.capture.lower import Slot
-from perfsearch.soap.graph import Operator, Rectangle, Stage, Window, within
+from perfsearch.soap.graph import Operator, Rectangle, Stage, Summand, Window, within
 from perfsearch.soap.rules.base import input_rectangle, sizes, stage_rectangles
 
 Inputs = Sequence[torch.Tensor | None]
@@ -27,6 +27,16 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+ShareSums = Callable[[torch.Tensor, Summand], torch.Tensor]
+"""Takes a part's share of sums, for the elements of all who share, and gives its own elements."""
+
+
+def own_elements(partial: torch.Tensor, part: Summand) -> torch.Tensor:
+    """Those of the part, without what others would add."""
+    low, high = part.own
+    return partial.narrow(part.dim, low - part.span[0], high - low)
+
+
 @dataclass(frozen=True)
 class PartContext:
     """Where a part computes, and how it reduces with the others.
@@ -35,6 +45,7 @@ class PartContext:
         device: where it computes.
         reduce_all: partial sums over all parts of the operator.
         reduce_channels: over those parts that have the same channels.
+        share_sums: adds what parts that share sums have, and gives each its own elements.
         buffers: of the model, by name, for statistics that are kept.
 
     """
@@ -42,6 +53,7 @@ class PartContext:
     device: torch.device
     reduce_all: Reduce = alone
     reduce_channels: Reduce = alone
+    share_sums: ShareSums = own_elements
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -54,6 +66,7 @@ class Piece:
         rectangle: of the stage's output.
         reads: rectangles of its inputs.
         context: of the part.
+        summand: the part, where it shares the stage's sums with others.
 
     """
 
@@ -61,11 +74,25 @@ class Piece:
     rectangle: Rectangle
     reads: tuple[Rectangle | None, ...]
     context: PartContext
+    summand: Summand | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Shape of what it computes."""
         return sizes(self.rectangle)
+
+    @property
+    def computed_sizes(self) -> tuple[int, ...]:
+        """The same of what it computes before sums are shared."""
+        if self.summand is None:
+            return self.sizes
+        return sizes(self.summand.of_all(self.rectangle))
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        """The part's own elements of what it has computed of sums."""
+        if self.summand is None:
+            return value
+        return self.context.share_sums(value, self.summand)
 
     def __getitem__(self, attribute: str) -> Any:
         return self.stage.attributes[attribute]
@@ -97,7 +124,8 @@ def prepare(operator: Operator, part: Rectangle, context: PartContext) -> Functi
     functions = []
     for i, (stage, rectangle) in enumerate(zip(operator.stages, rectangles, strict=True)):
         reads = needs if i == 0 else (rectangles[i - 1],)
-        built = KERNELS[stage.kind](Piece(stage, rectangle, reads, context))
+        shared = part if i == 0 and isinstance(part, Summand) else None
+        built = KERNELS[stage.kind](Piece(stage, rectangle, reads, context, shared))
         precision = stage.attributes.get("cast")
         functions.append(built if precision is None else _in_precision(built, precision))
     if len(functions) == 1:
@@ -196,7 +224,22 @@ def raw_call(piece: Piece) -> Callable[[Inputs, Parameters], Any]:
 @kernel("pointwise", "call", "whole")
 def call(piece: Piece) -> Function:
     """What the traced function gives; one of several tensors, or several put into one."""
+    if piece.summand is not None:
+        return _added_product(piece)
     return _given(raw_call(piece), piece)
+
+
+def _added_product(piece: Piece) -> Function:
+    """``addmm`` or ``baddbmm`` of a part that shares its sums: what is added comes last, once."""
+    filled = fill_template(dict(piece["arguments"]), piece.context.device)
+
+    def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
+        given = filled(inputs, parameters)
+        left, right = (given[n] for n in given if n in ("mat1", "mat2", "batch1", "batch2"))
+        product = piece.total(torch.matmul(left, right) * given.get("alpha", 1))
+        return product + given.get("beta", 1) * given["self"]
+
+    return run
 
 
 def _given(function: Callable[[Inputs, Parameters], Any], piece: Piece) -> Function:
@@ -734,15 +777,21 @@ def index(piece: Piece) -> Function:
 def linear(piece: Piece) -> Function:
     """Rows of the weight, or blocks of rows."""
     blocks = piece.stage.attributes.get("blocks", 0)
-    split = piece.sizes[-blocks:] if blocks else ()
+    split = piece.computed_sizes[-blocks:] if blocks else ()
+
+    def product(value: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if not split:
+            return functional.linear(value, weight, bias)
+        rows = weight.flatten(0, -2)
+        flat = None if bias is None else bias.flatten()
+        return functional.linear(value, rows, flat).unflatten(-1, split)
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
         weight, bias = parameters["weight"], parameters.get("bias")
-        if not split:
-            return functional.linear(inputs[0], weight, bias)
-        rows = weight.flatten(0, -2)
-        flat = None if bias is None else bias.flatten()
-        return functional.linear(inputs[0], rows, flat).unflatten(-1, split)
+        if piece.summand is None:
+            return product(inputs[0], weight, bias)
+        value = piece.total(product(inputs[0], weight, None))
+        return value if bias is None else value + bias
 
     return run
 
@@ -753,7 +802,7 @@ def matmul(piece: Piece) -> Function:
     left, right = (fill_template(slot, piece.context.device) for slot in piece["operands"])
 
     def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
-        return torch.matmul(left(inputs, parameters), right(inputs, parameters))
+        return piece.total(torch.matmul(left(inputs, parameters), right(inputs, parameters)))
 
     return run
 

@@ -222,6 +222,8 @@ class Passes:
         ]
         trained = [use for use in node.parameters if use.trained]
         leaves = [tensor for _, tensor in wanted] + [self.parameters[u.key] for u in trained]
+        if arrived is None and node.meets and node.place != self._output:
+            arrived = torch.zeros_like(value)  # nobody reads this part; its partners wait for it
         found: Sequence[torch.Tensor | None] = [None] * len(leaves)
         if value.requires_grad and (arrived is not None or node.place == self._output):
             found = torch.autograd.grad(value, leaves, arrived, allow_unused=True)
@@ -403,9 +405,14 @@ class OperatorClock:
         operators: number of them.
         device: that is timed.
 
+    Attributes:
+        last: spans that the last reading counted, in their order: place of the operator, what it
+            is spent on, begin and end in microseconds from the first one's begin.
+
     """
 
     def __init__(self, operators: int, device: torch.device) -> None:
+        self.last: list[tuple[int, Column, float, float]] = []
         self._operators, self._device = operators, device
         self._clock = make_clock(device)
         self._spans: list[tuple[Column, Owners, Any, Any]] = []
@@ -421,8 +428,11 @@ class OperatorClock:
         """Milliseconds since the last reading, (operators, columns); waits for the device."""
         synchronize(self._device)
         found = torch.zeros(self._operators, len(Column), dtype=torch.float64)
+        self.last = []
         for column, owners, begin, end in self._spans:
             spent_ms = 1e3 * self._clock.between(begin, end)
+            since_us = 1e6 * self._clock.between(self._spans[0][2], begin)
+            self.last.append((owners[0][0], column, since_us, since_us + 1e3 * spent_ms))
             for place, part in owners:
                 found[place, column] += part * spent_ms
         self._spans.clear()

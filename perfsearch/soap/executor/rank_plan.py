@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,23 @@ from perfsearch.soap.executor.exchange import (
     Exchange,
     Group,
     PieceBatch,
+    all_gather,
     connect,
     grouped,
+    reduce_scatter,
 )
 from perfsearch.soap.executor.kernels import Function, PartContext, draw, prepare
-from perfsearch.soap.graph import INPUT, Graph, Operator, Rectangle, Stage, volume, within
+from perfsearch.soap.graph import (
+    INPUT,
+    Graph,
+    Operator,
+    Range,
+    Rectangle,
+    Stage,
+    Summand,
+    volume,
+    within,
+)
 from perfsearch.soap.parts import reduction_partners
 from perfsearch.soap.plan import (
     Cell,
@@ -120,6 +133,7 @@ def plan_rank(
         if node.rectangle is not None and not node.is_leaf:
             known = part_context(node.operator, plan, rank, device, groups, buffers)
             node.function = function(node.operator, node.rectangle, known)
+            node.meets = node.operator.kind == "batch_norm" or isinstance(node.rectangle, Summand)
     _connect(graph, nodes, moving, mine, stored)
     leaves = [nodes[places[name]] for name in captured.leaves]
     by_producer = {
@@ -255,6 +269,7 @@ class Node:
         returning: exchanges that take gradients once it is done in the backward pass.
         launched_back: batches that move them then.
         draws: stages that draw numbers, which a rank without a part must draw too.
+        meets: whether its backward pass exchanges with other parts, so that all must run it.
 
     """
 
@@ -271,6 +286,7 @@ class Node:
     returning: list[Exchange] = field(default_factory=list)
     launched_back: list[PieceBatch] = field(default_factory=list)
     draws: list[Stage] = field(default_factory=list)
+    meets: bool = False
 
     @property
     def is_leaf(self) -> bool:
@@ -406,7 +422,71 @@ def part_context(
         ).wait()
         return tensor
 
-    return PartContext(device, total, total, buffers)
+    parts = part_rectangles(operator, plan[operator.name])
+    held = dict(zip(plan[operator.name].devices, parts, strict=True))
+    order = [part.own for m in shared if isinstance(part := held[m], Summand)]
+
+    def share_sums(partial: torch.Tensor, part: Summand) -> torch.Tensor:
+        exchange = _SumExchange(part, order, shared, groups)
+        shared_sums: torch.Tensor = _SharedSums.apply(partial, exchange)
+        return shared_sums
+
+    return PartContext(device, total, total, share_sums, buffers)
+
+
+@dataclass(frozen=True)
+class _SumExchange:
+    """How parts that share sums add them up, and have each other's gradients.
+
+    Attributes:
+        part: this rank's.
+        ranges: along ``part.dim``, of the group's ranks in their order.
+        devices: that share.
+        groups: where these were ensured.
+
+    """
+
+    part: Summand
+    ranges: list[Range]
+    devices: Devices
+    groups: Communicators
+
+    def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sums of this part's own elements."""
+        dim, first = self.part.dim, self.part.span[0]
+        moved = partial.movedim(dim, 0)
+        given = torch.cat([moved[low - first : high - first] for low, high in self.ranges])
+        own = given.new_empty([len(given) // len(self.ranges), *given.shape[1:]])
+        self.groups.launch(
+            self.devices,
+            lambda group: reduce_scatter(own, given, group=group, async_op=True),
+        ).wait()
+        return own.movedim(0, dim)
+
+    def all_gather(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradients of all elements."""
+        dim = self.part.dim
+        given = gradient.movedim(dim, 0).contiguous()
+        found = given.new_empty([len(given) * len(self.ranges), *given.shape[1:]])
+        self.groups.launch(
+            self.devices, lambda group: all_gather(found, given, group=group, async_op=True)
+        ).wait()
+        pieces = found.chunk(len(self.ranges))
+        order = sorted(range(len(pieces)), key=lambda place: self.ranges[place])
+        return torch.cat([pieces[place] for place in order]).movedim(0, dim)
+
+
+class _SharedSums(torch.autograd.Function):  # type: ignore[misc]
+    """Adds shares of sums; the backward pass needs the gradients of all elements."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, exchange: _SumExchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.reduce_scatter(partial)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.exchange.all_gather(gradient), None
 
 
 # -----------------------------------------------------------------------------

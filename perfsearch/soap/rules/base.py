@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from perfsearch.soap.graph import Axis, Operator, Rectangle
+from perfsearch.soap.graph import Axis, Block, Operator, Rectangle, Summand, Summed, share
 
 
 def input_rectangle(operator: Operator, index: int, output: Rectangle) -> Rectangle | None:
@@ -12,19 +12,32 @@ def input_rectangle(operator: Operator, index: int, output: Rectangle) -> Rectan
 
     It may be more than what the part's output depends on, never less.
     """
-    first = stage_rectangles(operator, output)[0]
-    return read(operator.stages[0].reads[index], first)
+    return _read_first(operator, operator.stages[0].reads[index], output)
 
 
 def parameter_rectangles(operator: Operator, output: Rectangle) -> dict[str, Rectangle]:
     """What a part needs of each parameter, by the parameter's name in the operator."""
-    first = stage_rectangles(operator, output)[0]
     found = {}
     for parameter in operator.parameters:
-        rectangle = read(parameter.axes, first)
+        rectangle = _read_first(operator, parameter.axes, output)
         assert rectangle is not None
         found[parameter.name] = rectangle
     return found
+
+
+def _read_first(operator: Operator, axes: Iterable[Axis], output: Rectangle) -> Rectangle | None:
+    """What a part reads through the axes of the first stage."""
+    first, axes = stage_rectangles(operator, output)[0], tuple(axes)
+    if isinstance(output, Summand) and any(isinstance(axis, Summed) for axis in axes):
+        first = output.of_all(first)
+        axes = tuple(_of_share(axis, output) for axis in axes)
+    return read(axes, first)
+
+
+def _of_share(axis: Axis, part: Summand) -> Axis:
+    if not isinstance(axis, Summed):
+        return axis
+    return Block(*share(axis.size, part.members, part.place))
 
 
 def stage_rectangles(operator: Operator, output: Rectangle) -> list[Rectangle]:

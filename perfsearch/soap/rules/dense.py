@@ -16,12 +16,15 @@ from perfsearch.soap.capture.lower import (
     same,
     whole,
 )
-from perfsearch.soap.graph import Axis, Role, Same, Shape, Unfolded, Whole
+from perfsearch.soap.graph import Axis, Role, Same, Shape, Summed, Unfolded, Whole
 
 
 @rule("linear")
 def linear(call: Call) -> Lowered | None:
-    """The output's last dimension is one of the weight: a parameter split, the input whole."""
+    """The output's last dimension is one of the weight: a parameter split, the input whole.
+
+    Or parts share the sums over the input's last dimension.
+    """
     value, weight, bias = call["input"], call["weight"], call["bias"]
     if len(weight.shape) != 2 or value.parameter:
         return None
@@ -36,8 +39,8 @@ def linear(call: Call) -> Lowered | None:
         flops=2.0 * math.prod(call.shape) * value.shape[-1],
         precision="lower",
     )
-    lowered.operand(value, (*same(last), Whole(value.shape[-1])))
-    lowered.operand(weight, (Same(last), Whole(weight.shape[1])), "weight")
+    lowered.operand(value, (*same(last), Summed(value.shape[-1])))
+    lowered.operand(weight, (Same(last), Summed(weight.shape[1])), "weight")
     lowered.operand(bias, (Same(last),), "bias")
     return lowered
 
@@ -78,8 +81,8 @@ def added_product(call: Call) -> Lowered | None:
     names = ("mat1", "mat2") if call.name == "addmm" else ("batch1", "batch2")
     axes = {
         "self": broadcast(added.shape, call.shape),
-        names[0]: (*lead, Same(count - 2), Whole(left.shape[-1])),
-        names[1]: (*lead, Whole(right.shape[-2]), Same(count - 1)),
+        names[0]: (*lead, Same(count - 2), Summed(left.shape[-1])),
+        names[1]: (*lead, Summed(right.shape[-2]), Same(count - 1)),
     }
     labels = broadcast_labels([_batch_of(left), _batch_of(right)], call.shape[:-2])
     last = Role.PARAMETER if right.parameter or right.weighted else Role.ATTRIBUTE
@@ -147,13 +150,13 @@ def _spelled_out(equation: str, counts: Sequence[int]) -> tuple[list[str], str] 
 
 @rule("matmul", "bmm", "mm")
 def matmul(call: Call) -> Lowered | None:
-    """Batched; the summed dimension is whole."""
+    """Batched; the summed dimension is whole, or a share of it, which parts add up."""
     left, right = (v for v in call.arguments.values() if isinstance(v, Value))
     if len(left.shape) < 2 or len(right.shape) < 2:
         return None
     count = len(call.shape)
-    rows: tuple[Axis, ...] = (Same(count - 2), Whole(left.shape[-1]))
-    columns: tuple[Axis, ...] = (Whole(right.shape[-2]), Same(count - 1))
+    rows: tuple[Axis, ...] = (Same(count - 2), Summed(left.shape[-1]))
+    columns: tuple[Axis, ...] = (Summed(right.shape[-2]), Same(count - 1))
     batch = call.shape[:-2]
     labels = broadcast_labels([_batch_of(left), _batch_of(right)], batch)
     column_label = Role.PARAMETER if right.parameter else Role.ATTRIBUTE

@@ -106,7 +106,8 @@ class ChainOptions:
     """How a chain proposes, accepts and records.
 
     Attributes:
-        alpha: refusal of worse plans, per percent of the current time.
+        alpha: refusal of worse plans, per percent of the current time or per millisecond.
+        by_milliseconds: which of the two; the paper's is a fixed scale, which is Metropolis' rule.
         carry: share of proposals that carry a configuration over to neighbours.
         kept: how many of the best distinct plans are kept.
         every: proposals between points of the series.
@@ -116,6 +117,7 @@ class ChainOptions:
     """
 
     alpha: float = 1.0
+    by_milliseconds: bool = False
     carry: float = 0.25
     kept: int = 32
     every: int = 1000
@@ -140,7 +142,9 @@ class Engine:
         self._t = tables
         self._c = curves
         self.options = options or ChainOptions()
-        self._reals = np.array([self.options.alpha, self.options.carry])
+        self._reals = np.array(
+            [self.options.alpha, self.options.carry, float(self.options.by_milliseconds)]
+        )
         words = np.random.SeedSequence(seed).generate_state(1, np.uint64)
         self._random = words | np.uint64(1)
         self._w = self._memory()
@@ -342,14 +346,18 @@ class Engine:
 # Starts from any plan. A proposal gives one operator another configuration, drawn evenly from
 # its layouts and then from that layout's devices; or it carries an operator's configuration over
 # to neighbours along the graph, as far as they can have it. Worse plans are accepted with
-# ``exp(-alpha * d)``, ``d`` in percent of the current time (Jia et al. 2019, whose ``d`` is in
-# milliseconds).
+# ``exp(-alpha * d)``, ``d`` in percent of the current time, or in milliseconds, as in Jia et al.
+# 2019. The first is no Metropolis rule: what it accepts on the way from a plan to another and back
+# does not balance, so that the chain has no known distribution to go to. Neither rule corrects for
+# proposals that are not symmetric (layouts are drawn before devices; configurations are carried
+# over). Both serve to find a good plan, not to sample.
 
 LONGEST_CARRY = 8
 """Operators that one proposal changes at most."""
 
-ALPHA, CARRY = range(2)
-"""Places of the chain's real numbers: refusal per percent, share of proposals that carry over."""
+ALPHA, CARRY, BY_MILLISECONDS = range(3)
+"""Places of the chain's real numbers: refusal, share of proposals that carry over, and whether the
+refusal is per millisecond (1) or per percent (0)."""
 
 DISTINCT = 5e-4
 """Plans whose times differ by less than this share count as one among the best."""
@@ -475,6 +483,8 @@ def run_chain(t: Integers, c: Reals, w: Integers, reals: Reals, random: Random, 
             time = evaluate(t, w)
             _note(t, w, time)
             worse = 100.0 * (time - w[COST]) / w[COST]
+            if reals[BY_MILLISECONDS] > 0.0:
+                worse = (time - w[COST]) / 1e6
             accepted = worse <= 0 or draw_unit(random) < math.exp(-reals[ALPHA] * worse)
         w[ITERATION] += 1
         if accepted:

@@ -7,10 +7,11 @@ not here.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from perfsearch.core.files import write_text
 from perfsearch.soap.graph import Graph, Operator, Rectangle, Role
 from perfsearch.soap.parts import (
     class_key,
-    degrees_of,
     gradients,
     layout_of,
     owned_keys,
     shares_statistics,
+    splits_of,
 )
 from perfsearch.soap.rules.base import signature
 
@@ -72,6 +73,11 @@ class Machine:
         memory_gib: of a device.
         within: by kind, transfers inside a node.
         across: the same for transfers that cross nodes; empty where there is one node.
+        beyond: the same for further levels of links, as between racks or beside NVLink pairs.
+        links: by pair of devices, the level of what connects them: 0 is ``within``, 1 ``across``,
+            from 2 on those of ``beyond``, the best first; empty: by node. A collective goes by its
+            worst pair.
+        speeds: of each device, as a share of the one whose parts were timed; empty: all alike.
         transfer_host_us: time of the host for a transfer that a device takes part in.
         sync_host_us: the same for the sum of a gradient.
         step_us: what a step takes beside its tasks.
@@ -99,6 +105,9 @@ class Machine:
     memory_gib: float
     within: dict[str, Curve]
     across: dict[str, Curve] = field(default_factory=dict)
+    beyond: tuple[dict[str, Curve], ...] = ()
+    links: tuple[tuple[int, ...], ...] = ()
+    speeds: tuple[float, ...] = ()
     transfer_host_us: float = 0.0
     sync_host_us: float = 0.0
     step_us: float = 0.0
@@ -133,7 +142,65 @@ class Machine:
                 "device is needed, and a node has one to all of them"
             )
         _check_curves("within", self.within, needed=self.devices > 1)
-        _check_curves("across", self.across, needed=self.devices_per_node < self.devices)
+        used = {level for row in self.links for level in row}
+        by_node = not self.links and self.devices_per_node < self.devices
+        _check_curves("across", self.across, needed=by_node or 1 in used)
+        for number, curves in enumerate(self.beyond):
+            _check_curves(f"beyond.{number}", curves, needed=number + 2 in used)
+        self._check_links()
+        self._check_speeds()
+
+    def _check_links(self) -> None:
+        if not self.links:
+            return
+        square = len(self.links) == self.devices and all(
+            len(row) == self.devices for row in self.links
+        )
+        if not square:
+            raise MachineError(
+                f"links: a row of {self.devices} levels for each of {self.devices} devices is "
+                "needed, or none"
+            )
+        most = 1 + len(self.beyond)
+        for one, row in enumerate(self.links):
+            for other, level in enumerate(row):
+                if type(level) is not int or not 0 <= level <= most:
+                    raise MachineError(
+                        f"links.{one}.{other}={level!r}: a level from 0 to {most} is needed: 0 is "
+                        "within, 1 across, further ones those of beyond"
+                    )
+                if level != self.links[other][one]:
+                    raise MachineError(f"links.{one}.{other}={level!r}: not as links.{other}.{one}")
+
+    def _check_speeds(self) -> None:
+        if self.speeds and len(self.speeds) != self.devices:
+            raise MachineError(
+                f"speeds: one for each of {self.devices} devices is needed, or none; there are "
+                f"{len(self.speeds)}"
+            )
+        for device, speed in enumerate(self.speeds):
+            if not is_number(speed, above_0=True):
+                raise MachineError(f"speeds.{device}={speed!r}: a number above 0 is needed")
+
+    @property
+    def levels(self) -> tuple[dict[str, Curve], ...]:
+        """Curves by level of the links."""
+        return (self.within, self.across or self.within, *self.beyond)
+
+    def level(self, one: int, other: int) -> int:
+        """Of what connects two devices."""
+        if self.links:
+            return self.links[one][other]
+        return int(one // self.devices_per_node != other // self.devices_per_node)
+
+    def curves_among(self, devices: Sequence[int]) -> dict[str, Curve]:
+        """Transfers among devices: those of the worst pair."""
+        pairs = itertools.combinations(devices, 2)
+        return self.levels[max((self.level(a, b) for a, b in pairs), default=0)]
+
+    def speed(self, device: int) -> float:
+        """Of a device, as a share of the one whose parts were timed."""
+        return self.speeds[device] if self.speeds else 1.0
 
     def write(self, path: Path) -> None:
         """Write it for people to read and edit, at once or not at all."""
@@ -160,6 +227,9 @@ class Machine:
         try:
             for side in ("within", "across"):
                 record[side] = _curves(record.get(side, {}))
+            record["beyond"] = tuple(_curves(curves) for curves in record.get("beyond", ()))
+            record["links"] = tuple(tuple(row) for row in record.get("links", ()))
+            record["speeds"] = tuple(record.get("speeds", ()))
             return cls(**record)
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise MachineError(f"{path}: {error}") from error
@@ -340,6 +410,8 @@ class ShardCost:
         forward_us: on the device; likewise backward.
         forward_host_us: of the host that launches it; likewise backward.
         rows_us: of a table's backward pass and update together, by the rows that were read.
+        spread: between the quartiles of repeated measurements of the forward pass, over their
+            median.
 
     """
 
@@ -348,6 +420,7 @@ class ShardCost:
     forward_host_us: float = 0.0
     backward_host_us: float = 0.0
     rows_us: float = 0.0
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -493,8 +566,8 @@ def shards_of(
             continue
         classes.add(kind)
         wanted = gradients(graph, operator)
-        for degrees in degrees_of(operator, devices, roles):
-            for part in layout_of(operator, degrees, owned[operator.name], 0.0).parts:
+        for degrees, sums in splits_of(operator, devices, roles):
+            for part in layout_of(operator, degrees, owned[operator.name], 0.0, sums=sums).parts:
                 shard = Shard(operator, part, wanted)
                 if shard.key not in seen:
                     seen.add(shard.key)

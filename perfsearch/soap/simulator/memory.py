@@ -85,8 +85,8 @@ RECTANGLES = 31
 """Blocks of (part, dimension, low and high)."""
 COPIES = 32
 """Configurations that match those of another class, or -1."""
-NODE_OF = 33
-"""(devices)."""
+LINK_LEVEL = 33
+"""(devices, devices): level of what connects two, a row of the curves."""
 CAPACITY = 34
 """(devices): bytes, the hard limit."""
 LIVE_FIRST = 35

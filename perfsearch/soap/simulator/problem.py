@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from perfsearch.soap.graph import Graph, Operator, Rectangle, Role
+from perfsearch.soap.graph import Graph, Operator, Rectangle, Role, Summand
 from perfsearch.soap.parts import (
     Layout,
     class_key,
-    degrees_of,
     device_lists,
     gradients,
     item_bytes,
@@ -21,13 +20,13 @@ from perfsearch.soap.parts import (
     owned_keys,
     reduction_bytes,
     reduction_partners,
+    splits_of,
 )
 from perfsearch.soap.plan import OperatorConfiguration, Plan, PlanError, parameters
 from perfsearch.soap.rules.base import input_rectangle
 from perfsearch.soap.simulator import memory
 from perfsearch.soap.simulator.machine import (
     KINDS,
-    Curve,
     Machine,
     ShardCost,
     at_members,
@@ -161,26 +160,28 @@ class Problem:
             self.class_of.append(found[key])
 
     def _configure(self, roles: frozenset[Role], extra: tuple[Plan, ...]) -> None:
-        asked: list[dict[tuple[int, ...], list[tuple[int, ...]]]] = [{} for _ in self.classes]
+        asked: list[dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]]]
+        asked = [{} for _ in self.classes]
         for index, kind in enumerate(self.classes):
             if kind.only is not None:
                 for chosen in kind.only:
-                    asked[index].setdefault(chosen.degrees, []).append(chosen.devices)
+                    split = (chosen.degrees, chosen.sums)
+                    asked[index].setdefault(split, []).append(chosen.devices)
                 continue
-            for degrees in degrees_of(kind.example, self.machine.devices, roles):
-                asked[index][degrees] = device_lists(degrees, self.machine.devices)
+            for split in splits_of(kind.example, self.machine.devices, roles):
+                asked[index][split] = device_lists(split[0], self.machine.devices)
         for plan in extra:
             for place, operator in enumerate(self.operators):
                 chosen = plan[operator.name]
                 if self.classes[self.class_of[place]].only is not None:
                     continue
-                lists = asked[self.class_of[place]].setdefault(chosen.degrees, [])
+                lists = asked[self.class_of[place]].setdefault((chosen.degrees, chosen.sums), [])
                 if chosen.devices not in lists:
                     lists.append(chosen.devices)
         number = 0
         for kind, of_class in zip(self.classes, asked, strict=True):
             owned = self._owned[kind.example.name]
-            for degrees, lists in of_class.items():
+            for (degrees, sums), lists in of_class.items():
                 kind.layouts.append(
                     layout_of(
                         kind.example,
@@ -188,11 +189,12 @@ class Problem:
                         owned,
                         self.machine.state_per_weight,
                         self.machine.updates_rows,
+                        sums,
                     )
                 )
                 kind.device_lists.append(lists)
                 for devices in lists:
-                    kind.numbers[OperatorConfiguration(degrees, devices)] = number
+                    kind.numbers[OperatorConfiguration(degrees, devices, sums)] = number
                     number += 1
         self._by_number = [c for kind in self.classes for c in kind.numbers]
 
@@ -214,14 +216,14 @@ def behaviour(machine: Machine, host_is_free: bool) -> dict[int, int]:
 
 
 def curves_of(machine: Machine) -> Reals:
-    """Sizes of the curves' points, then nanoseconds by side, kind, members and size."""
-    times = np.zeros((2, len(KINDS), machine.devices + 1, len(CURVE_BYTES)))
-    for side, curves in enumerate((machine.within, machine.across or machine.within)):
+    """Sizes of the curves' points, then nanoseconds by level, kind, members and size."""
+    times = np.zeros((len(machine.levels), len(KINDS), machine.devices + 1, len(CURVE_BYTES)))
+    for level, curves in enumerate(machine.levels):
         for row, kind in enumerate(KINDS):
             for count in range(1, machine.devices + 1) if kind in curves else ():
                 curve = at_members(curves[kind], count)
                 for column, size in enumerate(CURVE_BYTES):
-                    times[side, row, count, column] = 1e3 * at_size(curve, size)
+                    times[level, row, count, column] = 1e3 * at_size(curve, size)
     return np.concatenate([np.array(CURVE_BYTES, dtype=np.float64), times.ravel()])
 
 
@@ -234,11 +236,6 @@ def bucket_bytes(graph: Graph, machine: Machine) -> int:
     return min(limit, sum(size for size in sizes if size < limit))
 
 
-def _curves(machine: Machine, devices: Sequence[int]) -> Mapping[str, Curve]:
-    nodes = {device // machine.devices_per_node for device in devices}
-    return machine.across if len(nodes) > 1 else machine.within
-
-
 def sync_us(machine: Machine, devices: tuple[int, ...], size: int, bucket: int) -> float:
     """Time of summing a gradient over devices beside computing; small ones share a latency.
 
@@ -249,7 +246,7 @@ def sync_us(machine: Machine, devices: tuple[int, ...], size: int, bucket: int) 
         bucket: by ``bucket_bytes``.
 
     """
-    curve = at_members(_curves(machine, devices)["all_reduce"], len(devices))
+    curve = at_members(machine.curves_among(devices)["all_reduce"], len(devices))
     if size >= bucket:
         return machine.sync_slowdown * at_size(curve, size)
     return machine.sync_slowdown * at_size(curve, bucket) * size / bucket
@@ -272,10 +269,17 @@ def partial_reductions_us(
     found = []
     for part, mine in zip(parts, reduction_partners(kind.example, parts), strict=False):
         members = [devices[place] for place in mine]
-        sizes = reduction_bytes(kind.example, part, kind.gradients[0])
-        curve = at_members(_curves(machine, members)["all_reduce"], len(members))
-        alone = len(members) < 2
-        forward, backward = (0.0 if alone or not size else at_size(curve, size) for size in sizes)
+        sizes = reduction_bytes(kind.example, part, bool(kind.gradients and kind.gradients[0]))
+        kinds = ("all_reduce", "all_reduce")
+        if isinstance(part, Summand):
+            kinds = ("reduce_scatter", "all_gather")
+        curves = machine.curves_among(members)
+        forward, backward = (
+            at_size(at_members(curves[way], len(members)), size)
+            if size and len(members) > 1
+            else 0.0
+            for way, size in zip(kinds, sizes, strict=True)
+        )
         found.append((forward, backward))
     return found
 
@@ -307,7 +311,8 @@ def tables(problem: Problem, cost_of: CostOf) -> Integers:
     """All of a job's arrays in one."""
     machine, count = problem.machine, len(problem.operators)
     found = {**_classes(problem, cost_of), **_edges(problem)}
-    found[memory.NODE_OF] = np.arange(machine.devices) // machine.devices_per_node
+    devices = range(machine.devices)
+    found[memory.LINK_LEVEL] = _array([machine.level(a, b) for a in devices for b in devices])
     found[memory.CAPACITY] = np.full(machine.devices, capacity_bytes(machine))
     hosts = found[memory.PARTS].reshape(-1, memory.P_WIDTH)
     hosts = hosts[:, [memory.P_FORWARD_HOST, memory.P_BACKWARD_HOST]]
@@ -380,7 +385,7 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
     for kind in problem.classes:
         for layout, lists in zip(kind.layouts, kind.device_lists, strict=True):
             costs = [cost_of(kind.example, part, kind.gradients) for part in layout.parts]
-            rows_of: dict[tuple[tuple[float, float], ...], int] = {}
+            rows_of: dict[Hashable, int] = {}
             at = len(groups.values)
             for group, size in layout.syncs:
                 packing = _nanoseconds(pack_us(machine, size))
@@ -391,9 +396,11 @@ def _classes(problem: Problem, cost_of: CostOf) -> dict[int, Integers]:
                     for group, size in layout.syncs
                 ]
                 waits = tuple(partial_reductions_us(machine, kind, layout.parts, chosen))
-                if waits not in rows_of:  # else as on other devices
-                    rows_of[waits] = parts.add(_part_rows(machine, layout, costs, waits))
-                rows = rows_of[waits]
+                speeds = tuple(machine.speed(device) for device in chosen)
+                if (waits, speeds) not in rows_of:  # else as on other devices
+                    rows = parts.add(_part_rows(machine, layout, costs, waits, speeds))
+                    rows_of[waits, speeds] = rows
+                rows = rows_of[waits, speeds]
                 record = [layouts, len(chosen), devices.add(chosen), rows, len(sums), at]
                 configs.append([*record, times.add(sums), 0])
             layouts += 1
@@ -416,20 +423,22 @@ def _part_rows(
     layout: Layout,
     costs: Sequence[ShardCost],
     waits: Sequence[tuple[float, float]],
+    speeds: Sequence[float],
 ) -> Iterator[int]:
     """Rows of ``PARTS`` for a layout on some devices; ``waits`` by ``partial_reductions_us``."""
     for place, cost in enumerate(costs):
         forward, backward = waits[place] if waits else (0.0, 0.0)
         own_backward = cost.rows_us if layout.by_rows else cost.backward_us
         microseconds = (
-            cost.forward_us + forward + machine.task_us,
-            own_backward + backward + machine.task_us,
+            cost.forward_us / speeds[place] + forward + machine.task_us,
+            own_backward / speeds[place] + backward + machine.task_us,
             cost.forward_host_us + (machine.sync_host_us if forward else 0.0),
             cost.backward_host_us + (machine.sync_host_us if backward else 0.0),
         )
         yield from map(_nanoseconds, microseconds)
         yield layout.resident_bytes[place]
-        yield _nanoseconds(machine.optimizer_us_per_mib * layout.weight_bytes[place] / 2**20)
+        mib = layout.weight_bytes[place] / 2**20
+        yield _nanoseconds(machine.optimizer_us_per_mib * mib / speeds[place])
 
 
 def _edges(problem: Problem) -> dict[int, Integers]:
@@ -492,7 +501,10 @@ def _matches(own: Class, other: Class) -> list[int]:
     found = []
     rank = len(other.example.shape)
     for chosen in own.numbers:
-        number = other.numbers.get(chosen, -1) if rank == len(own.example.shape) else -1
+        same_rank = rank == len(own.example.shape)
+        number = other.numbers.get(chosen, -1) if same_rank else -1
+        if number < 0 and same_rank and chosen.sums > 1:
+            number = other.numbers.get(replace(chosen, sums=1), -1)
         if number < 0 and rank and chosen.degrees and all(d == 1 for d in chosen.degrees[1:]):
             degrees = (chosen.degrees[0], *[1] * (rank - 1))
             number = other.numbers.get(OperatorConfiguration(degrees, chosen.devices), -1)

@@ -42,9 +42,9 @@ from perfsearch.soap.simulator.memory import (
     KEYS,
     KEYS_USED,
     LAYOUT_FIRST,
+    LINK_LEVEL,
     LISTS,
     NEED_COUNT,
-    NODE_OF,
     OPERATOR_CLASS,
     OWNED,
     PLACES,
@@ -165,8 +165,8 @@ def _half(
                 w[sources + j] += 1
                 w[sent + i] += amount
                 w[targets + i] += 1
-                if t[t[NODE_OF] + t[at + i]] != t[t[NODE_OF] + t[to + j]]:
-                    across = 1
+                level = t[t[LINK_LEVEL] + devices * t[at + i] + t[to + j]]
+                across = max(across, level)
         total += needed
         largest = max(largest, needed)
         if w[received + j]:
@@ -260,7 +260,7 @@ _KINDS = 6
 def curve_time(t: Integers, c: Reals, across: int, kind: int, members: int, size: float) -> int:
     """Nanoseconds of a transfer, between the points of its curve; at least that of the first.
 
-    ``c`` has the sizes of the points, then their times by (within or across nodes, kind, members).
+    ``c`` has the sizes of the points, then their times by (level of the links, kind, members).
     """
     points = t[POINTS]
     times = points + ((across * _KINDS + kind) * (t[DEVICES] + 1) + members) * points

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -160,14 +160,7 @@ class Simulator:
 
         """
         every = max(1, -(-proposals // POINTS))
-        options = ChainOptions(
-            alpha=options.alpha,
-            carry=options.carry,
-            kept=options.kept,
-            every=every,
-            points=proposals // every,
-            return_every=options.return_every,
-        )
+        options = replace(options, every=every, points=proposals // every)
         engine = Engine(self.problem.tables, self.problem.curves, seed, options)
         engine.start(self.problem.numbers_of(start))
         engine.run(0)  # compiles, or takes the compiled code from the disk

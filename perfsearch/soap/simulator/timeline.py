@@ -14,7 +14,10 @@ _ROWS = {
     "transfer": (1, "link"),
     "transfer of gradients": (1, "link"),
     "sum of gradients": (2, "sums of gradients"),
+    "communication": (1, "link"),
 }
+MEASURED = ("forward", "backward", "communication")
+"""Kinds of a measured step's tasks, in the order of the fields of ``OperatorTime``."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,36 @@ class Task:
     end_us: float
 
 
-def chrome_trace(tasks: Sequence[Task]) -> dict[str, Any]:
-    """The tasks as a Chrome trace, a process a device and a thread a timeline."""
+def chrome_trace(tasks: Sequence[Task], measured: Sequence[Task] = ()) -> dict[str, Any]:
+    """The tasks as a Chrome trace, a process a device and a thread a timeline.
+
+    Args:
+        tasks: of the simulated step.
+        measured: of a step in which operators were timed one thing at a time; each device's are a
+            process of their own below the simulated one.
+
+    """
     events: list[dict[str, Any]] = []
     for device in sorted({task.device for task in tasks}):
-        events.append(_named("process_name", device, 0, f"device {device}"))
-        for row, name in sorted(set(_ROWS.values())):
-            events.append(_named("thread_name", device, row, name))
+        events += _process(2 * device, f"device {device}", [*tasks])
+        if any(task.device == device for task in measured):
+            name = f"device {device}, measured one thing at a time"
+            events += _process(2 * device + 1, name, [*measured])
+    events += _slices(tasks, 0) + _slices(measured, 1)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _process(process: int, name: str, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    events = [_named("process_name", process, 0, name)]
+    events.append(
+        {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+    )
+    rows = sorted({_ROWS[task.kind] for task in tasks})
+    return [*events, *(_named("thread_name", process, row, name) for row, name in rows)]
+
+
+def _slices(tasks: Sequence[Task], side: int) -> list[dict[str, Any]]:
+    events = []
     for task in tasks:
         row, _ = _ROWS[task.kind]
         events.append(
@@ -51,14 +77,14 @@ def chrome_trace(tasks: Sequence[Task]) -> dict[str, Any]:
                 "ph": "X",
                 "name": task.name,
                 "cat": task.kind,
-                "pid": task.device,
+                "pid": 2 * task.device + side,
                 "tid": row,
                 "ts": task.begin_us,
                 "dur": task.end_us - task.begin_us,
                 "args": {"kind": task.kind},
             }
         )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return events
 
 
 def _named(what: str, device: int, row: int, name: str) -> dict[str, Any]:

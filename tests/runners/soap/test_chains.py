@@ -92,3 +92,19 @@ def test_the_share_that_is_carried_over_reaches_the_chain(job, monkeypatch):
         request = ChainRequest({}, 20, 0, propagation=share, chains=1)
         run_chains(simulator, named["whole"], named, request)
     assert seen == [0.25, 0.0, 0.5]
+
+
+def test_the_papers_acceptance_is_per_millisecond(job):
+    simulator, named = job
+    start = named["whole"]
+    before_ms = 1e3 * simulator.estimate(start).seconds
+
+    def accepted(acceptance, alpha):
+        request = ChainRequest({}, 2000, 0, alpha, 0, 0.0, chains=1, acceptance=acceptance)
+        return run_chains(simulator, start, named, request).found.accepted
+
+    strict, loose = accepted("milliseconds", 1e6), accepted("milliseconds", 0.0)
+    alike = accepted("milliseconds", 2 / before_ms)
+    assert strict < alike < loose
+    # 2% of the first step is what 0.02 per percent refuses alike, where steps are about as long
+    assert accepted("percent", 0.02) == pytest.approx(alike, rel=0.25)

@@ -1,15 +1,20 @@
 """Tables for devices that are not here, measured on those that are."""
 
+import itertools
+import time
 from dataclasses import replace
 
 import pytest
+import torch
 from support import soap_graphs as synthetic
 from support.soap_cases import DEVICES, settings
 
 from perfsearch.core.errors import BadInputError
 from perfsearch.pipeline.search import build_runner
+from perfsearch.runners.soap import report
 from perfsearch.runners.soap.job import read_tables
 from perfsearch.runners.soap.runner import Ranks
+from perfsearch.soap.measure import timed
 from perfsearch.soap.simulator.machine import CostTable, for_devices, shards_of
 
 MANY = 4
@@ -44,6 +49,25 @@ def test_parts_are_measured_for_more_devices_than_are_here(tmp_path, tables, mon
     assert planner.estimate(planning, lines.append) == 0
     planner.close()
     assert lines[0].startswith("planning for 4 devices")
+
+
+def test_parts_whose_times_scatter_are_no_ground_to_plan_on(tables):
+    known = read_tables(tables)
+    assert report.scatter_line(known) is None
+    costs = CostTable("a card", "2.13")
+    for shard in shards_of(known.graph, DEVICES):
+        cost = synthetic.cost_of(shard.operator, shard.part, shard.gradients)
+        costs.add(shard, replace(cost, spread=0.5))
+    scattered = replace(known, costs=CostTable.from_json(costs.to_json()))
+    assert "scatter by 50%" in report.scatter_line(scattered)
+    assert "Do not trust a plan" in report.scatter_line(scattered)
+
+
+def test_repeated_measurements_have_a_median_and_a_spread():
+    waits = itertools.cycle([0.002, 0.002, 0.006, 0.006])
+    found = timed(lambda: time.sleep(next(waits)), torch.device("cpu"))
+    assert found.device_us >= 2000
+    assert found.spread > 0.3
 
 
 def test_devices_are_a_matter_of_measuring_alone(tmp_path, tables):

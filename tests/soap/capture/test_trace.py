@@ -105,6 +105,15 @@ def cast_inside(model, x):
         return torch.tanh(x)
 
 
+def mapped(model, x):
+    return torch.vmap(torch.tanh)(x)
+
+
+def differentiated(model, x):
+    y = torch.tanh(x)
+    return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
 @pytest.mark.parametrize(
     ("middle", "words", "line"),
     [
@@ -121,7 +130,9 @@ def cast_inside(model, x):
         (widened, "writes into a tensor of float16", True),
         (chosen, "whose shape depends on values", True),
         (branching, "depends on a number that is read from a tensor", True),
-        (cast_inside, "wrap_with_autocast", False),
+        (cast_inside, "autocast inside the model would be lost", True),
+        (mapped, "torch.vmap and torch.func", True),
+        (differentiated, "by autograd.grad within the step", False),
         (lambda m, x: x / x.abs().max().item(), "takes a number from item", True),
         (lambda m, x: x * m.enter.weight.data.sum(), "use detach", False),
         (lambda m, x: torch.complex(x, x).abs(), "complex numbers", True),
@@ -134,6 +145,22 @@ def test_what_a_graph_would_get_wrong_is_refused(middle, words, line):
     assert ("test_trace.py:" in str(error.value)) is line
     after = torch.autograd.Function.apply, nn.Module.__setattr__, torch.Tensor.register_hook
     assert [getattr(a, "__func__", a) for a in after] == [getattr(b, "__func__", b) for b in before]
+
+
+def picks(x):
+    return torch.multinomial(x.exp(), 1)
+
+
+def test_the_line_that_is_named_is_the_innermost_one():
+    line = picks.__code__.co_firstlineno + 1
+    with pytest.raises(CaptureError, match=rf"draws random numbers.*test_trace.py:{line}$"):
+        of(lambda model, x: x + picks(x))
+
+
+def test_what_cannot_be_captured_prints_no_graph(capfd):
+    with pytest.raises(CaptureError):
+        of(branching)
+    assert "def forward" not in "".join(capfd.readouterr())
 
 
 def test_a_users_directory_may_be_called_torch(tmp_path, monkeypatch):

@@ -33,6 +33,13 @@ def test_operators_are_timed_after_the_scored_steps_and_nothing_else_changes(wor
         times = {name: OperatorTime.from_json(record) for name, record in found.items()}
         assert all(time.forward_ms > 0 for time in times.values())
         assert any(time.communication_ms > 0 for time in times.values())
+        spans = timed["environment"]["spans"]
+        assert {device for device, *_ in spans} == {0, 1}
+        assert {name for _, name, *_ in spans} <= set(operators)
+        assert {column for _, _, column, *_ in spans} == {0, 1, 2}
+        for device in range(2):
+            own = [(begin, end) for at, _, _, begin, end in spans if at == device]
+            assert own == sorted(own) and all(begin <= end for begin, end in own)
         step_ms = 1e3 * statistics.median(timed["agreed"]["step_seconds"])
         whole_ms = sum(time.whole_ms for time in times.values())
         assert step_ms / LOOSELY < whole_ms < step_ms * LOOSELY

@@ -13,6 +13,7 @@ from support.soap_graphs import (
     machine,
     random_graph,
     random_plan,
+    uneven_machine,
 )
 
 from perfsearch.soap.graph import Graph
@@ -32,11 +33,12 @@ MACHINES = [
     ),
     machine(per_node=2, sync_on_link=True, sync_host_us=0.5, copy_us=0.4, copy_us_per_mib=900.0),
     machine(devices=3, task_us=0.3, bucket_mib=1e-5, copy_us_per_mib=300.0, sync_slowdown=1.3),
+    uneven_machine(optimizer_us_per_mib=50.0, sync_on_link=True),
 ]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([0, 1, 2]), st.booleans())
+@given(st.integers(0, 2**32), st.integers(0, len(MACHINES) - 1), st.booleans())
 def test_full_simulation_is_the_plain_one(seed, which, free_host):
     rng = random.Random(seed)
     graph, cost = random_graph(rng), free_host_cost_of if free_host else cost_of
@@ -50,7 +52,7 @@ def test_full_simulation_is_the_plain_one(seed, which, free_host):
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([0, 1, 2]), st.booleans())
+@given(st.integers(0, 2**32), st.integers(0, len(MACHINES) - 1), st.booleans())
 def test_delta_is_exactly_the_full_simulation(seed, which, free_host):
     rng = random.Random(seed)
     graph = random_graph(rng, count=rng.choice([2, 5, 9]))

@@ -17,6 +17,7 @@ from support.soap_graphs import (
     on,
     random_graph,
     table,
+    uneven_machine,
 )
 
 from perfsearch.soap.graph import Graph, Operator, Role, Same, Stage, Whole
@@ -26,7 +27,7 @@ from perfsearch.soap.simulator.chain import ChainOptions
 from perfsearch.soap.simulator.machine import Shard, at_size, shards_of
 from perfsearch.soap.simulator.problem import bucket_bytes, sync_us
 from perfsearch.soap.simulator.simulator import Simulator
-from perfsearch.soap.simulator.timeline import busy_lines, chrome_trace
+from perfsearch.soap.simulator.timeline import Task, busy_lines, chrome_trace
 
 X = batch_input("x", (8, 16))
 FIRST = linear("first", X, 32)
@@ -198,6 +199,15 @@ def test_tasks_of_one_timeline_never_overlap():
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert len(spans) == len(tasks)
     assert len(busy_lines(tasks, 4)) == 4
+    # beside it the measured one, a process below each device's
+    timed = [Task("forward", tasks[0].name, 1, 2.5, 4.0), Task("communication", "a", 1, 4.0, 5.0)]
+    both = json.loads(json.dumps(chrome_trace(tasks, timed)))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in both if e["name"] == "process_name"}
+    assert names[2] == "device 1" and names[3] == "device 1, measured one thing at a time"
+    assert len(names) == 5
+    shown = [(e["pid"], e["cat"], e["ts"], e["dur"]) for e in both if e["ph"] == "X"]
+    assert (3, "forward", 2.5, 1.5) in shown and (3, "communication", 4.0, 1.0) in shown
+    assert len(shown) == len(tasks) + 2
 
 
 def test_a_search_is_the_same_again_and_never_ends_worse_than_its_start():
@@ -254,3 +264,26 @@ def test_operators_that_may_have_less_than_their_class_keep_to_it():
     found = simulator.search(start, 500, ChainOptions(alpha=0.0), seed=0)
     assert {plan["first"] for _, plan in found.plans} == set(only)
     assert len({plan["second"] for _, plan in found.plans}) > 1
+
+
+def test_a_search_gives_slow_devices_behind_slow_links_nothing():
+    graph = Graph((X, FIRST, SECOND), frozenset({"x"}), "second", 8)
+    hardware = replace(uneven_machine(), speeds=(1.0, 1.0, 0.01, 0.01))
+    start = data_parallel(graph, range(4))
+    simulator = Simulator(graph, hardware, cost_of)
+    found = simulator.search(start, 2000, ChainOptions(), seed=0)
+    _, best = found.plans[0]
+    assert {device for chosen in best.values() for device in chosen.devices} <= {0, 1}
+    alone = {name: on((1, 1), 2) for name in start}
+    fast = {name: on((1, 1), 0) for name in start}
+    passes = [
+        sum(t.forward_ms for t in simulator.by_operator(plan).values()) for plan in (alone, fast)
+    ]
+    assert passes[0] == pytest.approx(100 * passes[1], rel=1e-3)
+
+
+def test_a_transfer_goes_by_the_level_of_its_links():
+    hardware = uneven_machine()
+    times = [sync_us(hardware, pair, 1 << 20, 1) for pair in ((0, 1), (1, 2), (2, 3))]
+    assert times == sorted(times) and len(set(times)) == 3
+    assert sync_us(hardware, (0, 1, 3), 1 << 20, 1) > times[2]
