@@ -314,7 +314,7 @@ def timed(function: Callable[[], object], device: torch.device) -> Timed:
         end.record()
         torch.cuda.synchronize(device)
         readings.append((begin.elapsed_time(end) * 1e3 / _REPEATS, host_s * 1e6 / _REPEATS))
-    device_us, spread = _median_and_spread([r[0] for r in readings])
+    device_us, spread = median_and_spread([r[0] for r in readings])
     return Timed(device_us, statistics.median(r[1] for r in readings), spread)
 
 
@@ -327,11 +327,11 @@ def _timed_on_cpu(function: Callable[[], object]) -> Timed:
         since = time.perf_counter()
         function()
         readings.append(time.perf_counter() - since)
-    median_s, spread = _median_and_spread(readings)
+    median_s, spread = median_and_spread(readings)
     return Timed(median_s * 1e6, 0.0, spread)
 
 
-def _median_and_spread(readings: list[float]) -> tuple[float, float]:
+def median_and_spread(readings: list[float]) -> tuple[float, float]:
     """The median, and the range between the quartiles as a share of it."""
     low, median, high = statistics.quantiles(readings, n=4, method="inclusive")
     return median, (high - low) / median if median > 0 else 0.0
