@@ -275,7 +275,7 @@ def _announce(session: Session, plan: Plan, gain: float, arms: int) -> None:
         keys = command.given().key(f"confirm.seconds={needed}")
         session.view.warning(
             f"confirm.seconds={limit:g} is too short for the {expected.pairs} pairs that half of "
-            f"such comparisons take: {keys} is not"
+            f"such comparisons take: {keys} would do"
         )
 
 
@@ -436,8 +436,7 @@ def _decide(session: Session, verdict: Verdict, readings: dict[int, Reading]) ->
     verdict.is_open = not interval.is_told or interval.high > matters
     said = told(reading, "the baseline")
     if not interval.is_gain:
-        claimed = "" if interval.is_told else "no gain is claimed: "
-        verdict.reason = f"{claimed}{said}{_cut_short(session, verdict, reading)}"
+        verdict.reason = f"{said}{_cut_short(session, verdict, reading)}"
         return
     disputed = _disputed(session, verdict, first)
     if disputed:

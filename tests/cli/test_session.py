@@ -90,7 +90,7 @@ def test_a_session_is_asked_from_another_process_and_ends_by_ctrl_c(opened, trie
     code, out, _ = tried("bucket=2")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["baseline", "tried"]
-    assert "one reading of each: it shows no speed-up" in out
+    assert "one reading of each: it shows no gain" in out
     code, out, _ = tried("--json", "--repeats", "3", "runner.knobs.bucket=2")
     assert code == 0
     assert json.loads(out)["interval"]["pairs"] == 3

@@ -363,7 +363,7 @@ def test_a_gain_that_too_few_pairs_leave_open_says_what_to_raise(search: Search)
     interval = found.verdict.interval
     assert interval is not None
     assert interval.low < 1.0 < interval.ratio
-    assert "no gain is claimed" in found.verdict.reason
+    assert "nothing shown: 2 pairs of starts are too few" in found.verdict.reason
     assert "more than confirm.max_repeats=2 pairs would tell more" in found.verdict.reason
 
 
