@@ -30,7 +30,7 @@ def test_searches_at_the_same_time_have_a_journal_each_and_one_store_and_named_l
     for name in names:
         own = [line.removeprefix(name) for line in lines if line.startswith(name)]
         assert any(line.startswith("-- result") for line in own)
-        hint = next(line for line in own if " resume=extend " in line)
+        hint = next(line for line in own if " perfsearch runner=replay " in line)
         assert f"strategy={name[10:-2]}" in hint and "hydra" not in hint
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
     runs = mlflow.search_runs(search_all_experiments=True)
