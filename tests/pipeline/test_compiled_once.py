@@ -110,7 +110,7 @@ def test_a_script_that_is_started_again_compiles_nothing_again(in_a_search, tmp_
 @pytest.mark.slow
 def test_a_group_that_is_started_again_compiles_nothing_again(in_a_search, tmp_path):
     options = DDP.Options(device="cpu", knobs={"compile_mode": "default"})
-    shape = {"sequence_length": 32, "vocabulary": 64, "layers": 1, "width": 64, "heads": 2}
+    shape = {"sequence_length": 32, "vocabulary": 64, "layers": 2, "width": 64, "heads": 2}
     environment = Environment(tmp_path, nproc=1, limits=Limits(300, 300, 5))
     runner = DDP(options, WorkloadSpec("gpt", options=shape), environment)
     kept = []
