@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -174,7 +175,7 @@ def _cast_plain(value: Any, annotation: Any, limits: Mapping[str, Any]) -> Any:
     if annotation is Path and isinstance(value, str | Path):
         return Path(value)
     if annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
-        number = float(value)
+        number = float(value) if abs(value) <= sys.float_info.max else math.inf
     elif annotation is int and isinstance(value, int) and not isinstance(value, bool):
         number = value
     elif annotation in (bool, str) and isinstance(value, annotation):
@@ -182,7 +183,7 @@ def _cast_plain(value: Any, annotation: Any, limits: Mapping[str, Any]) -> Any:
     else:
         raise _MismatchError
     within = (holds(number, limits[name]) for name, (_, holds) in _BOUNDS.items() if name in limits)
-    if not math.isfinite(number) or not all(within):
+    if not -sys.float_info.max <= number <= sys.float_info.max or not all(within):
         raise _MismatchError
     return number
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -228,7 +228,7 @@ def _check_scale(knob: Knob, asked: str, setting: Mapping[str, Any]) -> None:
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return -math.inf < value < math.inf
+    return -sys.float_info.max <= value <= sys.float_info.max  # a whole number may be larger
 
 
 def require_possible(knob: Knob, value: Any, key: str) -> None:

@@ -96,7 +96,10 @@ class Caller:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self.request: dict[str, Any] = json.loads(_line(connection, _REQUEST_S))
+        try:
+            self.request: dict[str, Any] = json.loads(_line(connection, _REQUEST_S))
+        except RecursionError as error:
+            raise ValueError("a request is not nested so deeply") from error
         if not isinstance(self.request, dict):
             raise ValueError("a request is an object")
 

@@ -79,6 +79,8 @@ def test_values_that_aliases_multiply_are_refused(tmp_path):
 @given(some.dictionaries(some.one_of(some.text(max_size=8), some.sampled_from(
     ["seed", "budget", "objective", "confirm", "tracking", "metrics", "limits", "run_dir", *GROUPS]
 )), PLAIN, max_size=4))  # fmt: skip
+@example({"seed": 10**400})
+@example({"objective": {"min_gain": 10**400}})
 def test_settings_are_taken_or_refused(given_keys):
     base = {"runner": {"name": "ddp"}, "strategy": {"name": "grid"}, "workload": {"name": "mlp"}}
     try:
@@ -102,6 +104,8 @@ RANGES = some.dictionaries(
         max_size=4,
     )
 )
+@example({"count": {"step": 10**400}})
+@example({"count": {"min": -(10**400)}, "bucket_cap_mb": 10**400, "sockets": [10**400]})
 def test_what_is_asked_of_knobs_is_taken_or_refused(asked):
     try:
         searched, _ = narrow([BUCKET, SOCKETS, COUNT, MODE], asked, Numerics.ALTERING)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from perfsearch.metrics.reading import Guard
+from perfsearch.metrics.slow_steps import THROTTLED
 from perfsearch.metrics.system import HostReader, cgroup_headroom_bytes, rates
 
 MIB = 1024**2
@@ -84,6 +85,22 @@ def test_loopback_and_bonds_are_kept_out_of_the_network(tmp_path, monkeypatch):
     assert values["network_loopback_megabytes_per_s"] == 7.0
     assert values["interface/eth0/receive_megabytes_per_s"] == 3.0
     assert "interface/bond0/receive_megabytes_per_s" not in values
+
+
+def test_a_quota_holds_back_by_what_the_own_group_counts(tmp_path):
+    """python/cpython#80235"""
+    sys_root, proc_root = tmp_path / "sys", tmp_path / "proc"
+    write(proc_root / "self/cgroup", "0::/job\n")
+
+    def read(throttled_us):
+        write(sys_root / "fs/cgroup/job/cpu.stat", f"throttled_usec {throttled_us}\n")
+        return HostReader(Guard(), sys_root=sys_root, proc_root=proc_root).counters()
+
+    found = rates(read(1_000_000), read(1_500_000), 2.0)
+    assert found[THROTTLED] == pytest.approx(25.0)
+    (sys_root / "fs/cgroup/job/cpu.stat").unlink()
+    without = HostReader(Guard(), sys_root=sys_root, proc_root=proc_root).counters()
+    assert THROTTLED not in rates(without, without, 2.0)
 
 
 def test_infiniband_counts_words_of_four_bytes(tmp_path):

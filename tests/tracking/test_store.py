@@ -113,7 +113,9 @@ def test_a_proxy_is_named_and_a_server_of_this_host_is_asked_without(no_proxy, m
     assert "http://example.invalid" in why and "through the proxy http://***@127.0.0.1:9" in why
     with fake_server("works") as uri:
         assert why_unreachable(uri, 30.0) == ""
-        _keep_from_proxies(locate(uri))
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with fake_server("forbids") as uri, pytest.raises(Exception, match="403"):
+        connect(locate(uri))  # its own answer, and not that its proxy cannot be reached
     assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "127.0.0.1"
     with fake_server("is down") as proxy:
         monkeypatch.setenv(name, proxy)

@@ -2,14 +2,17 @@
 
 import json
 import socket
+import tempfile
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from support.hostile import DEEP, PLAIN, at_most
 
+from perfsearch.pipeline.session_socket import SessionSocket
 from perfsearch.workers import messages
 from perfsearch.workers.messages import Channel, ChannelClosed
 
@@ -44,6 +47,32 @@ def test_whole_messages_arrive_in_order(sent):
     raw = b"".join(json.dumps(one).encode() + b"\n" for one in sent)
     assert received(raw) == sent
     assert received(raw + b'{"torn": ') == sent
+
+
+@settings(max_examples=100, deadline=None)
+@given(some.one_of(some.binary(max_size=60), PLAIN.map(lambda v: json.dumps(v).encode() + b"\n")))
+@example(DEEP[:60_000] + b"\n")
+@example(b"x" * 200_000)
+@example(b'{"knobs": ')
+def test_a_request_to_a_session_is_taken_or_its_caller_sent_away(raw):
+    """The next one is served, whatever came before it."""
+    good, taken = {"knobs": {"bucket_cap_mb": 8}}, []
+    with tempfile.TemporaryDirectory(dir="/tmp") as run_dir, SessionSocket(Path(run_dir)) as asked:
+        for line in (raw, json.dumps(good).encode() + b"\n"):
+            caller = socket.socket(socket.AF_UNIX)
+            caller.connect(str(asked.path))
+            threading.Thread(target=say, args=(caller, line)).start()
+        while not taken or taken[-1] != good:
+            served = asked.wait(30.0)
+            assert served is not None
+            taken.append(served.request)
+            served.answer({})
+    assert all(isinstance(request, dict) for request in taken)
+
+
+def say(caller, line):
+    with caller, suppress(OSError):
+        caller.sendall(line)
 
 
 def test_a_message_without_end_is_cut_off(monkeypatch):

@@ -131,3 +131,22 @@ def test_groups_of_other_hosts_are_left_alone(tree, tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "another")
     assert registry.reap_groups(tmp_path) == 0
     assert len(processes.members(token)) == 3
+
+
+def test_what_a_killed_controller_left_among_temporary_files_goes_at_the_next_start(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed = "import os; from perfsearch.core.files import make_temporary_directory as make; "
+    killed += "print(make(), flush=True); os.kill(os.getpid(), 9)"
+    done = subprocess.run(
+        [sys.executable, "-c", killed],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    left = done.stdout.strip()
+    assert os.path.isdir(left)
+    registry.reap_groups(tmp_path / "run")
+    assert not os.path.exists(left)
