@@ -30,6 +30,7 @@ class Lender:
         from perfsearch.workers.join import Member
 
         drop_variables_of_ray()
+        take_back_niceness()
         host, _, port = endpoint.rpartition(":")
         member = Member((host, int(port)), secret, interface, wait_s)
         try:
@@ -47,6 +48,25 @@ def drop_variables_of_ray() -> None:
     for name in _agreement.shared_variables(os.environ):
         if name not in as_started:
             del os.environ[name]
+
+
+def take_back_niceness() -> None:
+    """Run as the node's own processes do: Ray has its workers give way to all others (nice 15).
+
+    Ranks on this node would be slower than those of the search's node wherever cores are short.
+    """
+    own = psutil.Process()
+    raylet = own.parent()
+    usual = 0 if raylet is None else raylet.nice()
+    if own.nice() <= usual:
+        return
+    try:
+        own.nice(usual)
+    except psutil.AccessDenied:
+        say(
+            f"warning: Ray runs what it starts at nice {own.nice()}, and ranks here are slower for "
+            "it. Start Ray with RAY_worker_niceness=0"
+        )
 
 
 class Actors:

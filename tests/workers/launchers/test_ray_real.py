@@ -12,7 +12,7 @@ from support import ray_cluster, spread
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 LONGEST_S = 300
-LENDER = rf"\(Lender pid=(\d+), ip={ray_cluster.SECOND}\)\S* perfsearch join: joined as node 1 of 2"
+LENDER = r"\(Lender pid=(\d+)[^)]*\)\S* perfsearch join: joined as node 1 of 2"
 
 
 @pytest.fixture
@@ -46,6 +46,7 @@ def test_an_unchanged_script_is_searched_over_both_nodes_and_an_actor_may_die(cl
         search.wait()
     said = output.read_text()
     assert "launcher=ray: an actor is gone" in said
+    assert f"ip={ray_cluster.SECOND}" in said  # which Ray names with some of the lines only
     assert "perfsearch join: the search is over" in said
     trials = spread.finished(tmp_path)
     assert {trial["status"] for trial in trials} - {"infrastructure"} == {"ok"}
