@@ -160,7 +160,7 @@ def identical(store: Path, seed: int) -> None:
             "runner": {"name": "ddp", "device": "cpu", "knobs": {"bucket_cap_mb": [25, 26]}},
             "workload": {"name": "mlp"},
             "strategy": {"name": "grid"},
-            "nproc": 1,
+            "nproc": 2,
             "seed": seed,
             "objective": {"min_gain": 0.0},
             "budget": {"trials": 2, "seconds": None},
