@@ -53,7 +53,7 @@ class Ray:
                 )
             )  # fmt: skip
         deadline = time.monotonic() + LONGEST_S
-        while "Ray runtime started" not in log.read_text():
+        while "will now block forever" not in log.read_text():  # its last word
             if time.monotonic() > deadline or self._daemons[-1].poll() is not None:
                 self.close()
                 raise RuntimeError(f"Ray does not start\n{log.read_text()}")
