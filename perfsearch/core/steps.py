@@ -33,6 +33,9 @@ _FEWEST_CAPPED = 4
 _UNLIKE = 1.5
 """Ratio of the longest to the shortest distance up to which slow steps come at even distances."""
 
+_MOST_STRETCHES, _STRETCHES_DIFFER = 8, 0.1
+"""Into how many stretches a window is parted at most, and by how much they may differ."""
+
 _MOST_DEPENDENT = 0.9
 """Correlation of a step and the next above which it is not believed."""
 
@@ -55,6 +58,7 @@ class SlowSteps:
         extra_s: what such a step takes longer than a usual one.
         share: part of the window's seconds that this is.
         scored: whether they are in the rate.
+        is_periodic: whether they come at even distances.
 
     """
 
@@ -64,6 +68,7 @@ class SlowSteps:
     extra_s: float
     share: float
     scored: bool
+    is_periodic: bool = True
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,29 @@ def whole_periods(seconds: Sequence[float]) -> list[float]:
     return list(seconds[runs[0][-1] + 1 : runs[-1][-1] + 1])
 
 
+def steps_alike(seconds: Sequence[float]) -> int:
+    """After how many steps slow ones were met about as often as in all of the window.
+
+    What comes at no even distance may come in clusters, as a plan for each new shape does: most of
+    them soon, few later. A window that is shorter than that is of the one or the other.
+
+    Args:
+        seconds: of each step, in order, all positive.
+
+    Returns:
+        The length of the shortest stretches that are equally long, one after another, whose means
+        differ by ``_STRETCHES_DIFFER`` at most; all steps, if the halves already differ by more.
+
+    """
+    count = len(seconds)
+    for parts in range(min(_MOST_STRETCHES, count), 1, -1):
+        ends = [count * part // parts for part in range(parts + 1)]
+        means = [statistics.fmean(seconds[a:b]) for a, b in itertools.pairwise(ends)]
+        if max(means) <= (1 + _STRETCHES_DIFFER) * min(means):
+            return math.ceil(count / parts)
+    return count
+
+
 def step_time_s(seconds: Sequence[float], statistic: str) -> float:
     """Seconds of a step by one of ``Statistic``."""
     if statistic == Statistic.MEDIAN:
@@ -169,6 +197,7 @@ def _kinds(seconds: Sequence[float]) -> list[SlowSteps]:
                 extra_s=extra_s,
                 share=extra_s * len(slow) / sum(seconds),
                 scored=len(runs) > 1,
+                is_periodic=_is_periodic(runs, len(seconds)),
             )
         )
     return found

@@ -19,7 +19,7 @@ from perfsearch.core.losses import loss_disagreement
 from perfsearch.core.objective import Objective, log_cost_error
 from perfsearch.core.signals import ExitCode, deferred
 from perfsearch.core.space import key_of
-from perfsearch.core.steps import ALIKE
+from perfsearch.core.steps import ALIKE, steps_alike
 from perfsearch.core.trial import (
     Measurement,
     Outcome,
@@ -731,16 +731,21 @@ class View(Protocol):
 def with_look(plan: Plan, baseline: Trial | None) -> Plan:
     """The plan with as many steps as it takes to meet what recurs.
 
-    The baseline looks for it. What it has found is met twice by each later window.
+    The baseline looks for it. What it has found is met twice by each later window, and where that
+    comes in clusters, by as many steps as it takes to have the usual share of it.
     """
     if plan.purpose is Purpose.BASELINE:
         longest_s = _LOOK_SECONDS * plan.scored_seconds
         return replace(plan, look_steps=_LOOK_STEPS, look_seconds=longest_s)
     known = None if baseline is None else baseline.measurement
-    kinds = () if known is None or not known.step_seconds else known.reading.slow
-    periods = [k.period_steps for k in kinds if k.period_steps is not None and k.share > ALIKE]
+    seconds = () if known is None else known.step_seconds
+    kinds = known.reading.slow if known is not None and seconds else ()
+    recurring = [k for k in kinds if k.period_steps is not None and k.share > ALIKE]
     least = CONFIRMED_STEPS if plan.purpose is Purpose.CONFIRM else 0
-    return replace(plan, look_steps=max([least, *(math.ceil(2 * p) + 1 for p in periods)]))
+    if not all(kind.is_periodic for kind in recurring):
+        least = max(least, steps_alike(seconds))
+    twice = [math.ceil(2 * k.period_steps) + 1 for k in recurring if k.period_steps is not None]
+    return replace(plan, look_steps=max([least, *twice]))
 
 
 def with_profile(plan: Plan, metrics: MetricsSettings, profiled: bool) -> Plan:

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from perfsearch.core.steps import read_window, step_time_s
+from perfsearch.core.steps import read_window, step_time_s, steps_alike
 
 
 def noise(name, generator, count):
@@ -129,3 +129,32 @@ def test_the_statistic_decides():
     seconds = [0.01, 0.01, 0.07] * 8
     assert step_time_s(seconds, "median") == 0.01
     assert step_time_s(seconds, "rate") == pytest.approx(0.03)
+
+
+def planned(count):
+    """A plan is made for each of 24 shapes, all of which are forgotten once they were seen."""
+    shapes = np.random.default_rng(1).integers(24, size=count)
+    seen, seconds = set(), []
+    for shape in shapes:
+        seconds.append(0.018 if int(shape) in seen else 0.048)
+        seen = set() if len(seen) == 24 else seen | {int(shape)}
+    return seconds
+
+
+def test_what_comes_in_clusters_is_met_about_as_often_only_in_long_stretches():
+    seconds = planned(1000)
+    length = steps_alike(seconds[:200])
+    assert length > 60
+    assert statistics.fmean(seconds[:length]) == pytest.approx(statistics.fmean(seconds), rel=0.1)
+    assert statistics.fmean(seconds[:30]) > 1.2 * statistics.fmean(seconds), (
+        "a short window is of new shapes"
+    )
+    assert not any(kind.is_periodic for kind in read_window(seconds[:200]).slow)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "length"),
+    [([1.0] * 80, 10), ([1.0] * 40 + [2.0] * 40, 80), ([1.0, 1.0, 9.0], 3), ([1.0], 1), ([], 0)],
+)
+def test_stretches_that_are_alike(seconds, length):
+    assert steps_alike(seconds) == length

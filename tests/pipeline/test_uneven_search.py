@@ -93,6 +93,15 @@ def test_the_baseline_looks_for_what_recurs_and_others_cover_it_twice(search):
     assert looks[Purpose.SEARCH] == 0 and looks[Purpose.CONFIRM] == CONFIRMED_STEPS
 
 
+def test_windows_are_as_long_as_it_takes_to_meet_the_usual_share_of_what_comes_in_clusters(search):
+    def job(configuration, count):
+        return [0.04 if place % 80 in {0, 1, 3, 4, 7, 10, 21} else 0.01 for place in range(count)]
+
+    search(Uneven(job, count=160))
+    baseline, *others = search.runner.plans
+    assert {plan.look_steps for plan in others} == {80}
+
+
 def test_a_baseline_that_failed_tells_no_period():
     assert with_look(Plan(3, Purpose.SEARCH), None).look_steps == 0
 
