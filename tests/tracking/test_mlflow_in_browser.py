@@ -93,7 +93,7 @@ def test_the_printed_address_shows_the_searches_and_their_curves(
     address = printed.replace("http://127.0.0.1:5000", server)
 
     page = browser.open(address, 1600)
-    page.wait_for("document.body.innerText.includes('ddp bayes seed=1: 2.00x')")
+    page.wait_for("document.body.innerText.includes('ddp bayes seed=1: +100%')")
     assert page.evaluate("document.body.innerText.includes('ddp random seed=1: +25%')")
     keep(page, "runs")
     columns = page.wait_for(
