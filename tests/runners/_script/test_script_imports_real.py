@@ -1,6 +1,7 @@
 """Later starts of a script have what its first start imported, and else are as plain ones."""
 
 import json
+import signal
 
 import pytest
 from support.packages import install
@@ -109,7 +110,16 @@ def read(directory, number):
     return {word: rest for word, _, rest in (line.partition(" ") for line in lines)}
 
 
+@pytest.fixture
+def interruptible():
+    """As in a terminal, also where what started the tests has had SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("nproc", [None, 2])
+@pytest.mark.usefixtures("interruptible")
 def test_a_later_start_is_a_fork_that_finds_what_a_plain_one_finds(open_runner, tmp_path, nproc):
     code = BEGINS + TELLS + TRAINS
     if nproc:
