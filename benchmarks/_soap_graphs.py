@@ -121,15 +121,24 @@ def linears(count: int, width: int = 1024, batch: int = 4096) -> Graph:
     return Graph(tuple(operators), frozenset({"x"}), last.name, batch)
 
 
-def cost_of(operator: Operator, part: Rectangle, gradients: tuple[bool, ...]) -> ShardCost:
-    """Arithmetic or memory traffic, whichever takes longer, and a launch."""
+def cost_of(
+    operator: Operator,
+    part: Rectangle,
+    gradients: tuple[bool, ...],
+    flops_per_us: float = FLOPS_PER_US,
+    bytes_per_us: float = BYTES_PER_US,
+) -> ShardCost:
+    """Arithmetic or memory traffic, whichever takes longer, and a launch.
+
+    Of a table only the rows that are looked up are read: ``embedding`` one for each element of its
+    output, ``embedding_bag`` those that its input counts.
+    """
     weights = sum(4 * volume(r) for r in parameter_rectangles(operator, part).values())
-    if operator.kind == "embedding_bag":
-        weights = 0
+    weights = {"embedding": 4 * volume(part), "embedding_bag": 0}.get(operator.kind, weights)
     moved = 4 * volume(part) + weights
     for index in range(len(operator.inputs)):
         read = input_rectangle(operator, index, part)
         moved += 4 * volume(read) if read is not None else 0
     flops = operator.flops * volume(part) / max(math.prod(operator.shape), 1)
-    forward = LAUNCH_US + max(flops / FLOPS_PER_US, moved / BYTES_PER_US)
+    forward = LAUNCH_US + max(flops / flops_per_us, moved / bytes_per_us)
     return ShardCost(forward, forward * (2 if any(gradients) else 1))

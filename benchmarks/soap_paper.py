@@ -23,27 +23,29 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from _soap_graphs import cost_of
 from torch import nn
 from torch.nn import functional
 
 from perfsearch.core.hints import ChainRequest
 from perfsearch.runners.soap.chains import run_chains
 from perfsearch.soap.capture.capture import capture
-from perfsearch.soap.graph import Graph, Operator, Rectangle, Role, volume
+from perfsearch.soap.graph import Graph, Role
 from perfsearch.soap.named import OWN_BEST, named_plans
 from perfsearch.soap.plan import OperatorConfiguration, Plan, data_parallel
-from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles
-from perfsearch.soap.simulator.machine import Machine, ShardCost, uniform
+from perfsearch.soap.simulator.machine import Machine, uniform
 from perfsearch.soap.simulator.simulator import Simulator
 
 NODE = 4
-FLOPS_PER_US, BYTES_PER_US, LAUNCH_US = 8e6, 5e5, 8.0
+FLOPS_PER_US, BYTES_PER_US = 8e6, 5e5
+costs = partial(cost_of, flops_per_us=FLOPS_PER_US, bytes_per_us=BYTES_PER_US)
 STEPS, WIDTH, WORDS = 10, 2048, 10_000
 
 
@@ -162,20 +164,6 @@ def machine_of(devices: int) -> Machine:
     return replace(near, devices_per_node=min(NODE, devices), across=far.within)
 
 
-def cost_of(operator: Operator, part: Rectangle, gradients: tuple[bool, ...]) -> ShardCost:
-    """Arithmetic or memory traffic, whichever takes longer, and a launch."""
-    moved = 4 * volume(part)
-    moved += sum(4 * volume(r) for r in parameter_rectangles(operator, part).values())
-    if operator.kind == "embedding":
-        moved = 8 * volume(part)
-    for index in range(len(operator.inputs)):
-        read = input_rectangle(operator, index, part)
-        moved += 4 * volume(read) if read is not None else 0
-    flops = operator.flops * volume(part) / max(math.prod(operator.shape), 1)
-    forward = LAUNCH_US + max(flops / FLOPS_PER_US, moved / BYTES_PER_US)
-    return ShardCost(forward, forward * (2 if any(gradients) else 1))
-
-
 def main() -> int:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -193,7 +181,7 @@ def main() -> int:
             named = named_plans(graph, devices)
             expert = expert_of(graph, devices)
             extra = (*named.values(), expert)
-            simulator = Simulator(graph, machine_of(devices), cost_of, extra=extra)
+            simulator = Simulator(graph, machine_of(devices), costs, extra=extra)
             named = {**named, OWN_BEST: simulator.problem.own_best(), "expert": expert}
             times = {name: 1e3 * simulator.estimate(plan).seconds for name, plan in named.items()}
             fitting = [name for name in named if simulator.estimate(named[name]).fits]
