@@ -39,6 +39,16 @@ def levels_of_logging():
     root.setLevel(before)
 
 
+@pytest.fixture(autouse=True)
+def environment():
+    """Take back what a test leaves in the environment, as ``mlflow.set_tracking_uri`` does."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update({k: v for k, v in before.items() if k != "PYTEST_CURRENT_TEST"})
+
+
 @pytest.fixture
 def short_tmp():
     """An empty directory for a ``TMPDIR`` of its own; pytest's are too long for sockets in them."""

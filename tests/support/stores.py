@@ -22,8 +22,9 @@ def no_ambient_store(monkeypatch: pytest.MonkeyPatch) -> None:
 def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with its tables: making them takes seconds, copying it none."""
     directory = tmp_path_factory.mktemp("template")
-    connect(locate(None, directory))
-    return directory / "mlflow.db"
+    file = directory / "mlflow.db"
+    connect(locate(f"sqlite:///{file}"))
+    return file
 
 
 @pytest.fixture
