@@ -1,20 +1,22 @@
-"""File formats of a plan: our YAML, FlexFlow's text files, and Python for torch's DTensor."""
+"""File formats of a plan: our YAML, FlexFlow's files, and Python for torch's DTensor."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from perfsearch.core.errors import nearest
 from perfsearch.soap.graph import Graph, Operator, Rectangle
+from perfsearch.soap.parts import TABLES
 from perfsearch.soap.plan import (
     OperatorConfiguration,
     Plan,
     PlanError,
+    over_samples,
     part_rectangles,
     validate_plan,
 )
@@ -39,7 +41,11 @@ def read_plan(path: Path, graph: Graph, devices: int) -> Plan:
 
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
+        entries = protobuf_entries(data)
+        if entries is not None:
+            return plan_of_entries(entries, graph, devices)
+        text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"cannot be read as text: {error}") from error
     if is_flexflow(text):
@@ -175,12 +181,13 @@ def _entry(name: str, entry: Any) -> OperatorConfiguration:
 
 
 # -----------------------------------------------------------------------------
-# FlexFlow's strategy files, in the text form of its releases up to 22.07.
+# FlexFlow's strategy files: text in its releases up to 22.07, protobuf in the first ones.
 #
-# The number of operators, then for each its name, type of device, number of dimensions, degrees,
-# number of parts and their devices, apart by white space. Degrees lie innermost first, so in the
-# reverse of ours; parts are counted with the innermost dimension running fastest, as ours are. A
-# file may leave the devices out, as its loader allows: parts are then on the first ones in order.
+# Text: the number of operators, then for each its name, type of device, number of dimensions,
+# degrees, number of parts and their devices, apart by white space. Protobuf: a message for each,
+# with the same (src/runtime/strategy.proto). Degrees lie innermost first, so in the reverse of
+# ours; parts are counted with the innermost dimension running fastest, as ours are. A file may
+# leave the devices out, as its loader allows: parts are then on the first ones in order.
 _MOST_DIMENSIONS = 8
 _MOST_PARTS = 1024
 
@@ -221,6 +228,75 @@ def flexflow_entries(text: str) -> list[Entry]:
     return found
 
 
+_OPS = 1
+_NAME, _DEVICE_TYPE, _DIMS, _DEVICE_IDS = 1, 2, 3, 4
+"""Fields of FlexFlow's messages ``Strategy`` and ``Op``, by the numbers of its strategy.proto."""
+
+
+def protobuf_entries(data: bytes) -> list[Entry] | None:
+    """What a protobuf file of FlexFlow's says; ``None``: it is no such file.
+
+    Two kinds of fields are all that it has, which the package ``protobuf``, weighed, would read in
+    no fewer lines, for a dependency and a generated module.
+    """
+    if not data.startswith(bytes([_OPS << 3 | 2])):
+        return None
+    try:
+        return [
+            _message(value)
+            for number, value in _fields(data)
+            if number == _OPS and isinstance(value, bytes)
+        ]
+    except (IndexError, ValueError):
+        return None
+
+
+def _message(data: bytes) -> Entry:
+    """One operator; numbers of a field may lie apart, or packed into one."""
+    name, found = "", {_DEVICE_TYPE: [0], _DIMS: [], _DEVICE_IDS: []}
+    for number, value in _fields(data):
+        if number == _NAME and isinstance(value, bytes):
+            name = value.decode("utf-8")
+        elif number in found:
+            found[number] += [value] if isinstance(value, int) else _varints(value)
+    dims, ids = found[_DIMS], found[_DEVICE_IDS]
+    if not name or not dims or not all(1 <= degree <= _MOST_PARTS for degree in dims):
+        raise ValueError("an operator has a name and degrees")
+    return Entry(name, tuple(reversed(dims)), tuple(ids or range(math.prod(dims))))
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Fields of a message: their numbers, and an integer or bytes each."""
+    place = 0
+    while place < len(data):
+        tag, place = _varint(data, place)
+        value, place = _varint(data, place)
+        if tag & 7 == 0:
+            yield tag >> 3, value
+        elif tag & 7 == 2 and place + value <= len(data):
+            yield tag >> 3, data[place : place + value]
+            place += value
+        else:
+            raise ValueError("neither a whole number nor bytes")
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    """A number of seven bits a byte, the lowest first, and where it ends."""
+    value = shift = 0
+    while data[place] & 0x80:
+        value |= (data[place] & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+    return value | data[place] << shift, place + 1
+
+
+def _varints(data: bytes) -> list[int]:
+    found, place = [], 0
+    while place < len(data):
+        value, place = _varint(data, place)
+        found.append(value)
+    return found
+
+
 def dump_flexflow(graph: Graph, plan: Plan) -> str:
     """The plan as such a file.
 
@@ -247,7 +323,17 @@ def is_flexflow(text: str) -> bool:
 
 
 def parse_flexflow(text: str, graph: Graph, device_count: int) -> Plan:
-    """The plan of a file for a model: by name, or by place where no name is known.
+    """The plan of a text file for a model.
+
+    Raises:
+        PlanError: it does not fit; the operator is named.
+
+    """
+    return plan_of_entries(flexflow_entries(text), graph, device_count)
+
+
+def plan_of_entries(read: Sequence[Entry], graph: Graph, device_count: int) -> Plan:
+    """The plan of a file for a model: by name, by place or by kind where no name is known.
 
     A loss that the file lacks is split over samples like what it reads.
 
@@ -255,20 +341,20 @@ def parse_flexflow(text: str, graph: Graph, device_count: int) -> Plan:
         PlanError: it does not fit; the operator is named.
 
     """
-    read = flexflow_entries(text)
     planned = [o.name for o in graph.planned]
     known = set(planned)
     named = {entry.name: entry for entry in read}
+    if len(named) < len(read):
+        twice = next(e.name for i, e in enumerate(read) if e.name in {f.name for f in read[:i]})
+        raise PlanError(f"operator {twice}: the file has it twice")
     if not any(name in known for name in named):
-        if len(read) not in (len(planned), len(planned) - 1):
+        by_kind = _by_kind(named, graph, device_count)
+        if not by_kind and len(read) not in (len(planned), len(planned) - 1):
             raise PlanError(
                 f"operator {read[0].name if read else ''}: the model has none of this name, and "
                 f"{len(read)} operators cannot be told by their order from {len(planned)}"
             )
-        named = dict(zip(planned, read, strict=False))
-    elif len(named) < len(read):
-        twice = next(e.name for i, e in enumerate(read) if e.name in {f.name for f in read[:i]})
-        raise PlanError(f"operator {twice}: the file has it twice")
+        named = by_kind or dict(zip(planned, read, strict=False))
     unknown = [name for name in named if name not in known]
     if unknown:
         raise PlanError(f"operator {unknown[0]}: the model has none of this name")
@@ -288,6 +374,39 @@ def parse_flexflow(text: str, graph: Graph, device_count: int) -> Plan:
             plan[operator.name] = OperatorConfiguration(entry.degrees, entry.devices)
     validate_plan(graph, plan, device_count)
     return plan
+
+
+_KINDS = {"linear": "linear", "concat": "concatenate", "mse_loss": "elementwise_loss"}
+
+
+def _by_kind(named: Mapping[str, Entry], graph: Graph, device_count: int) -> dict[str, Entry]:
+    """Of a file as FlexFlow ships them for DLRM: tables by number, one entry for all of a kind.
+
+    What has none is data parallel, as in FlexFlow; nothing where an entry is of no such kind.
+    """
+    tables = [o.name for o in graph.planned if o.kind in TABLES]
+    entries = {ours: named[theirs] for theirs, ours in _KINDS.items() if theirs in named}
+    found: dict[str, Entry] = {}
+    used: set[str] = set()
+    for operator in graph.planned:
+        entry = entries.get(operator.kind)
+        if operator.kind in TABLES:
+            entry = named.get(f"embedding{tables.index(operator.name)}")
+        if entry is None:
+            chosen = over_samples(operator, range(device_count))
+            found[operator.name] = Entry(operator.name, chosen.degrees, chosen.devices)
+            continue
+        # ours may have a last dimension less, or more
+        count = len(operator.shape)
+        degrees = (*entry.degrees, *(1,) * count)
+        if any(degree > 1 for degree in degrees[count:]):
+            raise PlanError(
+                f"operator {operator.name}: degrees {list(entry.degrees)} of {entry.name}, and it "
+                f"has {count} dimensions"
+            )
+        found[operator.name] = replace(entry, degrees=degrees[:count])
+        used.add(entry.name)
+    return found if used == set(named) else {}
 
 
 def _number(words: Iterator[str], what: str, low: int, high: int) -> int:

@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from support import soap_models
 from support.soap_graphs import cost_of, machine, on, random_graph, random_plan, uneven_machine
 
 from perfsearch.soap import formats
+from perfsearch.soap.capture.capture import capture
 from perfsearch.soap.graph import Graph, dump_graph, parse_graph
 from perfsearch.soap.parts import gradients
 from perfsearch.soap.plan import OperatorConfiguration, PlanError, choices, data_parallel, sums_of
@@ -160,6 +163,78 @@ def test_flexflows_text_without_devices_has_the_first_ones_in_order():
         name, device_type, dims, *numbers = line.split()
         without.append(" ".join([name, device_type, dims, *numbers[: int(dims)], "0"]))
     assert formats.parse_flexflow("\n".join(without), GRAPH, 4) == plan
+
+
+def messages():
+    """FlexFlow's strategy.proto, by the library that its files are written with."""
+    pool = descriptor_pool.DescriptorPool()
+    number, text, message = 5, 9, 11
+    file = descriptor_pb2.FileDescriptorProto(name="strategy.proto", syntax="proto2")
+    fields = {
+        "Op": [
+            ("name", 1, text),
+            ("device_type", 2, number),
+            *(("dims", 3, number), ("device_ids", 4, number), ("memory_types", 5, number)),
+        ],
+        "Strategy": [("ops", 1, message)],
+    }
+    for name, each in fields.items():
+        made = file.message_type.add(name=name)
+        for field, place, kind in each:
+            many = kind != text and field != "device_type"
+            made.field.add(name=field, number=place, type=kind, label=3 if many else 1)
+    file.message_type[1].field[0].type_name = ".Op"
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("Strategy"))()
+
+
+def test_flexflows_protobuf_is_read_as_its_text(tmp_path):
+    problem = Problem(GRAPH, machine(), cost_of)
+    for seed in range(5):
+        drawn = random_plan(problem, random.Random(seed))
+        plan = {name: replace(chosen, sums=1) for name, chosen in drawn.items()}
+        strategy = messages()
+        for name, chosen in plan.items():
+            strategy.ops.add(
+                name=name * 40,  # longer than one byte counts
+                dims=reversed(chosen.degrees),
+                device_ids=chosen.devices,
+                device_type=0,
+                memory_types=[0],
+            )
+        path = tmp_path / "plan.pb"
+        path.write_bytes(strategy.SerializeToString())
+        assert formats.read_plan(path, GRAPH, 4) == plan
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(PlanError, match=r"not a strategy|cannot be read as text"):
+        formats.read_plan(path, GRAPH, 4)
+
+
+def test_flexflows_example_has_tables_by_number_and_one_entry_for_all_of_a_kind(tmp_path):
+    model, loss, _, batches = soap_models.make("dlrm", 1)
+    graph = capture(model, loss, batches[0]).graph
+    strategy = messages()
+    tables = [o.name for o in graph.planned if o.kind.startswith("embedding")]
+    for number in range(len(tables)):
+        strategy.ops.add(name=f"embedding{number}", dims=[1, 1], device_ids=[number])
+    for name in ("linear", "mse_loss", "concat"):
+        strategy.ops.add(name=name, dims=[1, 4])
+    path = tmp_path / "dlrm_strategy_4embs_4gpus.pb"
+    path.write_bytes(strategy.SerializeToString())
+    plan = formats.read_plan(path, graph, 4)
+    assert [plan[name] for name in tables] == [on((1, 1), number) for number in range(4)]
+    rest = {name: chosen for name, chosen in plan.items() if name not in tables}
+    parallel = data_parallel(graph, range(4))
+    assert rest == {name: parallel[name] for name in rest}
+    strategy.ops[len(tables) + 1].name = "softmax"
+    path.write_bytes(strategy.SerializeToString())
+    with pytest.raises(PlanError, match=r"embedding0: .*cannot be told by their order"):
+        formats.read_plan(path, graph, 4)
+    strategy.ops[len(tables) + 1].name = "mse_loss"
+    strategy.ops[len(tables)].dims[0] = 2  # outputs in halves: the last layer gives one number
+    path.write_bytes(strategy.SerializeToString())
+    with pytest.raises(PlanError, match=r"operator top.2: degrees \[4, 2\] of linear"):
+        formats.read_plan(path, graph, 4)
 
 
 def test_flexflows_text_that_is_no_plan_is_refused():
