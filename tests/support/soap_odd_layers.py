@@ -50,6 +50,123 @@ def gru_cells(model, x):
     return hidden
 
 
+def plain_cells(model, x):
+    hidden = torch.tanh(x[:, :4])
+    for step in x.view(-1, 4, 2).unbind(1):
+        hidden = model.cell(step, model.other_cell(step, hidden))
+    return torch.cat([hidden, -hidden], 1)
+
+
+def last_hidden(model, x):
+    """A cell of whose outputs one is used, and one whose memory alone is."""
+    start = (torch.tanh(x), torch.sigmoid(x))
+    hidden, _ = model.cell(x, start)
+    _, memory = model.cell(hidden, start)
+    return memory
+
+
+def decoder(model, x):
+    """As of translation: attention over what was read, then a cell, over and over."""
+    keys = x.view(-1, 4, 2)
+    hidden, memory = model.inner(x)[:, :6], torch.tanh(x[:, :6])
+    outputs = []
+    for _ in range(2):
+        scores = torch.bmm(keys, (hidden @ model.read)[:, :, None]).softmax(1)
+        hidden, memory = model.cell((keys * scores).sum(1), (hidden, memory))
+        outputs.append(hidden[:, :4])
+    return torch.cat(outputs, 1)
+
+
+def gated_graph(model, x):
+    """As of graphs: what neighbours say is read by a cell, whose state is the node's."""
+    nodes = x
+    ring = torch.arange(len(x), device=x.device).roll(1)
+    for _ in range(2):
+        heard = torch.zeros_like(nodes).index_add(0, ring, model.inner(nodes))
+        nodes = model.cell(heard, nodes)
+    return nodes
+
+
+def penalised_cell(model, x):
+    """The weights of a cell are read by something else, too."""
+    hidden = model.cell(x, torch.tanh(x))
+    return hidden + model.cell.weight_hh.square().mean() * x
+
+
+def normalised_cell(model, x):
+    """The weights of a cell are computed."""
+    return model.cell(x, torch.tanh(x))
+
+
+def quantised(model, x):
+    """As of a codebook: the nearest row, with the gradient of what it stands for."""
+    y = x.view(-1, 2, 4)
+    gaps = (y[:, :, None] - model.codes.weight).square().sum(-1)
+    code = model.codes(gaps.argmin(-1))
+    straight = y + (code - y).detach()
+    return (straight + 0.1 * (code - y.detach())).flatten(1)
+
+
+def shifted_scores(model, x):
+    """As of relative positions: rows of scores are shifted by padding and a reshape."""
+    y = x.view(-1, 1, 4, 2)
+    scores = y @ model.positions.t()
+    count, heads, rows, columns = scores.shape
+    padded = functional.pad(scores, (1, 0)).view(count, heads, columns + 1, rows)
+    shifted = padded[:, :, 1:].reshape(count, heads, rows, columns)
+    return ((y @ y.transpose(-2, -1) + shifted[..., :4]).softmax(-1) @ y).flatten(1)
+
+
+def made_weights(model, x):
+    """As of a hyper-network: each sample has a layer of its own."""
+    weights = model.wide(x).view(-1, WIDTH, WIDTH)
+    return torch.tanh(torch.bmm(weights, x[:, :, None])).squeeze(2)
+
+
+def coupled(model, x):
+    """As of a flow: a half is scaled by what the other one says, and the scales are counted."""
+    fixed, moved = x.chunk(2, 1)
+    scale, shift = torch.tanh(model.inner(torch.cat([fixed, fixed], 1))).chunk(2, 1)
+    out = torch.cat([moved * scale.exp() + shift, fixed], 1)
+    return out + scale.sum(1, keepdim=True)
+
+
+def best_paths(model, x):
+    """As of a conditional random field: sums over all paths, a step at a time."""
+    steps = x.view(-1, 2, 4)
+    total = steps[:, 0]
+    for step in steps[:, 1:].unbind(1):
+        total = torch.logsumexp(total[:, :, None] + model.inward, 1) + step
+    return x - torch.logsumexp(total, 1, keepdim=True)
+
+
+def routed_capsules(model, x):
+    votes = torch.einsum("bid,kde->bike", x.view(-1, 2, 4), model.experts[:, :4, :2])
+    logits = torch.zeros_like(votes[..., :1])
+    for _ in range(2):
+        joint = (logits.softmax(2) * votes).sum(1, keepdim=True)
+        length = joint.square().sum(-1, keepdim=True)
+        joint = joint * length.sqrt() / (1 + length)
+        logits = logits + (votes * joint).sum(-1, keepdim=True)
+    return joint.flatten(1)
+
+
+def excited(model, x):
+    """Channels are weighed by what is in them."""
+    y = x.view(-1, 2, 2, 2)
+    weight = functional.hardsigmoid(model.squeeze(functional.adaptive_avg_pool2d(y, 1)))
+    return (y * weight).flatten(1) + functional.interpolate(y, scale_factor=2).amax((2, 3)).repeat(
+        1, 4
+    )
+
+
+def triples(model, x):
+    """An anchor, one that is like it and one that is not, by one layer."""
+    anchor, near, far = (functional.normalize(model.inner(y), dim=1) for y in (x, -x, x.flip(0)))
+    margin = (anchor - near).norm(dim=1) - (anchor - far).norm(dim=1) + 1.0
+    return x * functional.relu(margin)[:, None]
+
+
 def drop_path(model, x):
     kept = x.new_empty((x.shape[0], 1)).bernoulli_(0.7)
     kept.div_(0.7)
@@ -306,6 +423,8 @@ def _weights(*names):
         "inward": (4, 4),
         "experts": (4, WIDTH, WIDTH),
         "token": (1, 1, 4),
+        "read": (6, 2),
+        "positions": (5, 2),
         "weight": (WIDTH,),
         "bias": (4,),
     }
@@ -327,6 +446,36 @@ MIDDLES = {
     "with_state": (with_state, {"cell": lambda: nn.GRU(2, 2, 2, batch_first=True)}),
     "cells": (cells, {"cell": lambda: nn.LSTMCell(2, 4)}),
     "gru_cells": (gru_cells, {"cell": lambda: nn.GRUCell(WIDTH, WIDTH)}),
+    "plain_cells": (
+        plain_cells,
+        {
+            "cell": lambda: nn.RNNCell(2, 4),
+            "other_cell": lambda: nn.RNNCell(2, 4, bias=False, nonlinearity="relu"),
+        },
+    ),
+    "last_hidden": (last_hidden, {"cell": lambda: nn.LSTMCell(WIDTH, WIDTH, bias=False)}),
+    "decoder": (
+        decoder,
+        {**_linear("inner"), **_weights("read"), "cell": lambda: nn.LSTMCell(2, 6)},
+    ),
+    "gated_graph": (gated_graph, {**_linear("inner"), "cell": lambda: nn.GRUCell(WIDTH, WIDTH)}),
+    "penalised_cell": (penalised_cell, {"cell": lambda: nn.GRUCell(WIDTH, WIDTH)}),
+    "normalised_cell": (
+        normalised_cell,
+        {
+            "cell": lambda: nn.utils.parametrizations.weight_norm(
+                nn.RNNCell(WIDTH, WIDTH), "weight_hh"
+            )
+        },
+    ),
+    "quantised": (quantised, {"codes": lambda: nn.Embedding(5, 4)}),
+    "shifted_scores": (shifted_scores, _weights("positions")),
+    "made_weights": (made_weights, _linear("wide", WIDTH * WIDTH)),
+    "coupled": (coupled, _linear("inner")),
+    "best_paths": (best_paths, _weights("inward")),
+    "routed_capsules": (routed_capsules, _weights("experts")),
+    "excited": (excited, {"squeeze": lambda: nn.Conv2d(2, 2, 1)}),
+    "triples": (triples, _linear("inner")),
     "drop_path": (drop_path, _linear("inner")),
     "channels_dropped": (channels_dropped, {}),
     "gumbel": (gumbel, {}),

@@ -350,6 +350,12 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
             note(line)
         options = settings.strategy.options
         start = self.job.first_plan
+        if options.get("start") is not None:
+            given: Configuration = options["start"]
+            reasons = self.space.violations(given)
+            if reasons:
+                raise BadInputError(f"strategy.start={dict(given)}: {'; '.join(reasons)}")
+            start = self.plan(self.space.canonical(given))
         how: dict[str, Any] = {
             name: options.get(name)
             for name in ("alpha", "return_every", "propagation", "chains", "seconds")

@@ -62,7 +62,8 @@ from perfsearch.soap.rules.loss import LOSSES, total
 from perfsearch.soap.rules.norm import by_indices
 from perfsearch.soap.rules.pointwise import pointwise
 from perfsearch.soap.rules.random import DRAWN, can_draw, draws
-from perfsearch.soap.rules.recurrent import recurrent, sample_dim
+from perfsearch.soap.rules.recurrent import CELL, CELLS, recurrent, sample_dim
+from perfsearch.soap.rules.shape import selected
 
 _CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_size"})
 _HAVE_RULES = frozenset({"dropout", "feature_dropout", "scaled_dot_product_attention"})
@@ -129,6 +130,7 @@ class _Capture:
     drafts: list[Draft] = field(default_factory=list)
     given: dict[fx.Node, dict[int, Value]] = field(default_factory=dict)
     packs: dict[tuple[fx.Node, int], tuple[Value, Packed]] = field(default_factory=dict)
+    stacks: set[fx.Node] = field(default_factory=set)
 
     def run(self) -> Captured:
         nodes = list(self.program.graph.nodes)
@@ -233,7 +235,7 @@ class _Capture:
                 self.given[node][numbers[0]] = self._add(
                     node, made[0], lowered, name, tensor.stride()
                 )
-            else:
+            elif not self._stack(node, made, name):
                 self._pack(node, call, made, name)
 
     def _one_of(self, node: fx.Node, call: Call, number: int) -> Call:
@@ -253,6 +255,19 @@ class _Capture:
         self.given[node][0] = self._add(
             node, values, lowered, node.name, node.meta["val"][0].stride()
         )
+
+    def _stack(self, node: fx.Node, made: Sequence[Call], name: str) -> bool:
+        """Both outputs of a cell as one tensor, where its rule says how it is split."""
+        if made[0].name not in CELLS:
+            return False
+        both = replace(made[0], output=None, shape=(len(made), *made[0].shape))
+        lowered = self._lower(both)
+        if lowered is None:
+            return False
+        value = self._add(node, both, lowered, name, ())
+        self.given[node] = {one.output or 0: value for one in made}
+        self.stacks.add(node)
+        return True
 
     def _pack(self, node: fx.Node, call: Call, made: Sequence[Call], name: str) -> None:
         """All outputs of one type as one tensor, of which each is read as it is used."""
@@ -285,6 +300,11 @@ class _Capture:
         made, number = node.args
         if number not in self.given[made]:
             return  # nobody uses it
+        if made in self.stacks:
+            value = self.given[made][number]
+            call = replace(self.calls[made], name="getitem", shape=value.shape[1:])
+            self._add(node, replace(call, dtype=value.dtype), selected(value, 0, number))
+            return
         if (made, number) not in self.packs:
             self.values[node] = self.given[made][number]
             return
@@ -552,7 +572,9 @@ def assemble(drafts: Sequence[Draft], output: str, batch: int) -> Graph:
     """
     needed = _needed(drafts, output)
     _freeze(drafts, output)
-    joined, owner = _join([d for d in drafts if d.name in needed], output)
+    kept = [d for d in drafts if d.name in needed]
+    _split_cells(kept)
+    joined, owner = _join(kept, output)
     names = _names(joined)
     final = {old: names[head] for old, head in owner.items()}
     operators = tuple(_operator(draft, names[draft.name], final) for draft in joined)
@@ -650,7 +672,7 @@ def _names(drafts: Sequence[Draft]) -> dict[str, str]:
         elif draft.parameters and draft.parameters[0].name in ("weight", "bias"):
             name = draft.module or draft.parameters[0].key.rpartition(".")[0] or draft.kind
         elif draft.kind != INPUT:
-            label = draft.name if draft.kind in ("pointwise", "call", "whole") else draft.kind
+            label = draft.name if draft.kind in ("pointwise", "call", "whole", CELL) else draft.kind
             name = f"{draft.module}.{label}" if draft.module else label
         taken[name] += 1
         names[draft.name] = name if taken[name] == 1 else f"{name}_{taken[name]}"
@@ -720,6 +742,7 @@ def _splits(draft: Draft, dim: int) -> bool:
 
 # -----------------------------------------------------------------------------
 # Linear layers whose outputs are taken apart at once, as heads are: split by any of the blocks.
+# And cells of recurrent layers, whose weights have a block of rows for each gate.
 #
 # The rows of such a weight lie (projections, heads, width of a head), say. A part that has some
 # of the heads reads rows from several places, which are one rectangle of the weight so viewed.
@@ -756,6 +779,46 @@ def take_apart(head: Draft, follower: Draft) -> None:
     head.lowered.attributes["blocks"] = len(blocks)
     head.parameters = tuple(_viewed(p, lead, blocks, before) for p in head.parameters)
     head.value = replace(follower.value, labels=labels)
+
+
+def _split_cells(drafts: Sequence[Draft]) -> None:
+    """Let cells be split over hidden elements, where no other function reads their weights.
+
+    A weight is seen one way by all that read it: here as blocks of rows, one block a gate.
+    """
+    cells = [draft for draft in drafts if draft.kind == CELL]
+    readers: dict[str, set[Any]] = {}
+    for draft in drafts:
+        for parameter in draft.parameters:
+            seen = (parameter.name, _gates(draft)) if draft.kind == CELL else draft.name
+            readers.setdefault(parameter.key, set()).add(seen)
+    otherwise = {key for key, seen in readers.items() if len(seen) > 1}
+    count = -1
+    while len(otherwise) > count:  # until no cell has some of its weights so, and others not
+        count = len(otherwise)
+        for draft in cells:
+            keys = {parameter.key for parameter in draft.parameters}
+            otherwise |= keys if keys & otherwise else set()
+    for draft in cells:
+        if otherwise.isdisjoint(parameter.key for parameter in draft.parameters):
+            _view_by_gate(draft)
+
+
+def _gates(draft: Draft) -> int:
+    assert draft.lowered is not None
+    return CELLS[draft.lowered.attributes["function"]]
+
+
+def _view_by_gate(draft: Draft) -> None:
+    assert draft.lowered is not None
+    gates, hidden = _gates(draft), draft.value.shape[-1]
+    rows = (Whole(gates), Same(len(draft.value.shape) - 1))
+    draft.parameters = tuple(
+        replace(p, shape=(gates, hidden, *p.shape[1:]), axes=(*rows, *p.axes[1:]))
+        for p in draft.parameters
+    )
+    draft.lowered.attributes["gates"] = gates
+    draft.lowered.splittable = (*draft.lowered.splittable[:-1], True)
 
 
 def _rows_of(head: Draft) -> tuple[int, int]:

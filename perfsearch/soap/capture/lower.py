@@ -166,6 +166,10 @@ TAKE_PARAMETERS = frozenset(
         "conv_transpose1d",
         "conv_transpose2d",
         "conv_transpose3d",
+        "lstm_cell",
+        "gru_cell",
+        "rnn_tanh_cell",
+        "rnn_relu_cell",
     }
 )
 """Functions whose rules take parameters as they are; others take them as tensors."""

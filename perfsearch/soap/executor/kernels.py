@@ -479,6 +479,50 @@ def _layer_mask(stage: Stage, dtype: torch.dtype, device: torch.device) -> torch
     return whole_mask(shape, tuple(range(len(shape))), probability, dtype, device)
 
 
+@kernel("recurrent_cell")
+def recurrent_cell(piece: Piece) -> Function:
+    """The function itself; of some of the hidden elements, what it computes, written out."""
+    low, high = piece.rectangle[-1]
+    both = len(piece.rectangle) > 2
+    output = piece["output"]
+    gates = piece.stage.attributes.get("gates")
+    whole = (high - low) == piece.stage.shape[-1]
+    cell = raw_call(piece) if whole else _hidden_part(piece, low, high)
+
+    def run(inputs: Inputs, parameters: Parameters) -> torch.Tensor:
+        if gates is not None:
+            parameters = {name: weight.flatten(0, 1) for name, weight in parameters.items()}
+        found: Any = cell(inputs, parameters)
+        if both:
+            return torch.stack(list(found))
+        result: torch.Tensor = found if output is None else found[output]
+        return result
+
+    return run
+
+
+def _hidden_part(piece: Piece, low: int, high: int) -> Callable[[Inputs, Parameters], Any]:
+    function: str = piece["function"]
+
+    def run(inputs: Inputs, parameters: Parameters) -> Any:
+        value, state = inputs[0], inputs[1]
+        assert state is not None
+        read = functional.linear(value, parameters["w_ih"], parameters.get("b_ih"))
+        kept = functional.linear(state, parameters["w_hh"], parameters.get("b_hh"))
+        if function == "gru_cell":
+            (r, z, n), (kept_r, kept_z, kept_n) = read.chunk(3, 1), kept.chunk(3, 1)
+            update = torch.sigmoid(z + kept_z)
+            new = torch.tanh(n + torch.sigmoid(r + kept_r) * kept_n)
+            return new + update * (state[:, low:high] - new)
+        if function == "lstm_cell":
+            i, f, g, o = (read + kept).chunk(4, 1)
+            memory = torch.sigmoid(f) * inputs[2] + torch.sigmoid(i) * torch.tanh(g)
+            return torch.sigmoid(o) * torch.tanh(memory), memory
+        return (torch.tanh if function == "rnn_tanh_cell" else torch.relu)(read + kept)
+
+    return run
+
+
 # -----------------------------------------------------------------------------
 # What a rank without a part draws, so that generators of all ranks stay alike.
 

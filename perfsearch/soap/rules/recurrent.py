@@ -1,9 +1,29 @@
-"""Rules of recurrent layers: each sample by itself, all outputs by one run."""
+"""Rules of recurrent layers: each sample by itself, all outputs by one run; and of their cells.
+
+A layer is not split over its hidden elements: at each step every one of them reads all of the step
+before, so that parts would have to exchange them at each. A cell is one step.
+"""
 
 from __future__ import annotations
 
-from perfsearch.soap.capture.lower import Call, Lowered, Value, counted_flops, rule, whole
-from perfsearch.soap.graph import Axis, Same, Whole
+import math
+
+from perfsearch.soap.capture.lower import (
+    Call,
+    Lowered,
+    Value,
+    broadcast_labels,
+    counted_flops,
+    rule,
+    whole,
+)
+from perfsearch.soap.graph import Axis, Role, Same, Whole
+
+CELL = "recurrent_cell"
+"""Kind of a cell's operator."""
+
+CELLS = {"lstm_cell": 4, "gru_cell": 3, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
+"""Functions that are one step of a recurrent layer, with the blocks of rows of their weights."""
 
 
 def sample_dim(call: Call, number: int) -> int:
@@ -51,5 +71,49 @@ def recurrent(call: Call) -> Lowered | None:
         "scores": (time, batch, held[0].shape[-1] * directions),
         "masks": call["num_layers"] - 1,
         "batch": place,
+    }
+    return lowered
+
+
+@rule(*CELLS)
+def cell(call: Call) -> Lowered | None:
+    """Over samples, and over hidden elements once the weights are seen in blocks of rows.
+
+    A hidden element has a row of each block, and reads the whole state before; of an LSTM's memory
+    its own element only. Both of an LSTM's outputs lie side by side in a dimension before.
+    """
+    states = call["hx"] if isinstance(call["hx"], list | tuple) else [call["hx"]]
+    weights = [call[n] for n in ("w_ih", "w_hh", "b_ih", "b_hh")]
+    tensors = [call["input"], *states]
+    if any(v.parameter or len(v.shape) != 2 for v in tensors):
+        return None
+    if any(w is not None and not w.parameter for w in weights):
+        return None
+    place = len(call.shape) - 2
+    samples, hidden = Same(place), Same(place + 1)
+    leading = [Value(v.name, v.shape[:1], v.dtype, v.labels[:1]) for v in tensors]
+    labels = broadcast_labels(leading, call.shape[-2:-1])
+    lowered = Lowered(
+        CELL,
+        (*(Role.ATTRIBUTE,) * place, *labels, Role.PARAMETER),
+        (*(False,) * place, True, False),
+        flops=2.0 * math.prod(weights[0].shape) * call.shape[-2]
+        + 2.0 * math.prod(weights[1].shape) * call.shape[-2],
+        precision="lower",
+    )
+    arguments = dict(call.arguments)
+    arguments["input"] = lowered.operand(tensors[0], (samples, Whole(tensors[0].shape[1])))
+    slots = [lowered.operand(states[0], (samples, Whole(states[0].shape[1])))]
+    slots += [lowered.operand(memory, (samples, hidden)) for memory in states[1:]]
+    arguments["hx"] = slots if len(slots) > 1 else slots[0]
+    for name, weight in zip(("w_ih", "w_hh", "b_ih", "b_hh"), weights, strict=True):
+        arguments[name] = lowered.operand(
+            weight, () if weight is None else whole(weight.shape), name
+        )
+    lowered.attributes = {
+        "target": str(call.target),
+        "arguments": arguments,
+        "function": call.name,
+        "output": call.output,
     }
     return lowered

@@ -312,6 +312,11 @@ def test_estimate_runs_as_many_chains_as_it_is_asked_for(tmp_path, tables, capsy
     assert "from data parallel; " in said(chains=1)
     assert "from data parallel, a random plan, " in said()
     assert "each operator's own best" in said()
+    # and begins where it is told to
+    everything = {name: "1x1@1" for name in ("bottom", "table_0", "table_1", "joined", "top")}
+    assert "from the plan given; " in said(chains=1, start=everything)
+    with pytest.raises(BadInputError, match=r"strategy\.start=.*top"):
+        said(start={**everything, "top": "3x1@0"})
 
 
 def test_a_dtensor_plan_is_written_only_where_it_was_run_and_gave_the_same(

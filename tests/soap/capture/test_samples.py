@@ -12,6 +12,7 @@ from perfsearch.soap.capture.trace import CaptureError
 from perfsearch.soap.formats import NotRegular, module_shardings
 from perfsearch.soap.graph import WHOLE, Role, coverage
 from perfsearch.soap.plan import data_parallel, left_on_one_device
+from perfsearch.soap.rules.base import input_rectangle, parameter_rectangles
 
 
 def graph_of(name):
@@ -47,7 +48,7 @@ def test_what_mixes_samples_runs_whole_and_is_named_with_its_share(name, functio
 
 
 @pytest.mark.parametrize(
-    "name", ["cells", "gru_cells", "rows_inverted", "native_norm", "grouped_queries", "repeated"]
+    "name", ["normalised_cell", "rows_inverted", "native_norm", "grouped_queries", "repeated"]
 )
 def test_functions_without_a_rule_are_split_over_samples_where_halves_give_the_same(name):
     graph = graph_of(name)
@@ -90,6 +91,32 @@ def test_a_recurrent_layer_is_one_operator_whatever_outputs_are_used(name):
     assert len(layers[0].attributes["pack"]) >= 2
     assert layers[0].roles[0] is Role.SAMPLE
     assert layers[0].flops > 2 * 7 * 4 * 2 * 8  # positions times weights, not elements
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("cells", 4), ("decoder", 4), ("last_hidden", 4), ("gated_graph", 3), ("plain_cells", 1)],
+)
+def test_a_cell_can_be_split_by_hidden_elements_each_with_its_rows_of_every_gate(name, blocks):
+    graph = graph_of(name)
+    cells = [o for o in graph.planned if o.kind == "recurrent_cell"]
+    assert len(cells) >= 2
+    for cell in cells:
+        assert cell.roles[-2:] == (Role.SAMPLE, Role.PARAMETER)
+        hidden = cell.shape[-1]
+        part = (*cell.whole[:-1], (1, 3))
+        reads = parameter_rectangles(cell, part)
+        assert reads["w_hh"] == ((0, blocks), (1, 3), (0, hidden))
+        assert input_rectangle(cell, 1, part)[-1] == (0, hidden)  # all of the state before
+        if len(cell.inputs) > 2:
+            assert input_rectangle(cell, 2, part)[-1] == (1, 3)  # its own of the memory
+
+
+def test_a_cell_whose_weights_something_else_reads_is_split_over_samples_alone():
+    graph = graph_of("penalised_cell")
+    (cell,) = [o for o in graph.planned if o.kind == "recurrent_cell"]
+    assert cell.roles == (Role.SAMPLE, None)
+    assert [p.shape for p in cell.parameters] == [(24, 8), (24, 8), (24,), (24,)]
 
 
 class Reused(nn.Module):

@@ -43,11 +43,15 @@ def part_of(operator, rectangle, values, weights):
 
 
 ODD = [
+    "cells",
     "contractions",
     "gathered",
+    "gru_cells",
+    "last_hidden",
     "lstm_outputs",
     "moved",
     "ordered",
+    "plain_cells",
     "scaled_addmm",
     "transposed_weights",
     "with_state",
