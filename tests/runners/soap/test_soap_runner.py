@@ -313,7 +313,7 @@ def test_estimate_runs_as_many_chains_as_it_is_asked_for(tmp_path, tables, capsy
     assert "from data parallel, a random plan, " in said()
     assert "each operator's own best" in said()
     # and begins where it is told to
-    everything = {name: "1x1@1" for name in ("bottom", "table_0", "table_1", "joined", "top")}
+    everything = dict.fromkeys(("bottom", "table_0", "table_1", "joined", "top"), "1x1@1")
     assert "from the plan given; " in said(chains=1, start=everything)
     with pytest.raises(BadInputError, match=r"strategy\.start=.*top"):
         said(start={**everything, "top": "3x1@0"})
