@@ -32,21 +32,23 @@ def test_every_quickstart_is_run():
     assert {path.stem for path in (ROOT / "docs" / "start").glob("*.md")} == set(QUICKSTARTS)
 
 
-def run_in(directory, text, script, known=()):
+def run_in(directory, text, script, known=(), whole=False):
     if script is not None:
         written = (ROOT / "examples" / "scripts" / script).read_text()
         # a model that trains in less time, with the same lines
         (directory / "train.py").write_text(re.sub(r"(--width.*default)=\d+", r"\1=32", written))
-    return run_page(text, directory, wrappers(directory / "tools"), known)
+    return run_page(text, directory, wrappers(directory / "tools", whole), known)
 
 
 @pytest.mark.slow
 def test_the_readme_and_the_quickstart_of_scripts_work_as_they_stand(tmp_path):
-    said = run_in(tmp_path, README, "ddp_train.py", {INSTALL})  # which has a test of its own
+    known = {INSTALL}  # which has a test of its own
+    said = run_in(tmp_path, README, "ddp_train.py", known, whole=True)
     done = {block.text for block in blocks_of(README)}
     said += run_in(tmp_path, quickstart("script"), "ddp_train.py", done)
     assert (tmp_path / "found" / "report.html").is_file()
     assert (tmp_path / "found" / "best" / "apply" / "run.sh").is_file()
+    assert (tmp_path / "mlflow.db").is_file()
     assert "loss" in "".join(said)
 
 

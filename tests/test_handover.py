@@ -185,8 +185,14 @@ def test_ddp_lines_and_command_train_the_same(tmp_path):
     assert (before["view"], before["hooks"], before["threads"]) == (False, 0, 1)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What the script finds that has none of the lines."""
+    return run(SCRIPT + PLAIN_TAIL, None, tmp_path_factory.mktemp("plain"), 2)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
-def test_zero_lines_train_the_same(tmp_path, stage):
+def test_zero_lines_train_the_same(tmp_path, stage, plain):
     options = Zero.Options(device="cpu")
     workload = WorkloadSpec("mlp", global_batch=32)
     runner = Zero(options, workload, Environment(tmp_path, nproc=2))
@@ -197,7 +203,6 @@ def test_zero_lines_train_the_same(tmp_path, stage):
     )
     script = SCRIPT + ZERO_TAIL
     found = run(script, None, tmp_path, 2)
-    plain = run(SCRIPT + PLAIN_TAIL, None, tmp_path, 2)
     assert found["losses"] == pytest.approx(plain["losses"], rel=1e-3)
     assert Path(tmp_path / "apply" / "zero.py").exists()
 

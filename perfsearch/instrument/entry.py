@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from perfsearch.instrument.script import Script
 
 
+_COMPILER = "torch._dynamo"
+"""What an optimizer imports, whether or not anything is compiled: as large as torch itself."""
+
+
 def main() -> int:
     """Run the script of ``PERFSEARCH_SCRIPT``; return its exit code.
 
@@ -112,7 +116,7 @@ def attach_at_import(attach: Callable[[], object]) -> None:
         if os.getpid() == owner:  # and not in what it has forked
             attach()
 
-    expect(*MODULES)
+    expect(*MODULES, _COMPILER)
     after_import("torch", meet)
 
 

@@ -17,6 +17,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from perfsearch.core.python import large_imports
+
 Then = Callable[[ModuleType], None]
 
 
@@ -39,7 +41,8 @@ class _AfterLoader(Loader):
         module.__loader__ = self._loader
         self._finder.underway.add(module.__name__)
         try:
-            self._loader.exec_module(module)
+            with large_imports():
+                self._loader.exec_module(module)
         finally:
             self._finder.underway.remove(module.__name__)
         for then in self._finder.waiting.pop(module.__name__, ()):

@@ -1,3 +1,4 @@
+import gc
 import importlib.util
 import sys
 
@@ -56,6 +57,14 @@ def test_one_that_imports_what_asks_for_it_is_changed_when_it_is_whole(package):
     import late_package
 
     assert when == [late_package.value] == [1]
+
+
+def test_no_garbage_is_looked_for_while_it_is_imported(package, tmp_path):
+    (tmp_path / package / "inner.py").write_text("import gc\nvalue = gc.isenabled()\n")
+    expect("late_package.inner")
+    import late_package
+
+    assert (late_package.value, gc.isenabled()) == (False, True)
 
 
 def test_a_function_that_others_had_taken_before_is_wrapped_there_too(package, monkeypatch):

@@ -69,6 +69,29 @@ def test_what_a_script_sets_for_torch_before_it_imports_it_is_heeded(tmp_path, m
     assert "perfsearch" in done.stderr  # what it could do is said
 
 
+STEPS = """import gc, sys
+import torch
+collections = []
+gc.callbacks.append(lambda phase, information: collections.append(phase))
+assert "torch._dynamo" not in sys.modules
+weight = torch.nn.Parameter(torch.ones(2))
+torch.optim.SGD([weight], lr=0.1)
+assert "torch._dynamo" in sys.modules and gc.isenabled()
+print(len(collections) < 10)
+"""
+
+
+def test_no_garbage_is_looked_for_while_an_optimizer_imports_the_compiler(tmp_path):
+    """Which it does whether or not anything is compiled: torch alone looks 300 times meanwhile."""
+    (tmp_path / "train.py").write_text(STEPS)
+    environment = {**os.environ, **LaunchConfig("train.py").to_environment()}
+    done = subprocess.run(
+        [*module_command(ENTRY), "train.py"], cwd=tmp_path, env=environment,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 def test_a_hand_over_leaves_the_import_of_torch_to_the_script_too(tmp_path):
     (tmp_path / "train.py").write_text(
         "import importlib.util\nassert importlib.util.find_spec('torch')\n"

@@ -57,9 +57,8 @@ dist.destroy_process_group()
 def copied(tmp_path_factory):
     """A directory with the package, the record and the line added."""
     directory = tmp_path_factory.mktemp("recipe")
-    leave = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "perfsearch", directory / "perfsearch", ignore=leave)
-    shutil.copytree(ROOT / "conf", directory / "perfsearch" / "conf", ignore=leave)
+    shutil.copytree(ROOT / "perfsearch", directory / "perfsearch")
+    shutil.copytree(ROOT / "conf", directory / "perfsearch" / "conf")
     text = (ROOT / "CONTRIBUTING.md").read_text().partition(HEADING)[2]
     record, line = (re.search(rf"```{k}\n(.*?)```", text, re.DOTALL)[1] for k in ("python", "yaml"))
     module = directory / "perfsearch" / "knobs" / "ddp.py"
@@ -99,6 +98,7 @@ def test_a_built_in_job_searches_it(copied):
         "nproc=2",
         "~runner.knobs", "+runner.knobs={batched_grad_copy: search}", "strategy=grid",
         "budget.trials=1", "confirm.finalists=0", "objective.min_gain=0", "run_dir=run",
+        "tracking.enabled=false",
     )  # fmt: skip
     events = [json.loads(text) for text in (copied / "run" / "journal.jsonl").open()]
     trials = [e["trial"] for e in events if e.get("event") == "finished"]

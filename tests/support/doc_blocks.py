@@ -2,7 +2,8 @@
 
 Blocks of ``sh`` and ``python`` are run; with ``title="NAME"`` a block of any language is a file
 that the page gives. Commands are those of this environment; searches get the smallest budget by a
-wrapper in ``PATH`` or around ``perfsearch.search``, and everything else is as a reader has it.
+wrapper in ``PATH`` or around ``perfsearch.search``, and everything else is as a reader has it, but
+that only one search of a script, of the page that asks for it, is confirmed and goes to MLflow.
 """
 
 import os
@@ -17,10 +18,13 @@ SHOWN = {"text", "json", "yaml"}
 """Languages of blocks that are looked at, unless they have a title."""
 
 _SMALL = ("budget.trials=1", "confirm.max_repeats=1")
+_SMALLEST = ("budget.trials=1", "confirm.max_repeats=0", "tracking.enabled=false")
 _SMALL_IN_PYTHON = """\
 import functools as _functools
 import perfsearch as _perfsearch
-_perfsearch.search = _functools.partial(_perfsearch.search, confirm={"max_repeats": 1})
+_perfsearch.search = _functools.partial(
+    _perfsearch.search, confirm={"max_repeats": 0}, tracking={"enabled": False}
+)
 """
 _SUBCOMMANDS = "compare|space|session|try|mcp|join|-*"
 
@@ -50,14 +54,20 @@ def blocks_of(text):
     return found
 
 
-def wrappers(directory):
-    """Commands of this environment for ``PATH``, whose searches are as short as can be."""
+def wrappers(directory, whole=False):
+    """Commands of this environment for ``PATH``, whose searches are as short as can be.
+
+    Args:
+        directory: where they are put.
+        whole: whether searches of scripts are confirmed, and go to MLflow.
+
+    """
     directory.mkdir(exist_ok=True)
     here = Path(sys.executable).parent
-    options = " ".join(f"-o {key}" for key in _SMALL)
+    options = " ".join(f"-o {key}" for key in (_SMALL if whole else _SMALLEST))
     texts = {
         "perfsearch": f'case "$1" in {_SUBCOMMANDS}) exec {here}/perfsearch "$@";; esac\n'
-        f'exec {here}/perfsearch "$@" {" ".join(_SMALL)}\n',
+        f'exec {here}/perfsearch "$@" {" ".join(_SMALLEST)}\n',
         "perfsearch-run": 'case "$1" in --search) shift; '
         f'exec {here}/perfsearch-run --search {options} "$@";; esac\n'
         f'exec {here}/perfsearch-run "$@"\n',

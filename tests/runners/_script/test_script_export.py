@@ -172,12 +172,14 @@ print("FOUND", json.dumps({
     ("changed", "found"),
     [
         ({"channels_last": True}, {"last": True, "graphs": 0}),
-        ({"compile_mode": "default"}, {"last": False, "graphs": 1}),
         (
             {"channels_last": True, "compile_mode": "default"},
             {"last": True, "graphs": 1, "compiled": 1},
         ),
-        ({"compile_mode": "default", "compile_scope": "blocks"}, {"graphs": 1, "compiled": 2}),
+        (
+            {"compile_mode": "default", "compile_scope": "blocks"},
+            {"last": False, "graphs": 1, "compiled": 2},
+        ),
         ({"attention_backend": "math"}, {"last": False, "attention": False}),
     ],
 )

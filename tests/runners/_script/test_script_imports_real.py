@@ -37,14 +37,17 @@ os.environ["SALT"] = "1"
 import numpy
 import torch
 import heavy_stand_in
+imported_here = heavy_stand_in.PID == os.getpid()
+"""
+
+STARTS_A_THREAD = """
 import threads_stand_in
 assert threads_stand_in.PID == os.getpid()
-imported_here = heavy_stand_in.PID == os.getpid()
 """
 
 TELLS = """
 by = multiprocessing.current_process().name, multiprocessing.parent_process()
-names = "RANK", "WORLD_SIZE", "PYTHONHASHSEED", "SALT", "OMP_NUM_THREADS"
+names = "RANK", "WORLD_SIZE", "PYTHONHASHSEED", "SALT"
 ours = sorted(n for n in os.environ if n.startswith(("PERFSEARCH_SCRIPT", "PYTORCH")))
 signals = signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE
 print("here", imported_here)
@@ -53,8 +56,9 @@ print("found", json.dumps([
     heavy_stand_in.SALT, heavy_stand_in.saves() is torch.save, ours, str(by),
     [os.environ.get(n) for n in names], [str(signal.getsignal(n)) for n in signals],
     sys.stdout.line_buffering, sys.stdout.write_through, hash("text"),
-    random.random(), numpy.random.rand(), torch.rand(1).item(), torch.get_num_threads(),
+    random.random(), numpy.random.rand(), torch.rand(1).item(),
 ]))
+print("threads", os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads())
 """
 
 TRAINS = """
@@ -64,7 +68,7 @@ for step in range(100_000):
     optimizer.zero_grad()
     net(torch.randn(16, 64)).square().mean().backward()
     optimizer.step()
-    if step == 3:
+    if not step:
         print("loss", net(torch.ones(64)).sum().item())
 """
 
@@ -130,17 +134,18 @@ def test_a_later_start_is_a_fork_that_finds_what_a_plain_one_finds(open_runner, 
     forked, again = start_again(runner, tmp_path, 1)
     plainly, other = start_again(runner, tmp_path, 2, {"omp_num_threads": runner._threads + 1})
     assert (forked, plainly) == (True, False), "its environment is another where threads are"
-    assert (again["here"], other["here"]) == ("False", "True")
-    runner._runs._source._be_plain("as the test wants it")
-    assert start_again(runner, tmp_path, 3)[0] is False
-    plain = read(tmp_path, 3)
-    assert json.loads(again["found"]) == json.loads(plain["found"])
-    assert again["loss"] == plain["loss"]
+    first = read(tmp_path, 0)  # plain, too, as nothing was known of what it imports
+    assert (first["here"], again["here"], other["here"]) == ("True", "False", "True")
+    for plain in (first, other):
+        assert json.loads(again["found"]) == json.loads(plain["found"])
+        assert again["loss"] == plain["loss"]
+    assert again["threads"] == first["threads"] != other["threads"]
 
 
 def test_what_starts_a_thread_is_imported_by_each_start(open_runner, tmp_path):
-    runner = open_runner(BEGINS + TELLS + TRAINS)
-    assert start_again(runner, tmp_path, 1)[0]
+    runner = open_runner(BEGINS + STARTS_A_THREAD + TELLS + TRAINS)
+    forked, printed = start_again(runner, tmp_path, 1)
+    assert (forked, printed["here"]) == (True, "False")
     said = runner.closing_lines(runner.baseline, [])
     assert said == [
         "imported anew by each start, with what imports them: threads_stand_in (it starts a thread)"

@@ -27,7 +27,8 @@ def test_a_pin_is_in_force_in_every_start_and_in_what_is_handed_over(
     tmp_path, wrap, pins, status, line
 ):
     options = Script.Options((SCRIPT, "--wrap", wrap))
-    environment = Environment(tmp_path, nproc=2, limits=Limits(120, 90, 5))
+    nproc = 2 if status is Status.OK else 1  # which shows as well what is not in force
+    environment = Environment(tmp_path, nproc=nproc, limits=Limits(120, 90, 5))
     runner = Script("cpu", {"gc_each_steps": [0, 50], **pins}, options, environment)
     try:
         runner.open(tmp_path)

@@ -24,12 +24,15 @@ MAPS = ("micro_batch=--bs", "gradient_accumulation=--accumulate")
 
 
 class Bench:
-    """A search over the script, trial by trial."""
+    """A search over the script, trial by trial.
 
-    def __init__(self, directory, *arguments, map=MAPS, knobs=None, limits=None):
+    Each rank imports torch, so that there is one where another would show nothing more.
+    """
+
+    def __init__(self, directory, *arguments, map=MAPS, knobs=None, nproc=2):
         self.directory, self.trials = directory, 0
         options = Script.Options((SCRIPT, *arguments), map=map)
-        environment = Environment(directory, nproc=2, limits=limits or Limits(120, 90, 5))
+        environment = Environment(directory, nproc=nproc, limits=Limits(120, 90, 5))
         self.runner = Script("cpu", knobs or {"bucket_cap_mb": "search"}, options, environment)
         self.runner.open(directory)
 
@@ -108,7 +111,7 @@ def test_configurations_are_tried_inside_one_start_and_across_starts(bench):
 
 
 def test_what_a_script_does_before_its_first_batch_is_no_step(bench):
-    first = bench("--fault", "builds long", map=()).measure()
+    first = bench("--fault", "builds long", map=(), nproc=1).measure()
     assert first.status is Status.OK
     assert first.measurement.discarded_seconds < 6
 
@@ -197,20 +200,20 @@ def test_a_start_has_in_force_what_takes_the_whole_model(bench):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "says"),
+    ("nproc", "arguments", "status", "says"),
     [
-        (["--fault", "raises"], Status.CRASH, "FileNotFoundError: no such data"),
-        (["--fault", "exits"], Status.CRASH, 'code 3; its last line: "the licence server said no"'),
-        (["--fault", "leaves"], Status.CRASH, 'rank 1 ended with exit code 0; its last line: "en'),
-        (["--fault", "spawns"], Status.CRASH, "starts ranks of its own"),
-        (["--fault", "apart"], Status.INVALID, "train apart from each other"),
-        (["--steps", "4"], Status.INVALID, "made 4 steps and ended"),
-        (["--nosuch", "1"], Status.INVALID, "unrecognized arguments: --nosuch 1"),
-        (["--fault", "uneven", "--steps", "5"], Status.INVALID, "disagree on the number of steps"),
+        (1, "--fault raises", Status.CRASH, "FileNotFoundError: no such data"),
+        (2, "--fault exits", Status.CRASH, 'code 3; its last line: "the licence server said no"'),
+        (2, "--fault leaves", Status.CRASH, 'rank 1 ended with exit code 0; its last line: "en'),
+        (1, "--fault spawns", Status.CRASH, "starts ranks of its own"),
+        (2, "--fault apart", Status.INVALID, "train apart from each other"),
+        (1, "--steps 4", Status.INVALID, "made 4 steps and ended"),
+        (1, "--nosuch 1", Status.INVALID, "unrecognized arguments: --nosuch 1"),
+        (2, "--fault uneven --steps 5", Status.INVALID, "disagree on the number of steps"),
     ],
 )
-def test_what_stops_trial_0_is_told_with_the_log(bench, arguments, status, says):
-    one = bench(*arguments, map=())
+def test_what_stops_trial_0_is_told_with_the_log(bench, nproc, arguments, status, says):
+    one = bench(*arguments.split(), map=(), nproc=nproc)
     outcome = one.measure()
     assert (outcome.status, says in outcome.reason) == (status, True), outcome.reason
     assert Path(outcome.log_path).exists() and outcome.measurement is None
@@ -235,7 +238,7 @@ def test_a_launcher_that_refuses_its_options_says_so_at_once(bench, monkeypatch)
 
 
 def test_a_map_that_the_script_refuses_is_named(bench):
-    one = bench(map=("depth=--depth",), knobs={"depth": [2, 4], "bucket_cap_mb": "search"})
+    one = bench(map=("depth=--depth",), knobs={"depth": [2, 4]}, nproc=1)
     assert one.measure().status is Status.OK
     refused = one.measure(depth=4)
     assert refused.status is Status.INVALID

@@ -30,7 +30,8 @@ from perfsearch.workers.processes import members, reap_groups, started_at
 
 DATA = Path(__file__).parents[2] / "data"
 JOB = DATA / "deepspeed_jobs" / "train.py"
-LAUNCH = f"{sys.executable} {DATA / 'deepspeed_stand_in' / 'bin' / 'deepspeed'} --num_gpus 2 {JOB}"
+ONE = f"{sys.executable} {DATA / 'deepspeed_stand_in' / 'bin' / 'deepspeed'} --num_gpus 1 {JOB}"
+LAUNCH = ONE.replace("--num_gpus 1", "--num_gpus 2")
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 {JOB}"
 FILE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
 
@@ -164,17 +165,18 @@ def test_a_script_without_a_launcher_is_started_as_torchrun_does(
     monkeypatch.setenv("TMPDIR", str(temporary))
     if around:  # as Accelerate's launcher, which calls torch's with no directory for its logs
         monkeypatch.setenv("PET_LOG_DIR", "")
-    points = ({}, {"micro_batch": 2, "zero_stage": 2})
-    found = measure(FILE, "--deepspeed_config ds.json", points, launch=str(JOB), nproc=2)
-    assert [o.status for o in found] == [Status.OK] * 2, [o.reason for o in found]
-    assert [o.measurement.samples_per_step for o in found] == [16, 16]
-    assert found[1].measurement.in_force["gradient_accumulation"] == 4
+    points = ({"micro_batch": 2, "zero_stage": 2},)
+    (found,) = measure(FILE, "--deepspeed_config ds.json", points, launch=str(JOB), nproc=2)
+    assert found.status is Status.OK, found.reason
+    assert found.measurement.samples_per_step == 16
+    assert found.measurement.in_force["gradient_accumulation"] == 4
     assert list(temporary.glob("torchelastic_*")) == []
 
 
 def test_the_window_is_the_one_of_the_section(measure, stand_in):
     section = {"start_profile_step": 4, "end_profile_step": 7}
-    (found,) = measure({**FILE, "autotuning": section}, "--steps 7 --deepspeed_config ds.json")
+    tail = "--steps 7 --deepspeed_config ds.json"
+    (found,) = measure({**FILE, "autotuning": section}, tail, launch=ONE)
     assert found.status is Status.OK, found.reason
     assert found.measurement.discarded_steps == 3
     assert len(found.measurement.step_seconds) == 4
@@ -204,23 +206,25 @@ def test_files_that_the_script_changes_are_put_back(measure, stand_in, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("tail", "status", "words"),
+    ("launch", "tail", "status", "words"),
     [
-        ("--fail oom", Status.OOM, "CUDA out of memory"),
-        ("--fail crash", Status.CRASH, "rank 1: KeyError: 'labels'"),
-        ("--fail hang", Status.TIMEOUT, "took longer than 25 s; rank"),
-        ("--fail part", Status.INVALID, "ended after 2 steps"),
-        ("--fail 'no engine'", Status.INVALID, "without calling deepspeed.initialize"),
-        ("--steps 3", Status.INVALID, "ended after 3 steps"),
+        (LAUNCH, "--fail oom", Status.OOM, "CUDA out of memory"),
+        (LAUNCH, "--fail crash", Status.CRASH, "rank 1: KeyError: 'labels'"),
+        (ONE, "--fail hang", Status.TIMEOUT, "took longer than 25 s; rank"),
+        (LAUNCH, "--fail part", Status.INVALID, "ended after 2 steps"),
+        (ONE, "--fail 'no engine'", Status.INVALID, "without calling deepspeed.initialize"),
+        (ONE, "--steps 3", Status.INVALID, "ended after 3 steps"),
         (
+            ONE,
             "--odd 1",
             Status.CRASH,
             "refused its arguments: train.py: error: unrecognized arguments: --odd 1",
         ),
     ],
 )
-def test_failures_have_their_kind_and_cause(measure, stand_in, tail, status, words):
-    (found,) = measure(FILE, f"{tail} --deepspeed_config ds.json", limits={"startup_s": 20})
+def test_failures_have_their_kind_and_cause(measure, stand_in, launch, tail, status, words):
+    file, limits = f"{tail} --deepspeed_config ds.json", {"startup_s": 20}
+    (found,) = measure(FILE, file, launch=launch, limits=limits)
     assert found.status is status, found.reason
     assert words in found.reason
     assert Path(found.log_path).exists()
@@ -277,13 +281,14 @@ def test_death_of_the_controller_ends_ranks_and_launcher(tmp_path, stand_in):
 
 
 def test_what_deepspeed_refuses_is_invalid(measure, stand_in):
-    (found,) = measure({**FILE, "refuse": "stage 9 is not possible"})
+    (found,) = measure({**FILE, "refuse": "stage 9 is not possible"}, launch=ONE)
     assert found.status is Status.INVALID
     assert "stage 9 is not possible" in found.reason
 
 
 def test_a_setting_that_did_not_take_effect_is_not_applied(measure, stand_in):
-    (found,) = measure({**FILE, "zero_optimization": {"stage": 2, "ignored": True}})
+    file = {**FILE, "zero_optimization": {"stage": 2, "ignored": True}}
+    (found,) = measure(file, launch=ONE)
     assert found.status is Status.NOT_APPLIED
     assert "zero_stage=2 was asked for, 1 is in effect" in found.reason
 
