@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -281,11 +282,12 @@ def main(controller_pid: int, controller_started: float, ahead: bool = False) ->
     """
     from perfsearch.instrument.user_files import recover
     from perfsearch.workers.forkserver import serve_forks
-    from perfsearch.workers.processes import is_alive
+    from perfsearch.workers.processes import ending_with_controller, is_alive
 
     found: dict[str, Any] = {}
     if ahead:
-        with large_imports():
+        put_back = partial(recover, Path.cwd())
+        with large_imports(), ending_with_controller(controller_pid, controller_started, put_back):
             found = _import_ahead()
         from perfsearch.instrument.forked import Ground
 

@@ -30,7 +30,11 @@ from perfsearch.workers.messages import (
     Place,
     Startup,
 )
-from perfsearch.workers.processes import EXIT_ORPHANED, watch_controller
+from perfsearch.workers.processes import (
+    EXIT_ORPHANED,
+    ending_with_controller,
+    watch_controller,
+)
 
 _ORPHAN_CHECK_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -104,11 +108,22 @@ def _become(request: Request, run: Callable[[Request], int]) -> NoReturn:
         log = private(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
+        _end_with_owner(Path(request["directory"]))
         code = run(request)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # taking torch's modules down costs a second and frees nothing
+
+
+def _end_with_owner(directory: Path) -> None:
+    """End a group when whoever owns it here is gone, also before a rank is there to see it.
+
+    A launcher may wait for minutes for a store that went with the owner.
+    """
+    place = Place.read(directory)
+    spare = [place.forked_from]  # which sees it by itself
+    watch_controller(place.owner_pid, place.owner_started, place.token, directory, spare)
 
 
 def _reap(directories: dict[int, Path]) -> None:
@@ -183,8 +198,7 @@ def run_group(directory: Path) -> int:
 
     from perfsearch.workers.rank import serve
 
-    startup, place = Startup.read(directory), Place.read(directory)
-    watch_controller(place.owner_pid, place.owner_started, place.token, directory)
+    startup = Startup.read(directory)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # nobody needs that one either
     return run_ranks(
         directory,
@@ -194,10 +208,12 @@ def run_group(directory: Path) -> int:
 
 
 def _prepare(request: Mapping[str, Any]) -> None:
-    spec = Startup.read(Path(request["directory"])).spec
+    directory = Path(request["directory"])
+    spec, place = Startup.read(directory).spec, Place.read(directory)
     from perfsearch.workers.prepared_job import prepare_job
 
-    prepare_job(spec.workload, spec.seed)
+    with ending_with_controller(place.owner_pid, place.owner_started):
+        prepare_job(spec.workload, spec.seed)
 
 
 def _run(request: Mapping[str, Any]) -> int:
@@ -232,9 +248,11 @@ def _import_what_ranks_need() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """``CONTROLLER_PID STARTED``: fork groups on demand."""
-    _import_what_ranks_need()
+    controller = int(arguments[0]), float(arguments[1])
+    with ending_with_controller(*controller):
+        _import_what_ranks_need()
     os.write(1, b'{"ready": true}\n')
-    return serve_forks(int(arguments[0]), float(arguments[1]), _run, _prepare)
+    return serve_forks(*controller, _run, _prepare)
 
 
 # -----------------------------------------------------------------------------

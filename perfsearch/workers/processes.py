@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -248,3 +248,36 @@ def watch_controller(
         os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=loop, name="watch-controller", daemon=True).start()
+
+
+@contextlib.contextmanager
+def ending_with_controller(
+    pid: int, started: float, first: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """End this process alone once the controller no longer runs, while the block does.
+
+    For a block that takes long and asks for nothing itself. No thread is left of it, so that forks
+    may follow. A signal at the parent's death would come at the end of the thread that started this
+    process, and a controller measures in several.
+
+    Args:
+        pid: of the controller.
+        started: when that process was started.
+        first: done before the end.
+
+    """
+    over = threading.Event()
+
+    def loop() -> None:
+        while not over.wait(_INTERVAL_S):
+            if not is_alive(pid, started):
+                first()
+                os._exit(EXIT_ORPHANED)
+
+    thread = threading.Thread(target=loop, name="watch-controller", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
