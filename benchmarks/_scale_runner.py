@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,20 @@ class Many(Runner):
     Args:
         full: whether a trial has the phases, readings and evidence that trials of ``runner=ddp``
             have (6 KB in the journal), or what those of ``runner=replay`` have.
+        pace_s: seconds that a trial lasts.
 
     """
 
-    def __init__(self, full: bool) -> None:
+    def __init__(self, full: bool, pace_s: float = 0.0) -> None:
         super().__init__(self.Options(), Environment(Path()))
-        self.full = full
+        self.full, self.pace_s = full, pace_s
         knobs = [Knob(f"knob_{i}", Kind.ORDINAL, 1, tuple(range(1, 10))) for i in range(5)]
         self.space = Space(knobs)
         self.baseline = {knob.name: 1 for knob in knobs}
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Make up a window of steps."""
+        time.sleep(self.pace_s)
         generator = np.random.default_rng([plan.number, plan.attempt])
         away = sum(abs(int(v or 0) - 7) for v in configuration.values())
         steps = 0.02 * np.exp(0.01 * away + generator.normal(0, 0.01, STEPS))

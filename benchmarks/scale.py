@@ -6,9 +6,10 @@
 at a time, in turn. Wanted: at most 0.6 of the time. `trials`: searches of 10,000 trials: trial
 10,000 against trial 100 (wanted: at most 1.5 times its cost), and a resume (wanted: seconds).
 `memory`: what Python holds of each of 1,000 trials (wanted: below 5 KiB). `ranks`: reports of 1,000
-ranks made into one trial. `mlflow`: 10,000 trials into a SQLite store, and what the last take
-against the first. `bayes`: an ask after 1,000 trials (wanted: within 1 s). All of them where none
-is named. `SCALE_TRIALS` is another number than 10,000.
+ranks made into one trial. `mlflow`: a search of 10,000 trials of `SCALE_PACE_S` (0.15) seconds each
+that MLflow shows in a SQLite store: what writing the last takes against the first, how far it is
+behind, and what the process grows by. `bayes`: an ask after 1,000 trials (wanted: within 1 s). All
+of them where none is named. `SCALE_TRIALS` is another number than 10,000.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ from _environment import set_environment
 from _scale_runner import STEPS, Many, said
 from verdict import Silent
 
-from perfsearch.config.schema import validate
+from perfsearch.config.schema import Settings, validate
 from perfsearch.core.hints import Hints
-from perfsearch.core.journal import JOURNAL
+from perfsearch.core.journal import JOURNAL, Event
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.space import Space
-from perfsearch.core.trial import Measurement, Purpose, Status, Trial
+from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.search import build_runner, search, strategy_factory
 from perfsearch.strategies import load
 from perfsearch.workers.results import combine
 
 MANY = int(os.environ.get("SCALE_TRIALS", "10000"))
+PACE_S = float(os.environ.get("SCALE_PACE_S", "0.15"))
 EARLY, WINDOW = 100, 100
 PAIRS = 3
 RANKS = 1_000
@@ -147,14 +149,14 @@ def trials(directory: Path) -> None:
     for full in (False, True):
         name = "full" if full else "small"
         clock, changes = Clock(), {"budget": {"trials": MANY, "seconds": None}}
-        _many(directory / name, full, clock, changes)
+        _many(directory / name, Many(full), clock, changes)
         early, late = clock.costs(EARLY + WINDOW // 2), clock.costs(MANY)
         for kind, before, after in zip(("clock", "processor"), early, late, strict=True):
             print(
                 f"{name}: a trial around {EARLY}: {before:.2f} ms, around {MANY}: {after:.2f} ms "
                 f"by the {kind}: {after / before:.2f} times"
             )
-        _resume(directory / name, full, name)
+        _resume(directory / name, Many(full), name)
 
 
 def memory(directory: Path) -> None:
@@ -162,7 +164,7 @@ def memory(directory: Path) -> None:
     for full in (False, True):
         name, clock = "full" if full else "small", Clock()
         tracemalloc.start()
-        _many(directory / name, full, clock, {"budget": {"trials": 1000, "seconds": None}})
+        _many(directory / name, Many(full), clock, {"budget": {"trials": 1000, "seconds": None}})
         tracemalloc.stop()
         grown = [(b - a) / WINDOW / 1024 for a, b in itertools.pairwise(clock.allocated)]
         size = (directory / name / JOURNAL).stat().st_size / 1000 / 1024
@@ -173,7 +175,9 @@ def memory(directory: Path) -> None:
         )
 
 
-def _many(run_dir: Path, full: bool, view: Silent, changes: Mapping[str, Any]) -> None:
+def _many(
+    run_dir: Path, runner: Many, view: Silent, changes: Mapping[str, Any], **more: Any
+) -> None:
     settings = validate(
         {
             "runner": {"name": "replay"},
@@ -185,17 +189,17 @@ def _many(run_dir: Path, full: bool, view: Silent, changes: Mapping[str, Any]) -
             **changes,
         }
     )
-    search(settings, Many(full), strategy_factory(settings), view)
+    search(settings, runner, strategy_factory(settings), view, **more)
 
 
-def _resume(run_dir: Path, full: bool, name: str) -> None:
+def _resume(run_dir: Path, runner: Many, name: str) -> None:
     """Cut the end off, as a kill does, and see how long it takes until the next trial has ended."""
     journal = run_dir / JOURNAL
     lines = journal.read_bytes().splitlines(keepends=True)
     kept = max(i for i, line in enumerate(lines) if b'"event":"told"' in line)
     journal.write_bytes(b"".join(lines[: kept + 1]))
     clock, begin = Clock(), (time.perf_counter(), time.process_time())
-    _many(run_dir, full, clock, {"budget": {"trials": MANY + 1, "seconds": None}})
+    _many(run_dir, runner, clock, {"budget": {"trials": MANY + 1, "seconds": None}})
     until, used = (clock.ends[0][i] - begin[i] for i in (0, 1))
     print(
         f"{name}: {until:.1f} s from the start of a resume to the end of its first trial, "
@@ -240,31 +244,83 @@ def _report(generator: np.random.Generator, rank: int) -> dict[str, Any]:
 
 
 def mlflow(directory: Path) -> None:
-    """Trials into a store, one after another, as its writer does beside a search."""
-    from perfsearch.core.journal import Event
+    """A search whose trials last ``SCALE_PACE_S``, shown in a SQLite store beside it."""
+    import psutil
+
     from perfsearch.tracking.mlflow import Tracker
 
-    generator = np.random.default_rng(0)
-    uri = f"sqlite:///{directory / 'mlflow.db'}"
-    store = Tracker(uri, "scale", directory / "run", "s1")._store
-    store.show(Event(1, "opened", {"unix_s": time.time(), "definition": {}, "parameters": {}}))
-    taken: list[tuple[float, float]] = []
-    for number in range(MANY):
-        configuration = {f"knob_{i}": int(generator.integers(9)) for i in range(5)}
-        steps = (0.02 * np.exp(generator.normal(0, 0.01, STEPS))).tolist()
-        measured = Measurement(steps, 32, **said(generator, configuration))
-        trial = Trial(number, configuration, Purpose.SEARCH, Status.OK, measured, cost=0.02)
-        event = Event(number + 2, "finished", {"unix_s": time.time(), "trial": trial.to_json()})
-        begin = time.perf_counter(), time.process_time()
-        store.show(event)
-        taken.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
-    for kind, each in zip(("clock", "processor"), zip(*taken, strict=True), strict=True):
-        early = 1e3 * statistics.median(each[EARLY - WINDOW // 2 : EARLY + WINDOW // 2])
-        late = 1e3 * statistics.median(each[-WINDOW:])
+    # behind the search in seconds, and milliseconds of the writer's thread: by the clock, of the
+    # processor
+    written: list[tuple[float, float, float]] = []
+    closing: list[float] = []
+
+    def timed(settings: Settings, run_dir: Path, search_id: str) -> Tracker:
+        uri = f"sqlite:///{directory / 'mlflow.db'}"
+        tracker = Tracker(uri, "scale", run_dir, search_id)
+        show, close = tracker._store.show, tracker.close
+
+        def shown(event: Event) -> None:
+            begin = time.perf_counter(), time.thread_time()
+            show(event)
+            if event.name == "finished":
+                taken = time.perf_counter() - begin[0], time.thread_time() - begin[1]
+                behind = time.time() - event.data["unix_s"]
+                written.append((behind, 1e3 * taken[0], 1e3 * taken[1]))
+
+        def closed(status: str) -> None:
+            begin = time.perf_counter()
+            close(status, timeout_s=3600.0)  # by itself a search waits for a minute
+            closing.append(time.perf_counter() - begin)
+
+        tracker._store.show = shown  # type: ignore[method-assign]
+        tracker.close = closed  # type: ignore[assignment]
+        return tracker
+
+    process, sizes = psutil.Process(), dict[int, int]()
+
+    class Watch(Clock):
+        """Notes how large the process is, and says how far it has come."""
+
+        def trial_finished(self, trial: Trial, *args: Any, **more: Any) -> None:
+            super().trial_finished(trial, *args, **more)
+            number = len(self.ends)
+            if number % (MANY // 10) == 0 or number == 10 * EARLY:
+                sizes[number] = process.memory_info().rss
+                behind, clock, used = (
+                    statistics.median(one[at] for one in written[-WINDOW:] or [(math.inf,) * 3])
+                    for at in range(3)
+                )
+                print(
+                    f"{number} trials: {behind:.1f} s behind, {number - len(written)} to write, "
+                    f"{clock:.0f} ms ({used:.0f} of the processor) each, "
+                    f"{sizes[number] / 2**20:.0f} MiB, load {os.getloadavg()[0]:.1f}",
+                    flush=True,
+                )
+
+    clock = Watch()
+    _many(
+        directory / "run",
+        Many(full=True, pace_s=PACE_S),
+        clock,
+        {"budget": {"trials": MANY, "seconds": None}, "tracking": {"enabled": True}},
+        tracker_factory=timed,
+    )
+    for at, kind in ((1, "by the clock"), (2, "of the processor")):
+        each = [one[at] for one in written]
+        early = statistics.median(each[EARLY - WINDOW // 2 : EARLY + WINDOW // 2])
+        late = statistics.median(each[-WINDOW:])
         print(
-            f"around {EARLY}: {early:.1f} ms, around {MANY}: {late:.1f} ms by the {kind}: "
+            f"writing a trial around {EARLY}: {early:.1f} ms, around {MANY}: {late:.1f} ms {kind}: "
             f"{late / early:.2f} times"
         )
+    behind = sorted(one[0] for one in written)
+    first, last = min(sizes), max(sizes)
+    grown = (sizes[last] - sizes[first]) / (last - first) / 1024
+    print(
+        f"trials of {PACE_S:g} s: behind by {statistics.median(behind):.2f} s (most "
+        f"{behind[-1]:.1f}); {closing[0]:.1f} s until the rest was written; the process grew by "
+        f"{grown:.1f} KiB a trial from {first} to {last}"
+    )
 
 
 # -----------------------------------------------------------------------------

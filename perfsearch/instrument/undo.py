@@ -38,7 +38,7 @@ class Deed(StrEnum):
     """What an entry of the record says.
 
     An entry stands for the state that a path had before its first change: what a start does to it
-    later needs no further one.
+    later needs no further one. ``when`` is the host's monotonic clock, in nanoseconds.
     """
 
     MADE = "made"  # there was nothing at ``path``
@@ -124,6 +124,7 @@ def undo(
     entries: Sequence[Entry],
     staying: frozenset[str] = frozenset(),
     is_anothers: Anothers = nobody,
+    before: Sequence[Entry] = (),
 ) -> Undone:
     """Put back what a start changed; may be broken off anywhere and called again.
 
@@ -132,10 +133,11 @@ def undo(
         staying: paths that it made and that are left where they are.
         is_anothers: tells of what was changed after it had died. That stays, and what was kept is
             put beside it.
+        before: entries of the same record that are undone later.
 
     """
     done = Undone()
-    to_come = Counter(e["at"] for e in entries if e["deed"] == Deed.KEPT)
+    to_come = Counter(e["at"] for e in (*before, *entries) if e["deed"] == Deed.KEPT)
     for entry in reversed(entries):
         path = entry.get("path", "")
         others_need_it = False
@@ -284,6 +286,13 @@ def _mark(path: str, entry: Entry) -> None:
         os.chmod(path, entry["mode"])
     if now.st_mtime_ns != entry["times"][1]:
         os.utime(path, ns=tuple(entry["times"]))
+
+
+def changed(entries: Sequence[Entry]) -> set[str]:
+    """Paths whose state a start changed, but for what the next ones would only make again."""
+    stay = {entry["path"] for entry in downloads(entries)}
+    deeds = (Deed.STEP, Deed.TOUCHED, Deed.READ)
+    return {e["path"] for e in entries if e["deed"] not in deeds} - stay
 
 
 _WORTH_KEEPING_BYTES = 2**20

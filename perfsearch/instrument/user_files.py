@@ -7,6 +7,7 @@ killed is found by the next in the same directory, which undoes its starts.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ from perfsearch.instrument.undo import (
     Entry,
     Undone,
     below,
+    changed,
     downloads,
     nobody,
     read,
@@ -146,6 +148,18 @@ class UserFiles:
     _starts: int = 0
     _before: Listing | None = None
     _closed: threading.Event = field(default_factory=threading.Event)
+    _changed: set[str] = field(default_factory=set)
+    _runs: bool = False
+    _together: Together = field(default_factory=lambda: Together())
+
+    def __post_init__(self) -> None:
+        self._together.keepers.append(self)
+
+    def beside(self) -> UserFiles:
+        """One more, for starts that are there at the same time as those of this one."""
+        more = UserFiles(self.own, self.directory, _together=self._together)
+        more._lost = self._lost
+        return more
 
     def open(self) -> list[str]:
         """Undo what killed searches have left in this directory, and see what is there.
@@ -171,12 +185,14 @@ class UserFiles:
             token: the mark of its processes.
 
         """
-        room = self._room
-        if room is None:
-            room = self._room = _new_room(self.directory, self.own)
-            self._closed = threading.Event()
-            owner, closed = room / _OWNER, self._closed
-            threading.Thread(target=_live, args=(owner, closed), daemon=True).start()
+        with self._together.turn:
+            self._runs = True
+            room = self._room
+            if room is None:
+                room = self._room = _new_room(self.directory, self.own)
+                self._closed = threading.Event()
+                owner, closed = room / _OWNER, self._closed
+                threading.Thread(target=_live, args=(owner, closed), daemon=True).start()
         self._starts += 1
         start = room / f"{self._starts:06d}"
         start.mkdir()
@@ -189,12 +205,37 @@ class UserFiles:
         return str(start)
 
     def end(self) -> None:
-        """Undo what the starts that have ended did, but for what the next would only do again."""
-        if self._room is not None:
-            self._lost |= _undo_starts(self._room, keep_downloads=True).lost
+        """Undo what the starts that have ended did, but for what the next would only do again.
+
+        What was changed while a start of another ran is undone when that has ended, too.
+        """
+        with self._together.turn:
+            changed_here = self._changed_now()
+            self._changed |= changed_here
+            self._runs = False
+            keepers = self._together.keepers
+            if not any(keeper._runs for keeper in keepers):
+                rooms = [keeper._room for keeper in keepers if keeper._room is not None]
+            elif not changed_here and self._room is not None:
+                rooms = [self._room]
+            else:
+                return
+            self._lost |= _undo_starts(rooms, keep_downloads=True).lost
+
+    def changed(self) -> list[str]:
+        """Files that starts have changed, relative to the current directory, so far."""
+        with self._together.turn:
+            return sorted(map(os.path.relpath, self._changed | self._changed_now()))
+
+    def _changed_now(self) -> set[str]:
+        """Those of starts that were not undone."""
+        room = self._room
+        starts = [] if room is None else [orders.parent for orders in room.glob(f"*/{ORDERS}")]
+        return {path for start in starts for path in changed(read(start / RECORD))}
 
     def close(self) -> None:
         """Leave everything as it was before the first start."""
+        self._runs = False
         room, self._room = self._room, None
         if room is not None:
             done = _close(room)
@@ -218,19 +259,33 @@ class UserFiles:
         )
         return (
             "warning: changed while starts of the script ran, in a way that is not undone or by "
-            f"others: {_listed(paths)}{kept if self._left_in else ''}"
+            f"others: {named(paths)}{kept if self._left_in else ''}"
         )
+
+
+@dataclass
+class Together:
+    """Those whose starts may be there at the same time.
+
+    Attributes:
+        keepers: all of them.
+        turn: of whoever begins or ends a start.
+
+    """
+
+    keepers: list[UserFiles] = field(default_factory=list)
+    turn: threading.RLock = field(default_factory=threading.RLock)
 
 
 def _of_killed(done: Undone) -> list[str]:
     """What was undone of a search that was killed, a line each."""
     lines = []
     if done.back:
-        lines.append(f"put back what a killed search had changed: {_listed(done.back)}")
+        lines.append(f"put back what a killed search had changed: {named(done.back)}")
     if done.others:
         lines.append(
             "warning: changed since the search was killed, and left as they are: "
-            f"{_listed(done.others)}; what was there before it is in NAME{ASIDE}, if anything was"
+            f"{named(done.others)}; what was there before it is in NAME{ASIDE}, if anything was"
         )
     return lines
 
@@ -246,15 +301,16 @@ def _left_alone(room: Path, host: str) -> str:
 def _still_kept(room: Path, paths: Collection[str]) -> str:
     return (
         f"warning: {os.path.relpath(room)} keeps files of a killed search that could not be put "
-        f"back: {_listed(paths) or 'which ones is not on record'}. See that their directories are "
+        f"back: {named(paths) or 'which ones is not on record'}. See that their directories are "
         "there and can be written, and start a search in this directory again, or take them from "
         f"*/{SHELF} in it (*/{RECORD} says which is which) and remove it"
     )
 
 
-def _listed(paths: Collection[str]) -> str:
-    named = ", ".join(os.path.relpath(path) for path in sorted(paths)[:_NAMED])
-    return named + (f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else "")
+def named(paths: Collection[str]) -> str:
+    """The first few of some paths, relative to the current directory, for people."""
+    first = ", ".join(os.path.relpath(path) for path in sorted(paths)[:_NAMED])
+    return first + (f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else "")
 
 
 def recover(directory: Path) -> Undone:
@@ -267,15 +323,38 @@ def recover(directory: Path) -> Undone:
 
     """
     done = Undone()
+    searches: dict[str, list[Path]] = {}
     for owner in sorted((directory / ROOM).glob(f"*/{_OWNER}")):
         if _lives(owner) is not False:
             continue
         for orders in owner.parent.glob(f"*/{ORDERS}"):
             with contextlib.suppress(OSError, ValueError):
                 processes.end_all(json.loads(orders.read_text())["token"], grace_s=0.0)
+        searches.setdefault(_search_of(owner), []).append(owner.parent)
+    for rooms in searches.values():
         with contextlib.suppress(OSError):
-            done.add(_close(owner.parent, _after_death(owner.parent)))
+            if len(rooms) > 1:
+                done.add(_undo_together(rooms))
+            for room in rooms:
+                done.add(_close(room, _after_death(room)))
     return done
+
+
+def _search_of(owner: Path) -> str:
+    """Names the process whose room it is."""
+    try:
+        entry = json.loads(owner.read_text())
+        return json.dumps([entry["host"], entry["controller"]])
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(owner)
+
+
+def _undo_together(rooms: Sequence[Path]) -> Undone:
+    """Undo what starts did that ran at the same time, of a search that was killed."""
+    with contextlib.ExitStack() as stack:
+        there = [room for room in rooms if stack.enter_context(_held(room))]
+        tests = [_after_death(room) for room in there]
+        return _undo_starts(there, False, lambda path: all(test(path) for test in tests))
 
 
 def _after_death(room: Path) -> Anothers:
@@ -373,19 +452,62 @@ def _tree(room: Path) -> tuple[str, str]:
     return was, os.path.normpath(os.path.join(os.path.realpath(room), way))
 
 
-def _undo_starts(room: Path, keep_downloads: bool, is_anothers: Anothers = nobody) -> Undone:
+def _undo_starts(
+    rooms: Sequence[Path], keep_downloads: bool, is_anothers: Anothers = nobody
+) -> Undone:
+    """Undo starts, what was done last first.
+
+    Args:
+        rooms: where they are on record; those of several ran at the same time.
+        keep_downloads: whether what the next start would only make again is left.
+        is_anothers: as ``undo`` takes it.
+
+    """
     done = Undone()
-    tree = _tree(room)
-    for start in sorted((p.parent for p in room.glob(f"*/{ORDERS}")), reverse=True):
-        entries = read(start / RECORD, *tree)
+    found = {
+        orders.parent: read(orders.parent / RECORD, *_tree(room))
+        for room in rooms
+        for orders in sorted(room.glob(f"*/{ORDERS}"))
+    }
+    staying: dict[Path, frozenset[str]] = {}
+    for start, entries in found.items():
         stays = downloads(entries) if keep_downloads else []
+        staying[start] = frozenset(entry["path"] for entry in stays)
         if stays:
-            with (room / _DOWNLOADS).open("a") as file:
+            with (start.parent / _DOWNLOADS).open("a") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in stays)
-        came = undo(entries, frozenset(e["path"] for e in stays), is_anothers)
+    left: dict[Path, list[Entry]] = {start: [] for start in found}
+    for start, first, last in reversed(_turns(found)):
+        entries = found[start]
+        before = entries[:first]
+        came = undo(entries[first:last], staying[start], is_anothers, before)
         done.add(came)
-        _clear(start, came.left)
+        left[start] = [*came.left, *left[start]]
+        # An undo that is broken off goes on here: what came later must not be undone once more.
+        _clear(start, [*before, *left[start]])
     return done
+
+
+def _turns(found: Mapping[Path, Sequence[Entry]]) -> list[tuple[Path, int, int]]:
+    """The stretches of records in which no other start did anything, in the order of time.
+
+    Returns:
+        The start, and the places of the first entry and of the one after the last.
+
+    """
+    if len({start.parent for start in found}) < 2:  # one after another
+        return [(start, 0, len(entries)) for start, entries in found.items()]
+    times = [
+        (int(entry.get("when", 0)), number, place)
+        for number, entries in enumerate(found.values())
+        for place, entry in enumerate(entries)
+    ]
+    starts, turns = list(found), []
+    for number, places in itertools.groupby(sorted(times), key=lambda time: time[1]):
+        listed = [place for _, _, place in places]
+        turns.append((starts[number], listed[0], listed[-1] + 1))
+    empty = [(start, 0, 0) for start, entries in found.items() if not entries]
+    return [*empty, *turns]
 
 
 def _clear(start: Path, left: Sequence[Entry]) -> None:
@@ -409,7 +531,7 @@ def _close(room: Path, is_anothers: Anothers = nobody) -> Undone:
     with _held(room) as there:
         if not there:
             return Undone()
-        done = _undo_starts(room, keep_downloads=False, is_anothers=is_anothers)
+        done = _undo_starts([room], keep_downloads=False, is_anothers=is_anothers)
         done.add(undo(read(room / _DOWNLOADS, *_tree(room)), is_anothers=is_anothers))
         (room / _DOWNLOADS).unlink(missing_ok=True)
         if any(room.glob(f"*/{ORDERS}")):

@@ -44,9 +44,13 @@ _TELLING = 0.25
 """Noise above which nothing is known of neighbours."""
 
 
+_ALL_OF_THEM = "parallel_trials=1 gives it all of them"
+
+
 def run(session: Session) -> None:
     """Settle how many trials run at a time: as many as the runner has lanes, or one where they
-    disturb each other by more than the noise, or where so much is noise that it cannot be told.
+    disturb each other by more than the noise, where so much is noise that it cannot be told, or
+    where the runner knows why not.
 
     An earlier run of the same search that has it on record is believed.
     """
@@ -57,12 +61,19 @@ def run(session: Session) -> None:
     if not runner.shares_host:
         session.lanes = runner.lanes
         return
-    found = _recorded(session, runner.lanes) or _measured(session, runner.lanes)
-    if found is None:
-        session.view.warning(
-            "one trial at a time: the baseline does not run beside itself, so that it is not known "
-            "how much trials at the same time would disturb each other"
+    found = None
+    why = runner.why_alone()
+    if not why:
+        found = _recorded(session, runner.lanes) or _measured(session, runner.lanes)
+        why = runner.why_alone()
+    if found is None and not why:
+        why = (
+            "the baseline does not run beside itself, so that it is not known how much trials at "
+            "the same time would disturb each other"
         )
+    share = f"on one of {runner.lanes} shares of the devices"
+    if found is None or why:
+        session.view.warning(f"one trial at a time, {share}: {why}. {_ALL_OF_THEM}")
         return
     session.lanes = found.lanes
     told = (
@@ -73,10 +84,7 @@ def run(session: Session) -> None:
         session.view.note(f"{told}: {found.lanes} trials at a time")
         return
     why = "they disturb each other" if found.is_seen else "a disturbance would not be seen in it"
-    session.view.warning(
-        f"{told}: {why}, so one trial runs at a time, on one of {runner.lanes} shares of the "
-        "devices. parallel_trials=1 gives it all of them"
-    )
+    session.view.warning(f"{told}: {why}, so one trial runs at a time, {share}. {_ALL_OF_THEM}")
 
 
 def _recorded(session: Session, lanes: int) -> Disturbance | None:

@@ -265,6 +265,12 @@ class MeasuresBeside(ABC):
     shares_host: bool = True
     """Whether lanes may disturb each other, as they share memory, caches and links."""
 
+    def why_alone(self) -> str:
+        """Why only one is to be measured at a time after all, as the baseline has shown, or what
+        came later; empty where nothing speaks against several.
+        """
+        return ""
+
     @abstractmethod
     def break_off(self) -> None:
         """Make every ``measure`` that is under way return soon; nothing is measured any more."""

@@ -361,6 +361,94 @@ sys.stdin.read()
     assert not (directory.path / user_files.ROOM).exists()
 
 
+AT_ONCE = """
+open('ckpt.pt', 'a' if {number} % 2 else 'w').write('{number}')
+os.remove('train.log') if os.path.exists('train.log') else open('train.log', 'w').write('{number}')
+os.makedirs('runs/{who}', exist_ok=True)
+open('runs/last', 'w').write('{who}')
+os.replace('runs/last', 'out/best.pt')
+"""
+
+
+def at_once(directory, where, order):
+    """Let starts that are there at the same time act in turn, each in processes of its own."""
+    for number, who in enumerate(order):
+        text = KEEPING + AT_ONCE.format(number=number, who=who)
+        words = [sys.executable, "-c", text, where[who]]
+        subprocess.run(words, cwd=directory.path, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba", "aba", "baab"])
+def test_what_starts_at_the_same_time_changed_is_put_back(directory, order):
+    keepers = {"a": directory.files, "b": directory.files.beside()}
+    at_once(directory, {who: keeper.begin("none") for who, keeper in keepers.items()}, order)
+    keepers["a"].end()
+    assert directory.state() != directory.before  # the other may be about to read it
+    assert "ckpt.pt" in keepers["a"].changed() and "ckpt.pt" in keepers["b"].changed()
+    keepers["b"].end()
+    assert directory.state() == directory.before
+    assert "ckpt.pt" in keepers["a"].changed()
+    keepers["b"].close()
+    directory.check()
+
+
+def test_what_changed_nothing_is_struck_although_another_runs(directory):
+    other = directory.files.beside()
+    directory.files.begin("none")
+    where = other.begin("none")
+    other.end()
+    assert other.changed() == [] and not os.path.exists(where)
+    other.close()
+    directory.check()
+
+
+@pytest.mark.parametrize("times", range(5))
+def test_an_undo_of_several_starts_that_is_broken_off_can_be_done_again(
+    directory, monkeypatch, times
+):
+    keepers = {"a": directory.files, "b": directory.files.beside()}
+    at_once(directory, {who: keeper.begin("none") for who, keeper in keepers.items()}, "bab")
+    keepers["a"].end()
+    left, replace = times, os.replace
+
+    def breaking(*args):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", breaking)
+    with pytest.raises(KeyboardInterrupt):
+        keepers["b"].end()
+    monkeypatch.setattr(os, "replace", replace)
+    keepers["a"].end()
+    keepers["b"].close()
+    directory.check()
+
+
+def test_the_next_search_undoes_what_starts_at_the_same_time_left(directory):
+    program = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+from perfsearch.instrument.user_files import UserFiles
+files = UserFiles()
+print(files.begin('none'), files.beside().begin('none'), flush=True)
+sys.stdin.read()
+"""
+    controller = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    where = dict(zip("ab", controller.stdout.readline().split(), strict=True))
+    at_once(directory, where, "bab")
+    controller.kill()
+    controller.wait()
+    (said,) = UserFiles().open()
+    assert said.startswith("put back what a killed search had changed: ckpt.pt, ")
+    assert directory.state() == directory.before
+    assert not (directory.path / user_files.ROOM).exists()
+
+
 def test_git_sees_nothing_of_what_is_set_aside(directory):
     subprocess.run(["git", "init", "-q"], cwd=directory.path, check=True)
     directory.start("open('ckpt.pt', 'w').write('new')")

@@ -80,6 +80,31 @@ def test_a_baseline_that_does_not_run_beside_itself_leaves_one_at_a_time(search:
     assert "warning: one trial at a time" in search.view.text
 
 
+class OfFiles(OneHost):
+    """Says of itself that it may not be measured beside itself, from some trial on."""
+
+    def __init__(self, knows_after: int, **more: object) -> None:
+        super().__init__(**more)
+        self._knows_after = knows_after
+
+    def why_alone(self) -> str:
+        return "it writes to train.log" if self.seen >= self._knows_after else ""
+
+
+@pytest.mark.parametrize(("knows_after", "beside"), [(0, 0), (3, 8)])
+def test_a_runner_that_knows_why_not_has_one_at_a_time(
+    search: Search, knows_after: int, beside: int
+) -> None:
+    result = search(OfFiles(knows_after, spread=0.001), parallel_trials=2)
+    assert kinds(result.trials).count(Purpose.BESIDE) == beside
+    assert {t.lane for t in result.trials if t.purpose is Purpose.SEARCH} == {0}
+    (warning,) = [line for line in search.view.lines if "it writes to train.log" in line]
+    assert warning == (
+        "warning: one trial at a time, on one of 2 shares of the devices: it writes to train.log. "
+        "parallel_trials=1 gives it all of them"
+    )
+
+
 def test_the_strategy_and_the_baselines_cost_do_not_know_of_it(search: Search) -> None:
     search(OneHost(slower=1.3, spread=0.001), parallel_trials=2)
     _, events = read(search.run_dir / "journal.jsonl")

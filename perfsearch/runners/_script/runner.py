@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +17,7 @@ from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import MetricsSettings
 from perfsearch.core import command, hardware, secrets
 from perfsearch.core.errors import BadInputError, nearest
-from perfsearch.core.hardware import Environment, detect_hardware, threads_today
+from perfsearch.core.hardware import Environment, detect_hardware, on_cores, threads_today
 from perfsearch.core.hints import Hints
 from perfsearch.core.journal import JOURNAL, measured_as, read
 from perfsearch.core.knob import Configuration, Knob, Numerics, Scope, Value, same_value
@@ -28,7 +30,7 @@ from perfsearch.instrument.facts import Facts
 from perfsearch.instrument.launch import LaunchConfig
 from perfsearch.instrument.outside import cautions
 from perfsearch.instrument.report import without_effect
-from perfsearch.instrument.user_files import UserFiles
+from perfsearch.instrument.user_files import UserFiles, named
 from perfsearch.knobs import by_name as every_knob
 from perfsearch.knobs import effect_order, nccl, transport
 from perfsearch.knobs.base import Use
@@ -42,6 +44,7 @@ from perfsearch.knobs.process import THREADS, THREADS_VARIABLE
 from perfsearch.knobs.script import ScriptJob, declare
 from perfsearch.knobs.transport import Mapped, current, gather
 from perfsearch.knobs.zero import BLOCKS_PER_UNIT, MIXED_PRECISION, RESHARD_GROUP, SYNC_EACH
+from perfsearch.runners._ranks import told_shares
 from perfsearch.runners._script import export, window
 from perfsearch.runners._script.group import EndedError
 from perfsearch.runners._script.start import Runs
@@ -57,6 +60,7 @@ from perfsearch.runners.base import (
     ClosingLines,
     HoldsDevices,
     KeepsFiles,
+    MeasuresBeside,
     Plan,
     Runner,
     StartsScripts,
@@ -74,12 +78,17 @@ _FEW_SHAPES = 2
 """Shapes that batches have which are all alike but for the last of an epoch."""
 
 
-class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFiles):
+class Script(
+    Runner, HoldsDevices, MeasuresBeside, StartsScripts, Advises, ClosingLines, KeepsFiles
+):
     """Searches what can be changed in a script from outside, without a change to it.
 
     The script is started once before trial 0, to see what it builds; trial 0 goes on in that start.
     Step-scope knobs are changed between two steps of a running script, where training the same
     steps again gave the same losses; everything else starts it again.
+
+    Several starts run at a time only as long as none of them changes files of the user's: each
+    might read what another has written.
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
@@ -224,6 +233,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         self._timings = timings or TimingOptions()
         whole = detect_hardware(device, environment)
         self._ways = Finder(environment.nproc, whole)
+        self.lanes = len(whole.lanes) or 1
         self._hardware_of(self._ways.way)
         arguments = options.words[1:]
         maps, silence = options.maps()
@@ -247,6 +257,10 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
             ),
         )
         self._runs = self._make_runs()
+        self._others: list[Runs] = []
+        self._turns = [threading.Lock() for _ in range(self.lanes)]
+        self._met = ""
+        self._broken_off = False
         self._failure: Outcome | None = None
         self._started_s = 0.0
         self._settle(None)
@@ -259,17 +273,23 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         self.devices = self.hardware.world_size
         self._threads = threads_today(os.environ, self.hardware)
 
-    def _make_runs(self) -> Runs:
+    def _make_runs(self, lane: int = 0) -> Runs:
         script, *arguments = self.options.words
+        variables = {**THREADS.variables(self._threads), **self.environment.variables}
+        there = self.hardware
+        if there.lanes:
+            share = there.lanes[lane]
+            there = replace(there, gpus=share.gpus[: there.nproc])
+            variables |= share.variables
         return Runs(
             LaunchConfig(script, self.options.module),
             [*arguments, *self._silence],
             self._where.maps,
-            {**THREADS.variables(self._threads), **self.environment.variables},
-            self.hardware,
+            variables,
+            there,
             self.environment,
             self._ways.way,
-            self.files,
+            self.files.beside() if lane else self.files,
             self.options.import_once,
         )
 
@@ -307,8 +327,10 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
             self._ways.known = Way.from_identity(before)
             self._start_this_way()
         begin = time.monotonic()
-        remarks = [*undone, *self._begin(plan)]
+        with on_cores(self._cores(0)):
+            remarks = [*undone, *self._begin(plan)]
         self._started_s = time.monotonic() - begin
+        self._others = [self._make_runs(lane) for lane in range(1, self.lanes)]
         if self._failure is None:
             assert self._runs.start is not None
             self._settle(self._runs.start.facts)
@@ -322,7 +344,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         remarks += self._timings.remarks(bool(self.hardware.gpus), self._facts, unsupported)
         if self._timings.searches and self._facts is not None:
             remarks += self._known.left_out_lines(self._where.wanted, unsupported)
-        self.remarks = remarks
+        self.remarks = [*remarks, *told_shares(self.hardware)]
 
     def _begin(self, plan: Plan) -> list[str]:
         """Start the script the way that it is meant to be; what to say of how that was found."""
@@ -384,15 +406,73 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         pins = {name: v for name, v in self._pins.items() if name in self._known.pinned}
         return {**pins, **self._known.changed(configuration)}
 
+    def _cores(self, lane: int) -> Sequence[int]:
+        """CPU cores of a lane; empty: all of them."""
+        return self.hardware.lanes[lane].cores if self.hardware.lanes else ()
+
+    def why_alone(self) -> str:
+        """See ``MeasuresBeside``."""
+        changed = self.files.changed()
+        if not (changed or self._met):
+            return ""
+        return (
+            f"starts of the script change {named(changed) or self._met} here, and each of several "
+            "at a time might read what another has written"
+        )
+
+    def break_off(self) -> None:
+        """Kill the processes of every start that is under way."""
+        self._broken_off = True
+        processes.reap_groups(self.environment.run_dir, grace_s=0.0)
+
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Measure in the running script where that is sound, else in a new start of it."""
+        if self.lanes == 1:
+            return self._measure(configuration, plan, self._runs)
+        runs = [self._runs, *self._others][plan.lane]
+        with self._turn(plan) as is_alone, on_cores(self._cores(plan.lane)):
+            if self._broken_off:
+                return Outcome(Status.INFRASTRUCTURE, reason="the search was broken off")
+            if runs.sound is None:
+                runs.sound = self._runs.sound  # it is the same script
+            outcome = self._measure(configuration, plan, runs)
+            self._met = self._met or named(runs.files.changed())
+            if is_alone or not self._met:
+                return outcome
+            runs.end(kill=outcome.status is not Status.OK)
+        reason = f"{self._met} changed while another start of the script ran, which may read it"
+        return Outcome(Status.INFRASTRUCTURE, reason=reason, log_path=outcome.log_path)
+
+    @contextmanager
+    def _turn(self, plan: Plan) -> Iterator[bool]:
+        """Keep what must not run at the same time apart.
+
+        Yields:
+            Whether no other start is there meanwhile.
+
+        """
+        while True:
+            is_alone = bool(self._met) or plan.purpose not in (Purpose.SEARCH, Purpose.BESIDE)
+            with ExitStack() as stack:
+                for lock in self._turns if is_alone else [self._turns[plan.lane]]:
+                    stack.enter_context(lock)
+                if self._met and not is_alone:
+                    continue
+                for lane, runs in enumerate([self._runs, *self._others]):
+                    if is_alone and lane != plan.lane:
+                        runs.end()
+                yield is_alone
+                return
+
+    def _measure(self, configuration: Configuration, plan: Plan, runs: Runs) -> Outcome:
+        """The same in the starts of one lane."""
         if self._failure is not None and plan.purpose is Purpose.BASELINE and not plan.attempt:
             failure, self._failure = self._failure, None
             return replace(failure, fresh_process=True)
         begin = time.monotonic()
         deadline = begin + plan.time_limit_s
         started_s, self._started_s = self._started_s, 0.0
-        runs, knobs = self._runs, self._changed(configuration)
+        knobs = self._changed(configuration)
         untouched = not (plan.fresh or plan.perturbed) and runs.is_waiting_with(knobs)
         only_steps = self._known.scope(runs.differing(knobs)) <= {Scope.STEP}
         goes_on = untouched or (
@@ -409,7 +489,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         ready_s = time.monotonic() - begin
         group, start = runs.group, runs.start
         assert group is not None and start is not None
-        gpus = self.hardware.gpus
+        gpus = runs.hardware.gpus
         conditions = hardware.conditions(gpus, group.pids) if gpus else {}
         try:
             measurement = runs.score(plan, deadline, self._in_force(knobs))
@@ -417,10 +497,10 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
                 self._compare_with_steps_made_again(measurement, knobs, plan, deadline)
         except (GroupGone, EndedError) as error:
             failed = replace(runs.failure(error, knobs), fresh_process=fresh)
-            if fresh or untouched or self._is_cut_off(failed, plan):
+            if fresh or untouched or self._is_cut_off(failed, plan) or self._broken_off:
                 return failed
             # whatever came after what was left of it: only a whole start's failure counts
-            return self.measure(configuration, replace(plan, fresh=True))
+            return self._measure(configuration, replace(plan, fresh=True), runs)
         except BaseException:
             runs.end(kill=True)
             raise
@@ -533,11 +613,17 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
             *made_again_lines(trials),
             *export.promises(self._changed(configuration)),
             *self._runs.lines_of_imports(),
+            *self._line_of_lanes(),
         ]
+
+    def _line_of_lanes(self) -> list[str]:
+        if not self._met or self.lanes == 1:
+            return []
+        return [f"one trial ran at a time, once it was seen that {self.why_alone()}"]
 
     def not_as_before(self) -> str:
         """One line that names files of the user's that could not be put back."""
-        self._runs.close()  # so that what starts did to files is undone, as far as it can be
+        self._close_runs()  # so that what starts did to files is undone, as far as it can be
         return self.files.not_as_before()
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
@@ -547,8 +633,15 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
 
     def close(self) -> None:
         """End the script, and what an interrupt kept from becoming one."""
-        self._runs.close()
+        self._close_runs()
         processes.reap_groups(self.environment.run_dir, grace_s=0.0)
+
+    def _close_runs(self) -> None:
+        every = [self._runs, *self._others]
+        for runs in every:  # before what any of them did to files is undone
+            runs.end()
+        for runs in every:
+            runs.close()
 
 
 # -----------------------------------------------------------------------------
