@@ -216,8 +216,10 @@ def build_runner(settings: Settings) -> Runner:
         has = " and mode=".join([*modes, *own])
         raise ConfigError("mode", f"mode={settings.mode}: runner={name} has only mode={has}.")
     if settings.nnodes > 1 and not runner.several_nodes:
+        instead = f" {runner.on_one_node}" if runner.on_one_node else ""
         raise ConfigError(
-            "nnodes", f"nnodes={settings.nnodes}: runner={name} runs on one node. Allowed: 1."
+            "nnodes",
+            f"nnodes={settings.nnodes}: runner={name} runs on one node. Allowed: 1.{instead}",
         )
     if settings.batch == "free" and settings.objective.metric is Metric.LATENCY:
         raise ConfigError("objective.metric", REWARDS_LESS)

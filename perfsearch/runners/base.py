@@ -88,6 +88,7 @@ class Runner(ABC):
     requires: ClassVar[Mapping[str, str]] = {}  # packages, and the extra that brings each
     trains: ClassVar[bool] = True  # ``measure`` runs the job, so that ``mode=profile`` is possible
     several_nodes: ClassVar[bool] = False  # its ranks may be on more nodes than this one
+    on_one_node: ClassVar[str] = ""  # what to do where they may not, and are wanted there
     space: Space
     baseline: dict[str, Value]
     pinned: dict[str, Value] = {}

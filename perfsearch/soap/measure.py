@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +29,11 @@ _SLEEP_CYCLES = 20_000_000
 
 
 def measure_machine(
-    device: torch.device, name: str, memory_gib: float, optimizer: Callable[[Any], Any]
+    device: torch.device,
+    name: str,
+    memory_gib: float,
+    optimizer: Callable[[Any], Any],
+    devices_per_node: int,
 ) -> Machine:
     """Measure the default group's machine; called on all ranks, the first one's counts.
 
@@ -38,33 +42,28 @@ def measure_machine(
         name: of the devices.
         memory_gib: of one.
         optimizer: of the job.
+        devices_per_node: ranks on each node.
 
     """
     world = dist.get_world_size()
-    within: dict[str, Curve] = {kind: {} for kind in _TRANSFERS} if world > 1 else {}
-    hosts: list[float] = []
-    for members in range(2, world + 1):
-        group = dist.new_group(list(range(members)))
-        inside = dist.get_rank() < members
-        for kind, transfer in _TRANSFERS.items():
-            peers = members - 1 if kind == "exchange" else members
-            curve = within[kind].setdefault(peers, {})
-            for size in SIZES if device.type == "cuda" else SIZES_ON_CPU:
-                reading = (0.0, 0.0)
-                if inside:
-                    reading = _timed(transfer(device, size, group, members), device, group)
-                curve[size], host_us = _from_first(reading, device)
-                hosts.append(host_us)
-        if inside:
-            dist.destroy_process_group(group)
+    ranks = range(world)
+    within, hosts = _transfers(device, ranks[:devices_per_node])
+    across: dict[str, Curve] = {}
+    if devices_per_node < world:
+        # as evenly over the nodes as can be, so that each has its share of what crosses them
+        spread = sorted(ranks, key=lambda rank: (rank % devices_per_node, rank))
+        across, more = _transfers(device, spread)
+        hosts += more
+        within = within or across  # there is none inside a node of one device
     host_us, _ = _from_first((statistics.median(hosts) if hosts else 0.0, 0.0), device)
     copy_us, copy_us_per_mib = _from_first(_copies(device), device)
     machine = Machine(
         name=name,
         devices=world,
-        devices_per_node=world,
+        devices_per_node=devices_per_node,
         memory_gib=memory_gib,
         within=within,
+        across=across,
         copy_us=copy_us,
         copy_us_per_mib=copy_us_per_mib,
         can_replay=device.type == "cuda",
@@ -73,6 +72,33 @@ def measure_machine(
         sync_host_us=host_us,
     )
     return with_optimizer(machine, device, optimizer)
+
+
+def _transfers(device: torch.device, ranks: Sequence[int]) -> tuple[dict[str, Curve], list[float]]:
+    """Transfers among the first two, three and so on of some ranks, and the host's times of each.
+
+    Args:
+        device: of this rank.
+        ranks: the first rank of all is the first of them, whose times count.
+
+    """
+    curves: dict[str, Curve] = {kind: {} for kind in _TRANSFERS} if len(ranks) > 1 else {}
+    hosts: list[float] = []
+    for members in range(2, len(ranks) + 1):
+        group = dist.new_group(sorted(ranks[:members]))
+        inside = dist.get_rank() in ranks[:members]
+        for kind, transfer in _TRANSFERS.items():
+            peers = members - 1 if kind == "exchange" else members
+            curve = curves[kind].setdefault(peers, {})
+            for size in SIZES if device.type == "cuda" else SIZES_ON_CPU:
+                reading = (0.0, 0.0)
+                if inside:
+                    reading = _timed(transfer(device, size, group, members), device, group)
+                curve[size], host_us = _from_first(reading, device)
+                hosts.append(host_us)
+        if inside:
+            dist.destroy_process_group(group)
+    return curves, hosts
 
 
 def with_optimizer(

@@ -55,19 +55,21 @@ def build(context: BuildContext) -> ProfileStep:
     if first:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / GRAPH).write_text(dump_graph(graph))
-    _machine(options, device, job, first)
+    _machine(options, device, job, context.groups.spec.nproc, first)
     table = _costs(graph, options, device)
     if first:
         table.write(directory / COSTS)
     return ProfileStep(job, context.local_batch, device)
 
 
-def _machine(options: Mapping[str, Any], device: torch.device, job: Job, first: bool) -> None:
+def _machine(
+    options: Mapping[str, Any], device: torch.device, job: Job, per_node: int, first: bool
+) -> None:
     """Leave the machine, whose transfers may be known, with the job's own optimizer."""
     path = Path(options["directory"]) / MACHINE
     if options["machine"] is None:
         machine = measure_machine(
-            device, options["device_name"], options["memory_gib"], job.optimizer
+            device, options["device_name"], options["memory_gib"], job.optimizer, per_node
         )
         if first:
             machine.write(path)

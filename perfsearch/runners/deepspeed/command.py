@@ -27,6 +27,14 @@ _HOSTFILE = "/job/hostfile"
 """Where DeepSpeed looks for other hosts without being told."""
 
 
+ON_ONE_NODE = (
+    "Tune DeepSpeed's settings on one node, with the micro-batch that a rank has on all of them. "
+    "What is around DeepSpeed is searched over all: perfsearch-run --search --nnodes N -o "
+    "runner=ddp SCRIPT ARGUMENTS, whose ranks torch's launcher starts"
+)
+"""What to do where ranks on several nodes are asked for."""
+
+
 @dataclass(frozen=True)
 class Command:
     """A launch command, taken apart.
@@ -120,8 +128,7 @@ class Command:
         nodes = value_of(self.options, known.nodes)
         if nodes is not None and nodes not in ("1", "-1", "1:1"):
             raise BadInputError(
-                f"{known.nodes[0]} {nodes}: launcher=local starts ranks on one node. Tune on one, "
-                "with the micro-batch that a rank has on all of them"
+                f"{known.nodes[0]} {nodes}: runner=deepspeed starts ranks on one. {ON_ONE_NODE}"
             )
         text = value_of(self.options, known.ranks)
         if self.launcher == "deepspeed":
@@ -150,7 +157,9 @@ class Command:
         if not text:
             return None
         if "@" in text:
-            raise BadInputError(f"--include {text}: launcher=local starts ranks on one node")
+            raise BadInputError(
+                f"--include {text}: runner=deepspeed starts ranks on one node. {ON_ONE_NODE}"
+            )
         _, _, slots = text.partition(":")
         return tuple(int(s) for s in slots.split(",")) if slots else None
 
@@ -162,8 +171,8 @@ class Command:
         hosts = [line.split()[0] for line in lines if line]
         if len(hosts) > 1:
             raise BadInputError(
-                f"--hostfile {path}: lists {len(hosts)} hosts, and launcher=local starts ranks on "
-                "one node. Tune on one of them, without the file"
+                f"--hostfile {path}: lists {len(hosts)} hosts, and runner=deepspeed starts ranks "
+                f"on one, without the file. {ON_ONE_NODE}"
             )
 
     def argument(self, flag: str) -> str | None:

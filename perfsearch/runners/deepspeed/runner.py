@@ -39,7 +39,7 @@ from perfsearch.runners.base import (
 )
 from perfsearch.runners.deepspeed import config, job, trial
 from perfsearch.runners.deepspeed.autotuning import SECTION, Autotuning, filled_in
-from perfsearch.runners.deepspeed.command import Command
+from perfsearch.runners.deepspeed.command import ON_ONE_NODE, Command
 from perfsearch.runners.deepspeed.memory import Memory
 from perfsearch.runners.deepspeed.request import Request
 from perfsearch.runners.zero import export
@@ -82,6 +82,8 @@ class DeepSpeed(
         BadInputError: something cannot work here; nothing was started.
 
     """
+
+    on_one_node = ON_ONE_NODE
 
     @dataclass(frozen=True)
     class Options(Runner.Options):

@@ -234,6 +234,7 @@ def measured_tables(
     devices: int,
     job: JobKey,
     measure: Measure,
+    nodes: int = 1,
 ) -> InputTables:
     """Measure what is not known yet of this kind of device.
 
@@ -246,12 +247,14 @@ def measured_tables(
         devices: number of them.
         job: that is measured.
         measure: does it.
+        nodes: that the devices are on.
 
     """
     if all((directory / name).exists() for name in (GRAPH, MACHINE, COSTS, JOB)):
         return read_tables(directory)
     known_costs = cost_file(cache, device, torch)
-    name = re.sub(r"[^A-Za-z0-9.+-]+", "-", f"machine-{device}-x{devices}-torch-{torch}.json")
+    where = f"x{devices}" if nodes == 1 else f"x{devices}-on-{nodes}-nodes"
+    name = re.sub(r"[^A-Za-z0-9.+-]+", "-", f"machine-{device}-{where}-torch-{torch}.json")
     known = CostTable.read(known_costs) if known_costs.exists() else CostTable(device, torch)
     known_machine = cache / name
     measure(directory, list(known.entries), known_machine if known_machine.exists() else None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -47,7 +48,7 @@ from perfsearch.runners.soap.job import (
 from perfsearch.soap import formats
 from perfsearch.soap.plan import Plan
 from perfsearch.soap.simulator.machine import for_devices
-from perfsearch.workers import processes
+from perfsearch.workers import launchers, processes
 from perfsearch.workers.messages import TrialRequest
 from perfsearch.workers.pool import Pool
 from perfsearch.workloads.spec import WorkloadSpec
@@ -76,6 +77,7 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
     """
 
     requires: ClassVar = {"numba": "soap"}
+    several_nodes = True
     own_modes = ("estimate", "measure", "simulate")
     unseen = "its knobs are the operators of the model, which is captured when a search begins"
 
@@ -235,6 +237,7 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
             self.devices,
             JobKey.of(self.workload),
             profile,
+            self.hardware.nnodes,
         )
 
     def measure(self, configuration: Configuration, plan: MeasuringPlan) -> Outcome:
@@ -313,7 +316,8 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
         devices = self.options.devices or self.devices
         directory = self.environment.run_dir / "soap"
         processes.reap_groups(self.environment.run_dir)
-        inputs = self._measured(directory, devices)
+        with self._nodes(note):
+            inputs = self._measured(directory, devices)
         machine, guessed = for_devices(inputs.machine, devices)
         inputs = replace(inputs, machine=machine)
         inputs.write(directory)
@@ -326,13 +330,28 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
         note(f"plan with: mode=estimate runner.tables={directory}")
         return 0
 
+    @contextmanager
+    def _nodes(self, note: Callable[[str], None]) -> Iterator[None]:
+        """Have other nodes there while something is measured outside of a search."""
+        if self._tables is not None:
+            yield
+            return
+        launcher = launchers.of(self.environment)
+        launcher.open(self.hardware, note)
+        try:
+            yield
+        finally:
+            self._ranks.close()
+            launcher.close()
+
     def own_mode(self, mode: str) -> Mode:
         """``measure`` is what every runner does to a configuration, so that the mode has a name."""
         return self.measure_tables if mode == "measure" else super().own_mode(mode)
 
     def simulate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Print what is expected of a strategy, without a search (``mode=simulate``)."""
-        self.prepare(self.environment.run_dir / "soap")
+        with self._nodes(note):
+            self.prepare(self.environment.run_dir / "soap")
         for line in (describe_tables(self.inputs, self.options.tables), *self.remarks):
             note(line)
         plan = self.job.first_plan
@@ -345,7 +364,8 @@ class Soap(Runner, HoldsDevices, Screens, Perturbs, ClosingLines, OwnModes):
 
     def estimate(self, settings: Settings, note: Callable[[str], None]) -> int:
         """Search in the simulator alone, and print what was found (``mode=estimate``)."""
-        self.prepare(self.environment.run_dir / "soap")
+        with self._nodes(note):
+            self.prepare(self.environment.run_dir / "soap")
         for line in (describe_tables(self.inputs, self.options.tables), *self.remarks):
             note(line)
         options = settings.strategy.options

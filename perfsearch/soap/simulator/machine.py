@@ -297,6 +297,10 @@ def for_devices(machine: Machine, devices: int) -> tuple[Machine, str]:
         links = guess.within
         found = replace(machine, devices=devices, devices_per_node=devices, within=links)
         return found, "links were not measured, since one device has none: 20 us, 10 GiB/s"
+    if machine.across:
+        node = min(machine.devices_per_node, devices)
+        found = replace(machine, devices=devices, devices_per_node=node, links=(), speeds=())
+        return found, f"nodes have {node} devices, and are linked as those that were measured"
     node = min(machine.devices, devices)
     if devices <= machine.devices:
         return replace(machine, devices=devices, devices_per_node=node), ""

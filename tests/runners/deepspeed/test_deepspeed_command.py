@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from perfsearch.cli.run import as_search, split
+from perfsearch.config.schema import validate
 from perfsearch.core.errors import BadInputError
+from perfsearch.pipeline.search import build_runner
 from perfsearch.runners.deepspeed.command import Command
 
 
@@ -71,8 +74,37 @@ def test_a_command_that_cannot_work_is_refused_by_name(line, words):
         Command.parse(line).ranks()
 
 
-def test_several_hosts_are_refused(tmp_path):
+INSTEAD = "perfsearch-run --search --nnodes N -o runner=ddp SCRIPT"
+
+
+def test_several_hosts_are_refused_with_what_to_do_instead(tmp_path, monkeypatch):
+    """Whoever starts them: the command's own launcher, or torchrun's options."""
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=4\nb slots=4\n")
-    with pytest.raises(BadInputError, match="lists 2 hosts"):
-        Command.parse(f"deepspeed --hostfile {hosts} t.py").ranks()
+    hostfile = f"deepspeed --hostfile {hosts} t.py"
+    for line, says in (
+        (hostfile, "lists 2 hosts"),
+        ("deepspeed --include h1@h2 t.py", "--include h1@h2: runner=deepspeed starts ranks on one"),
+        ("torchrun --nnodes=2 t.py", "--nnodes 2: runner=deepspeed starts ranks on one"),
+        ("accelerate launch --num_machines 2 t.py", "--num_machines 2: runner=deepspeed"),
+    ):
+        with pytest.raises(BadInputError, match=says) as refused:
+            Command.parse(line).ranks()
+        assert INSTEAD in str(refused.value)
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").write_text("import deepspeed")
+    Path("a.json").write_text("{}")
+    words, groups = as_search(
+        split(["--search", "--nnodes=2", "t.py", "--deepspeed_config", "a.json"])
+    )
+    assert "runner=deepspeed" in words
+    asked = {"runner": {"name": "deepspeed"}, "nnodes": 2, "launcher": {"name": "torchrun"}}
+    asked["strategy"] = {"name": "random"}
+    with pytest.raises(
+        BadInputError, match="nnodes=2: runner=deepspeed runs on one node"
+    ) as refused:
+        build_runner(validate({**asked, "workload": {"name": "script", **groups["workload"]}}))
+    assert INSTEAD in str(refused.value)
+    # which is taken, and then the ranks are those of any other script
+    taken = ["--search", "--nnodes=2", "-o", "runner=ddp", "t.py", "--deepspeed_config", "a.json"]
+    assert {"runner=ddp", "nnodes=2", "launcher=torchrun"} <= set(as_search(split(taken))[0])

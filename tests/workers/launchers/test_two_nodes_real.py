@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from support import spread, two_nodes
 
+from perfsearch.soap.simulator.machine import Machine, for_devices
+
 pytestmark = pytest.mark.slow
 
 SECRET = "a secret of these tests"
@@ -158,3 +160,33 @@ def test_only_the_gate_is_to_be_reached_by_others(nodes, start, tmp_path):
     trials = spread.finished(tmp_path)
     assert {one["status"] for one in trials} == {"ok"}
     assert spread.worlds(trials) == {2}
+
+
+def test_a_plans_machine_has_links_within_and_between_nodes(nodes, start, tmp_path):
+    endpoint = f"{nodes.addresses[0]}:{PORT}"
+    words = [
+        *(*PYTHON, "perfsearch.cli.search", "runner=soap", "mode=measure", "runner.device=cpu"),
+        *(
+            "workload=mlp",
+            "nproc=2",
+            "nnodes=2",
+            "launcher=torchrun",
+            f"run_dir={tmp_path / 'run'}",
+        ),
+        *(f"launcher.endpoint='{endpoint}'", f"runner.cache={tmp_path / 'cache'}"),
+    ]
+    search = start(0, "search", words, PERFSEARCH_SECRET=SECRET)
+    node = start(1, "node", join(nodes), PERFSEARCH_SECRET=SECRET)
+    assert (search.wait(LONGEST_S), node.wait(60)) == (0, 0), (tmp_path / "search").read_text()
+    machine = Machine.read(tmp_path / "run" / "soap" / "machine.json")
+    assert (machine.devices, machine.devices_per_node) == (4, 2)
+    assert set(machine.within["all_reduce"]) == {2}
+    assert set(machine.across["all_reduce"]) == {2, 3, 4}
+    assert all(us > 0 for curve in machine.across["exchange"].values() for us in curve.values())
+    assert machine.curves_among([0, 1]) == machine.within
+    assert machine.curves_among([1, 2]) == machine.across
+    (kept,) = (tmp_path / "cache").glob("machine-*")
+    assert "x4-on-2-nodes" in kept.name
+    more, why = for_devices(machine, 8)
+    assert (more.devices_per_node, more.across) == (2, machine.across)
+    assert why == "nodes have 2 devices, and are linked as those that were measured"
