@@ -1,15 +1,16 @@
 """Several trials at a time, and what many trials and many ranks cost the controller.
 
-    python benchmarks/scale.py [beside] [trials] [memory] [ranks] [mlflow] [bayes]
+    python benchmarks/scale.py [beside] [trials] [memory] [ranks] [store] [mlflow] [bayes]
 
 `beside`: the same 24 recorded trials, which really last as long as they say, one at a time and two
 at a time, in turn. Wanted: at most 0.6 of the time. `trials`: searches of 10,000 trials: trial
 10,000 against trial 100 (wanted: at most 1.5 times its cost), and a resume (wanted: seconds).
 `memory`: what Python holds of each of 1,000 trials (wanted: below 5 KiB). `ranks`: reports of 1,000
-ranks made into one trial. `mlflow`: a search of 10,000 trials of `SCALE_PACE_S` (0.15) seconds each
-that MLflow shows in a SQLite store: what writing the last takes against the first, how far it is
-behind, and what the process grows by. `bayes`: an ask after 1,000 trials (wanted: within 1 s). All
-of them where none is named. `SCALE_TRIALS` is another number than 10,000.
+ranks made into one trial. `store`: trials written in turn into a SQLite store of MLflow's that has
+100 and into one that has 10,000. `mlflow`: a search of 10,000 trials of `SCALE_PACE_S` (0.15)
+seconds each that MLflow shows in a SQLite store: what writing the last takes against the first, how
+far it is behind, and what the process grows by. `bayes`: an ask after 1,000 trials (wanted: within
+1 s). All of them where none is named. `SCALE_TRIALS` is another number than 10,000.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import itertools
 import json
 import math
 import os
+import sqlite3
 import statistics
 import sys
 import tempfile
@@ -41,6 +43,7 @@ from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.pipeline.search import build_runner, search, strategy_factory
+from perfsearch.runners.base import Plan
 from perfsearch.strategies import load
 from perfsearch.workers.results import combine
 
@@ -49,6 +52,8 @@ PACE_S = float(os.environ.get("SCALE_PACE_S", "0.15"))
 EARLY, WINDOW = 100, 100
 PAIRS = 3
 RANKS = 1_000
+REAL = 200
+"""Trials of which many are made in a store."""
 
 
 def main() -> int:
@@ -59,6 +64,7 @@ def main() -> int:
         "trials": trials,
         "memory": memory,
         "ranks": ranks,
+        "store": store,
         "mlflow": mlflow,
         "bayes": bayes,
     }
@@ -241,6 +247,72 @@ def _report(generator: np.random.Generator, rank: int) -> dict[str, Any]:
 
 # -----------------------------------------------------------------------------
 # MLflow.
+
+
+def store(directory: Path) -> None:
+    """Trials written in turn into a store that has few and into one that has many.
+
+    Of the many, ``REAL`` are written as the others are, and their rows are copied by SQL.
+    """
+    few, many = (_Written(directory / name) for name in ("few", "many"))
+    for written, count in ((few, EARLY), (many, REAL)):
+        for _ in range(count):
+            written.write()
+    copied = many.copy_rows(MANY // REAL - 1)
+    pairs = [(few.write(), many.write()) for _ in range(WINDOW)]
+    for at, kind in enumerate(("by the clock", "of the processor")):
+        early, late = (1e3 * statistics.median(pair[n][at] for pair in pairs) for n in (0, 1))
+        ratio = statistics.median(pair[1][at] / pair[0][at] for pair in pairs)
+        print(
+            f"writing a trial after {EARLY}: {early:.1f} ms, after {REAL + copied}: {late:.1f} ms "
+            f"{kind}: {ratio:.2f} times (load {os.getloadavg()[0]:.0f})",
+            flush=True,
+        )
+
+
+class _Written:
+    """A store in SQLite, and how many trials it has."""
+
+    def __init__(self, directory: Path) -> None:
+        from perfsearch.tracking.mlflow import Tracker
+
+        directory.mkdir()
+        self._file, self._generator = directory / "mlflow.db", np.random.default_rng(0)
+        self._store = Tracker(f"sqlite:///{self._file}", "scale", directory / "run", "s1")._store
+        opened = {"unix_s": time.time(), "definition": {}, "parameters": {}}
+        self._store.show(Event(1, "opened", opened))
+        self._number = 0
+
+    def write(self) -> tuple[float, float]:
+        """One more trial; seconds by the clock and of the processor."""
+        runner, self._number = Many(full=True), self._number + 1
+        space = runner.space.sample(self._generator)
+        outcome = runner.measure(space, Plan(self._number, log_directory=Path()))
+        told = outcome.measurement
+        trial = Trial(self._number, space, Purpose.SEARCH, Status.OK, told, cost=0.02)
+        event = Event(
+            self._number + 1, "finished", {"unix_s": time.time(), "trial": trial.to_json()}
+        )
+        begin = time.perf_counter(), time.process_time()
+        self._store.show(event)
+        return time.perf_counter() - begin[0], time.process_time() - begin[1]
+
+    def copy_rows(self, times: int) -> int:
+        """Have each trial's rows so many times more, under other ids; how many trials came."""
+        with sqlite3.connect(self._file) as database:
+            before = database.execute("SELECT count(*) FROM runs").fetchone()[0]
+            for table in ("runs", "metrics", "latest_metrics", "params", "tags"):
+                names = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
+                taken = ["? || substr(run_uuid, 5)" if n == "run_uuid" else n for n in names]
+                for time_ in range(times):
+                    database.execute(
+                        f"INSERT INTO {table} ({', '.join(names)}) SELECT {', '.join(taken)} "
+                        f"FROM {table} WHERE run_uuid NOT LIKE 'x%'",
+                        [f"x{time_:03d}"],
+                    )
+            after = database.execute("SELECT count(*) FROM runs").fetchone()[0]
+        database.close()
+        return int(after - before)
 
 
 def mlflow(directory: Path) -> None:
