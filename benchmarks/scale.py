@@ -28,6 +28,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ PACE_S = float(os.environ.get("SCALE_PACE_S", "0.15"))
 EARLY, WINDOW = 100, 100
 PAIRS = 3
 RANKS = 1_000
-REAL = 200
-"""Trials of which many are made in a store."""
+PAIRED = 30
+"""Trials that are written into each of two stores."""
 
 
 def main() -> int:
@@ -252,19 +253,18 @@ def _report(generator: np.random.Generator, rank: int) -> dict[str, Any]:
 def store(directory: Path) -> None:
     """Trials written in turn into a store that has few and into one that has many.
 
-    Of the many, ``REAL`` are written as the others are, and their rows are copied by SQL.
+    The rows of the few, which are written as ever, are copied by SQL until they are many.
     """
-    few, many = (_Written(directory / name) for name in ("few", "many"))
-    for written, count in ((few, EARLY), (many, REAL)):
-        for _ in range(count):
-            written.write()
-    copied = many.copy_rows(MANY // REAL - 1)
-    pairs = [(few.write(), many.write()) for _ in range(WINDOW)]
+    few = _Written(directory / "few")
+    for _ in range(EARLY):
+        few.write()
+    many = few.copied(directory / "many", MANY // EARLY - 1)
+    pairs = [(few.write(), many.write()) for _ in range(PAIRED)]
     for at, kind in enumerate(("by the clock", "of the processor")):
         early, late = (1e3 * statistics.median(pair[n][at] for pair in pairs) for n in (0, 1))
         ratio = statistics.median(pair[1][at] / pair[0][at] for pair in pairs)
         print(
-            f"writing a trial after {EARLY}: {early:.1f} ms, after {REAL + copied}: {late:.1f} ms "
+            f"writing a trial after {EARLY}: {early:.1f} ms, after {many.trials}: {late:.1f} ms "
             f"{kind}: {ratio:.2f} times (load {os.getloadavg()[0]:.0f})",
             flush=True,
         )
@@ -273,46 +273,53 @@ def store(directory: Path) -> None:
 class _Written:
     """A store in SQLite, and how many trials it has."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, trials: int = 0) -> None:
         from perfsearch.tracking.mlflow import Tracker
 
-        directory.mkdir()
-        self._file, self._generator = directory / "mlflow.db", np.random.default_rng(0)
+        directory.mkdir(exist_ok=True)
+        self._file, self._generator = directory / "mlflow.db", np.random.default_rng(trials)
         self._store = Tracker(f"sqlite:///{self._file}", "scale", directory / "run", "s1")._store
         opened = {"unix_s": time.time(), "definition": {}, "parameters": {}}
         self._store.show(Event(1, "opened", opened))
-        self._number = 0
+        self.trials = trials
 
     def write(self) -> tuple[float, float]:
         """One more trial; seconds by the clock and of the processor."""
-        runner, self._number = Many(full=True), self._number + 1
-        space = runner.space.sample(self._generator)
-        outcome = runner.measure(space, Plan(self._number, log_directory=Path()))
-        told = outcome.measurement
-        trial = Trial(self._number, space, Purpose.SEARCH, Status.OK, told, cost=0.02)
-        event = Event(
-            self._number + 1, "finished", {"unix_s": time.time(), "trial": trial.to_json()}
-        )
+        runner, self.trials = Many(full=True), self.trials + 1
+        point = runner.space.sample(self._generator)
+        told = runner.measure(point, Plan(self.trials, log_directory=Path())).measurement
+        trial = Trial(self.trials, point, Purpose.SEARCH, Status.OK, told, cost=0.02)
+        data = {"unix_s": time.time(), "trial": trial.to_json()}
+        event = Event(self.trials + 1, "finished", data)
         begin = time.perf_counter(), time.process_time()
         self._store.show(event)
         return time.perf_counter() - begin[0], time.process_time() - begin[1]
 
-    def copy_rows(self, times: int) -> int:
-        """Have each trial's rows so many times more, under other ids; how many trials came."""
-        with sqlite3.connect(self._file) as database:
-            before = database.execute("SELECT count(*) FROM runs").fetchone()[0]
+    def copied(self, directory: Path, times: int) -> _Written:
+        """Another store, in which each trial's rows are so many times more, under other ids."""
+        directory.mkdir()
+        with closing(sqlite3.connect(directory / "mlflow.db")) as database:
+            with closing(sqlite3.connect(self._file)) as source:
+                source.backup(database)
             for table in ("runs", "metrics", "latest_metrics", "params", "tags"):
+                database.execute(f"CREATE TEMP TABLE kept AS SELECT * FROM {table}")
                 names = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
                 taken = ["? || substr(run_uuid, 5)" if n == "run_uuid" else n for n in names]
-                for time_ in range(times):
+                for number in range(times):
                     database.execute(
-                        f"INSERT INTO {table} ({', '.join(names)}) SELECT {', '.join(taken)} "
-                        f"FROM {table} WHERE run_uuid NOT LIKE 'x%'",
-                        [f"x{time_:03d}"],
+                        f"INSERT INTO {table} ({', '.join(names)}) "
+                        f"SELECT {', '.join(taken)} FROM kept",
+                        [f"x{number:03d}"],
                     )
-            after = database.execute("SELECT count(*) FROM runs").fetchone()[0]
-        database.close()
-        return int(after - before)
+                database.execute("DROP TABLE kept")
+            # that of the search was copied, too, and a view finds its search by this
+            database.execute(
+                "UPDATE tags SET value = 'others' WHERE key = 'perfsearch.search_id' "
+                "AND run_uuid LIKE 'x%'"
+            )
+            database.commit()
+            (count,) = database.execute("SELECT count(*) FROM runs").fetchone()
+        return _Written(directory, int(count))
 
 
 def mlflow(directory: Path) -> None:
@@ -324,7 +331,7 @@ def mlflow(directory: Path) -> None:
     # behind the search in seconds, and milliseconds of the writer's thread: by the clock, of the
     # processor
     written: list[tuple[float, float, float]] = []
-    closing: list[float] = []
+    ends_s: list[float] = []
 
     def timed(settings: Settings, run_dir: Path, search_id: str) -> Tracker:
         uri = f"sqlite:///{directory / 'mlflow.db'}"
@@ -342,7 +349,7 @@ def mlflow(directory: Path) -> None:
         def closed(status: str) -> None:
             begin = time.perf_counter()
             close(status, timeout_s=3600.0)  # by itself a search waits for a minute
-            closing.append(time.perf_counter() - begin)
+            ends_s.append(time.perf_counter() - begin)
 
         tracker._store.show = shown  # type: ignore[method-assign]
         tracker.close = closed  # type: ignore[assignment]
@@ -390,7 +397,7 @@ def mlflow(directory: Path) -> None:
     grown = (sizes[last] - sizes[first]) / (last - first) / 1024
     print(
         f"trials of {PACE_S:g} s: behind by {statistics.median(behind):.2f} s (most "
-        f"{behind[-1]:.1f}); {closing[0]:.1f} s until the rest was written; the process grew by "
+        f"{behind[-1]:.1f}); {ends_s[0]:.1f} s until the rest was written; the process grew by "
         f"{grown:.1f} KiB a trial from {first} to {last}"
     )
 
