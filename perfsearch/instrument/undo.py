@@ -52,6 +52,10 @@ class Deed(StrEnum):
     READ = "read"  # ``path``, made before that, is read
 
 
+CHANGES = frozenset({Deed.MADE, Deed.KEPT, Deed.REMOVED, Deed.MOVED, Deed.MARKED, Deed.LOST})
+"""Entries of paths that are not as they were."""
+
+
 def read(file: Path, was: str = "", now: str = "") -> list[Entry]:
     """The entries of a record; lines that were torn are none.
 
@@ -95,6 +99,7 @@ class Undone:
         back: files that were put back, or removed as a start had made them.
         others: files that were changed after the start had died, which are left as they are.
         left: entries of files that are still kept, as they could not be put back.
+        changed: every path that was not as before, whatever came of it.
 
     """
 
@@ -102,6 +107,7 @@ class Undone:
     back: set[str] = field(default_factory=set)
     others: set[str] = field(default_factory=set)
     left: list[Entry] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
 
     def add(self, more: Undone) -> None:
         """Take up what came of another one."""
@@ -109,6 +115,7 @@ class Undone:
         self.back |= more.back
         self.others |= more.others
         self.left += more.left
+        self.changed |= more.changed
 
 
 Anothers = Callable[[str], bool]

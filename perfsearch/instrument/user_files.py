@@ -23,6 +23,7 @@ from perfsearch.core.files import write_json, write_text
 from perfsearch.core.locks import lock
 from perfsearch.instrument.undo import (
     ASIDE,
+    CHANGES,
     DRAFTS,
     ORDERS,
     RECORD,
@@ -136,6 +137,9 @@ class UserFiles:
         own: directories that starts may change as they like: perfsearch's own.
         directory: the working directory of the starts.
 
+    Attributes:
+        changed: paths that starts changed so far, downloads that later ones find apart.
+
     """
 
     own: Sequence[Path] = ()
@@ -143,7 +147,9 @@ class UserFiles:
     _lost: set[str] = field(default_factory=set)
     _room: Path | None = None
     _left_in: str = ""
+    changed: set[str] = field(default_factory=set)
     _starts: int = 0
+    _alive: dict[str, Path] = field(default_factory=dict)
     _before: Listing | None = None
     _closed: threading.Event = field(default_factory=threading.Event)
 
@@ -167,6 +173,9 @@ class UserFiles:
     def begin(self, token: str) -> str:
         """Make the place where a start records what it changes.
 
+        Starts that are alive at the same time have one place: each of its entries is of the state
+        before any of them changed a path, as it is with the ranks of one start.
+
         Args:
             token: the mark of its processes.
 
@@ -186,16 +195,29 @@ class UserFiles:
             "own": [str(room.parent), *(str(path.absolute()) for path in self.own)],
         }
         write_json(start / ORDERS, orders)
-        return str(start)
+        self._alive[token] = next(iter(self._alive.values()), start)
+        return str(self._alive[token])
 
-    def end(self) -> None:
-        """Undo what the starts that have ended did, but for what the next would only do again."""
-        if self._room is not None:
-            self._lost |= _undo_starts(self._room, keep_downloads=True).lost
+    def end(self, token: str | None = None) -> None:
+        """Undo what starts did, but for what the next would only do again, once all have ended.
+
+        Args:
+            token: the mark of the one that has ended; by default all have.
+
+        """
+        if token is None:
+            self._alive.clear()
+        else:
+            self._alive.pop(token, None)
+        if self._room is not None and not self._alive:
+            done = _undo_starts(self._room, keep_downloads=True)
+            self._lost |= done.lost
+            self.changed |= done.changed
 
     def close(self) -> None:
         """Leave everything as it was before the first start."""
         room, self._room = self._room, None
+        self._alive.clear()
         if room is not None:
             done = _close(room)
             self._lost |= done.lost
@@ -382,8 +404,10 @@ def _undo_starts(room: Path, keep_downloads: bool, is_anothers: Anothers = nobod
         if stays:
             with (room / _DOWNLOADS).open("a") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in stays)
-        came = undo(entries, frozenset(e["path"] for e in stays), is_anothers)
+        staying = frozenset(e["path"] for e in stays)
+        came = undo(entries, staying, is_anothers)
         done.add(came)
+        done.changed |= {e["path"] for e in entries if e["deed"] in CHANGES} - staying
         _clear(start, came.left)
     return done
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import shlex
@@ -10,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
 
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import MetricsSettings
@@ -60,6 +64,8 @@ from perfsearch.runners.base import (
     Plan,
     Runner,
     StartsScripts,
+    Turns,
+    alone,
     environment_of,
 )
 from perfsearch.tracking import store_files
@@ -386,6 +392,10 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
 
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Measure in the running script where that is sound, else in a new start of it."""
+        return alone(self.measure_in_turns(configuration, plan))
+
+    def measure_in_turns(self, configuration: Configuration, plan: Plan) -> Turns[Outcome]:
+        """As ``measure``, giving way to other scripts between its windows."""
         if self._failure is not None and plan.purpose is Purpose.BASELINE and not plan.attempt:
             failure, self._failure = self._failure, None
             return replace(failure, fresh_process=True)
@@ -410,9 +420,9 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         group, start = runs.group, runs.start
         assert group is not None and start is not None
         gpus = self.hardware.gpus
-        conditions = hardware.conditions(gpus, group.pids) if gpus else {}
+        conditions = hardware.conditions(gpus, group.pids | self._paused(plan)) if gpus else {}
         try:
-            measurement = runs.score(plan, deadline, self._in_force(knobs))
+            measurement = yield from runs.score(plan, deadline, self._in_force(knobs))
             if untouched and plan.purpose is Purpose.BASELINE and start.shapes > _FEW_SHAPES:
                 self._compare_with_steps_made_again(measurement, knobs, plan, deadline)
         except (GroupGone, EndedError) as error:
@@ -420,7 +430,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
             if fresh or untouched or self._is_cut_off(failed, plan):
                 return failed
             # whatever came after what was left of it: only a whole start's failure counts
-            return self.measure(configuration, replace(plan, fresh=True))
+            return (yield from self.measure_in_turns(configuration, replace(plan, fresh=True)))
         except BaseException:
             runs.end(kill=True)
             raise
@@ -442,6 +452,13 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
             started_s if untouched else 0.0,
         )
 
+    @staticmethod
+    def _paused(plan: Plan) -> frozenset[int]:
+        """Processes of what it is measured in turns with, which are no strangers."""
+        if math.isinf(plan.turn_seconds):
+            return frozenset()
+        return frozenset(p.pid for p in psutil.Process().children(recursive=True))
+
     def _compare_with_steps_made_again(
         self, first: Measurement, knobs: dict[str, Value], plan: Plan, deadline: float
     ) -> None:
@@ -454,7 +471,7 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
         if not runs.go_back(knobs, plan, deadline):
             return
         try:
-            again = runs.score(replace(plan, look_steps=0), deadline, self._in_force(knobs))
+            again = alone(runs.score(replace(plan, look_steps=0), deadline, self._in_force(knobs)))
         except (GroupGone, EndedError):  # it has no more steps
             runs.end(kill=True)
             return
@@ -473,6 +490,19 @@ class Script(Runner, HoldsDevices, StartsScripts, Advises, ClosingLines, KeepsFi
     def takes_between_steps(self, names: set[str]) -> bool:
         """Whether these knobs can be changed between two steps of a running script."""
         return self._known.scope(names) <= {Scope.STEP}
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a start of it, measured or not."""
+        return self._runs.start is not None
+
+    def host_gib(self) -> float:
+        """Memory of this host that the present start has for itself, as it is now."""
+        found = 0
+        for pid in self._runs.group.pids if self._runs.group is not None else ():
+            with contextlib.suppress(psutil.Error):
+                found += psutil.Process(pid).memory_full_info().uss
+        return found / 2**30
 
     def rest(self) -> None:
         """End the present start, so that something else may be measured; the next makes its own."""

@@ -19,7 +19,7 @@ from perfsearch.runners._script.window import (
     score,
     validation_lines,
 )
-from perfsearch.runners.base import Plan
+from perfsearch.runners.base import Plan, alone
 from perfsearch.workers.group import GroupGone
 
 
@@ -45,7 +45,7 @@ def test_a_script_that_ends_too_early_says_how_much_would_do():
         EndedError,
         match=r"made 64 steps.*settled and 60 of 5 ms.* 63 steps and .* s here; 68 steps",
     ):
-        score(group, Plan(1), start, time.monotonic() + 1.0, lambda facts: {})
+        alone(score(group, Plan(1), start, time.monotonic() + 1.0, lambda facts: {}))
 
 
 def of_a_window(step_seconds, aside):
@@ -81,7 +81,7 @@ def test_a_round_of_validation_on_any_rank_is_told(aside, said):
     group = Group(messages=[of_a_window(*rank) for rank in zip(ranks, aside, strict=True)])
     start = Start(Facts(), seconds=[0.1, 0.1, 0.1])
     plan = Plan(1, scored_seconds=0.8, scored_steps=(4, 4))
-    found = score(group, plan, start, time.monotonic() + 1.0, lambda facts: {})
+    found = alone(score(group, plan, start, time.monotonic() + 1.0, lambda facts: {}))
     assert found.step_seconds == [0.1, 0.9, 0.1, 0.2]
     assert found.samples_per_step == 32
     assert (found.discarded_steps, found.discarded_seconds) == (3, pytest.approx(0.3))
@@ -122,7 +122,7 @@ def test_a_script_that_ends_while_more_is_asked_for_has_been_measured(end):
     group = Stretches([[stall], more, [of_a_window([0.1, 0.9, 0.1], [])]])
     start = Start(Facts(), seconds=[0.1, 0.1, 0.1])
     plan = Plan(1, scored_seconds=0.4, scored_steps=(4, 4))
-    found = score(group, plan, start, time.monotonic() + 100.0, lambda facts: {})
+    found = alone(score(group, plan, start, time.monotonic() + 100.0, lambda facts: {}))
     if end is None:
         assert group.asked == [4, 4, 3] and not start.over
         assert found.step_seconds == [0.1, 0.9, 0.1, 0.1] * 2 + [0.1, 0.9, 0.1]
@@ -138,8 +138,12 @@ def test_a_round_of_validation_in_the_last_step_does_not_shorten_the_window():
     group = Group(messages=[{"event": "ended", "step": 5}] * 2)
     start = Start(Facts(), seconds=[0.2, 0.01, 0.01, 0.9])
     with pytest.raises(EndedError):
-        score(group, Plan(1, scored_seconds=0.3), start, time.monotonic() + 1.0, lambda facts: {})
-    assert group.told == {"op": "score", "count": 30, "each": 3}
+        alone(
+            score(
+                group, Plan(1, scored_seconds=0.3), start, time.monotonic() + 1.0, lambda facts: {}
+            )
+        )
+    assert group.told == {"op": "score", "count": 30, "each": 3, "first": 0}
 
 
 @pytest.mark.parametrize(
