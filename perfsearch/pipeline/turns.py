@@ -124,7 +124,7 @@ def _alternate(session: Session, begun: list[_Alive], generator: np.random.Gener
     limits = [one.running.begin_s + one.running.plan.time_limit_s for one in begun]
     cut_off = any(one.running.plan.time_limit_s < limit_s for one in begun)
     order: list[int] = []
-    while not all(one.enough or one.outcome is not None for one in begun):
+    while order or not all(one.enough or one.outcome is not None for one in begun):
         back = order[::-1]
         order = [] if order else [int(place) for place in generator.permutation(len(begun))]
         for place in order or back:

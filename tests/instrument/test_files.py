@@ -314,6 +314,28 @@ def test_two_starts_worth_of_ranks_may_write_the_same_file(directory):
     directory.check()
 
 
+def test_starts_that_are_alive_together_are_undone_once_both_have_ended(directory):
+    """Each writes over what the other has just written, the later start first."""
+    first, second = (directory.files.begin(token) for token in ("one", "two"))
+
+    def run(where, text):
+        program = KEEPING + f"open('ckpt.pt', 'w').write({text!r}); open('new', 'a').write('x')\n"
+        program += "os.makedirs('made/by/both', exist_ok=True)"
+        subprocess.run([sys.executable, "-c", program, where], check=True)
+
+    for where, text in ((second, "B"), (first, "A"), (second, "BB"), (first, "AA")):
+        run(where, text)
+    directory.files.end("two")
+    assert (directory.path / "ckpt.pt").read_text() == "AA", "the other may go on with it"
+    run(first, "AAA")
+    assert not directory.files.changed
+    directory.files.end("one")
+    assert directory.state() == directory.before
+    here = {os.path.relpath(path, directory.path) for path in directory.files.changed}
+    assert here == {"ckpt.pt", "new", "made", "made/by", "made/by/both"}
+    directory.check()
+
+
 @pytest.mark.parametrize("times", range(4))
 def test_an_undo_that_is_broken_off_is_taken_up_again(directory, monkeypatch, times):
     directory.start(
