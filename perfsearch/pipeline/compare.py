@@ -179,7 +179,7 @@ class _Comparison(Course):
 
     def _together(self, session: Session, arms: Sequence[int], block: int) -> list[Trial]:
         """A trial of each of these arms, their windows in turns; none where that cannot be."""
-        if not self.arms.in_turns:
+        if not self.arms.in_turns or self._seconds_left == 0.0:
             return []
         why = self.arms.why_not_in_turns()
         trials: list[Trial] = []

@@ -84,6 +84,10 @@ _TURN_SECONDS = 0.1
 goes within seconds, and what the first step of a window costs more is a fraction of a
 millisecond."""
 
+_SCORED_IN_TURNS_S = 4.0
+"""How long each of those is measured in all, if it has as many steps: where all meet the same load,
+what is left of its noise falls with that time, and starting them takes longer."""
+
 CONFIRMED_STEPS = 20
 """Steps of a confirmation, at least."""
 
@@ -747,7 +751,8 @@ def with_look(plan: Plan, baseline: Trial | None) -> Plan:
     """The plan with as many steps as it takes to meet what recurs.
 
     The baseline looks for it. What it has found is met twice by each later window, and where that
-    comes in clusters, by as many steps as it takes to have the usual share of it.
+    comes in clusters, by as many steps as it takes to have the usual share of it. Those that are
+    measured in turns have more steps, but not more than the baseline's job had.
     """
     if plan.purpose is Purpose.BASELINE:
         longest_s = _LOOK_SECONDS * plan.scored_seconds
@@ -759,6 +764,10 @@ def with_look(plan: Plan, baseline: Trial | None) -> Plan:
     least = CONFIRMED_STEPS if plan.purpose is Purpose.CONFIRM else 0
     if not all(kind.is_periodic for kind in recurring):
         least = max(least, steps_alike(seconds))
+    if known is not None and seconds and math.isfinite(plan.turn_seconds):
+        # no more than the baseline has made, as the job may end after them
+        most = min(_LOOK_STEPS, len(seconds) - WARMUP_STEPS[1])
+        least = max(least, min(most, round(_SCORED_IN_TURNS_S / known.step_time_s)))
     twice = [math.ceil(2 * k.period_steps) + 1 for k in recurring if k.period_steps is not None]
     return replace(plan, look_steps=max([least, *twice]))
 

@@ -134,6 +134,65 @@ def test_a_script_that_ends_while_more_is_asked_for_has_been_measured(end):
         assert start.gone is isinstance(end, GroupGone)
 
 
+class InTurns(Group):
+    """A start that is measured in turns: steps of 0.1 s, until ``ends_after`` of them are made."""
+
+    def __init__(self, ends_after=1000):
+        super().__init__()
+        self.did, self.left = [], ends_after
+
+    def send(self, order):
+        self.did.append(order)
+
+    def receive(self, event, limit_s):
+        order = self.did[-1]
+        if order["op"] == "pause":
+            return [{"event": "paused", "step": 1}] * 2
+        if order["count"] > self.left:
+            return [{"event": "ended", "step": 9}] * 2
+        self.left -= order["count"]
+        return [of_a_window([0.1] * order["count"], [])] * 2
+
+
+def in_turns(group, **changes):
+    """Its measurement, and what is known of the start."""
+    start = Start(Facts(), seconds=[0.1, 0.1, 0.1])
+    plan = Plan(1, scored_steps=(8, 60), turn_seconds=0.25, **changes)
+    return score(group, plan, start, time.monotonic() + 100.0, lambda facts: {}), start
+
+
+def test_windows_in_turns_have_all_steps_and_are_held_between():
+    group = InTurns()
+    turns, start = in_turns(group, scored_seconds=1.1, look_steps=15)
+    found = alone(turns)
+    assert found.step_seconds == [0.1] * 15 and not start.over
+    ops = [order["op"] for order in group.did]
+    assert ops[::2] == ["pause"] * len(ops[::2]) and set(ops[1::2]) == {"score"}
+    assert ops[-1] == "pause", "it waits to be ended"
+    scored = [(order["first"], order["count"]) for order in group.did[1::2]]
+    assert scored == [(0, 2), (2, 2), (4, 2), (6, 2), (8, 3), (0, 2), (2, 2)]
+    assert [count for _, count in found.environment["turns"]] == [count for _, count in scored]
+    assert found.phases_ms["forward"] == pytest.approx(50)
+
+
+def test_it_goes_on_in_turns_for_as_long_as_others_need_it():
+    group = InTurns()
+    turns, _ = in_turns(group, scored_seconds=0.8)
+    enough = [next(turns)] + [turns.send(True) for _ in range(7)]
+    assert enough == [False] * 4 + [True] * 4
+    with pytest.raises(StopIteration) as end:
+        turns.send(False)
+    assert len(end.value.value.step_seconds) == 14
+
+
+def test_a_script_that_ends_in_turns_has_been_measured_after_its_first_stretch():
+    turns, _ = in_turns(InTurns(ends_after=7), scored_seconds=0.8)
+    with pytest.raises(EndedError, match="made 9 steps and ended"):
+        alone(turns)
+    turns, start = in_turns(InTurns(ends_after=12), scored_seconds=0.8, look_steps=16)
+    assert alone(turns).step_seconds == [0.1] * 12 and start.over
+
+
 def test_a_round_of_validation_in_the_last_step_does_not_shorten_the_window():
     group = Group(messages=[{"event": "ended", "step": 5}] * 2)
     start = Start(Facts(), seconds=[0.2, 0.01, 0.01, 0.9])
