@@ -79,7 +79,7 @@ _LOOK_STEPS = 400
 _LOOK_SECONDS = 4
 """How many times as long as a window usually takes that may take."""
 
-_TURN_SECONDS = 0.1
+_TURN_SECONDS = 0.2
 """How long each is measured at a time where several are measured in turns: other work comes and
 goes within seconds, and what the first step of a window costs more is a fraction of a
 millisecond."""
