@@ -57,6 +57,8 @@ class Blocks:
         """
         names = list(self.arms)
         self.costs.update({arm: [] for arm in names})
+        if len(names) < 2:
+            return  # the others were left out before
         most = 1 if self.plan is None else self.plan.most
         for block, order in enumerate(block_orders(self.seed, most, len(names))):
             whole = self._measure_block(block, [names[i] for i in order], when_failed)

@@ -97,6 +97,14 @@ def test_an_arm_that_does_not_run_alone_is_out_before_any_block(comparing):
     assert {name for _, name in arms.did} == {"a", "c"}
 
 
+def test_without_any_other_arm_nothing_is_left_to_measure(comparing):
+    arms = FakeArms({"a": 0.1, "b": 0.1}, losses={"b": [3.0, 9.0]}, windows={"a": 1, "b": 1})
+    result, _ = comparing(arms)
+    assert result.exit_code is ExitCode.OTHER_COMPUTATION
+    assert "b: not the same computation: loss of step 1 is 9" in result.verdict.reason
+    assert arms.starts.count("b") == 1 and not arms.did
+
+
 def test_what_speaks_against_it_is_said_once(comparing):
     arms = FakeArms({"a": 0.1, "b": 0.12}, windows={"a": 1, "b": 1})
     arms.against = "they take too much together"
