@@ -38,7 +38,8 @@ def write_text(path: Path, text: str, *, durable: bool = False, make: bool = Tru
 
     Args:
         path: the file.
-        text: its content, written as UTF-8 with line ends as they are.
+        text: its content, written as UTF-8 with line ends as they are. Bytes of a path that are no
+            UTF-8 are written as they are.
         durable: whether it is on disk when this returns. Without, a crash of the machine may lose
             it; one of the process never does.
         make: whether its directory is made where there is none.
@@ -53,7 +54,9 @@ def write_text(path: Path, text: str, *, durable: bool = False, make: bool = Tru
     # no pattern for the finished files finds it.
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(draft, "w", encoding="utf-8", newline="", opener=private) as file:
+        with open(
+            draft, "w", encoding="utf-8", errors="surrogateescape", newline="", opener=private
+        ) as file:
             file.write(text)
             if durable:
                 file.flush()

@@ -522,7 +522,7 @@ def _lacking(error: BaseException) -> str:
     Nothing is wrong with the search then, and its journal is as good as before.
     """
     if isinstance(error, JournalWriteError):
-        return _FREE_SPACE
+        return _OF_JOURNAL.get(error.errno, _FREE_SPACE)
     if isinstance(error, NodesGoneError):
         return "Have every node there"
     number = error.errno if isinstance(error, OSError) else None
@@ -532,6 +532,9 @@ def _lacking(error: BaseException) -> str:
 
 
 _FREE_SPACE = "Free some space"
+_OF_JOURNAL = dict.fromkeys(
+    (errno.ENOENT, errno.ENOTDIR), "Put the directory back where it was, if it is not gone"
+)
 _REMEDIES: dict[int | None, str] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO), _FREE_SPACE),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n)"),

@@ -100,3 +100,8 @@ def test_others_of_the_machine_can_read_neither_files_nor_directories(tmp_path: 
         log.write("y")
     assert place.stat().st_mode & 0o777 == 0o700
     assert [p.stat().st_mode & 0o777 for p in sorted(place.iterdir())] == [0o600, 0o600]
+
+
+def test_bytes_of_a_path_that_are_no_text_are_written_as_they_are(tmp_path: Path) -> None:
+    files.write_text(tmp_path / "run.sh", "cd " + os.fsdecode(b"caf\xe9\n"))
+    assert (tmp_path / "run.sh").read_bytes() == b"cd caf\xe9\n"
