@@ -532,7 +532,7 @@ def _lacking(error: BaseException) -> str:
 
 
 _FREE_SPACE = "Free some space"
-_OF_JOURNAL = dict.fromkeys(
+_OF_JOURNAL: dict[int | None, str] = dict.fromkeys(
     (errno.ENOENT, errno.ENOTDIR), "Put the directory back where it was, if it is not gone"
 )
 _REMEDIES: dict[int | None, str] = {
