@@ -151,6 +151,7 @@ def run(fault: Fault, home: Path, database: Path) -> Outcome:
     }
     (directory / "fault.json").write_text(json.dumps(told))
     arguments = [*_SEARCH, f"seed={draw.randrange(2**31)}", f"run_dir={run_dir}"]
+    arguments.append(f"limits.lock_directory={directory / 'locks'}")  # it waits for no other search
     case = _Case(fault, directory, run_dir, arguments)
     case.may_go_on = fault.kind == "SIGKILL of the launcher" and told["generation"] == 1
     outcome = Outcome(fault, f"trial {told['trial']}, rank {told['rank']}")
@@ -210,6 +211,9 @@ def _without_server(case: _Case) -> None:
 
 def _check(case: _Case, before: list[list[Any]], database: Path) -> None:
     struck, kind = case.struck_at, case.fault.kind
+    if not (case.run_dir / "journal.jsonl").exists():
+        case.found.not_ended.append("it never began: there is no journal")
+        return
     expected: dict[int, set[str]] = {}
     if struck is not None and kind in _RECORDED_AS:
         expected = {struck: {_RECORDED_AS[kind]}}
