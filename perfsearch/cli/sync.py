@@ -107,7 +107,10 @@ def _upload(run_dir: Path, uri: str | None) -> Store:
     for event in events:
         if event.name == "opened":
             destination.update(event.data.get("tracking", {}))
-    location = locate(uri or _usable(destination["uri"]), run_dir)
+    recorded = None if uri else _usable(destination["uri"])
+    # What is said now is meant from the current directory.
+    said = uri or (None if recorded else os.environ.get("MLFLOW_TRACKING_URI"))
+    location = locate(said) if said else locate(recorded, run_dir)
     search_id = str(header.get("search_id", run_dir.resolve().name))
     store = Store(location, destination["experiment"], search_id, run_dir.resolve())
     store.check_reachable()

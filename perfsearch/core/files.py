@@ -69,6 +69,9 @@ def write_text(path: Path, text: str, *, durable: bool = False, make: bool = Tru
         _sync_directory(path.parent)
 
 
+_PIECE = 2**20
+
+
 def read_at_most(path: Path, most: int) -> bytes:
     """The content of a file that somebody else may have written.
 
@@ -77,11 +80,16 @@ def read_at_most(path: Path, most: int) -> bytes:
         ValueError: it has more than ``most`` bytes, which are not read.
 
     """
+    pieces: list[bytes] = []
+    left = most
     with path.open("rb") as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise ValueError(f"is larger than {most // 2**20} MiB")
-    return raw
+        # By pieces: Python sets aside as much as may be read at once, and memory may be limited.
+        while piece := file.read(min(_PIECE, left + 1)):
+            left -= len(piece)
+            if left < 0:
+                raise ValueError(f"is larger than {most // 2**20} MiB")
+            pieces.append(piece)
+    return b"".join(pieces)
 
 
 def private(path: str | os.PathLike[str], flags: int) -> int:

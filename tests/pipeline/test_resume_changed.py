@@ -179,6 +179,7 @@ def test_a_full_disk_at_any_moment_is_told_and_gone_on_from(search: Search, monk
         (OSError(24, "Too many open files"), "ulimit -n"),
         (BlockingIOError(11, "Resource temporarily unavailable"), "ulimit -u"),
         (RuntimeError("can't start new thread"), "ulimit -u"),
+        (MemoryError(), "MemoryError. There is no memory left: end other processes"),
     ],
 )
 def test_what_the_machine_has_no_more_of_is_told_and_gone_on_from(
@@ -258,3 +259,24 @@ def test_a_search_goes_on_where_the_current_directory_is_removed(
     assert result.exit_code == 0
     assert (search.run_dir / "report.html").exists()
     assert not gone.exists()
+
+
+def test_what_ended_a_search_is_told_and_not_what_its_end_lacks(search: Search) -> None:
+    """Found by benchmarks/faults.py: a traceback on a full disk, of which nothing can be ended."""
+
+    class Full(SyntheticRunner):
+        lacks = True
+
+        def close(self):
+            lacks, self.lacks = self.lacks, False
+            if lacks:
+                raise OSError(28, "No space left on device")
+            super().close()
+
+    def gone(configuration, plan):
+        if plan.number == 2:
+            (search.run_dir / "journal.jsonl").unlink()
+
+    result = search(Full(fail=gone))
+    assert (result.exit_code, search.runner.closed) == (3, True)
+    assert "was removed or moved away" in search.view.text
