@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _fault_checks import MARK, Findings, Watch, attempts, check_trials, check_view, journal_of
+from _fault_checks import (
+    MARK,
+    Findings,
+    Watch,
+    attempts,
+    check_trials,
+    check_view,
+    exit_code,
+    journal_of,
+)
 from _fault_common import (
     OOM_TEXTS,
     Fault,
@@ -177,7 +186,7 @@ def _through(case: _Case, draw: Any) -> None:
     first = _FIRST_EXIT.get(case.fault.kind, 0)
     before = []
     case.command()
-    wanted = [0]
+    wanted = [exit_code(case.struck_at, _RECORDED_AS.get(case.fault.kind, "ok"))]
     if first and case.struck_at is not None:
         wanted = [first, 0]
         (case.directory / "disk" / "filler").unlink(missing_ok=True)

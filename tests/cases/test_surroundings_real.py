@@ -95,6 +95,7 @@ def test_a_whole_search_on_a_file_system_without_locks(replayed):
     assert code == 0, told
     assert "Traceback" not in told
     assert told.count("has no locks") == 1
+    assert "MLflow does not have" not in told
     assert len([t for t in trials(directory / "run") if t["purpose"] == "search"]) == 6
 
 
