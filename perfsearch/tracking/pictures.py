@@ -290,7 +290,8 @@ def phases(rows: Mapping[str, Measurement], width: float) -> Canvas:
 def phase_parts(measurement: Measurement) -> dict[str, float]:
     """Milliseconds of phases that do not overlap and sum to the mean step over the ranks.
 
-    ``train_batch`` is shown only where its parts are not known; what no phase covers is ``rest``.
+    ``train_batch`` is shown only where its parts are not known; what no phase covers is ``rest``, or
+    part of what a script's own profile calls ``other``.
     """
     phases = dict(measurement.phases_ms)
     if any(name in phases for name in _INSIDE):
@@ -300,7 +301,8 @@ def phase_parts(measurement: Measurement) -> dict[str, float]:
     step_ms = fmean(steps_ms or [s * 1e3 for s in measurement.step_seconds])
     rest = step_ms - sum(phases.values())
     if rest > 0:
-        phases["rest"] = rest
+        unnamed = "other" if "other" in phases else "rest"
+        phases[unnamed] = phases.get(unnamed, 0.0) + rest
     order = {name: place for place, name in enumerate(_ORDER)}
     listed = sorted(phases.items(), key=lambda item: order.get(item[0], len(order)))
     return {name: ms for name, ms in listed if ms > 0}

@@ -241,8 +241,7 @@ def curves(
         return None
     styles = {kind: colour(place) for place, kind in enumerate(dict.fromkeys(kinds.values()))}
     canvas = Canvas(width, 0, f"best so far by {by}")
-    pitch = 14 + 7.5 * max(map(len, styles))
-    top = canvas.key(styles, LEFT, 30, pitch)
+    top = canvas.key(styles, LEFT, 30, 0)
     canvas.height = top + 270
     x = Axis(0.0, most, LEFT, width - RIGHT, whole=by == "trials")
     y = Axis.around([0.0, *(value for _, value in every)], canvas.height - 46, top)

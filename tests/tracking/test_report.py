@@ -245,6 +245,8 @@ def test_phases_sum_to_the_step():
         {"forward": 30.0, "backward": 30.0, "comm_exposed": 20.0, "rest": 20.0}
     )
     assert sum(parts.values()) == pytest.approx(100.0)
+    named = phase_parts(measurement(phases_ms={"forward": 60.0, "other": 30.0}))  # by a script
+    assert named == pytest.approx({"forward": 60.0, "other": 40.0})
 
 
 def test_what_there_was_to_gain_stands_beside_what_was_found(tmp_path):
