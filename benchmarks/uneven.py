@@ -121,8 +121,8 @@ def replayed(store: Path, kind: str, searches: int) -> None:
                 ratios.append(found[0])
     middle = f"{statistics.median(ratios) - 1:+.1%}" if ratios else "no finalist"
     print(
-        f"{kind}: {truth - 1:+.1%} by its own clock; of {searches} searches {seen} told an interval, "
-        f"{held} of them held it; median {middle}",
+        f"{kind}: {truth - 1:+.1%} by its own clock; of {searches} searches {seen} told an "
+        f"interval, {held} of them held it; median {middle}",
         flush=True,
     )
 

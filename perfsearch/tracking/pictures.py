@@ -290,8 +290,8 @@ def phases(rows: Mapping[str, Measurement], width: float) -> Canvas:
 def phase_parts(measurement: Measurement) -> dict[str, float]:
     """Milliseconds of phases that do not overlap and sum to the mean step over the ranks.
 
-    ``train_batch`` is shown only where its parts are not known; what no phase covers is ``rest``, or
-    part of what a script's own profile calls ``other``.
+    ``train_batch`` is shown only where its parts are not known; what no phase covers is ``rest``,
+    or part of what a script's own profile calls ``other``.
     """
     phases = dict(measurement.phases_ms)
     if any(name in phases for name in _INSIDE):
