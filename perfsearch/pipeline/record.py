@@ -113,7 +113,7 @@ def _job(session: Session) -> dict[str, str]:
         if value:
             found[_LABELS.get(name, name.replace("_", " "))] = value.strip("/")
     given = command.given()
-    words = [*given.options, *given.script]
+    words = [*given.ranks_given, *given.options, *given.script]
     if words:
         found["command"] = shlex.join([given.name, *words])
     if started_s:
