@@ -52,6 +52,11 @@ def attempts(run_dir: Path, trial: int) -> int:
     return sum(e.data["trial"] == trial for e in _named(run_dir, "started"))
 
 
+def exit_code(trial: int | None, status: str) -> int:
+    """Of a search one trial of which ends so: a baseline ends it, but for want of memory."""
+    return 1 if trial == 0 and status not in ("ok", "oom") else 0
+
+
 def _named(run_dir: Path, name: str) -> list[Any]:
     return [e for e in journal_of(run_dir)[1] if e.name == name]
 

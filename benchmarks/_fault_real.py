@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _fault_checks import MARK, Findings, Watch, attempts, check_trials, check_view, journal_of
+from _fault_checks import (
+    MARK,
+    Findings,
+    Watch,
+    attempts,
+    check_trials,
+    check_view,
+    exit_code,
+    journal_of,
+)
 from _fault_common import (
     OOM_TEXTS,
     Fault,
@@ -151,6 +160,7 @@ def run(fault: Fault, home: Path, database: Path) -> Outcome:
     }
     (directory / "fault.json").write_text(json.dumps(told))
     arguments = [*_SEARCH, f"seed={draw.randrange(2**31)}", f"run_dir={run_dir}"]
+    arguments.append(f"limits.lock_directory={directory / 'locks'}")  # it waits for no other search
     case = _Case(fault, directory, run_dir, arguments)
     case.may_go_on = fault.kind == "SIGKILL of the launcher" and told["generation"] == 1
     outcome = Outcome(fault, f"trial {told['trial']}, rank {told['rank']}")
@@ -176,7 +186,7 @@ def _through(case: _Case, draw: Any) -> None:
     first = _FIRST_EXIT.get(case.fault.kind, 0)
     before = []
     case.command()
-    wanted = [0]
+    wanted = [exit_code(case.struck_at, _RECORDED_AS.get(case.fault.kind, "ok"))]
     if first and case.struck_at is not None:
         wanted = [first, 0]
         (case.directory / "disk" / "filler").unlink(missing_ok=True)
@@ -210,6 +220,9 @@ def _without_server(case: _Case) -> None:
 
 def _check(case: _Case, before: list[list[Any]], database: Path) -> None:
     struck, kind = case.struck_at, case.fault.kind
+    if not (case.run_dir / "journal.jsonl").exists():
+        case.found.not_ended.append("it never began: there is no journal")
+        return
     expected: dict[int, set[str]] = {}
     if struck is not None and kind in _RECORDED_AS:
         expected = {struck: {_RECORDED_AS[kind]}}

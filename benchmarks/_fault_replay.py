@@ -21,7 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from _fault_checks import Findings, attempts, check_trials, check_view, journal_of, last_ends
+from _fault_checks import (
+    Findings,
+    attempts,
+    check_trials,
+    check_view,
+    exit_code,
+    journal_of,
+    last_ends,
+)
 from _fault_common import (
     Fault,
     Outcome,
@@ -269,7 +277,7 @@ def _failing(case: _Case, trial: int, draw: random.Random) -> None:
     else:
         counts = 1
     case.command(at_attempts(trial, counts, failure))
-    check_codes(case.codes, [0], case.found)
+    check_codes(case.codes, [exit_code(trial, wanted)], case.found)
     _check(case, {trial: {wanted}}, [], case.directory / "mlflow.db")
     if attempts(case.run_dir, trial) != min(3, counts + (wanted == "ok")):
         case.found.wrong_status.append(f"{attempts(case.run_dir, trial)} attempts")

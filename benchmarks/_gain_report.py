@@ -9,6 +9,8 @@ from typing import Any
 
 from _gain_cases import CASES
 
+from perfsearch.core.verdict import Interval
+
 WANTED_SHARE = 0.9
 """Of the best reordered speed-up of the grid, at least so much is to be confirmed by the search."""
 
@@ -151,15 +153,15 @@ def _best_text(best: tuple[str, float] | None) -> str:
     if best is None:
         return "-"
     options, ratio = best
-    return f"{ratio:.2f}x: `{options}`" if options else "none: nothing is faster than as it is"
+    return f"{ratio - 1:+.0%}: `{options}`" if options else "none: nothing is faster than as it is"
 
 
 def _verdict(search: Record) -> str:
     summary = search.get("summary")
     if search["rc"] != 0 or not summary:
         return f"**nothing**: {_how(search)}"
-    ratio = summary["speed_up"]
-    shown = f"{ratio['ratio']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else ""
+    interval = summary["speed_up"]
+    shown = Interval(**interval).gain if interval else ""
     if summary["is_baseline"]:
         return f"**no gain**: {shown}" if shown else "**no gain**"
     return shown or "a rescue, no speed-up"
@@ -187,7 +189,7 @@ def _alone(arms: dict[str, float | None]) -> str:
         return "-"
     before, after = arms.get("baseline"), arms.get("handed over")
     shown = ", ".join("failed" if rate is None else f"{rate:.1f}" for rate in (before, after))
-    return f"{shown} ({after / before:.2f}x)" if before and after else shown
+    return f"{shown} ({after / before - 1:+.0%})" if before and after else shown
 
 
 def _details(side: Side) -> list[str]:
@@ -197,7 +199,7 @@ def _details(side: Side) -> list[str]:
         chosen = [record for record in grid if record["altering"] is altering]
         if chosen:
             kind = "altering" if altering else "reordered"
-            head = [f"grid, {kind}", "samples/s", "speed-up", "s"]
+            head = [f"grid, {kind}", "samples/s", "gain", "s"]
             lines += ["", *_table(head, [_of_start(record, side.before) for record in chosen])]
     for words in side.searched_with:
         search = side.search(words)
@@ -218,8 +220,8 @@ def _of_start(record: Record, before: float | None) -> list[str]:
     if not record["rate"]:
         why = record["lines"][-1] if record["lines"] else "nothing was printed"
         return [options, f"{_how(record)}: {_cell(why)}", "-", seconds]
-    ratio = f"{record['rate'] / before:.2f}" if before else "-"
-    return [options, f"{record['rate']:.1f}", ratio, seconds]
+    gain = f"{record['rate'] / before - 1:+.0%}" if before else "-"
+    return [options, f"{record['rate']:.1f}", gain, seconds]
 
 
 def _of_trial(trial: Record) -> list[str]:

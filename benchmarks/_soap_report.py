@@ -70,7 +70,7 @@ def _side(records: Records) -> list[str]:
             reference = reference or middle
             lines.append(
                 f"| {name} | {middle:.3f} ({min(times):.3f} to {max(times):.3f}) | {len(times)} "
-                f"| {reference / middle:.2f}x |"
+                f"| {reference / middle - 1:+.0%} |"
             )
     return lines
 

@@ -127,7 +127,7 @@ def _side(records: Sequence[Record], rule: str) -> Iterator[str]:
         [arm, named(rs[0]["configuration"]),
          " ".join(f"{r['samples_per_s']:.1f}" for r in rs if r["status"] == "ok"),
          f"{medians[arm]:.1f}" if arm in medians else "failed",
-         f"{medians[arm] / base:.3f}x" if base and arm in medians else "",
+         f"{medians[arm] / base - 1:+.1%}" if base and arm in medians else "",
          f"{medians[arm] / top:.1%}" if top and arm in medians else ""]
         for arm, rs in turns.items()
     ]  # fmt: skip

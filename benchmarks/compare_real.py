@@ -5,7 +5,8 @@
 
 A loop of known work is compared with itself (wanted: at most 2 of 40 claim a difference), and with
 the same loop 5% longer (wanted: found in at least 9 of 10). Meanwhile other processes work and
-pause at random.
+pause at random. The starts of a block are measured in turns, as ``perfsearch compare`` has it
+(``--one-at-a-time``: one after the other).
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def compare(
             *(f"work.py {work} {options.device}" for work in (_work(options), other)),
             *("--no-tracking", "--seed", str(seed)),
             *("--max-starts", str(options.max_starts), "--json", "out.json"),
+            *(["--one-at-a-time"] if options.one_at_a_time else []),
         ],
         cwd=directory, capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -98,6 +100,7 @@ def main() -> int:
     parser.add_argument("--device", choices=sorted(WORK), default="cpu")
     parser.add_argument("--max-starts", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--one-at-a-time", action="store_true", help="no starts in turns")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     work = _work(options)

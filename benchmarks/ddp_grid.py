@@ -105,7 +105,7 @@ def main() -> int:
         middle = statistics.median(values)
         print(
             f"| {arm} | {middle:.1f} ({min(values):.1f} to {max(values):.1f}) "
-            f"| {middle / base:.3f}x |"
+            f"| {middle / base - 1:+.1%} |"
         )
     return 0
 

@@ -149,22 +149,18 @@ class Bench:
 
 
 def table(rates: dict[str, list[float]], summary: dict[str, Any]) -> list[str]:
-    """Ratios of the arms beside what the search has confirmed."""
-    from perfsearch.core.verdict import Plan, read
+    """Gains of the arms beside what the search has confirmed."""
+    from perfsearch.core.verdict import Interval, Plan, read
 
-    lines = ["| throughput of | ratio | 95% interval | starts each |", "| --- | --- | --- | --- |"]
+    lines = ["| throughput of | gain (95% interval) | starts each |", "| --- | --- | --- |"]
     for arm, over in PAIRS:
         logs = [math.log(a / b) for a, b in zip(rates[arm], rates[over], strict=True)]
         found = read(logs, Plan((len(logs),))).interval
-        lines.append(
-            f"| {arm} over {over} | {found.ratio:.3f} | {found.low:.3f} to {found.high:.3f} | "
-            f"{found.pairs} |"
-        )
+        lines.append(f"| {arm} over {over} | {found.gain} | {found.pairs} |")
     confirmed = summary["speed_up"]
-    shown = "-" if confirmed is None else f"{confirmed['low']:.3f} to {confirmed['high']:.3f}"
-    ratio = "-" if confirmed is None else f"{confirmed['ratio']:.3f}"
+    shown = "-" if confirmed is None else Interval(**confirmed).gain
     pairs = "-" if confirmed is None else confirmed["pairs"]
-    lines.append(f"| confirmed by the search | {ratio} | {shown} | {pairs} |")
+    lines.append(f"| confirmed by the search | {shown} | {pairs} |")
     return lines
 
 

@@ -43,6 +43,7 @@ from _handed_over import ENDLESS, shortened, without_perfsearch  # noqa: E402
 from perfsearch.cli.view import open_view  # noqa: E402
 from perfsearch.config.schema import validate  # noqa: E402
 from perfsearch.core.trial import Trial  # noqa: E402
+from perfsearch.core.verdict import Interval  # noqa: E402
 from perfsearch.pipeline import search  # noqa: E402
 
 SCRIPTS = ROOT / "examples" / "scripts"
@@ -193,7 +194,7 @@ def report(file: Path) -> None:
     """Print the table."""
     head = [
         "case",
-        "speed-up (95% interval)",
+        "gain (95% interval)",
         "before",
         "after",
         "losses apart, at most",
@@ -208,10 +209,8 @@ def report(file: Path) -> None:
 
 
 def _row(found: dict[str, Any]) -> list[str]:
-    ratio, repeats = found["speed_up"], found["repeats"] or {}
-    shown = found["verdict"]
-    if ratio:
-        shown = f"{ratio['ratio']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+    interval, repeats = found["speed_up"], found["repeats"] or {}
+    shown = Interval(**interval).gain if interval else found["verdict"]
     best = next((r for who, r in repeats.items() if who != "baseline"), [])
     sides = [repeats.get("baseline", []), best]
     rates = [f"{statistics.median(s):.1f} {found['unit']}" if s else "-" for s in sides]

@@ -191,8 +191,9 @@ def main() -> int:
             found = 1e3 * searched.found.plans[0][0]
             print(
                 f"| {model} | {devices} | {times['data parallel']:.4g} | {times['expert']:.4g} | "
-                f"{times[best]:.4g} ({best}) | {found:.4g} | {times['data parallel'] / found:.2f}x "
-                f"| {times['expert'] / found:.2f}x |",
+                f"{times[best]:.4g} ({best}) | {found:.4g} "
+                f"| {times['data parallel'] / found - 1:+.0%} "
+                f"| {times['expert'] / found - 1:+.0%} |",
                 flush=True,
             )
     return 0

@@ -72,7 +72,7 @@ def record(store: Path, kind: str) -> None:
             ],
             check=True,
         )
-    print(f"{kind}: {ratio(store, kind):.3f}x by its own clock", flush=True)
+    print(f"{kind}: {ratio(store, kind) - 1:+.1%} by its own clock", flush=True)
 
 
 def run(settings: dict[str, Any]) -> Result:
@@ -119,10 +119,10 @@ def replayed(store: Path, kind: str, searches: int) -> None:
                 seen += 1
                 held += found[1] <= truth <= found[2]
                 ratios.append(found[0])
-    middle = f"{statistics.median(ratios):.3f}x" if ratios else "no finalist"
+    middle = f"{statistics.median(ratios) - 1:+.1%}" if ratios else "no finalist"
     print(
-        f"{kind}: {truth:.3f}x by its own clock; of {searches} searches {seen} told an interval, "
-        f"{held} of them held it; median {middle}",
+        f"{kind}: {truth - 1:+.1%} by its own clock; of {searches} searches {seen} told an "
+        f"interval, {held} of them held it; median {middle}",
         flush=True,
     )
 
@@ -147,7 +147,7 @@ def searched(store: Path, kind: str) -> None:
     found, truth = told(result), math.sqrt(before * ratio(store, kind))
     holds = found is not None and found[1] <= truth <= found[2]
     print(
-        f"{kind}: {truth:.3f}x by its own clock, {'held' if holds else 'NOT held'}: "
+        f"{kind}: {truth - 1:+.1%} by its own clock, {'held' if holds else 'NOT held'}: "
         f"{result.verdict.reason}",
         flush=True,
     )

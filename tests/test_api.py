@@ -92,6 +92,8 @@ def test_a_thread_may_search(table):
         ((), {"workload": lambda: None}, "other processes"),
         (("mode=simulate",), {}, "mode=simulate"),
         (("seed=1,2",), {}, "seed=1,2: one value is needed. A list is seed=[a,b]"),
+        (("strategy.fast.x=1",), {}, "Choose it by strategy=fast, or leave the key out."),
+        ((), {"strategy": {"bayes": {"xi": 0.1}}}, "strategy.bayes: it is for strategy=bayes"),
         ((5,), {}, "5: KEY=VALUE is needed, as text"),
         ((["seed=1"],), {}, "['seed=1']: KEY=VALUE is needed, as text"),
     ],

@@ -196,6 +196,14 @@ def test_a_result_says_first_what_was_asked_and_how_to_repeat_it(page):
     assert "**Answer**: " in text or "|---|" in text or "| --- |" in text
 
 
+def test_gains_are_told_in_percent():
+    """As the command line tells them; pages that quote other systems' figures keep those."""
+    results = [*(ROOT / "benchmarks").rglob("*.md")]
+    pages = [page for page in (*PAGES, *results) if page.name != "advice.md"]
+    told = {page: re.findall(r"(?<![\w.])\d+(?:\.\d+)?x(?!\w)", page.read_text()) for page in pages}
+    assert {page: found for page, found in told.items() if found} == {}
+
+
 def test_every_benchmark_and_every_result_is_listed():
     directory = ROOT / "benchmarks"
     text = (directory / "README.md").read_text()

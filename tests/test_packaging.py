@@ -256,6 +256,24 @@ def test_the_image_copies_what_is_there_and_what_the_context_has():
     assert {line[1:] for line in ignored if line.startswith("!")} == copied
 
 
+def test_the_pages_tell_the_image_as_it_is():
+    page = (ROOT / "docs" / "install.md").read_text().partition("## A container")
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    commands = re.findall("^docker .*", page[2], re.MULTILINE)
+    assert len(commands) == 3
+    assert all(f"#   {command}\n" in dockerfile for command in commands)
+    arguments = dict(rest.partition("=")[::2] for name, rest in instructions() if name == "ARG")
+    assert set(re.findall(r"`([A-Z_]+)`", page[2])) == set(arguments)
+    assert set(re.findall(r"--build-arg (\w+)=", dockerfile)) <= set(arguments)
+    assert f"`{arguments['EXTRAS']}` by default" in page[2]
+    assert arguments["EXTRAS"] in project()["optional-dependencies"]
+    # what the pages say of a source tree, in the tested versions but for the base's own torch
+    assert "`pip install -c constraints.txt .`" in page[0]
+    made = [rest for name, rest in instructions() if name == "RUN"]
+    assert "grep -v '^torch==' constraints.txt > tested.txt" in made
+    assert 'pip install --no-cache-dir -c tested.txt ".[$EXTRAS]"' in made
+
+
 @pytest.mark.slow
 def test_the_images_lines_install_what_its_entry_point_starts(tmp_path):
     """In an environment that has the packages, as a base image with torch does; nothing fetched."""

@@ -78,6 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--loss-tolerance", type=positive, metavar="X", help="as limits.loss_tolerance")
     add("--preset", metavar="NAME", help="silences a framework's loggers, as perfsearch-run's")
     add("--link", action="append", metavar="PATH", help="data that commits do not have (git:)")
+    add("--one-at-a-time", action="store_true", help="never have starts of several alive at once")
     add("--run-dir", type=Path, metavar="DIR", help="where its files go (outputs/compare)")
     add("--no-tracking", action="store_true", help="without MLflow")
     return parser
@@ -162,7 +163,7 @@ def _compare(asked: argparse.Namespace) -> int:
         stores = store_files(settings)
         workshop = Workshop(environment, options, stores, UserFiles(), directory, asked.link or [])
         runner = workshop.switched(arms) or Arms(
-            {arm.name: workshop.make(arm) for arm in arms}, environment
+            {arm.name: workshop.make(arm) for arm in arms}, environment, not asked.one_at_a_time
         )
         with open_view(settings) as view:
             return int(compare(settings, runner, question, view).exit_code)

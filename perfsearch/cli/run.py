@@ -22,7 +22,7 @@ from perfsearch.core.command import Command, carried_out
 from perfsearch.core.docstrings import attribute_help
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.knob import Value
-from perfsearch.core.python import large_imports, module_command
+from perfsearch.core.python import large_imports, let_warnings_be_warnings, module_command
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.version import version
 from perfsearch.instrument.launch import ENTRY, LaunchConfig, by_python, python_arguments
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     """
     open_standard_streams()
+    let_warnings_be_warnings()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("--help", "-h"):
         print(own_parser().format_help(), end="")

@@ -32,6 +32,7 @@ from perfsearch.config.options import leaves, show
 from perfsearch.config.schema import Settings, validate
 from perfsearch.core.command import Command, carried_out
 from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.python import let_warnings_be_warnings
 from perfsearch.core.signals import ExitCode, Interrupted, interruptible
 from perfsearch.core.version import version
 
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None, given: Mapping[str, Any] | None = No
 
     """
     open_standard_streams()
+    let_warnings_be_warnings()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if given is not None:

@@ -15,6 +15,7 @@ from typing import Any
 from perfsearch.cli.terminal import open_standard_streams, require_current_directory
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.journal import JOURNAL, Event, legible, read
+from perfsearch.core.python import let_warnings_be_warnings
 from perfsearch.core.trial import Trial
 from perfsearch.core.version import version
 from perfsearch.pipeline.resume import LockError, run_directory_lock
@@ -27,6 +28,7 @@ EXIT_DONE, EXIT_STORE_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of ``perfsearch-sync``: 0 done, 1 the store failed, 2 bad input."""
     open_standard_streams()
+    let_warnings_be_warnings()
     parser = argparse.ArgumentParser(
         prog="perfsearch-sync", description="Upload to MLflow what it missed of a search."
     )
@@ -105,7 +107,10 @@ def _upload(run_dir: Path, uri: str | None) -> Store:
     for event in events:
         if event.name == "opened":
             destination.update(event.data.get("tracking", {}))
-    location = locate(uri or _usable(destination["uri"]), run_dir)
+    recorded = None if uri else _usable(destination["uri"])
+    # What is said now is meant from the current directory.
+    said = uri or (None if recorded else os.environ.get("MLFLOW_TRACKING_URI"))
+    location = locate(said) if said else locate(recorded, run_dir)
     search_id = str(header.get("search_id", run_dir.resolve().name))
     store = Store(location, destination["experiment"], search_id, run_dir.resolve())
     store.check_reachable()

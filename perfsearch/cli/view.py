@@ -153,13 +153,13 @@ class View:
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """Show a table; the first row is its header, the last column may be long."""
         for line in table_lines(rows, self.width):
-            self.print(printable(line))
+            self.print(line)
 
     def card(self, card: Card) -> None:
         """Show labelled lines under a title."""
         self.print("")
         for line in card_lines(card, self.width):
-            self.print(printable(line))
+            self.print(line)
 
     def result(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show the closing table.
@@ -178,11 +178,13 @@ class View:
             self.print(line)
 
     def print(self, line: str) -> None:
-        """Print a line; a search goes on without a reader (``perfsearch ... | head``)."""
+        """Print a line, nothing in it steers the terminal; a search goes on without a reader
+        (``perfsearch ... | head``).
+        """
         if self.unread:
             return
         try:
-            print(line, file=self.stream or sys.stdout, flush=True)
+            print(printable(line), file=self.stream or sys.stdout, flush=True)
         except OSError:
             self.unread = True
 
@@ -314,7 +316,7 @@ class LiveView(View):
         title, *lines = card_lines(card, self.width)
         self._print(_text(title, "bold"), soft_wrap=True)
         for line in lines:
-            self.print(printable(line))
+            self.print(line)
 
     def result(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show the closing table; nothing runs any more."""

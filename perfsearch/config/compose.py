@@ -14,6 +14,7 @@ from typing import Any
 from perfsearch.config.messages import FORCE, explain, needs_value
 from perfsearch.config.options import ConfigError, join, plain_value
 from perfsearch.config.schema import GROUPS, available
+from perfsearch.core import command
 from perfsearch.core.errors import BadInputError
 
 MISSING = "???"
@@ -58,6 +59,8 @@ def compose(
         if key in GROUPS:
             name, rest = _option(key, value)
             words += [f"{key}={name}"] if name else []
+            if key == "strategy":
+                _refuse_others(name, rest)
             given[key] = plain_value(rest)
         else:
             given[key] = plain_value(value)
@@ -90,6 +93,13 @@ def _option(group: str, value: Any) -> tuple[str, Any]:
     raise ConfigError(
         group, f"{group}={value!r}: the name of an option, or a mapping with name and its keys."
     )
+
+
+def _refuse_others(name: str, keys: Mapping[str, Any]) -> None:
+    """Refuse keys of another strategy, which only a sweep over several has."""
+    for key, value in keys.items():
+        if isinstance(value, Mapping) and key != name and key in available("strategy"):
+            raise _of_another(f"strategy.{key}", key, [name] if name else [])
 
 
 def _factory(function: Any) -> str:
@@ -209,12 +219,20 @@ def _opened(word: str, words: Sequence[str]) -> str:
     asked = [given.partition("=")[2] for given in words if given.startswith("strategy=")]
     named = re.findall(r"\w+", asked[-1]) if asked else []
     if match[1] not in named and "glob" not in named:
-        raise ConfigError(
-            word.partition("=")[0],
-            f"{word}: it is for strategy={match[1]}, which is not among those to search with. "
-            f"Choose it, as in -m strategy={match[1]},bayes, or leave the key out.",
-        )
+        raise _of_another(word, match[1], named)
     return f"{FORCE}{word}"
+
+
+def _of_another(written: str, strategy: str, named: Sequence[str]) -> ConfigError:
+    """What to raise of a key of one strategy that is not among those to search with."""
+    choice = f"strategy={strategy}"
+    if command.given().sweeps and named:
+        choice = f"{choice}, or -m strategy={','.join([*named, strategy])}"
+    return ConfigError(
+        written.partition("=")[0],
+        f"{written}: it is for strategy={strategy}, which is not among those to search with. "
+        f"Choose it by {choice}, or leave the key out.",
+    )
 
 
 def _open_knobs(words: list[str]) -> list[str]:

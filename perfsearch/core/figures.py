@@ -72,6 +72,8 @@ def show_seconds(seconds: float) -> str:
 
 def show_path(path: Path) -> str:
     """A path as it is shortest to type: from the current directory, where it is below that."""
-    path = path.absolute()
-    here = Path(os.getcwd())
+    try:
+        path, here = path.absolute(), Path(os.getcwd())
+    except OSError:  # the current directory was removed meanwhile
+        return str(path)
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -38,7 +38,8 @@ def write_text(path: Path, text: str, *, durable: bool = False, make: bool = Tru
 
     Args:
         path: the file.
-        text: its content, written as UTF-8 with line ends as they are.
+        text: its content, written as UTF-8 with line ends as they are. Bytes of a path that are no
+            UTF-8 are written as they are.
         durable: whether it is on disk when this returns. Without, a crash of the machine may lose
             it; one of the process never does.
         make: whether its directory is made where there is none.
@@ -53,7 +54,9 @@ def write_text(path: Path, text: str, *, durable: bool = False, make: bool = Tru
     # no pattern for the finished files finds it.
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(draft, "w", encoding="utf-8", newline="", opener=private) as file:
+        with open(
+            draft, "w", encoding="utf-8", errors="surrogateescape", newline="", opener=private
+        ) as file:
             file.write(text)
             if durable:
                 file.flush()
@@ -66,6 +69,9 @@ def write_text(path: Path, text: str, *, durable: bool = False, make: bool = Tru
         _sync_directory(path.parent)
 
 
+_PIECE = 2**20
+
+
 def read_at_most(path: Path, most: int) -> bytes:
     """The content of a file that somebody else may have written.
 
@@ -74,11 +80,16 @@ def read_at_most(path: Path, most: int) -> bytes:
         ValueError: it has more than ``most`` bytes, which are not read.
 
     """
+    pieces: list[bytes] = []
+    left = most
     with path.open("rb") as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise ValueError(f"is larger than {most // 2**20} MiB")
-    return raw
+        # By pieces: Python sets aside as much as may be read at once, and memory may be limited.
+        while piece := file.read(min(_PIECE, left + 1)):
+            left -= len(piece)
+            if left < 0:
+                raise ValueError(f"is larger than {most // 2**20} MiB")
+            pieces.append(piece)
+    return b"".join(pieces)
 
 
 def private(path: str | os.PathLike[str], flags: int) -> int:

@@ -37,7 +37,9 @@ class JournalError(BadInputError):
 
 
 class JournalWriteError(OSError):
-    """The disk is full or gone in the middle of a search; everything before is safe."""
+    """The disk is full, or it or the file gone, in the middle of a search; what was written before
+    is as it was.
+    """
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -139,7 +141,8 @@ class Journal:
         """Write an event and wait until it is on disk.
 
         Raises:
-            JournalWriteError: the disk is full or gone; what was written before stays valid.
+            JournalWriteError: the disk is full or gone, or the file was removed or moved away; what
+                was written before stays valid.
 
         """
         if name not in EVENTS:
@@ -158,7 +161,7 @@ class Journal:
                 del self._held[count:]
             os.ftruncate(self._file, size)
             if isinstance(error, OSError):
-                message = f"{self.path}: cannot be written: {error.strerror}"
+                message = f"{self.path}: {_why_not_written(error)}"
                 raise JournalWriteError(error.errno, message) from error
             raise
         for follower in self.followers:
@@ -193,6 +196,13 @@ class Journal:
         while rest:
             rest = rest[os.write(self._file, rest) :]
         os.fsync(self._file)
+        os.stat(self.path)  # what is written to a file that was removed meanwhile is lost
+
+
+def _why_not_written(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return "it was removed or moved away while the search ran"
+    return f"cannot be written: {error.strerror}"
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Event]]:

@@ -95,16 +95,21 @@ def narrow(
             pinned[knob.name] = checked(knob, setting)
     for knob in searched:
         if knob.numerics.rank > allowed.rank:
-            raise KnobError(
-                f"runner.knobs.{knob.name}: it is {knob.numerics} and numerics={allowed}. "
-                f"Set numerics={knob.numerics} to search it, or pin it to one value."
-            )
+            raise too_much_error(knob, allowed)
     searched_names = {k.name for k in searched}
     kept = [_without_fixed_parents(k, searched_names, pinned) for k in searched]
     for knob, now in zip(searched, kept, strict=True):
         if now is None:
             pinned[knob.name] = knob.default
     return [k for k in kept if k is not None], pinned
+
+
+def too_much_error(knob: Knob, allowed: Numerics) -> KnobError:
+    """What to raise where a knob is to be searched that changes more than is allowed."""
+    return KnobError(
+        f"runner.knobs.{knob.name}: it is {knob.numerics} and numerics={allowed}. "
+        f"Set numerics={knob.numerics} to search it, or pin it to one value."
+    )
 
 
 def _without_fixed_parents(

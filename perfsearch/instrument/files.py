@@ -19,7 +19,6 @@ import stat
 import sys
 import tempfile
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -130,7 +129,7 @@ class Record:
         """Append an entry, within a ``turn``, before what it tells of is done."""
         if (deed, path) in self._said:
             return
-        entry = {"deed": deed, "path": path, "when": time.monotonic_ns(), **more}
+        entry = {"deed": deed, "path": path, **more}
         self._read_to += os.write(self._open, json.dumps(entry).encode() + b"\n")
         self._take(entry)
 

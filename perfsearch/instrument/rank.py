@@ -86,6 +86,7 @@ class RankProtocol:
         script.optimizers.after_step = self.after_step
         self._channel = channel
         self._pulled = 0
+        self._children = Children()
         self._unmeasurable = Unmeasurable(script, self._give_up)
 
     @property
@@ -207,13 +208,20 @@ class RankProtocol:
     def _obey(self) -> None:
         """Do what the controller says until it lets the script go on."""
         while True:
-            command = self._channel.receive()
+            try:
+                command = self._channel.receive()
+            finally:
+                self._children.go_on()
             match command["op"]:
                 case "go":
                     return
                 case "score":
-                    self.score(int(command["count"]), int(command["each"]))
+                    first = int(command.get("first", 0))
+                    self.score(int(command["count"]), int(command["each"]), first)
                     return
+                case "pause":
+                    self._children.stop()
+                    self._channel.send({"event": "paused", "step": self.steps})
                 case "trace":
                     file = trace_file(command["directory"], self._rank)
                     self._trace = Trace(file, self._device, int(command["count"]))
@@ -232,19 +240,20 @@ class RankProtocol:
                 case unknown:
                     raise ValueError(f"the controller said {unknown!r}, which means nothing here")
 
-    def score(self, count: int, each: int) -> None:
+    def score(self, count: int, each: int, first: int = 0) -> None:
         """Begin the scored window.
 
         Args:
             count: steps that are timed, and told of after the last.
             each: of how many of them one has its phases timed.
+            first: place of the first one in the stretch that it is a part of.
 
         """
         device = self._device
         self._script.loaders.accounting.begin()
         self._losses = []
         self._script.models.begin_window()
-        self.timing.begin(device, count, each)
+        self.timing.begin(device, count, each, first)
 
     def _change(self, knobs: dict[str, Any], perturbed: bool) -> None:
         begin = time.perf_counter()
@@ -287,6 +296,29 @@ class RankProtocol:
 def _name_of(device: torch.device) -> str:
     on_gpu = device.type == "cuda"
     return str(torch.cuda.get_device_properties(device).uuid) if on_gpu else str(device)
+
+
+class Children:
+    """What a rank has started, such as its loaders' workers, held still while others are measured.
+
+    They would take time from those, and have batches ready that they had no time of their own for.
+    """
+
+    def __init__(self) -> None:
+        self._stopped: list[psutil.Process] = []
+
+    def stop(self) -> None:
+        """Hold all of them still."""
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.suspend()
+                self._stopped.append(child)
+
+    def go_on(self) -> None:
+        """Let go on what was stopped."""
+        while self._stopped:
+            with contextlib.suppress(psutil.Error):
+                self._stopped.pop().resume()
 
 
 # -----------------------------------------------------------------------------
@@ -490,13 +522,14 @@ class Timing:
         self._script = script
         self._each, self._made, self._detailed = 1, 0, False
 
-    def begin(self, device: torch.device, count: int, each: int = 1) -> None:
+    def begin(self, device: torch.device, count: int, each: int = 1, first: int = 0) -> None:
         """Begin a window, once the device has come to rest.
 
         Args:
             device: that the script uses.
             count: steps of the window.
             each: of how many steps one has its phases timed.
+            first: place of the first one in the stretch that it is a part of.
 
         """
         synchronize(device)
@@ -507,7 +540,7 @@ class Timing:
             # not in compiled code, which must not see other methods than it was compiled with
             self.transfers = Transfers(self.phases)
             self.transfers.watch()
-        self._each, self._made, self._detailed = each, 0, is_detailed(0, each)
+        self._each, self._made, self._detailed = each, first, is_detailed(first, each)
         self._tell()
         self._script.parts.begin()
 

@@ -38,7 +38,7 @@ class Deed(StrEnum):
     """What an entry of the record says.
 
     An entry stands for the state that a path had before its first change: what a start does to it
-    later needs no further one. ``when`` is the host's monotonic clock, in nanoseconds.
+    later needs no further one.
     """
 
     MADE = "made"  # there was nothing at ``path``
@@ -50,6 +50,10 @@ class Deed(StrEnum):
     STEP = "step"  # the first step of an optimizer is made
     TOUCHED = "touched"  # ``path``, made before that, is changed after it
     READ = "read"  # ``path``, made before that, is read
+
+
+CHANGES = frozenset({Deed.MADE, Deed.KEPT, Deed.REMOVED, Deed.MOVED, Deed.MARKED, Deed.LOST})
+"""Entries of paths that are not as they were."""
 
 
 def read(file: Path, was: str = "", now: str = "") -> list[Entry]:
@@ -95,6 +99,7 @@ class Undone:
         back: files that were put back, or removed as a start had made them.
         others: files that were changed after the start had died, which are left as they are.
         left: entries of files that are still kept, as they could not be put back.
+        changed: every path that was not as before, whatever came of it.
 
     """
 
@@ -102,6 +107,7 @@ class Undone:
     back: set[str] = field(default_factory=set)
     others: set[str] = field(default_factory=set)
     left: list[Entry] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
 
     def add(self, more: Undone) -> None:
         """Take up what came of another one."""
@@ -109,6 +115,7 @@ class Undone:
         self.back |= more.back
         self.others |= more.others
         self.left += more.left
+        self.changed |= more.changed
 
 
 Anothers = Callable[[str], bool]
@@ -124,7 +131,6 @@ def undo(
     entries: Sequence[Entry],
     staying: frozenset[str] = frozenset(),
     is_anothers: Anothers = nobody,
-    before: Sequence[Entry] = (),
 ) -> Undone:
     """Put back what a start changed; may be broken off anywhere and called again.
 
@@ -133,11 +139,10 @@ def undo(
         staying: paths that it made and that are left where they are.
         is_anothers: tells of what was changed after it had died. That stays, and what was kept is
             put beside it.
-        before: entries of the same record that are undone later.
 
     """
     done = Undone()
-    to_come = Counter(e["at"] for e in (*before, *entries) if e["deed"] == Deed.KEPT)
+    to_come = Counter(e["at"] for e in entries if e["deed"] == Deed.KEPT)
     for entry in reversed(entries):
         path = entry.get("path", "")
         others_need_it = False
@@ -286,13 +291,6 @@ def _mark(path: str, entry: Entry) -> None:
         os.chmod(path, entry["mode"])
     if now.st_mtime_ns != entry["times"][1]:
         os.utime(path, ns=tuple(entry["times"]))
-
-
-def changed(entries: Sequence[Entry]) -> set[str]:
-    """Paths whose state a start changed, but for what the next ones would only make again."""
-    stay = {entry["path"] for entry in downloads(entries)}
-    deeds = (Deed.STEP, Deed.TOUCHED, Deed.READ)
-    return {e["path"] for e in entries if e["deed"] not in deeds} - stay
 
 
 _WORTH_KEEPING_BYTES = 2**20

@@ -7,7 +7,6 @@ killed is found by the next in the same directory, which undoes its starts.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from perfsearch.core.files import write_json, write_text
 from perfsearch.core.locks import lock
 from perfsearch.instrument.undo import (
     ASIDE,
+    CHANGES,
     DRAFTS,
     ORDERS,
     RECORD,
@@ -33,7 +33,6 @@ from perfsearch.instrument.undo import (
     Entry,
     Undone,
     below,
-    changed,
     downloads,
     nobody,
     read,
@@ -138,6 +137,9 @@ class UserFiles:
         own: directories that starts may change as they like: perfsearch's own.
         directory: the working directory of the starts.
 
+    Attributes:
+        changed: paths that starts changed so far, downloads that later ones find apart.
+
     """
 
     own: Sequence[Path] = ()
@@ -145,21 +147,12 @@ class UserFiles:
     _lost: set[str] = field(default_factory=set)
     _room: Path | None = None
     _left_in: str = ""
+    changed: set[str] = field(default_factory=set)
     _starts: int = 0
+    _alive: dict[str, Path] = field(default_factory=dict)
     _before: Listing | None = None
     _closed: threading.Event = field(default_factory=threading.Event)
-    _changed: set[str] = field(default_factory=set)
-    _runs: bool = False
-    _together: Together = field(default_factory=lambda: Together())
-
-    def __post_init__(self) -> None:
-        self._together.keepers.append(self)
-
-    def beside(self) -> UserFiles:
-        """One more, for starts that are there at the same time as those of this one."""
-        more = UserFiles(self.own, self.directory, _together=self._together)
-        more._lost = self._lost
-        return more
+    _turn: threading.RLock = field(default_factory=threading.RLock)
 
     def open(self) -> list[str]:
         """Undo what killed searches have left in this directory, and see what is there.
@@ -181,62 +174,59 @@ class UserFiles:
     def begin(self, token: str) -> str:
         """Make the place where a start records what it changes.
 
+        Starts that are alive at the same time have one place: each of its entries is of the state
+        before any of them changed a path, as it is with the ranks of one start.
+
         Args:
             token: the mark of its processes.
 
         """
-        with self._together.turn:
-            self._runs = True
+        with self._turn:
             room = self._room
             if room is None:
                 room = self._room = _new_room(self.directory, self.own)
                 self._closed = threading.Event()
                 owner, closed = room / _OWNER, self._closed
                 threading.Thread(target=_live, args=(owner, closed), daemon=True).start()
-        self._starts += 1
-        start = room / f"{self._starts:06d}"
-        start.mkdir()
-        orders = {
-            "token": token,
-            "directory": str(self.directory),
-            "own": [str(room.parent), *(str(path.absolute()) for path in self.own)],
-        }
-        write_json(start / ORDERS, orders)
-        return str(start)
+            self._starts += 1
+            start = room / f"{self._starts:06d}"
+            start.mkdir()
+            orders = {
+                "token": token,
+                "directory": str(self.directory),
+                "own": [str(room.parent), *(str(path.absolute()) for path in self.own)],
+            }
+            write_json(start / ORDERS, orders)
+            self._alive[token] = next(iter(self._alive.values()), start)
+            return str(self._alive[token])
 
-    def end(self) -> None:
-        """Undo what the starts that have ended did, but for what the next would only do again.
+    def end(self, token: str | None = None) -> None:
+        """Undo what starts did, but for what the next would only do again, once all have ended.
 
-        What was changed while a start of another ran is undone when that has ended, too.
+        Args:
+            token: the mark of the one that has ended; by default all have.
+
         """
-        with self._together.turn:
-            changed_here = self._changed_now()
-            self._changed |= changed_here
-            self._runs = False
-            keepers = self._together.keepers
-            if not any(keeper._runs for keeper in keepers):
-                rooms = [keeper._room for keeper in keepers if keeper._room is not None]
-            elif not changed_here and self._room is not None:
-                rooms = [self._room]
+        with self._turn:
+            if token is None:
+                self._alive.clear()
             else:
-                return
-            self._lost |= _undo_starts(rooms, keep_downloads=True).lost
+                self._alive.pop(token, None)
+            if self._room is not None and not self._alive:
+                done = _undo_starts(self._room, keep_downloads=True)
+                self._lost |= done.lost
+                self.changed |= done.changed
 
-    def changed(self) -> list[str]:
-        """Files that starts have changed, relative to the current directory, so far."""
-        with self._together.turn:
-            return sorted(map(os.path.relpath, self._changed | self._changed_now()))
-
-    def _changed_now(self) -> set[str]:
-        """Those of starts that were not undone."""
-        room = self._room
-        starts = [] if room is None else [orders.parent for orders in room.glob(f"*/{ORDERS}")]
-        return {path for start in starts for path in changed(read(start / RECORD))}
+    def changed_by_now(self) -> set[str]:
+        """``changed``, and what starts that are alive have changed."""
+        with self._turn:
+            records = {place / RECORD for place in self._alive.values()}
+        return self.changed.union(*(_changed(read(record)) for record in records))
 
     def close(self) -> None:
         """Leave everything as it was before the first start."""
-        self._runs = False
         room, self._room = self._room, None
+        self._alive.clear()
         if room is not None:
             done = _close(room)
             self._lost |= done.lost
@@ -261,20 +251,6 @@ class UserFiles:
             "warning: changed while starts of the script ran, in a way that is not undone or by "
             f"others: {named(paths)}{kept if self._left_in else ''}"
         )
-
-
-@dataclass
-class Together:
-    """Those whose starts may be there at the same time.
-
-    Attributes:
-        keepers: all of them.
-        turn: of whoever begins or ends a start.
-
-    """
-
-    keepers: list[UserFiles] = field(default_factory=list)
-    turn: threading.RLock = field(default_factory=threading.RLock)
 
 
 def _of_killed(done: Undone) -> list[str]:
@@ -323,38 +299,15 @@ def recover(directory: Path) -> Undone:
 
     """
     done = Undone()
-    searches: dict[str, list[Path]] = {}
     for owner in sorted((directory / ROOM).glob(f"*/{_OWNER}")):
         if _lives(owner) is not False:
             continue
         for orders in owner.parent.glob(f"*/{ORDERS}"):
             with contextlib.suppress(OSError, ValueError):
                 processes.end_all(json.loads(orders.read_text())["token"], grace_s=0.0)
-        searches.setdefault(_search_of(owner), []).append(owner.parent)
-    for rooms in searches.values():
         with contextlib.suppress(OSError):
-            if len(rooms) > 1:
-                done.add(_undo_together(rooms))
-            for room in rooms:
-                done.add(_close(room, _after_death(room)))
+            done.add(_close(owner.parent, _after_death(owner.parent)))
     return done
-
-
-def _search_of(owner: Path) -> str:
-    """Names the process whose room it is."""
-    try:
-        entry = json.loads(owner.read_text())
-        return json.dumps([entry["host"], entry["controller"]])
-    except (OSError, ValueError, KeyError, TypeError):
-        return str(owner)
-
-
-def _undo_together(rooms: Sequence[Path]) -> Undone:
-    """Undo what starts did that ran at the same time, of a search that was killed."""
-    with contextlib.ExitStack() as stack:
-        there = [room for room in rooms if stack.enter_context(_held(room))]
-        tests = [_after_death(room) for room in there]
-        return _undo_starts(there, False, lambda path: all(test(path) for test in tests))
 
 
 def _after_death(room: Path) -> Anothers:
@@ -452,62 +405,28 @@ def _tree(room: Path) -> tuple[str, str]:
     return was, os.path.normpath(os.path.join(os.path.realpath(room), way))
 
 
-def _undo_starts(
-    rooms: Sequence[Path], keep_downloads: bool, is_anothers: Anothers = nobody
-) -> Undone:
-    """Undo starts, what was done last first.
-
-    Args:
-        rooms: where they are on record; those of several ran at the same time.
-        keep_downloads: whether what the next start would only make again is left.
-        is_anothers: as ``undo`` takes it.
-
-    """
+def _undo_starts(room: Path, keep_downloads: bool, is_anothers: Anothers = nobody) -> Undone:
     done = Undone()
-    found = {
-        orders.parent: read(orders.parent / RECORD, *_tree(room))
-        for room in rooms
-        for orders in sorted(room.glob(f"*/{ORDERS}"))
-    }
-    staying: dict[Path, frozenset[str]] = {}
-    for start, entries in found.items():
+    tree = _tree(room)
+    for start in sorted((p.parent for p in room.glob(f"*/{ORDERS}")), reverse=True):
+        entries = read(start / RECORD, *tree)
         stays = downloads(entries) if keep_downloads else []
-        staying[start] = frozenset(entry["path"] for entry in stays)
         if stays:
-            with (start.parent / _DOWNLOADS).open("a") as file:
+            with (room / _DOWNLOADS).open("a") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in stays)
-    left: dict[Path, list[Entry]] = {start: [] for start in found}
-    for start, first, last in reversed(_turns(found)):
-        entries = found[start]
-        before = entries[:first]
-        came = undo(entries[first:last], staying[start], is_anothers, before)
+        staying = frozenset(e["path"] for e in stays)
+        came = undo(entries, staying, is_anothers)
         done.add(came)
-        left[start] = [*came.left, *left[start]]
-        # An undo that is broken off goes on here: what came later must not be undone once more.
-        _clear(start, [*before, *left[start]])
+        done.changed |= _changed(entries, staying)
+        _clear(start, came.left)
     return done
 
 
-def _turns(found: Mapping[Path, Sequence[Entry]]) -> list[tuple[Path, int, int]]:
-    """The stretches of records in which no other start did anything, in the order of time.
-
-    Returns:
-        The start, and the places of the first entry and of the one after the last.
-
-    """
-    if len({start.parent for start in found}) < 2:  # one after another
-        return [(start, 0, len(entries)) for start, entries in found.items()]
-    times = [
-        (int(entry.get("when", 0)), number, place)
-        for number, entries in enumerate(found.values())
-        for place, entry in enumerate(entries)
-    ]
-    starts, turns = list(found), []
-    for number, places in itertools.groupby(sorted(times), key=lambda time: time[1]):
-        listed = [place for _, _, place in places]
-        turns.append((starts[number], listed[0], listed[-1] + 1))
-    empty = [(start, 0, 0) for start, entries in found.items() if not entries]
-    return [*empty, *turns]
+def _changed(entries: Sequence[Entry], staying: Collection[str] | None = None) -> set[str]:
+    """Paths that are not as they were, but for what later starts would only make again."""
+    if staying is None:
+        staying = {entry["path"] for entry in downloads(entries)}
+    return {e["path"] for e in entries if e["deed"] in CHANGES}.difference(staying)
 
 
 def _clear(start: Path, left: Sequence[Entry]) -> None:
@@ -531,7 +450,7 @@ def _close(room: Path, is_anothers: Anothers = nobody) -> Undone:
     with _held(room) as there:
         if not there:
             return Undone()
-        done = _undo_starts([room], keep_downloads=False, is_anothers=is_anothers)
+        done = _undo_starts(room, keep_downloads=False, is_anothers=is_anothers)
         done.add(undo(read(room / _DOWNLOADS, *_tree(room)), is_anothers=is_anothers))
         (room / _DOWNLOADS).unlink(missing_ok=True)
         if any(room.glob(f"*/{ORDERS}")):

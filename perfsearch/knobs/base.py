@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
-from perfsearch.core.knob import Kind, Knob, Scope, Value
-from perfsearch.core.narrow import SEARCH, require_possible
+from perfsearch.core.errors import nearest
+from perfsearch.core.knob import Kind, Knob, Numerics, Scope, Value, same_value
+from perfsearch.core.narrow import SEARCH, KnobError, require_possible, too_much_error
 
 NO_CONVOLUTIONS = "the model has no convolutions"
 ALONE = "one rank exchanges nothing with others"
@@ -318,3 +319,57 @@ def declare(records: Sequence[Record], job: Job) -> tuple[list[Knob], dict[str, 
         else:
             knobs.append(made)
     return knobs, absent
+
+
+def applicable(
+    wanted: Mapping[str, Any],
+    declared: Sequence[Knob],
+    absent: Mapping[str, str],
+    today: Mapping[str, Value],
+    allowed: Numerics,
+    exempt: Collection[str] = (),
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What of ``runner.knobs`` there is in a job, and why the rest is left out.
+
+    What is in force today can be asked for in any case, also where a knob has no other value.
+
+    Args:
+        wanted: ``runner.knobs``, as written.
+        declared: knobs that the job has.
+        absent: others, with the reason.
+        today: what is in force of those.
+        allowed: the most that a searched knob may do to the computation.
+        exempt: names of those that may do anything, as the user has allowed it by another key.
+
+    Raises:
+        KnobError: an unknown knob, or one that was asked for expressly and cannot be.
+
+    """
+    by_name = {knob.name: knob for knob in declared}
+    settings: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name, setting in wanted.items():
+        if name in absent:
+            if setting not in (SEARCH, None, False, 0) and not _is_todays(setting, today, name):
+                raise KnobError(
+                    f"runner.knobs.{name}={setting}: {absent[name]}. Leave the key out."
+                )
+            left_out[name] = absent[name]
+            continue
+        if name not in by_name:
+            raise KnobError(
+                f"runner.knobs.{name}: no such knob. {nearest(name, {*by_name, *absent})}"
+            )
+        knob = by_name[name]
+        too_much = knob.numerics.rank > allowed.rank and name not in exempt
+        if too_much and setting == SEARCH:
+            left_out[name] = f"it is {knob.numerics} and numerics={allowed}"
+            continue
+        if too_much and isinstance(setting, list | tuple | Mapping):
+            raise too_much_error(knob, allowed)
+        settings[name] = setting
+    return settings, left_out
+
+
+def _is_todays(setting: Any, today: Mapping[str, Value], name: str) -> bool:
+    return name in today and same_value(setting, today[name])

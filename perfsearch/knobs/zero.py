@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from perfsearch.core.errors import nearest
 from perfsearch.core.knob import Kind, Knob, Numerics, Part, Scope
-from perfsearch.core.narrow import SEARCH, KnobError
 from perfsearch.knobs import base, batch, ddp, fsdp, optimizer
 from perfsearch.knobs.base import Job, Record, Use
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch, BatchJob
@@ -131,30 +129,6 @@ def applicable(
         KnobError: an unknown knob, or one that was asked for expressly and cannot be.
 
     """
-    by_name = {knob.name: knob for knob in declared}
-    settings: dict[str, Any] = {}
-    left_out: dict[str, str] = {}
-    for name, setting in knobs.items():
-        if name in absent:
-            if setting not in (SEARCH, None, False, 0):
-                raise KnobError(
-                    f"runner.knobs.{name}={setting}: {absent[name]}. Leave the key out."
-                )
-            left_out[name] = absent[name]
-            continue
-        if name not in by_name:
-            raise KnobError(
-                f"runner.knobs.{name}: no such knob. {nearest(name, {*by_name, *absent})}"
-            )
-        of_batch = free and name in (MICRO_BATCH.name, ACCUMULATION.name)
-        too_much = by_name[name].numerics.rank > allowed.rank and not of_batch
-        if too_much and setting == SEARCH:
-            left_out[name] = f"it is {by_name[name].numerics} and numerics={allowed}"
-            continue
-        if too_much and isinstance(setting, list | tuple | Mapping):
-            raise KnobError(
-                f"runner.knobs.{name}: it is {by_name[name].numerics} and numerics={allowed}. "
-                f"Set numerics={by_name[name].numerics} to search it, or pin it to one value."
-            )
-        settings[name] = setting
-    return settings, left_out
+    today = {record.name: record.default for record in _OF_RUNNER}
+    exempt = (MICRO_BATCH.name, ACCUMULATION.name) if free else ()
+    return base.applicable(knobs, declared, absent, today, allowed, exempt)

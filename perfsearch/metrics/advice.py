@@ -285,7 +285,7 @@ ADVICE: tuple[Advice, ...] = (
     Advice(
         _LAUNCHING, "a larger micro-batch", knob=batch.MICRO_BATCH, to=Turn.MORE,
         switch="DataLoader(batch_size=...)",
-        gain="1.12x over hand-tuned data parallelism, with another stage (GPT-2 large, four H100s)",
+        gain="+12% over hand-tuned data parallelism, with another stage (GPT-2 large, four H100s)",
         trap="takes memory; dropout and BatchNorm see other batches",
         source="benchmarks/results/zero.md",
     ),
@@ -339,7 +339,7 @@ ADVICE: tuple[Advice, ...] = (
         _COMMUNICATION, "search bucket sizes and NCCL's settings", knob=ddp.BUCKET_CAP,
         to=ddp.START[ddp.BUCKET_CAP.name],
         switch="DistributedDataParallel(bucket_cap_mb=...), NCCL_NSOCKS_PERTHREAD and others",
-        gain="2.63x over TCP, 1.18x over NVLink (GPT-2 small, four H100s); 1.07 to 1.32x by "
+        gain="+163% over TCP, +18% over NVLink (GPT-2 small, four H100s); 1.07 to 1.32x by "
         "NCCL's settings (AutoCCL)",
         trap="NCCL ignores impossible pairs of settings without a word",
         source="benchmarks/results/ddp_4xh100.md; AutoCCL (NSDI 2025)",

@@ -74,7 +74,7 @@ def gain_text(gain: float) -> str:
     """A relative gain for people."""
     if math.isinf(gain):
         return "without a bound"
-    return f"{gain:+.1%}" if gain < 1 else f"{1 + gain:.1f}x"
+    return f"{gain:+.1%}" if gain < 1 else f"{gain:+.0%}"
 
 
 def affected_parts(knob: Knob) -> tuple[Part, ...]:

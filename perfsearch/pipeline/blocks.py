@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from perfsearch.core.trial import Status, Trial
@@ -27,6 +27,8 @@ class Blocks:
         trials: in order.
         readings: what the pairs of each arm with the reference say.
         failed: the failed trial of each arm that is out.
+        measure_together: gives the trials of all arms of a block, in the order in which they are
+            named; none where they are to be measured one by one.
 
     """
 
@@ -39,6 +41,7 @@ class Blocks:
     trials: list[Trial] = field(default_factory=list)
     readings: dict[int, Reading] = field(default_factory=dict)
     failed: dict[int, Trial] = field(default_factory=dict)
+    measure_together: Callable[[list[int], int], list[Trial]] = lambda arms, block: []
 
     def run(
         self,
@@ -54,6 +57,8 @@ class Blocks:
         """
         names = list(self.arms)
         self.costs.update({arm: [] for arm in names})
+        if len(names) < 2:
+            return  # the others were left out before
         most = 1 if self.plan is None else self.plan.most
         for block, order in enumerate(block_orders(self.seed, most, len(names))):
             whole = self._measure_block(block, [names[i] for i in order], when_failed)
@@ -75,22 +80,32 @@ class Blocks:
         self, block: int, order: list[int], when_failed: Callable[[int, Trial], None]
     ) -> bool:
         """Measure each arm that is not out; whether there was time for all of it."""
-        for arm in [arm for arm in order if arm in self.arms]:
-            trial = self.measure(arm, block)
+        for arm, trial in self._measured([arm for arm in order if arm in self.arms], block):
             self.trials.append(trial)
             if trial.status is Status.INTERRUPTED:
                 return False
             if trial.status is Status.OK and trial.cost is not None:
                 self.costs[arm].append(trial.cost)
                 continue
-            self.failed[arm] = trial
             is_reference = arm == self.arms[0]
-            self.arms.remove(arm)
-            self.readings.pop(arm, None)
-            when_failed(arm, trial)
+            self.leave_out(arm, trial, when_failed)
             if is_reference or len(self.arms) < 2:
                 break  # whatever is left reads, there is nothing to compare it with
         return True
+
+    def _measured(self, arms: list[int], block: int) -> Iterable[tuple[int, Trial]]:
+        """Each arm with its trial in this block, which is measured now unless all were together."""
+        together = self.measure_together(arms, block)
+        if together:
+            return zip(arms, together, strict=False)  # fewer where the time for it was over
+        return ((arm, self.measure(arm, block)) for arm in arms)
+
+    def leave_out(self, arm: int, trial: Trial, when_failed: Callable[[int, Trial], None]) -> None:
+        """Go on without an arm that has failed."""
+        self.failed[arm] = trial
+        self.arms.remove(arm)
+        self.readings.pop(arm, None)
+        when_failed(arm, trial)
 
     def _read(self, blocks: int, last: bool) -> bool:
         """Read the pairs where that is planned, or nothing comes after it."""

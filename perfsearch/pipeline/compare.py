@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from perfsearch.config.schema import Settings
 from perfsearch.core.files import write_json
@@ -36,9 +38,13 @@ from perfsearch.pipeline.session import (
     Verdict,
     View,
 )
+from perfsearch.pipeline.turns import measure_in_turns
 from perfsearch.runners._arms import ARM, Arms
 from perfsearch.strategies._nothing import Nothing
 from perfsearch.tracking import export
+
+_TURNS = 11
+"""Tells the draws of orders of windows from others by the same seed."""
 
 _HOPED_FOR = 0.03
 """Gain by which it is said what is to be expected, where none is named."""
@@ -113,6 +119,7 @@ class _Comparison(Course):
             session.settings.seed,
             lambda arm, block: self._measure(session, arm, Purpose.CONFIRM),
             lambda: self._seconds_left == 0.0,
+            measure_together=lambda arms, block: self._together(session, arms, block),
         )
 
         def when_failed(arm: int, trial: Trial) -> None:
@@ -121,6 +128,7 @@ class _Comparison(Course):
         def when_read(count: int) -> None:
             session.journal.append("confirmed", blocks=count, intervals=self._intervals)
 
+        self._look_at_others(session, blocks, when_failed)
         blocks.run(when_failed, when_read)
         tell_two_kinds(session, {self._name(arm): costs for arm, costs in blocks.costs.items()})
         code, reason = self._decide(blocks)
@@ -156,6 +164,39 @@ class _Comparison(Course):
         while self.arms.said:
             session.view.note(self.arms.said.pop(0))
         return trial
+
+    def _look_at_others(
+        self, session: Session, blocks: Blocks, when_failed: Callable[[int, Trial], None]
+    ) -> None:
+        """Measure the other arms once alone, where it is to be seen whether all may be alive."""
+        for arm in blocks.arms[1:] if self.arms.in_turns else ():
+            trial = self._measure(session, arm, Purpose.CONFIRM)
+            if trial.status is Status.INTERRUPTED:
+                return
+            if trial.status is not Status.OK:
+                blocks.trials.append(trial)
+                blocks.leave_out(arm, trial, when_failed)
+
+    def _together(self, session: Session, arms: Sequence[int], block: int) -> list[Trial]:
+        """A trial of each of these arms, their windows in turns; none where that cannot be."""
+        if not self.arms.in_turns or self._seconds_left == 0.0:
+            return []
+        why = self.arms.why_not_in_turns()
+        trials: list[Trial] = []
+        if not why:
+            trials = measure_in_turns(
+                session,
+                [{ARM: self._name(arm)} for arm in arms],
+                np.random.default_rng([session.settings.seed, block, _TURNS]),
+                lambda: self._seconds_left,
+            )
+            failed = next((t for t in trials if t.status.has_failed), None)
+            if failed is None:
+                return trials
+            why = f"trial {failed.number} failed beside the others: {failed.reason}"
+        self.arms.in_turns = False
+        session.view.note(f"starts are measured one at a time from now on, as {why}")
+        return []
 
     @property
     def _seconds_left(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shlex
 import statistics
 import time
@@ -112,7 +113,7 @@ def _job(session: Session) -> dict[str, str]:
         if value:
             found[_LABELS.get(name, name.replace("_", " "))] = value.strip("/")
     given = command.given()
-    words = [*given.options, *given.script]
+    words = [*given.ranks_given, *given.options, *given.script]
     if words:
         found["command"] = shlex.join([given.name, *words])
     if started_s:
@@ -154,6 +155,7 @@ def interrupted(session: Session) -> None:
     """Keep and show the finished trials of a search that is being ended from outside."""
     # What ended the search is on its way up; a full disk must not take its place.
     with contextlib.suppress(OSError):
+        os.stat(session.journal.path)  # a directory that was removed is not made again
         knobs, pinned = session.runner.space.knobs, session.runner.pinned
         export.write_trials(session.run_dir, session.trials, knobs, pinned)
         _keep_series(session)

@@ -383,7 +383,7 @@ def search(
         except Exception as error:
             if not _lacking(error):
                 raise
-            view.warning(f"{error}. {_lacking(error)}, then give the same command to go on.")
+            view.warning(_how_to_go_on(error))
             directory = settings.run_dir or default_run_dir(settings)
             return Result(ExitCode.CIRCUIT_BREAKER, directory, [], reason=str(error))
         try:
@@ -397,7 +397,8 @@ def search(
                 "ended", unix_s=time.time(), exit_code=result.exit_code, reason=result.reason
             )
         except BaseException as error:
-            _close(runner)  # no process waits for the view to be finished
+            with suppress(OSError):  # what ended the search is told, not what its end lacks
+                _close(runner)  # no process waits for the view to be finished
             if isinstance(error, BadInputError):  # the same command would be refused again
                 record.name_changed_files(session)
                 session.tracker.close("FAILED")
@@ -405,7 +406,7 @@ def search(
             if not _lacking(error):
                 course.interrupted(session)
                 raise
-            view.warning(f"{error}. {_lacking(error)}, then give the same command to go on.")
+            view.warning(_how_to_go_on(error))
             course.interrupted(session)
             return Result(
                 ExitCode.CIRCUIT_BREAKER, session.run_dir, session.trials, reason=str(error)
@@ -524,9 +525,11 @@ def _lacking(error: BaseException) -> str:
     Nothing is wrong with the search then, and its journal is as good as before.
     """
     if isinstance(error, JournalWriteError):
-        return _FREE_SPACE
+        return _OF_JOURNAL.get(error.errno, _FREE_SPACE)
     if isinstance(error, NodesGoneError):
         return "Have every node there"
+    if isinstance(error, MemoryError):
+        return "There is no memory left: end other processes, or raise the limit (ulimit -v)"
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         number = errno.EAGAIN
@@ -534,6 +537,16 @@ def _lacking(error: BaseException) -> str:
 
 
 _FREE_SPACE = "Free some space"
+
+
+def _how_to_go_on(error: BaseException) -> str:
+    words = str(error) or type(error).__name__
+    return f"{words}. {_lacking(error)}, then give the same command to go on."
+
+
+_OF_JOURNAL: dict[int | None, str] = dict.fromkeys(
+    (errno.ENOENT, errno.ENOTDIR), "Put the directory back where it was, if it is not gone"
+)
 _REMEDIES: dict[int | None, str] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO), _FREE_SPACE),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n)"),

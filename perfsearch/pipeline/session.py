@@ -44,7 +44,14 @@ from perfsearch.pipeline.loss_check import (
     other_draws,
 )
 from perfsearch.pipeline.transfer import Transfer
-from perfsearch.runners.base import Perturbs, Plan, Runner, StartsScripts
+from perfsearch.runners.base import (
+    MeasuresInTurns,
+    Perturbs,
+    Plan,
+    Runner,
+    StartsScripts,
+    Turns,
+)
 from perfsearch.strategies.base import Strategy
 from perfsearch.training.clock import WARMUP_STEPS
 from perfsearch.workers import launchers
@@ -71,6 +78,15 @@ _LOOK_STEPS = 400
 
 _LOOK_SECONDS = 4
 """How many times as long as a window usually takes that may take."""
+
+_TURN_SECONDS = 0.2
+"""How long each is measured at a time where several are measured in turns: other work comes and
+goes within seconds, and what the first step of a window costs more is a fraction of a
+millisecond."""
+
+_SCORED_IN_TURNS_S = 4.0
+"""How long each of those is measured in all, if it has as many steps: where all meet the same load,
+what is left of its noise falls with that time, and starting them takes longer."""
 
 CONFIRMED_STEPS = 20
 """Steps of a confirmation, at least."""
@@ -99,6 +115,7 @@ class Running:
         fresh: whether in new processes.
         profiled: whether further steps are profiled.
         perturbed: whether weights are changed after the first step, by as much as rounding.
+        in_turns: whether it is measured in turns with others.
         attempt: 0, or which retry this is.
         left_s: what the stage could still spend when this attempt began; ``None``: no limit.
         begin_s: monotonic time of its start.
@@ -116,6 +133,7 @@ class Running:
     fresh: bool = False
     profiled: bool = False
     perturbed: bool = False
+    in_turns: bool = False
     attempt: int = 0
     left_s: float | None = None
     begin_s: float = 0.0
@@ -358,7 +376,7 @@ class Session:
             scored_s = sum(trial.measurement.step_seconds)
             detail_s = trial.measurement.detail_seconds
             steps_s = scored_s + trial.measurement.discarded_seconds + detail_s
-            if self.sampler is not None:
+            if self.sampler is not None and not running.in_turns:
                 end = max(begin, now - detail_s)
                 trial.measurement.system = self._sampled(max(begin, end - scored_s), end)
                 note_quota(trial.measurement)
@@ -415,6 +433,7 @@ class Session:
             log_directory=self.run_dir / "logs" / f"{running.number:04d}",
             perturbed=running.perturbed,
             lane=running.lane,
+            turn_seconds=_TURN_SECONDS if running.in_turns else math.inf,
         )
         if running.purpose is Purpose.CONFIRM:
             plan = replace(plan, scored_seconds=2 * plan.scored_seconds)
@@ -732,7 +751,8 @@ def with_look(plan: Plan, baseline: Trial | None) -> Plan:
     """The plan with as many steps as it takes to meet what recurs.
 
     The baseline looks for it. What it has found is met twice by each later window, and where that
-    comes in clusters, by as many steps as it takes to have the usual share of it.
+    comes in clusters, by as many steps as it takes to have the usual share of it. Those that are
+    measured in turns have more steps, but not more than the baseline's job had.
     """
     if plan.purpose is Purpose.BASELINE:
         longest_s = _LOOK_SECONDS * plan.scored_seconds
@@ -744,6 +764,10 @@ def with_look(plan: Plan, baseline: Trial | None) -> Plan:
     least = CONFIRMED_STEPS if plan.purpose is Purpose.CONFIRM else 0
     if not all(kind.is_periodic for kind in recurring):
         least = max(least, steps_alike(seconds))
+    if known is not None and seconds and math.isfinite(plan.turn_seconds):
+        # no more than the baseline has made, as the job may end after them
+        most = min(_LOOK_STEPS, len(seconds) - WARMUP_STEPS[1])
+        least = max(least, min(most, round(_SCORED_IN_TURNS_S / known.step_time_s)))
     twice = [math.ceil(2 * k.period_steps) + 1 for k in recurring if k.period_steps is not None]
     return replace(plan, look_steps=max([least, *twice]))
 
@@ -819,12 +843,27 @@ def measure_guarded(runner: Runner, configuration: Configuration, plan: Plan) ->
     except NodesGoneError:
         raise
     except Exception as error:
-        log = plan.log_directory / LOG
-        with contextlib.suppress(OSError):  # a full disk may be the very cause
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with open(log, "a", opener=private) as file:
-                traceback.print_exc(file=file)
-        lines = str(error).strip().splitlines() or [""]
-        status = Status.INFRASTRUCTURE if isinstance(error, OSError) else Status.CRASH
-        reason = f"the runner raised {type(error).__name__}: {lines[0]}"
-        return Outcome(status, reason=reason, log_path=str(log), fresh_process=plan.fresh)
+        return _of_exception(error, plan)
+
+
+def guarded_turns(runner: MeasuresInTurns, running: Running) -> Turns[Outcome]:
+    """The same of a trial that is measured in turns with others."""
+    try:
+        return (yield from runner.measure_in_turns(running.configuration, running.plan))
+    except NodesGoneError:
+        raise
+    except Exception as error:
+        return _of_exception(error, running.plan)
+
+
+def _of_exception(error: Exception, plan: Plan) -> Outcome:
+    """The failed trial that an exception of the runner is; called while it is handled."""
+    log = plan.log_directory / LOG
+    with contextlib.suppress(OSError):  # a full disk may be the very cause
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "a", opener=private) as file:
+            traceback.print_exc(file=file)
+    lines = str(error).strip().splitlines() or [""]
+    status = Status.INFRASTRUCTURE if isinstance(error, OSError) else Status.CRASH
+    reason = f"the runner raised {type(error).__name__}: {lines[0]}"
+    return Outcome(status, reason=reason, log_path=str(log), fresh_process=plan.fresh)

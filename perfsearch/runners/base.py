@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from perfsearch.config.options import build_options
 from perfsearch.config.schema import default_run_dir
@@ -50,6 +50,8 @@ class Plan:
         perturbed: whether weights are changed after the first step by as much as rounding does, to
             see what that makes of the losses. Only in a script, and of a runner that ``Perturbs``.
         lane: which share of the devices it runs on (see ``MeasuresBeside``).
+        turn_seconds: about how long its scored steps go on before it gives way to others that are
+            measured in turns with it (see ``MeasuresInTurns``); infinite: it never does.
 
     """
 
@@ -70,6 +72,25 @@ class Plan:
     stop_above_cost_s: float | None = None
     perturbed: bool = False
     lane: int = 0
+    turn_seconds: float = math.inf
+
+
+Measured = TypeVar("Measured")
+
+Turns = Generator[bool, bool, Measured]
+"""A measurement that gives way to others. It says, first when its steps have settled and then
+after each of its windows, whether it has measured enough, and is told whether to go on."""
+
+
+def alone(turns: Turns[Measured]) -> Measured:
+    """Have it measured to its end without giving way to anything."""
+    try:
+        enough = next(turns)
+        while True:
+            enough = turns.send(not enough)
+    except StopIteration as end:
+        measured: Measured = end.value
+        return measured
 
 
 class Runner(ABC):
@@ -275,6 +296,20 @@ class MeasuresBeside(ABC):
     @abstractmethod
     def break_off(self) -> None:
         """Make every ``measure`` that is under way return soon; nothing is measured any more."""
+
+
+class MeasuresInTurns(ABC):
+    """Can have several configurations alive, of which one is measured at a time and the others are
+    paused, so that all of them meet the same load.
+    """
+
+    @abstractmethod
+    def measure_in_turns(self, configuration: Configuration, plan: Plan) -> Turns[Outcome]:
+        """As ``measure``, giving way to others; closing it leaves nothing of it running."""
+
+    @abstractmethod
+    def why_not_in_turns(self) -> str:
+        """Why configurations must be measured one after the other; empty where they need not."""
 
 
 class StartsScripts:

@@ -153,7 +153,11 @@ class Canvas:
         self._add("polygon", style, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points))
 
     def key(self, names: Mapping[str, str], left: float, top: float, pitch: float) -> float:
-        """A coloured box for each name, by its style, in rows; return where the next row is."""
+        """A coloured box for each name, by its style, in rows; return where the next row is.
+
+        They are ``pitch`` apart, or farther where a name takes more.
+        """
+        pitch = max(pitch, 24 + 6.8 * max(map(len, names), default=0))
         across = max(1, int((self.width - left) // pitch))
         for place, (name, style) in enumerate(names.items()):
             x, y = left + pitch * (place % across), top + 18 * (place // across)

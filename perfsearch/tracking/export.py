@@ -183,7 +183,7 @@ def provenance(
     }
     if "driver" in seen:
         found["driver"] = seen["driver"]
-    code = commit(directory or Path.cwd())
+    code = commit(directory or Path())  # also where that was removed meanwhile
     if code:
         found["code"] = dict(code)
     return found

@@ -174,6 +174,8 @@ def timeline(trials: Sequence[Trial], ended_s: Mapping[int, float], width: float
     for trial in trials:
         stages[_stage(trial)] = stages.get(_stage(trial), 0.0) + trial.seconds
     keys = {f"{name} {duration(seconds)}": f"stage-{name}" for name, seconds in stages.items()}
+    if any(trial.status.has_failed for trial in trials):
+        keys["failed"] = "stage-failed"
     canvas = Canvas(width, 0, "when each trial ran")
     top = canvas.key(keys, 16, 14, 130)
     canvas.height = top + 26 * len(lanes) + 44
@@ -288,7 +290,8 @@ def phases(rows: Mapping[str, Measurement], width: float) -> Canvas:
 def phase_parts(measurement: Measurement) -> dict[str, float]:
     """Milliseconds of phases that do not overlap and sum to the mean step over the ranks.
 
-    ``train_batch`` is shown only where its parts are not known; what no phase covers is ``rest``.
+    ``train_batch`` is shown only where its parts are not known; what no phase covers is ``rest``,
+    or part of what a script's own profile calls ``other``.
     """
     phases = dict(measurement.phases_ms)
     if any(name in phases for name in _INSIDE):
@@ -298,7 +301,8 @@ def phase_parts(measurement: Measurement) -> dict[str, float]:
     step_ms = fmean(steps_ms or [s * 1e3 for s in measurement.step_seconds])
     rest = step_ms - sum(phases.values())
     if rest > 0:
-        phases["rest"] = rest
+        unnamed = "other" if "other" in phases else "rest"
+        phases[unnamed] = phases.get(unnamed, 0.0) + rest
     order = {name: place for place, name in enumerate(_ORDER)}
     listed = sorted(phases.items(), key=lambda item: order.get(item[0], len(order)))
     return {name: ms for name, ms in listed if ms > 0}
@@ -314,12 +318,12 @@ def importance(found: Sequence[KnobImportance], width: float) -> Canvas:
     left, right = (250.0, 130.0) if is_wide else (112.0, 66.0)
     rows = sum(len(e.levels) + 1 for e in found)
     height = 48 + 20 * rows
-    canvas = Canvas(width, height, "effect of each knob's values on the speed")
+    canvas = Canvas(width, height, "effect of each setting's values on the speed")
     levels = [level for e in found for level in e.levels]
     values = [1.0, *(level.speed_up for level in levels)]
     values += [v for level in levels if level.has_interval for v in (level.low, level.high)]
     scale = Axis.around([_percent(v) for v in values], left + 12, width - right)
-    caption = "percent faster than the mean trial, other knobs equal (95% interval)"
+    caption = "percent faster than the mean trial, other settings equal (95% interval)"
     canvas.frame(scale, None, caption if is_wide else "percent faster than the mean trial")
     canvas.line((scale(0.0), 6), (scale(0.0), height - 34), "baseline-line")
 

@@ -118,7 +118,8 @@ def write_page(path: Path, template: str, **values: Any) -> None:
         undefined=jinja2.StrictUndefined,
     )
     page = environment.get_template(template).render(**values)
-    write_text(path, Redactor().text(page) + "\n", durable=True)
+    legible = page.encode(errors="backslashreplace").decode()  # paths may be no text
+    write_text(path, Redactor().text(legible) + "\n", durable=True)
 
 
 class Verdict(Protocol):

@@ -227,12 +227,12 @@ def curves(
     by: str,
     width: float,
 ) -> Canvas | None:
-    """The best so far of each search against the common baseline, by ``trials`` or ``seconds``.
+    """The gain of each search's best so far over the common baseline, by ``trials`` or ``seconds``.
 
     Those of one kind, which are those of one strategy, have one colour.
     """
     points = {
-        label: [(float(getattr(one, by)), common / one.cost) for one in found]
+        label: [(float(getattr(one, by)), 100 * (common / one.cost - 1)) for one in found]
         for label, found in courses.items()
     }
     every = [point for found in points.values() for point in found]
@@ -241,13 +241,12 @@ def curves(
         return None
     styles = {kind: colour(place) for place, kind in enumerate(dict.fromkeys(kinds.values()))}
     canvas = Canvas(width, 0, f"best so far by {by}")
-    pitch = 14 + 7.5 * max(map(len, styles))
-    top = canvas.key(styles, LEFT, 30, pitch)
+    top = canvas.key(styles, LEFT, 30, 0)
     canvas.height = top + 270
     x = Axis(0.0, most, LEFT, width - RIGHT, whole=by == "trials")
-    y = Axis.around([1.0, *(value for _, value in every)], canvas.height - 46, top)
-    canvas.frame(x, y, by, "speed against the common baseline")
-    canvas.line((LEFT, y(1.0)), (width - RIGHT, y(1.0)), "baseline-line")
+    y = Axis.around([0.0, *(value for _, value in every)], canvas.height - 46, top)
+    canvas.frame(x, y, by, "gain over the common baseline in percent")
+    canvas.line((LEFT, y(0.0)), (width - RIGHT, y(0.0)), "baseline-line")
     for label, found in points.items():
         steps = [(x(found[0][0]), y(found[0][1]))]
         for at, value in found[1:]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfsearch.core.files import private, write_text
-from perfsearch.core.python import large_imports
+from perfsearch.core.python import large_imports, let_warnings_be_warnings
 from perfsearch.workers import processes
 from perfsearch.workers.messages import (
     EXIT_FILE,
@@ -248,6 +248,7 @@ def _import_what_ranks_need() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """``CONTROLLER_PID STARTED``: fork groups on demand."""
+    let_warnings_be_warnings()
     controller = int(arguments[0]), float(arguments[1])
     with ending_with_controller(*controller):
         _import_what_ranks_need()

@@ -132,6 +132,10 @@ class Preloaded:
         """Put it on record, with the directory of the group that is forked from it now."""
         processes.record_group(self._run_dir, self.token, directory)
 
+    def strike_directory(self) -> None:
+        """Note that the directory of the group that was forked from it is gone."""
+        processes.strike_directory(self._run_dir, self.token)
+
     @property
     def pid(self) -> int:
         """Its process."""

@@ -145,6 +145,17 @@ def record_group(run_dir: Path, token: str, control_directory: Path) -> None:
     write_text(run_dir / _DIRECTORY / f"{token}.json", json.dumps(entry))
 
 
+def strike_directory(run_dir: Path, token: str) -> None:
+    """Note that a group's directory is gone, while processes of it stay.
+
+    Nothing is made of it where that cannot be written: a later start passes over the directory. The
+    disk may be full, or the run directory gone.
+    """
+    with contextlib.suppress(OSError):
+        if (run_dir / _DIRECTORY / f"{token}.json").exists():
+            record_group(run_dir, token, Path())
+
+
 def forget_group(run_dir: Path, token: str) -> None:
     """Strike a group that has ended; the last one takes the directory with it."""
     _remove(run_dir / _DIRECTORY / f"{token}.json")

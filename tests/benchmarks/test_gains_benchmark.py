@@ -127,8 +127,8 @@ def test_a_gain_is_told_as_a_share_of_the_grids_best():
     later = [start("", rate, "hand-over", arm=arm) for arm, rate in rates.items()]
     page, row = row_of([*GRID, searched(1.4), *later])
     assert row[1:] == [
-        "100.0", "1.50x: `--fast`", "1.400 (1.390 to 1.410)", "93%", "`pin_memory=True`", "300",
-        "100.0, 141.0 (1.41x)", "3.00x: `--bf16`",
+        "100.0", "+50%: `--fast`", "+40.0% (+39.0% to +41.0%)", "93%", "`pin_memory=True`", "300",
+        "100.0, 141.0 (+41%)", "+200%: `--bf16`",
     ]  # fmt: skip
     assert "at least 90% of the grid's best on 1 of 1" in page
     assert "| `--slow` | ended at its time limit: still compiling | - | 30 |" in page
@@ -138,8 +138,8 @@ def test_a_gain_is_told_as_a_share_of_the_grids_best():
 @pytest.mark.parametrize(
     ("search", "verdict", "share"),
     [
-        (searched(1.01, is_baseline=True), "**no gain**: 1.010 (1.000 to 1.020)", "**67%**"),
-        (searched(1.2), "1.200 (1.190 to 1.210)", "**80%**"),
+        (searched(1.005, is_baseline=True), "**no gain**: +0.5% (-0.5% to +1.5%)", "**67%**"),
+        (searched(1.2), "+20.0% (+19.0% to +21.0%)", "**80%**"),
         (searched(1.0, rc=1, summary=None, trials=[]), "**nothing**: exit code 1", "**0%**"),
         (searched(1.0, rc=None, summary=None), "**nothing**: ended at its time limit", "**0%**"),
     ],
@@ -152,6 +152,6 @@ def test_a_loss_is_told_as_plainly(search, verdict, share):
 
 def test_searches_with_other_words_have_rows_of_their_own():
     page, _ = row_of([*GRID, searched(1.4), searched(1.5, words="-o a=b"), searched(1.3)])
-    told = re.findall(r"\| (1\.\d+ \(\S+ to \S+\))", page)
-    assert told == ["1.300 (1.290 to 1.310)", "1.500 (1.490 to 1.510)"]
+    told = re.findall(r"\| (\+\S+% \(\S+ to \S+\))", page)
+    assert told == ["+30.0% (+29.0% to +31.0%)", "+50.0% (+49.0% to +51.0%)"]
     assert "on 0 of 1" in page

@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import venv
 from pathlib import Path
 
+import psutil
 import pytest
 from support.compared import SCRIPT, git
 
@@ -48,12 +50,52 @@ def left_of_worktrees():
     return list(Path(os.environ["TMPDIR"]).glob("perfsearch-*/owner.lock"))
 
 
+def left_of(here):
+    """Processes that run here."""
+    seen = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    there = [process for process in psutil.process_iter() if _directory(process) == str(here)]
+    return there + [line for line in seen.splitlines() if str(here) in line]
+
+
+def _directory(process):
+    try:
+        return process.cwd()
+    except psutil.Error:
+        return ""
+
+
+def trials_of(here):
+    lines = journal_of(here).splitlines()
+    return [json.loads(line)["trial"] for line in lines if '"finished"' in line]
+
+
+def journal_of(here):
+    return (here / "outputs" / "compare" / "journal.jsonl").read_text()
+
+
 def found(here):
     return json.loads((here / "outputs" / "compare" / "comparison.json").read_text())
 
 
+def rounds_of(trials):
+    """Of each pair of starts that were measured in turns, whose windows were made, in order."""
+    pairs = [t for t in trials if "turns" in t["measurement"]["environment"]]
+    rounds = []
+    for pair in zip(pairs[::2], pairs[1::2], strict=True):
+        made = [
+            (at, trial["configuration"]["arm"])
+            for trial in pair
+            for at, _ in trial["measurement"]["environment"]["turns"]
+        ]
+        rounds.append([arm for _, arm in sorted(made)])
+    return rounds
+
+
 def test_a_commit_that_is_slower_is_found_and_everything_is_as_it_was(here):
-    """A loop made 40% slower; it also overwrites a file of the user's."""
+    """A loop made 40% slower; it also overwrites a file of the user's.
+
+    Both are alive at a time, and their windows alternate.
+    """
     saves = SCRIPT.replace("for epoch", "open('state.txt', 'w').write('trial')\nfor epoch")
     (here / "train.py").write_text(saves)
     (here / "state.txt").write_text("mine")
@@ -74,6 +116,35 @@ def test_a_commit_that_is_slower_is_found_and_everything_is_as_it_was(here):
     ).stdout.split()
     assert {"state.txt"}.isdisjoint(status)
     assert not (here / ".perfsearch-undo").exists()
+    trials = trials_of(here)
+    rounds = rounds_of(trials)
+    assert len(rounds) == len(found(here)["arms"][1]["rates"]) >= 3
+    for names in rounds:
+        assert len(names) >= 4 and len(names) % 4 == 0
+        for at in range(0, len(names), 4):
+            one, other = names[at : at + 2]
+            assert one != other and names[at : at + 4] == [one, other, other, one]
+    for trial in trials[2:]:
+        measured = trial["measurement"]
+        made = sum(steps for _, steps in measured["environment"]["turns"])
+        assert made == len(measured["step_seconds"])
+
+
+def test_starts_that_cannot_be_alive_together_are_measured_one_at_a_time(here):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    takes = f"import socket\nheld = socket.socket()\nheld.bind(('127.0.0.1', {port}))\n"
+    (here / "train.py").write_text(takes + SCRIPT)
+    code, output = compared(
+        here, "train.py", "train.py --sleep 0.012", "--max-starts", "2", "--no-tracking"
+    )
+    assert code in EVERYTHING, output
+    said = "starts are measured one at a time from now on, as trial "
+    assert output.count(said) == 1 and "Address already in use" in output, output
+    assert [len(row["rates"]) for row in found(here)["arms"]] == [2, 2]
+    assert not rounds_of([t for t in trials_of(here) if t["status"] == "ok"])
+    assert not left_of(here)
 
 
 def test_another_computation_is_found_out(here):
@@ -118,8 +189,7 @@ def test_a_configuration_that_a_search_found_is_put_into_force(here):
     )  # fmt: skip
     assert code in EVERYTHING, output
     assert "all are measured inside one start" in output
-    lines = (here / "outputs" / "compare" / "journal.jsonl").read_text().splitlines()
-    trials = [json.loads(line)["trial"] for line in lines if '"finished"' in line]
+    trials = trials_of(here)
     (name,) = knobs
     of = {"train.py": set(), "config.yaml": set()}
     for trial in trials:
@@ -139,9 +209,10 @@ def test_an_interrupt_says_what_is_known_and_leaves_nothing(here):
     try:
         for line in process.stdout:
             lines.append(line)
-            if line.startswith("    0  "):
+            if line.startswith("    1  "):
                 break
-        time.sleep(1.0)
+        while journal_of(here).count('"started"') < 4:  # both of the first block
+            time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=60)
     finally:
@@ -150,6 +221,4 @@ def test_an_interrupt_says_what_is_known_and_leaves_nothing(here):
     assert "no verdict" in rest
     assert not left_of_worktrees()
     assert not (here / ".perfsearch-undo").exists()
-    mine = str(here)
-    seen = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert not [line for line in seen.splitlines() if mine in line]
+    assert not left_of(here)

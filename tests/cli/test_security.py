@@ -74,6 +74,13 @@ def test_a_file_cannot_name_code_or_places_outside(command, tmp_path, text, key)
     assert [p.name for p in tmp_path.iterdir()] == ["given"]
 
 
+@pytest.mark.parametrize("text", [r'seed: "\e]0;owned\a"', r'"\e]0;owned\a": 1'])
+def test_a_message_about_a_file_steers_no_terminal(command, tmp_path, text):
+    code, _, errors = command(*experiment(tmp_path, text))
+    assert code == 2
+    assert "\x1b" not in errors and r"\x1b]0;owned\x07" in errors
+
+
 @pytest.mark.parametrize("by", ["--config-dir=given", "hydra.searchpath=[file://given]"])
 @pytest.mark.parametrize("kind", ["launcher", "sweeper"])
 def test_a_directory_of_options_cannot_take_the_place_of_hydras_own(command, tmp_path, by, kind):

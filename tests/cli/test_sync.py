@@ -51,13 +51,20 @@ def state(store: LocalStore) -> list:
     return sorted(found, key=str)
 
 
-def test_what_was_missed_is_uploaded_once_however_often_it_is_asked(store, capsys):
+def test_what_was_missed_is_uploaded_once_however_often_it_is_asked(store, capsys, monkeypatch):
     """radixark/miles#2571, mlflow/mlflow#4693: after an outage everything is uploaded later."""
     run_dir = searched_while_down(store)
     assert sync.main([str(run_dir), "--uri", store.uri]) == 0
     assert "mlflow.db" in capsys.readouterr().out
     first = state(store)
     assert sync.main([str(run_dir), "--uri", store.uri]) == 0
+    assert state(store) == first
+    database = Path(store.uri.removeprefix("sqlite:///"))
+    monkeypatch.chdir(database.parent)  # from which a path is meant that is given now
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database.name}")
+    for relative in (f"sqlite:///{database.name}", "env"):
+        assert sync.main([str(run_dir), "--uri", relative]) == 0
+        assert str(database) in capsys.readouterr().out
     assert state(store) == first
     parent = store.search()
     assert parent.info.status == "FINISHED"

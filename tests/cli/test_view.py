@@ -241,9 +241,35 @@ def test_the_view_suits_the_output(monkeypatch, terminal, term, kind):
     assert view.objective.metric is Metric.LATENCY
 
 
-def test_escape_sequences_do_not_reach_the_terminal(capsys):
-    View().line("a\x1b[31mb\u202ec\td")
-    assert capsys.readouterr().out == "a\\x1b[31mb\\u202ec\td\n"
+STEERING = "a\x1b[31mb\u202ec\td"
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize(
+    "show",
+    [
+        lambda view: view.line(STEERING),
+        lambda view: view.note(STEERING),
+        lambda view: view.warning(STEERING),
+        lambda view: view.stage(STEERING, STEERING),
+        lambda view: view.print(STEERING),
+        lambda view: view.table([["name", "value"], [STEERING, STEERING]]),
+        lambda view: view.card(Card(STEERING, [Row(STEERING, STEERING)])),
+        lambda view: view.trial_finished(
+            trial(1, nccl_algo=STEERING), None, BASELINE, None, STEERING
+        ),
+        lambda view: view.trial_finished(
+            trial(1, status=Status.CRASH, reason=STEERING), None, None, None, STEERING
+        ),
+    ],
+)
+def test_escape_sequences_do_not_reach_the_terminal(show, live):
+    stream = io.StringIO()
+    view = LiveView(console=Console(file=stream, width=200)) if live else View(stream=stream)
+    show(view)
+    shown = stream.getvalue()
+    assert "\x1b" not in shown and "\u202e" not in shown
+    assert "\\x1b[31m" in shown
 
 
 def test_of_very_many_knobs_it_is_said_how_often_they_have_which_value():

@@ -61,3 +61,12 @@ def test_paths_are_from_here_where_they_are_below(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert show_path(tmp_path / "outputs" / "x") == "outputs/x"
     assert show_path(Path("/elsewhere/x")) == "/elsewhere/x"
+
+
+def test_a_path_is_shown_where_the_current_directory_was_removed(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert show_path(tmp_path / "run") == str(tmp_path / "run")
+    assert show_path(Path("run")) == "run"

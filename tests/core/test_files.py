@@ -100,3 +100,29 @@ def test_others_of_the_machine_can_read_neither_files_nor_directories(tmp_path: 
         log.write("y")
     assert place.stat().st_mode & 0o777 == 0o700
     assert [p.stat().st_mode & 0o777 for p in sorted(place.iterdir())] == [0o600, 0o600]
+
+
+def test_bytes_of_a_path_that_are_no_text_are_written_as_they_are(tmp_path: Path) -> None:
+    files.write_text(tmp_path / "run.sh", "cd " + os.fsdecode(b"caf\xe9\n"))
+    assert (tmp_path / "run.sh").read_bytes() == b"cd caf\xe9\n"
+
+
+READS = """
+import resource, sys
+from pathlib import Path
+from perfsearch.core.files import read_at_most
+
+resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28))
+print(len(read_at_most(Path(sys.argv[1]), 2**30)))
+"""
+
+
+def test_a_small_file_that_may_be_large_takes_little_memory(tmp_path: Path) -> None:
+    file = tmp_path / "journal"
+    file.write_bytes(b"x" * (2**20 + 1))
+    words = [sys.executable, "-c", READS, file]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{2**20 + 1}\n", done.stderr
+    assert len(files.read_at_most(file, 2**20 + 1)) == 2**20 + 1
+    with pytest.raises(ValueError, match="larger than 1 MiB"):
+        files.read_at_most(file, 2**20)

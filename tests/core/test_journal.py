@@ -190,3 +190,19 @@ def test_events_that_are_no_longer_held_are_read_from_the_disk(tmp_path: Path) -
     assert [e.number for e in journal.events] == [1, 2]
     journal.close()
     assert len(Journal.reopen(tmp_path / "journal.jsonl").events) == 2
+
+
+def test_a_journal_that_was_removed_takes_nothing_more(tmp_path: Path) -> None:
+    """What is written to a removed file is lost, and would be found out at the very end."""
+    for place, remove in (("a", lambda path: path.unlink()), ("b", lambda path: path.rename("c"))):
+        (tmp_path / place).mkdir()
+        journal = make(tmp_path / place / "j")
+        path = journal.path if place == "a" else journal.path.parent
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path)
+            remove(path)
+        with pytest.raises(JournalWriteError, match="was removed or moved away while the search"):
+            journal.append("told", trial=0)
+        assert [e.name for e in journal.events] == ["opened", "asked"]
+        journal.close()
+    assert [e.name for e in read(tmp_path / "c" / "j")[1]] == ["opened", "asked"]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from perfsearch.core.knob import Kind, Knob, Numerics
@@ -127,3 +129,13 @@ def test_a_step_of_whole_numbers_is_whole() -> None:
 def test_a_choice_that_stands_twice_is_one(asked: dict, kept: tuple) -> None:
     (name,) = asked
     assert go(**asked)[0][name].values == kept
+
+
+def test_what_is_in_force_today_can_be_pinned_wherever_it_lies() -> None:
+    far = replace(BUCKET, default=600.0)
+    unlisted = replace(SOCKETS, default=9)
+    asked = {"bucket_cap_mb": 600, "sockets": 9}
+    assert narrow([far, unlisted], asked, Numerics.EXACT) == ([], asked)
+    for odd in ({"bucket_cap_mb": 601}, {"sockets": 8}, {"sockets": True}):
+        with pytest.raises(KnobError, match="allowed"):
+            narrow([far, unlisted], odd, Numerics.EXACT)

@@ -99,3 +99,27 @@ def test_an_import_that_fails_leaves_the_collector_as_it_was(enabled):
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
+
+
+STRICT = """
+import warnings
+from perfsearch.core.python import large_imports, let_warnings_be_warnings
+
+with large_imports():
+    warnings.warn("of a library", DeprecationWarning)
+try:
+    warnings.warn("of the user's code", DeprecationWarning)
+except DeprecationWarning:
+    print("raised")
+let_warnings_be_warnings()
+warnings.warn("of a library", DeprecationWarning)
+warnings.warn("shown")
+"""
+
+
+def test_warnings_that_are_to_be_raised_end_none_of_our_own_processes():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", STRICT], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "raised\n"), done.stderr
+    assert "UserWarning: shown" in done.stderr and "of a library" not in done.stderr

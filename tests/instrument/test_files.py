@@ -1,5 +1,6 @@
 """Whatever a start does to files, the directory is afterwards as it was."""
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -314,6 +315,28 @@ def test_two_starts_worth_of_ranks_may_write_the_same_file(directory):
     directory.check()
 
 
+def test_starts_that_are_alive_together_are_undone_once_both_have_ended(directory):
+    """Each writes over what the other has just written, the later start first."""
+    first, second = (directory.files.begin(token) for token in ("one", "two"))
+
+    def run(where, text):
+        program = KEEPING + f"open('ckpt.pt', 'w').write({text!r}); open('new', 'a').write('x')\n"
+        program += "os.makedirs('made/by/both', exist_ok=True)"
+        subprocess.run([sys.executable, "-c", program, where], check=True)
+
+    for where, text in ((second, "B"), (first, "A"), (second, "BB"), (first, "AA")):
+        run(where, text)
+    directory.files.end("two")
+    assert (directory.path / "ckpt.pt").read_text() == "AA", "the other may go on with it"
+    run(first, "AAA")
+    assert not directory.files.changed
+    directory.files.end("one")
+    assert directory.state() == directory.before
+    here = {os.path.relpath(path, directory.path) for path in directory.files.changed}
+    assert here == {"ckpt.pt", "new", "made", "made/by", "made/by/both"}
+    directory.check()
+
+
 @pytest.mark.parametrize("times", range(4))
 def test_an_undo_that_is_broken_off_is_taken_up_again(directory, monkeypatch, times):
     directory.start(
@@ -380,25 +403,15 @@ def at_once(directory, where, order):
 
 @pytest.mark.parametrize("order", ["ab", "ba", "aba", "baab"])
 def test_what_starts_at_the_same_time_changed_is_put_back(directory, order):
-    keepers = {"a": directory.files, "b": directory.files.beside()}
-    at_once(directory, {who: keeper.begin("none") for who, keeper in keepers.items()}, order)
-    keepers["a"].end()
+    files = directory.files
+    at_once(directory, {who: files.begin(who) for who in "ab"}, order)
+    files.end("a")
     assert directory.state() != directory.before  # the other may be about to read it
-    assert "ckpt.pt" in keepers["a"].changed() and "ckpt.pt" in keepers["b"].changed()
-    keepers["b"].end()
+    ckpt = str(directory.path / "ckpt.pt")
+    assert ckpt in files.changed_by_now() - files.changed
+    files.end("b")
     assert directory.state() == directory.before
-    assert "ckpt.pt" in keepers["a"].changed()
-    keepers["b"].close()
-    directory.check()
-
-
-def test_what_changed_nothing_is_struck_although_another_runs(directory):
-    other = directory.files.beside()
-    directory.files.begin("none")
-    where = other.begin("none")
-    other.end()
-    assert other.changed() == [] and not os.path.exists(where)
-    other.close()
+    assert ckpt in files.changed
     directory.check()
 
 
@@ -406,9 +419,9 @@ def test_what_changed_nothing_is_struck_although_another_runs(directory):
 def test_an_undo_of_several_starts_that_is_broken_off_can_be_done_again(
     directory, monkeypatch, times
 ):
-    keepers = {"a": directory.files, "b": directory.files.beside()}
-    at_once(directory, {who: keeper.begin("none") for who, keeper in keepers.items()}, "bab")
-    keepers["a"].end()
+    files = directory.files
+    at_once(directory, {who: files.begin(who) for who in "ab"}, "bab")
+    files.end("a")
     left, replace = times, os.replace
 
     def breaking(*args):
@@ -419,11 +432,10 @@ def test_an_undo_of_several_starts_that_is_broken_off_can_be_done_again(
         replace(*args)
 
     monkeypatch.setattr(os, "replace", breaking)
-    with pytest.raises(KeyboardInterrupt):
-        keepers["b"].end()
+    with contextlib.suppress(KeyboardInterrupt):
+        files.end("b")
     monkeypatch.setattr(os, "replace", replace)
-    keepers["a"].end()
-    keepers["b"].close()
+    files.end()
     directory.check()
 
 
@@ -433,7 +445,7 @@ import os, sys
 sys.path[:0] = {sys.path!r}
 from perfsearch.instrument.user_files import UserFiles
 files = UserFiles()
-print(files.begin('none'), files.beside().begin('none'), flush=True)
+print(files.begin('a'), files.begin('b'), flush=True)
 sys.stdin.read()
 """
     controller = subprocess.Popen(

@@ -1,5 +1,6 @@
 """Resumes of searches that were changed, or of which only the failures are wanted."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -178,6 +179,7 @@ def test_a_full_disk_at_any_moment_is_told_and_gone_on_from(search: Search, monk
         (OSError(24, "Too many open files"), "ulimit -n"),
         (BlockingIOError(11, "Resource temporarily unavailable"), "ulimit -u"),
         (RuntimeError("can't start new thread"), "ulimit -u"),
+        (MemoryError(), "MemoryError. There is no memory left: end other processes"),
     ],
 )
 def test_what_the_machine_has_no_more_of_is_told_and_gone_on_from(
@@ -212,3 +214,69 @@ def test_processes_are_ended_before_the_view_is(search: Search) -> None:
         search(Late(fail=interrupt_at(2)))
     assert seen[0] == ""
     assert search.tracker.status == "KILLED"
+
+
+def test_a_directory_that_is_removed_or_moved_away_ends_the_search(search: Search) -> None:
+    away = search.run_dir.with_name("away")
+
+    def move(number: int) -> SyntheticRunner:
+        def fail(configuration, plan):
+            if plan.number == number:
+                search.run_dir.rename(away)
+
+        return SyntheticRunner(fail=fail)
+
+    result = search(move(3))
+    assert (result.exit_code, search.runner.closed) == (3, True)
+    assert "was removed or moved away while the search ran. Put the directory" in search.view.text
+    assert not search.run_dir.exists(), "it is not made again"
+    assert max(plan.number for plan in search.runner.plans) == 3
+    away.rename(search.run_dir)
+    assert search().exit_code == 0
+    numbers = [t.number for t in search().trials]
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_search_in_a_directory_whose_name_is_no_text(search: Search) -> None:
+    search.run_dir = search.run_dir.with_name(os.fsdecode(b"caf\xe9"))
+    result = search()
+    assert (result.exit_code, result.run_dir) == (0, search.run_dir)
+    assert "caf\\udce9" in (search.run_dir / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_search_goes_on_where_the_current_directory_is_removed(
+    search: Search, tmp_path, monkeypatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+
+    def remove(configuration, plan):
+        if plan.number == 2:
+            gone.rmdir()
+
+    result = search(SyntheticRunner(fail=remove))
+    assert result.exit_code == 0
+    assert (search.run_dir / "report.html").exists()
+    assert not gone.exists()
+
+
+def test_what_ended_a_search_is_told_and_not_what_its_end_lacks(search: Search) -> None:
+    """Found by benchmarks/faults.py: a traceback on a full disk, of which nothing can be ended."""
+
+    class Full(SyntheticRunner):
+        lacks = True
+
+        def close(self):
+            lacks, self.lacks = self.lacks, False
+            if lacks:
+                raise OSError(28, "No space left on device")
+            super().close()
+
+    def gone(configuration, plan):
+        if plan.number == 2:
+            (search.run_dir / "journal.jsonl").unlink()
+
+    result = search(Full(fail=gone))
+    assert (result.exit_code, search.runner.closed) == (3, True)
+    assert "was removed or moved away" in search.view.text

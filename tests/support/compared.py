@@ -41,9 +41,14 @@ def git(directory, *words):
 
 
 class FakeArms(Arms):
-    """Arms of known step times; ``fail`` gives the outcome of a start that is no measurement."""
+    """Arms of known step times; ``fail`` gives the outcome of a start that is no measurement.
 
-    def __init__(self, steps, noise=0.005, seed=0, fail=lambda name, start: None, losses=None):
+    Where ``windows`` says how many each needs, they are measured in turns; ``did`` tells of it.
+    """
+
+    def __init__(
+        self, steps, noise=0.005, seed=0, fail=lambda name, start: None, losses=None, windows=None
+    ):
         self.arms = dict.fromkeys(steps)
         self.steps, self.noise, self.fail, self.losses = steps, noise, fail, losses or {}
         self.environment = Environment(None)
@@ -52,6 +57,9 @@ class FakeArms(Arms):
         self.space = Space([Knob(ARM, Kind.CATEGORICAL, names[0], names)])
         self.baseline = {ARM: names[0]}
         self.said, self.starts = [], []
+        self.windows, self.in_turns = windows, windows is not None
+        self.did, self.against = [], ""
+        self.in_window = lambda name, made: None
         self._reference = None
         self.generator = np.random.default_rng(seed)
 
@@ -72,6 +80,23 @@ class FakeArms(Arms):
         measured = Measurement([float(step_s)] * 8, 32, first_losses=losses)
         outcome = Outcome(Status.OK, measured, fresh_process=True)
         return self._same_work(configuration, outcome)
+
+    def measure_in_turns(self, configuration, plan):
+        name, made = configuration[ARM], 0
+        self.did.append(("starts", name))
+        try:
+            while (yield made >= self.windows[name]):
+                self.did.append(("window", name))
+                made += 1
+                failed = self.in_window(name, made)
+                if failed is not None:
+                    return failed
+            return self.measure(configuration, plan)
+        finally:
+            self.did.append(("ends", name))
+
+    def why_not_in_turns(self):
+        return self.against
 
     def identity(self):
         return {f"arm {name}": name for name in self.arms}

@@ -136,7 +136,7 @@ def test_what_it_tells_is_plain_and_has_no_environment(monkeypatch, tmp_path):
 
 
 def test_no_cell_is_a_formula_and_the_same_value_is_read_back(tmp_path):
-    knob = Knob("a", Kind.CATEGORICAL, "=1+1", ("=1+1", "-x", 64, -1.5))
+    knob = Knob("a", Kind.CATEGORICAL, "=1+1", ("=1+1", "-x", "\x1b[2Jx", 64, -1.5))
     rows = [
         Trial(n, {"a": v}, Purpose.SEARCH, Status.OK, reason="\x1b[31m@x")
         for n, v in enumerate(knob.values)
@@ -144,6 +144,6 @@ def test_no_cell_is_a_formula_and_the_same_value_is_read_back(tmp_path):
     path = export.write_trials(tmp_path, rows, [knob])
     with path.open(newline="") as file:
         found = list(csv.DictReader(file))
-    assert [row["a"] for row in found] == ["'=1+1", "'-x", "64", "-1.5"]
+    assert [row["a"] for row in found] == ["'=1+1", "'-x", "\\x1b[2Jx", "64", "-1.5"]
     assert found[0]["reason"] == "\\x1b[31m@x"
     assert export.as_cell(64.0) == export.as_cell(64) == "64"

@@ -93,7 +93,7 @@ def test_it_shows_every_part_and_loads_nothing(tmp_path):
         "Where the time of the search went",
         "Where the time of a step goes",
         "What holds the job back",
-        "Effect of each knob",
+        "Effect of each setting",
         "Memory",
         "System",
         "Trials",
@@ -103,6 +103,7 @@ def test_it_shows_every_part_and_loads_nothing(tmp_path):
     assert "<b>more</b>" not in text
     assert "+31.0% (+28.0% to +34.0%)" in text
     assert "11 trials: 10 ok, 1 oom." in text
+    assert ">failed</text>" in text  # what the colour of such a trial in the timeline means
     assert "<dt>devices</dt><dd>2 H100</dd>" in text
     assert "<pre>export A=&#39;&lt;1&gt;&#39;</pre>" in text
 
@@ -244,6 +245,8 @@ def test_phases_sum_to_the_step():
         {"forward": 30.0, "backward": 30.0, "comm_exposed": 20.0, "rest": 20.0}
     )
     assert sum(parts.values()) == pytest.approx(100.0)
+    named = phase_parts(measurement(phases_ms={"forward": 60.0, "other": 30.0}))  # by a script
+    assert named == pytest.approx({"forward": 60.0, "other": 40.0})
 
 
 def test_what_there_was_to_gain_stands_beside_what_was_found(tmp_path):

@@ -43,16 +43,21 @@ OVERLAPPING = """
   const found = [];
   for (const picture of document.querySelectorAll("svg")) {
     const frame = picture.getBoundingClientRect();
+    const key = [...picture.querySelectorAll("rect")].map(r => r.getBoundingClientRect())
+      .filter(box => box.width && Math.abs(box.width - box.height) < 0.1);
     for (const text of picture.querySelectorAll("text")) {
       const box = text.getBoundingClientRect();
+      const meets = other => other.left < box.right && other.right > box.left &&
+        other.top < box.bottom && other.bottom > box.top;
       if (box.width && (box.left < frame.left - 1 || box.right > frame.right + 1))
         found.push(text.textContent);
+      if (box.width && key.some(meets)) found.push(text.textContent);
     }
   }
   return found;
 })()
 """
-"""Words that stand out of their picture."""
+"""Words that stand out of their picture, or on a colour of its key."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +78,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "forward": step_s * 300,
                 "backward": step_s * 450,
                 "comm_exposed": step_s * 100,
+                "rank_wait": step_s * 20,
                 "optimizer": step_s * 80,
+                "step_lr_schedulers": step_s * 5,
             },
             bottleneck_evidence={"with_everything_ms": 100.0, "detailed_step_ms": 100.0},
             peak_allocated_gib=4.0 + 3 * (n % 5) / 5,
@@ -115,7 +122,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "job": "gpt/small",
             "devices": "8 NVIDIA H100 80GB HBM3",
             "torch": "2.13.0",
-            "command": "perfsearch runner=ddp strategy=bayes workload=gpt budget.trials=40 seed=1",
+            "command": "perfsearch-run --search --nproc-per-node 8 -o budget.trials=40 -o seed=1 "
+            "train.py --epochs 3",
             "begun": "2026-11-30 12:25 UTC",
         },
         snippets=[("best/apply/env.sh", "export OMP_NUM_THREADS=1\nexport NCCL_ALGO='Ring'")],
@@ -167,6 +175,8 @@ def test_a_browser_shows_it_whole_and_legible_and_asks_for_nothing(
     size, words = page.evaluate(SMALLEST_TEXT)
     assert size >= 11.9, f"{words!r} has {size:.1f} px"
     assert page.evaluate(OVERLAPPING) == []
+    rows = "[...document.querySelectorAll('.card dd span')].map(s => s.getClientRects().length)"
+    assert set(page.evaluate(rows)) <= {1}, "a word of the command is on two lines"
     visible = "[...document.querySelectorAll('svg')].filter(s => s.getClientRects().length).length"
     assert page.evaluate(visible) == pictures
     page.close()

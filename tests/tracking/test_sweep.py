@@ -64,6 +64,7 @@ def test_each_search_has_a_curve_by_trials_and_by_seconds(tmp_path):
         lines = re.findall('class="line c([0-9])"[^>]*><title>(.*?)</title>', picture)
         assert lines == [("0", "bayes 1"), ("0", "bayes 2"), ("1", "random 1"), ("1", "random 2")]
         assert ">bayes</text>" in picture and ">random</text>" in picture
+        assert ">gain over the common baseline in percent</text>" in picture
     assert not re.search(r"https?://|src=|@import|url\(", text)
 
 

@@ -112,6 +112,19 @@ def test_a_record_cannot_have_a_directory_removed_elsewhere(tmp_path):
     assert precious.exists()
 
 
+def test_a_directory_is_struck_where_that_can_be_written_and_no_run_directory_made_anew(tmp_path):
+    """Found by benchmarks/faults.py: on a full disk the end of a group was a traceback."""
+    registry.record_group(tmp_path / "run", "token", tmp_path / "perfsearch-control")
+    record = tmp_path / "run" / "groups" / "token.json"
+    registry.strike_directory(tmp_path / "run", "token")
+    assert json.loads(record.read_text())["control_directory"] == "."
+    record.unlink()
+    record.mkdir()  # which no file can replace
+    registry.strike_directory(tmp_path / "run", "token")
+    registry.strike_directory(tmp_path / "gone", "token")
+    assert record.is_dir() and not (tmp_path / "gone").exists()
+
+
 def test_groups_of_another_living_controller_are_left_alone(tree, tmp_path):
     token, _root = tree
     registry.record_group(tmp_path, token, tmp_path)

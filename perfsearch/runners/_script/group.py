@@ -114,9 +114,9 @@ class ScriptGroup(RankGroup):
         self.ended: list[int] = []
         self._ranks = RankProcesses()
         self._way = way
-        self._orders = replace(orders, undo=undo(self.token))
         self._arguments = arguments
         self.log_to(logs)
+        self._orders = replace(orders, undo=undo(self.token))  # from here on it is to be ended
 
     def _words(self, directory: Path) -> list[str]:
         """What torch's launcher is given, or Python itself."""

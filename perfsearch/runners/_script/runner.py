@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import shlex
@@ -12,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
 
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import MetricsSettings
@@ -64,6 +68,8 @@ from perfsearch.runners.base import (
     Plan,
     Runner,
     StartsScripts,
+    Turns,
+    alone,
     environment_of,
 )
 from perfsearch.tracking import store_files
@@ -258,7 +264,7 @@ class Script(
         )
         self._runs = self._make_runs()
         self._others: list[Runs] = []
-        self._turns = [threading.Lock() for _ in range(self.lanes)]
+        self._lane_locks = [threading.Lock() for _ in range(self.lanes)]
         self._met = ""
         self._broken_off = False
         self._failure: Outcome | None = None
@@ -289,7 +295,7 @@ class Script(
             there,
             self.environment,
             self._ways.way,
-            self.files.beside() if lane else self.files,
+            self.files,
             self.options.import_once,
         )
 
@@ -412,7 +418,7 @@ class Script(
 
     def why_alone(self) -> str:
         """See ``MeasuresBeside``."""
-        changed = self.files.changed()
+        changed = self.files.changed_by_now()
         if not (changed or self._met):
             return ""
         return (
@@ -428,15 +434,15 @@ class Script(
     def measure(self, configuration: Configuration, plan: Plan) -> Outcome:
         """Measure in the running script where that is sound, else in a new start of it."""
         if self.lanes == 1:
-            return self._measure(configuration, plan, self._runs)
+            return alone(self.measure_in_turns(configuration, plan))
         runs = [self._runs, *self._others][plan.lane]
-        with self._turn(plan) as is_alone, on_cores(self._cores(plan.lane)):
+        with self._in_lane(plan) as is_alone, on_cores(self._cores(plan.lane)):
             if self._broken_off:
                 return Outcome(Status.INFRASTRUCTURE, reason="the search was broken off")
             if runs.sound is None:
                 runs.sound = self._runs.sound  # it is the same script
-            outcome = self._measure(configuration, plan, runs)
-            self._met = self._met or named(runs.files.changed())
+            outcome = alone(self._measure(configuration, plan, runs))
+            self._met = self._met or named(self.files.changed_by_now())
             if is_alone or not self._met:
                 return outcome
             runs.end(kill=outcome.status is not Status.OK)
@@ -444,7 +450,7 @@ class Script(
         return Outcome(Status.INFRASTRUCTURE, reason=reason, log_path=outcome.log_path)
 
     @contextmanager
-    def _turn(self, plan: Plan) -> Iterator[bool]:
+    def _in_lane(self, plan: Plan) -> Iterator[bool]:
         """Keep what must not run at the same time apart.
 
         Yields:
@@ -454,7 +460,7 @@ class Script(
         while True:
             is_alone = bool(self._met) or plan.purpose not in (Purpose.SEARCH, Purpose.BESIDE)
             with ExitStack() as stack:
-                for lock in self._turns if is_alone else [self._turns[plan.lane]]:
+                for lock in self._lane_locks if is_alone else [self._lane_locks[plan.lane]]:
                     stack.enter_context(lock)
                 if self._met and not is_alone:
                     continue
@@ -464,7 +470,11 @@ class Script(
                 yield is_alone
                 return
 
-    def _measure(self, configuration: Configuration, plan: Plan, runs: Runs) -> Outcome:
+    def measure_in_turns(self, configuration: Configuration, plan: Plan) -> Turns[Outcome]:
+        """As ``measure``, giving way to other scripts between its windows."""
+        return self._measure(configuration, plan, self._runs)
+
+    def _measure(self, configuration: Configuration, plan: Plan, runs: Runs) -> Turns[Outcome]:
         """The same in the starts of one lane."""
         if self._failure is not None and plan.purpose is Purpose.BASELINE and not plan.attempt:
             failure, self._failure = self._failure, None
@@ -490,9 +500,9 @@ class Script(
         group, start = runs.group, runs.start
         assert group is not None and start is not None
         gpus = runs.hardware.gpus
-        conditions = hardware.conditions(gpus, group.pids) if gpus else {}
+        conditions = hardware.conditions(gpus, group.pids | self._paused(plan)) if gpus else {}
         try:
-            measurement = runs.score(plan, deadline, self._in_force(knobs))
+            measurement = yield from runs.score(plan, deadline, self._in_force(knobs))
             if untouched and plan.purpose is Purpose.BASELINE and start.shapes > _FEW_SHAPES:
                 self._compare_with_steps_made_again(measurement, knobs, plan, deadline)
         except (GroupGone, EndedError) as error:
@@ -500,7 +510,7 @@ class Script(
             if fresh or untouched or self._is_cut_off(failed, plan) or self._broken_off:
                 return failed
             # whatever came after what was left of it: only a whole start's failure counts
-            return self._measure(configuration, replace(plan, fresh=True), runs)
+            return (yield from self._measure(configuration, replace(plan, fresh=True), runs))
         except BaseException:
             runs.end(kill=True)
             raise
@@ -522,6 +532,13 @@ class Script(
             started_s if untouched else 0.0,
         )
 
+    @staticmethod
+    def _paused(plan: Plan) -> frozenset[int]:
+        """Processes of what it is measured in turns with, which are no strangers."""
+        if math.isinf(plan.turn_seconds):
+            return frozenset()
+        return frozenset(p.pid for p in psutil.Process().children(recursive=True))
+
     def _compare_with_steps_made_again(
         self, first: Measurement, knobs: dict[str, Value], plan: Plan, deadline: float
     ) -> None:
@@ -534,7 +551,7 @@ class Script(
         if not runs.go_back(knobs, plan, deadline):
             return
         try:
-            again = runs.score(replace(plan, look_steps=0), deadline, self._in_force(knobs))
+            again = alone(runs.score(replace(plan, look_steps=0), deadline, self._in_force(knobs)))
         except (GroupGone, EndedError):  # it has no more steps
             runs.end(kill=True)
             return
@@ -553,6 +570,19 @@ class Script(
     def takes_between_steps(self, names: set[str]) -> bool:
         """Whether these knobs can be changed between two steps of a running script."""
         return self._known.scope(names) <= {Scope.STEP}
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a start of it, measured or not."""
+        return self._runs.start is not None
+
+    def host_gib(self) -> float:
+        """Memory of this host that the present start has for itself, as it is now."""
+        found = 0
+        for pid in self._runs.group.pids if self._runs.group is not None else ():
+            with contextlib.suppress(psutil.Error):
+                found += psutil.Process(pid).memory_full_info().uss
+        return found / 2**30
 
     def rest(self) -> None:
         """End the present start, so that something else may be measured; the next makes its own."""

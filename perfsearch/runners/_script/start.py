@@ -31,7 +31,7 @@ from perfsearch.runners._script.window import (
     receive_steps,
     settle,
 )
-from perfsearch.runners.base import Plan
+from perfsearch.runners.base import Plan, Turns, alone
 from perfsearch.training.clock import PROFILED_STEPS
 from perfsearch.workers.group import GroupGone
 
@@ -292,7 +292,7 @@ class Runs:
         given to it again, and only losses that it had can be compared.
         """
         settle(group, plan, start, deadline)
-        window.score(group, plan, start, deadline, lambda facts: {})
+        alone(window.score(group, plan, start, deadline, lambda facts: {}))
         start.seconds = []
 
     def _rewind(
@@ -330,8 +330,8 @@ class Runs:
         add_loss(start, mean_loss(messages))
         return True
 
-    def score(self, plan: Plan, deadline: float, asked: Mapping[str, Value]) -> Measurement:
-        """Measure what is in force.
+    def score(self, plan: Plan, deadline: float, asked: Mapping[str, Value]) -> Turns[Measurement]:
+        """Measure what is in force, giving way to others where the plan says so.
 
         Args:
             plan: how.
@@ -344,7 +344,7 @@ class Runs:
         """
         assert self.group is not None and self.start is not None
         settle(self.group, plan, self.start, deadline)
-        measurement = window.score(
+        measurement = yield from window.score(
             self.group, plan, self.start, deadline, lambda facts: {**asked, **facts.values}
         )
         self.start.seconds = []  # another configuration begins from the point that was kept
@@ -381,7 +381,7 @@ class Runs:
         group, self.group, self.start = self.group, None, None
         if group is not None:
             group.end(kill)
-            self.files.end()
+            self.files.end(group.token)
 
 
 def _keep(group: ScriptGroup, limit_s: float) -> str:

@@ -30,7 +30,7 @@ from perfsearch.knobs.transport import Mapped
 from perfsearch.metrics.bounds import LOADING_ALONE
 from perfsearch.metrics.slow_steps import SLOW_STEPS, merge_ranks, slow_steps
 from perfsearch.runners._script.group import EndedError, ScriptGroup
-from perfsearch.runners.base import Plan
+from perfsearch.runners.base import Plan, Turns
 from perfsearch.training.clock import (
     FIRST_LOSSES,
     LOADING,
@@ -122,11 +122,13 @@ def score(
     start: Start,
     deadline: float,
     in_force: Callable[[Facts], dict[str, Value]],
-) -> Measurement:
+) -> Turns[Measurement]:
     """Have the scored window run, and put together what the ranks say of it.
 
     Once the first stretch is over the script has been measured: however it ends when more steps are
-    asked for, what there is counts.
+    asked for, what there is counts. Where it is measured in turns, each stretch comes in parts,
+    between which its ranks wait and what they have started is held still; the time of that is none
+    of its own, and it makes more steps than it needs for as long as others need them.
 
     Raises:
         EndedError: the script ended inside the first stretch.
@@ -134,28 +136,68 @@ def score(
 
     """
     window = _window(plan, start, deadline)
+    in_turns = math.isfinite(plan.turn_seconds)
     messages: list[Message] = []
     timed: list[int] = []
-    while window.state is State.SCORED:
-        count, each = window.count, window.detailed_each
+    turns: list[tuple[float, int]] = []
+    parts: list[int] = []
+    seconds: list[float] = []
+    each = first = 0
+
+    def left_s() -> float:
+        return max(0.0, deadline - time.monotonic())
+
+    while True:
         try:
-            group.send({"op": "score", "count": count, "each": each})
-            found = group.receive("window", max(0.0, deadline - time.monotonic()))
+            if in_turns:
+                group.send({"op": "pause"})
+                group.receive("paused", left_s())
+            paused_from = time.monotonic()
+            if not (yield window.state is State.OVER):
+                break
+            deadline += time.monotonic() - paused_from
+            if not parts:
+                parts, first = _parts(window, plan), 0
+                wanted = window.detailed_each if window.count else each
+                each = min(wanted, (min(parts) + 1) // 2)  # so that each part has such a step
+            count = parts.pop(0)
+            turns.append((time.time(), count))
+            group.send({"op": "score", "count": count, "each": each, "first": first})
+            found = group.receive("window", left_s())
+            if window.made and any(m["event"] == "ended" for m in found):
+                start.over = True
+                break
+            found = _all_the_same(found, _needed(window, plan, first + count + sum(parts)))
         except (GroupGone, EndedError):
-            if not messages:
+            if not window.made:
                 raise
             start.over, start.gone = True, True
             break
-        if messages and any(m["event"] == "ended" for m in found):
-            start.over = True
-            break
-        stretch = _all_the_same(found, _needed(window, plan, count))
-        timed += [window.made + place for place in range(count) if is_detailed(place, each)]
-        window.score(
-            [max(times) for times in zip(*(m["step_seconds"] for m in stretch), strict=True)]
-        )
-        messages = _joined(messages, stretch)
-    return _measurement(window, start, messages, timed, in_force)
+        made = window.made + len(seconds)
+        timed += [made + at for at in range(count) if is_detailed(first + at, each)]
+        seconds += [max(times) for times in zip(*(m["step_seconds"] for m in found), strict=True)]
+        messages = _joined(messages, found)
+        first += count
+        if not parts:
+            window.score(seconds)
+            seconds = []
+    if seconds:
+        window.score(seconds)
+    measurement = _measurement(window, start, messages, timed, in_force)
+    if in_turns:
+        measurement.environment[TURNS] = turns
+    return measurement
+
+
+def _parts(window: StepWindow, plan: Plan) -> list[int]:
+    """Steps of each part of the next stretch, or of one more part where no step is missing."""
+    if math.isinf(plan.turn_seconds):
+        return [window.count]
+    step_s = window.spent_s / window.made if window.made else window.expected_s
+    most = max(_LEAST_TURN_STEPS, round(plan.turn_seconds / step_s))
+    count = window.count or most
+    pieces = max(1, count // most)
+    return [count * (at + 1) // pieces - count * at // pieces for at in range(pieces)]
 
 
 def _needed(window: StepWindow, plan: Plan, count: int) -> str:
@@ -168,6 +210,13 @@ def _needed(window: StepWindow, plan: Plan, count: int) -> str:
         f"{WARMUP_STEPS[1] + plan.scored_steps[1]} steps are always enough"
     )
 
+
+TURNS = "turns"
+"""Where it was measured in turns with others: when each of its windows began, in Unix time, and how
+many steps that had."""
+
+_LEAST_TURN_STEPS = 2
+"""Steps of a window between others, at least."""
 
 _IN_ORDER = ("step_seconds", "phase_seconds", "parts", "waits_ms", "losses")
 """What a rank says of each step of a stretch."""

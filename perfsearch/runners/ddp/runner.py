@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 from perfsearch import knobs
 from perfsearch.config.options import build_options
 from perfsearch.core import hardware
-from perfsearch.core.errors import nearest
 from perfsearch.core.hardware import (
     Environment,
     GroupSpec,
@@ -19,12 +18,12 @@ from perfsearch.core.hardware import (
     threads_today,
 )
 from perfsearch.core.hints import Hints
-from perfsearch.core.knob import Configuration, Knob, Scope, Value
-from perfsearch.core.narrow import SEARCH, KnobError, expanded, narrow, on_device
+from perfsearch.core.knob import Configuration, Scope, Value
+from perfsearch.core.narrow import expanded, narrow, on_device
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Outcome, Trial
 from perfsearch.knobs import nccl
-from perfsearch.knobs.base import Job, Use, declare
+from perfsearch.knobs.base import Job, Use, applicable, declare
 from perfsearch.knobs.process import THREADS
 from perfsearch.knobs.starts import starts
 from perfsearch.runners._ranks import LanePools, group_spec, told_shares
@@ -116,7 +115,7 @@ class DDP(Runner, HoldsDevices, MeasuresBeside, TakesScripts):
         today = {THREADS.name: self._job.threads}
         today |= {r.name: r.default for r in knobs.of(Use.DDP) if r.name not in today}
         wanted = on_device(options.knobs, today, self._job.on_gpu)
-        settings, self.left_out = _applicable(wanted, declared, absent, today, environment)
+        settings, self.left_out = applicable(wanted, declared, absent, today, environment.numerics)
         searched, self.pinned = narrow(declared, settings, environment.numerics)
         rules = nccl.constraints([knob.name for knob in searched], self.pinned)
         self.space = Space(searched, rules)
@@ -195,36 +194,3 @@ class DDP(Runner, HoldsDevices, MeasuresBeside, TakesScripts):
 def _options(settings: Settings) -> DDP.Options:
     chosen = expanded(settings.runner.options, DDP.Options().knobs)
     return build_options(DDP.Options, chosen, "runner")
-
-
-def _applicable(
-    knobs: Mapping[str, Any],
-    declared: Sequence[Knob],
-    absent: Mapping[str, str],
-    today: Mapping[str, Value],
-    environment: Environment,
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Drop what is searched by default but cannot be here; refuse what was asked for expressly.
-
-    What is in force today can be asked for in any case.
-    """
-    by_name = {knob.name: knob for knob in declared}
-    settings: dict[str, Any] = {}
-    left_out: dict[str, str] = {}
-    for name, setting in knobs.items():
-        searched = isinstance(setting, str) and setting == SEARCH
-        if name in absent:
-            is_todays = not setting or setting == today.get(name)
-            if not (searched or is_todays):
-                raise KnobError(
-                    f"runner.knobs.{name}={setting}: {absent[name]}. Leave the key out."
-                )
-            left_out[name] = absent[name]
-        elif name not in by_name:
-            everything = {*by_name, *absent}
-            raise KnobError(f"runner.knobs.{name}: no such knob. {nearest(name, everything)}")
-        elif searched and by_name[name].numerics.rank > environment.numerics.rank:
-            left_out[name] = f"it is {by_name[name].numerics} and numerics={environment.numerics}"
-        else:
-            settings[name] = setting
-    return settings, left_out

@@ -55,7 +55,7 @@ class Fork(Launch):
 
     def forget(self) -> None:
         """Strike the group's directory; the process that it was forked from stays on record."""
-        self.preloaded.record()
+        self.preloaded.strike_directory()
 
     def start(
         self, directory: Path, environment: Mapping[str, str], log: Path, limit_s: float

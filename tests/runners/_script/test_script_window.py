@@ -19,7 +19,7 @@ from perfsearch.runners._script.window import (
     score,
     validation_lines,
 )
-from perfsearch.runners.base import Plan
+from perfsearch.runners.base import Plan, alone
 from perfsearch.workers.group import GroupGone
 
 
@@ -45,7 +45,7 @@ def test_a_script_that_ends_too_early_says_how_much_would_do():
         EndedError,
         match=r"made 64 steps.*settled and 60 of 5 ms.* 63 steps and .* s here; 68 steps",
     ):
-        score(group, Plan(1), start, time.monotonic() + 1.0, lambda facts: {})
+        alone(score(group, Plan(1), start, time.monotonic() + 1.0, lambda facts: {}))
 
 
 def of_a_window(step_seconds, aside):
@@ -81,7 +81,7 @@ def test_a_round_of_validation_on_any_rank_is_told(aside, said):
     group = Group(messages=[of_a_window(*rank) for rank in zip(ranks, aside, strict=True)])
     start = Start(Facts(), seconds=[0.1, 0.1, 0.1])
     plan = Plan(1, scored_seconds=0.8, scored_steps=(4, 4))
-    found = score(group, plan, start, time.monotonic() + 1.0, lambda facts: {})
+    found = alone(score(group, plan, start, time.monotonic() + 1.0, lambda facts: {}))
     assert found.step_seconds == [0.1, 0.9, 0.1, 0.2]
     assert found.samples_per_step == 32
     assert (found.discarded_steps, found.discarded_seconds) == (3, pytest.approx(0.3))
@@ -122,7 +122,7 @@ def test_a_script_that_ends_while_more_is_asked_for_has_been_measured(end):
     group = Stretches([[stall], more, [of_a_window([0.1, 0.9, 0.1], [])]])
     start = Start(Facts(), seconds=[0.1, 0.1, 0.1])
     plan = Plan(1, scored_seconds=0.4, scored_steps=(4, 4))
-    found = score(group, plan, start, time.monotonic() + 100.0, lambda facts: {})
+    found = alone(score(group, plan, start, time.monotonic() + 100.0, lambda facts: {}))
     if end is None:
         assert group.asked == [4, 4, 3] and not start.over
         assert found.step_seconds == [0.1, 0.9, 0.1, 0.1] * 2 + [0.1, 0.9, 0.1]
@@ -134,12 +134,75 @@ def test_a_script_that_ends_while_more_is_asked_for_has_been_measured(end):
         assert start.gone is isinstance(end, GroupGone)
 
 
+class InTurns(Group):
+    """A start that is measured in turns: steps of 0.1 s, until ``ends_after`` of them are made."""
+
+    def __init__(self, ends_after=1000):
+        super().__init__()
+        self.did, self.left = [], ends_after
+
+    def send(self, order):
+        self.did.append(order)
+
+    def receive(self, event, limit_s):
+        order = self.did[-1]
+        if order["op"] == "pause":
+            return [{"event": "paused", "step": 1}] * 2
+        if order["count"] > self.left:
+            return [{"event": "ended", "step": 9}] * 2
+        self.left -= order["count"]
+        return [of_a_window([0.1] * order["count"], [])] * 2
+
+
+def in_turns(group, **changes):
+    """Its measurement, and what is known of the start."""
+    start = Start(Facts(), seconds=[0.1, 0.1, 0.1])
+    plan = Plan(1, scored_steps=(8, 60), turn_seconds=0.25, **changes)
+    return score(group, plan, start, time.monotonic() + 100.0, lambda facts: {}), start
+
+
+def test_windows_in_turns_have_all_steps_and_are_held_between():
+    group = InTurns()
+    turns, start = in_turns(group, scored_seconds=1.1, look_steps=15)
+    found = alone(turns)
+    assert found.step_seconds == [0.1] * 15 and not start.over
+    ops = [order["op"] for order in group.did]
+    assert ops[::2] == ["pause"] * len(ops[::2]) and set(ops[1::2]) == {"score"}
+    assert ops[-1] == "pause", "it waits to be ended"
+    scored = [(order["first"], order["count"]) for order in group.did[1::2]]
+    assert scored == [(0, 2), (2, 2), (4, 2), (6, 2), (8, 3), (0, 2), (2, 2)]
+    assert [count for _, count in found.environment["turns"]] == [count for _, count in scored]
+    assert found.phases_ms["forward"] == pytest.approx(50)
+
+
+def test_it_goes_on_in_turns_for_as_long_as_others_need_it():
+    group = InTurns()
+    turns, _ = in_turns(group, scored_seconds=0.8)
+    enough = [next(turns)] + [turns.send(True) for _ in range(7)]
+    assert enough == [False] * 4 + [True] * 4
+    with pytest.raises(StopIteration) as end:
+        turns.send(False)
+    assert len(end.value.value.step_seconds) == 14
+
+
+def test_a_script_that_ends_in_turns_has_been_measured_after_its_first_stretch():
+    turns, _ = in_turns(InTurns(ends_after=7), scored_seconds=0.8)
+    with pytest.raises(EndedError, match="made 9 steps and ended"):
+        alone(turns)
+    turns, start = in_turns(InTurns(ends_after=12), scored_seconds=0.8, look_steps=16)
+    assert alone(turns).step_seconds == [0.1] * 12 and start.over
+
+
 def test_a_round_of_validation_in_the_last_step_does_not_shorten_the_window():
     group = Group(messages=[{"event": "ended", "step": 5}] * 2)
     start = Start(Facts(), seconds=[0.2, 0.01, 0.01, 0.9])
     with pytest.raises(EndedError):
-        score(group, Plan(1, scored_seconds=0.3), start, time.monotonic() + 1.0, lambda facts: {})
-    assert group.told == {"op": "score", "count": 30, "each": 3}
+        alone(
+            score(
+                group, Plan(1, scored_seconds=0.3), start, time.monotonic() + 1.0, lambda facts: {}
+            )
+        )
+    assert group.told == {"op": "score", "count": 30, "each": 3, "first": 0}
 
 
 @pytest.mark.parametrize(

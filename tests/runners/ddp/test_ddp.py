@@ -125,6 +125,15 @@ def test_what_is_in_force_today_can_be_pinned_where_it_is_the_only_value(tmp_pat
     assert made.left_out == {"omp_num_threads": only}
     with pytest.raises(KnobError, match=f"omp_num_threads=2: {only}"):
         runner(tmp_path, {"omp_num_threads": 2}, nproc=every_core)
+    with pytest.raises(KnobError, match=f"omp_num_threads=True: {only}"):
+        runner(tmp_path, {"omp_num_threads": True}, nproc=every_core)
+    for ranks in (1, every_core):
+        usual = runner(tmp_path, nproc=ranks)
+        today = {record.name: record.default for record in of(Use.DDP)}
+        today |= {name: knob.default for name, knob in usual.declared.items()}
+        for name, value in today.items():
+            made = runner(tmp_path, {name: value}, nproc=ranks)
+            assert name in made.pinned.keys() | made.left_out.keys()
 
 
 def test_default_space(tmp_path):

@@ -9,10 +9,13 @@ from hypothesis import strategies as some
 from support.zero_cases import make, trial
 from support.zero_facts import gpt_facts
 
+from perfsearch import knobs
 from perfsearch.core.knob import Numerics
 from perfsearch.core.narrow import KnobError
 from perfsearch.core.trial import Measurement, Status
 from perfsearch.knobs import batch as batches
+from perfsearch.knobs.base import Use
+from perfsearch.knobs.batch import ACCUMULATION
 from perfsearch.runners.zero.runner import Zero
 
 
@@ -95,6 +98,16 @@ def test_accumulation_may_be_asked_for_instead():
 def test_what_cannot_be_is_refused_before_anything_starts(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize("batch", ["fixed", "free"])
+@pytest.mark.parametrize("nproc", [1, 4])
+def test_what_is_in_force_today_can_be_pinned(nproc, batch):
+    today = {record.name: record.default for record in knobs.of(Use.ZERO)}
+    today |= {name: knob.default for name, knob in make(batch, nproc).declared.items()}
+    for name, value in today.items():
+        made = make(batch, nproc, knobs={name: value})
+        assert name in made.pinned.keys() | made.left_out.keys() or name == ACCUMULATION.name
 
 
 def test_knobs_matter_only_in_their_stages():
