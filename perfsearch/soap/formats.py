@@ -232,6 +232,9 @@ _OPS = 1
 _NAME, _DEVICE_TYPE, _DIMS, _DEVICE_IDS = 1, 2, 3, 4
 """Fields of FlexFlow's messages ``Strategy`` and ``Op``, by the numbers of its strategy.proto."""
 
+_LONGEST_SHIFT = 63
+"""Of the last byte of a number, which has ten at most."""
+
 
 def protobuf_entries(data: bytes) -> list[Entry] | None:
     """What a protobuf file of FlexFlow's says; ``None``: it is no such file.
@@ -260,8 +263,10 @@ def _message(data: bytes) -> Entry:
         elif number in found:
             found[number] += [value] if isinstance(value, int) else _varints(value)
     dims, ids = found[_DIMS], found[_DEVICE_IDS]
-    if not name or not dims or not all(1 <= degree <= _MOST_PARTS for degree in dims):
+    if not name or not 1 <= len(dims) <= _MOST_DIMENSIONS or min(dims) < 1:
         raise ValueError("an operator has a name and degrees")
+    if math.prod(dims) > _MOST_PARTS:
+        raise ValueError("an operator has no more parts than that")
     return Entry(name, tuple(reversed(dims)), tuple(ids or range(math.prod(dims))))
 
 
@@ -284,6 +289,8 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
     """A number of seven bits a byte, the lowest first, and where it ends."""
     value = shift = 0
     while data[place] & 0x80:
+        if shift == _LONGEST_SHIFT:
+            raise ValueError("longer than a number of 64 bits")
         value |= (data[place] & 0x7F) << shift
         place, shift = place + 1, shift + 7
     return value | data[place] << shift, place + 1

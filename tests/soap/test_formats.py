@@ -188,6 +188,19 @@ def messages():
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("Strategy"))()
 
 
+@pytest.mark.parametrize(
+    "dims", [[1024] * 8, [1] * 9, [0], [], [2**31 - 1]], ids=["all", "many", "zero", "none", "one"]
+)
+def test_a_protobuf_file_of_no_possible_parts_is_none(dims):
+    strategy = messages()
+    strategy.ops.add(name="a", device_type=0, dims=dims)
+    assert formats.protobuf_entries(strategy.SerializeToString()) is None
+
+
+def test_a_number_without_an_end_is_no_protobuf():
+    assert formats.protobuf_entries(b"\x0a" + b"\x80" * 2**20 + b"\x01") is None
+
+
 def test_flexflows_protobuf_is_read_as_its_text(tmp_path):
     problem = Problem(GRAPH, machine(), cost_of)
     for seed in range(5):
