@@ -185,6 +185,7 @@ _LAUNCHING = ("launch_bound",)
 _OPTIMIZER = ("optimizer_bound",)
 _COMMUNICATION = ("communication_bound",)
 _COMPUTING = ("compute_bound", "mostly_computing")
+_NEW_SHAPES = ("new_shapes",)
 _MEMORY = ("memory_pressure",)
 
 _BRIDGE = "Megatron-Bridge's performance guide"
@@ -438,6 +439,24 @@ ADVICE: tuple[Advice, ...] = (
         _COMPUTING, "lower precision (another result)", alters=Numerics.ALTERING,
         switch="torchao.float8", gain="1.25x tensorwise, 1.10x rowwise (8B, eight H100s)",
         trap="needs torch.compile; small hidden sizes gain nothing", source="torchao; torchtitan",
+    ),
+    # ------------------------------------------- lengths that were not met before
+    Advice(
+        _NEW_SHAPES, "use attention kernels that need no plan", knob=process.ATTENTION,
+        to="efficient", switch="torch.nn.attention.sdpa_kernel",
+        gain="2.2x and 2.8x, in two runs (BERT, batches of uneven length, H200: "
+        "benchmarks/results/scripts.md)",
+        trap="cuDNN's are faster where lengths come again", source="pytorch#188150",
+    ),
+    Advice(
+        _NEW_SHAPES, "use attention kernels that need no plan", knob=process.ATTENTION,
+        to="flash", switch="torch.nn.attention.sdpa_kernel",
+        trap="takes no mask", source="torch.nn.attention, documentation",
+    ),
+    Advice(
+        _NEW_SHAPES, "pad batches to a few lengths", alters=Numerics.REORDERED,
+        trap="padding to the largest length may cost more than it saves",
+        source="pytorch#188150; open-instruct#1445",
     ),
     # ------------------------------------------------------- where nothing is named
     Advice(

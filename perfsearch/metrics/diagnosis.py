@@ -148,6 +148,10 @@ class Facts:
         return f"{ms:.2f} ms of a {self.step_ms:.2f} ms step ({ms / self.step_ms:.0%})"
 
 
+MADE_AGAIN = "made_again_step_ms"
+"""Where a measurement's environment holds the milliseconds of a step when the first steps were made
+again, where that was faster."""
+
 CAUSES = "causes"
 """Where a measurement's environment holds what was found, for what is advised on it."""
 
@@ -363,6 +367,25 @@ def _optimizer(facts: Facts) -> Finding | None:
         "optimizer_bound",
         Severity.MODERATE,
         f"the optimizer takes {facts.said('optimizer')}",
+        share,
+    )
+
+
+_MOST_OF_IT = 0.5
+"""Part of the step that new shapes cost from which on it is severe."""
+
+
+def _new_shapes(facts: Facts) -> Finding | None:
+    """Steps that were faster when they were made again, as whoever measured them found out."""
+    again_ms = facts.measurement.environment.get(MADE_AGAIN)
+    if again_ms is None or again_ms >= facts.step_ms:
+        return None
+    share = 1 - again_ms / facts.step_ms
+    return Finding(
+        "new_shapes",
+        Severity.HIGH if share >= _MOST_OF_IT else Severity.MODERATE,
+        f"a step takes {facts.step_ms:.4g} ms, and {again_ms:.4g} ms when the same is made again "
+        f"({share:.0%} less), as where kernels are planned for each new shape",
         share,
     )
 
@@ -617,6 +640,7 @@ def uneven_steps(facts: Facts) -> Finding | None:
 _RULES: tuple[Callable[[Facts], Finding | None], ...] = (
     _memory,
     _quota,
+    _new_shapes,
     _input,
     _copy,
     straggler,

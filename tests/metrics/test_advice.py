@@ -132,6 +132,21 @@ def test_a_second_value_of_a_knob_is_tried_alone():
     assert [point["compile_mode"] for point in points] == ["default", "reduce-overhead"]
 
 
+def test_new_shapes_are_met_by_kernels_that_plan_nothing_and_by_nothing_that_compiles():
+    space = Space(
+        [
+            Knob("compile_mode", Kind.CATEGORICAL, "none", ("none", "default")),
+            Knob(
+                "attention_backend", Kind.CATEGORICAL, None, (None, "flash", "efficient", "cudnn")
+            ),
+        ]
+    )
+    today = {"compile_mode": "none", "attention_backend": None}
+    points = proposals({"new_shapes": []}, space, today)
+    assert [point["attention_backend"] for point in points] == ["efficient", "flash"]
+    assert {point["compile_mode"] for point in points} == {"none"}
+
+
 def test_a_turn_ends_where_the_values_end():
     today = {**TODAY, "dataloader_workers": 8, "prefetch_factor": 8}
     assert proposals(LOADING, SPACE, today) == []

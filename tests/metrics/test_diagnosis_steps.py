@@ -6,7 +6,7 @@ import pytest
 from support.diagnosis_jobs import names
 
 from perfsearch.core.trial import Measurement
-from perfsearch.metrics.diagnosis import Severity, diagnose
+from perfsearch.metrics.diagnosis import MADE_AGAIN, Severity, diagnose
 from perfsearch.metrics.slow_steps import slow_steps
 from perfsearch.metrics.thresholds import Thresholds
 
@@ -68,3 +68,17 @@ def test_of_many_kinds_of_slow_steps_the_costliest_are_described():
     (told,) = [f.evidence for f in diagnose(measured) if f.name == "uneven_steps"]
     assert told.startswith("2 of 100 steps take 3 ms longer (30% of the time") and "(10% of" in told
     assert told.endswith("; 2 other kinds of slow steps take 7% of the time")
+
+
+@pytest.mark.parametrize(
+    ("again_ms", "severity"), [(10.0, Severity.HIGH), (80.0, Severity.MODERATE)]
+)
+def test_steps_that_are_faster_when_made_again_are_told_first(again_ms, severity):
+    measured = with_long_steps(0, 1.0)
+    measured.environment[MADE_AGAIN] = again_ms
+    first = diagnose(measured)[0]
+    assert (first.name, first.severity) == ("new_shapes", severity)
+    assert first.share == pytest.approx(1 - again_ms / 100)
+    assert f"a step takes 100 ms, and {again_ms:.4g} ms when the same is made again" in str(first)
+    measured.environment[MADE_AGAIN] = 100.0
+    assert "new_shapes" not in names(measured)

@@ -48,17 +48,13 @@ from perfsearch.knobs.process import THREADS, THREADS_VARIABLE
 from perfsearch.knobs.script import ScriptJob, declare
 from perfsearch.knobs.transport import Mapped, current, gather
 from perfsearch.knobs.zero import BLOCKS_PER_UNIT, MIXED_PRECISION, RESHARD_GROUP, SYNC_EACH
+from perfsearch.metrics.diagnosis import MADE_AGAIN
 from perfsearch.runners._ranks import told_shares
 from perfsearch.runners._script import export, window
 from perfsearch.runners._script.group import EndedError
 from perfsearch.runners._script.start import Runs
 from perfsearch.runners._script.ways import Finder, Way
-from perfsearch.runners._script.window import (
-    MADE_AGAIN,
-    Start,
-    made_again_lines,
-    validation_lines,
-)
+from perfsearch.runners._script.window import Start, made_again_lines, validation_lines
 from perfsearch.runners.base import (
     Advises,
     ClosingLines,

@@ -28,6 +28,7 @@ from perfsearch.knobs.ddp import FIND_UNUSED
 from perfsearch.knobs.model import is_compiled
 from perfsearch.knobs.transport import Mapped
 from perfsearch.metrics.bounds import LOADING_ALONE
+from perfsearch.metrics.diagnosis import MADE_AGAIN
 from perfsearch.metrics.slow_steps import SLOW_STEPS, merge_ranks, slow_steps
 from perfsearch.runners._script.group import EndedError, ScriptGroup
 from perfsearch.runners.base import Plan, Turns
@@ -476,10 +477,6 @@ def are_faster_again(first: Measurement, again: Measurement) -> bool:
     faster = sum(a > _FASTER * b for a, b in pairs)
     slower = sum(b > _FASTER * a for a, b in pairs)
     return faster - slower > _SURELY * math.sqrt(faster + slower)
-
-
-MADE_AGAIN = "made_again_step_ms"
-"""Milliseconds of a step when the baseline's first steps were made again, where that was faster."""
 
 
 def made_again_lines(trials: Sequence[Trial]) -> list[str]:

@@ -10,9 +10,9 @@ from perfsearch.core.hardware import Environment
 from perfsearch.core.objective import Limits
 from perfsearch.core.steps import read_window
 from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.metrics.diagnosis import MADE_AGAIN
 from perfsearch.pipeline.session import with_look
 from perfsearch.runners._script.runner import Script
-from perfsearch.runners._script.window import MADE_AGAIN
 from perfsearch.runners.base import Plan
 
 pytestmark = pytest.mark.slow
