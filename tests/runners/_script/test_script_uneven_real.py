@@ -69,7 +69,11 @@ def test_where_steps_are_faster_when_made_again_each_configuration_gets_a_new_st
 ):
     """Each new length has a plan made for it, which the running script keeps."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # with more, other work makes steps longer by far
-    options = Script.Options((str(SCRIPTS / "uneven_lengths.py"),))
+    text = (SCRIPTS / "uneven_lengths.py").read_text()
+    assert "time.sleep(0.05)" in text  # as long as a step, where other work takes the processors
+    script = tmp_path / "uneven_lengths.py"
+    script.write_text(text.replace("time.sleep(0.05)", "time.sleep(0.3)"))
+    options = Script.Options((str(script),))
     environment = Environment(tmp_path, nproc=1, limits=Limits(120, 120, 5))
     runner = Script("cpu", {"optimizer_implementation": "search"}, options, environment)
     try:
