@@ -459,6 +459,9 @@ def validation_lines(trials: Sequence[Trial]) -> list[str]:
 _FASTER = 1.5
 """A step that takes so many times longer than when it was made again was another one."""
 
+_MATTERS = 0.25
+"""Part of the mean step by which it must take longer: short ones differ by any factor by chance."""
+
 _SURELY = 2.5
 """Standard errors by which more steps must be faster again than slower."""
 
@@ -474,8 +477,9 @@ def are_faster_again(first: Measurement, again: Measurement) -> bool:
     before = dict(enumerate(first.step_seconds, first.discarded_steps))
     after = dict(enumerate(again.step_seconds, again.discarded_steps + 1))
     pairs = [(before[step], after[step]) for step in before.keys() & after.keys()]
-    faster = sum(a > _FASTER * b for a, b in pairs)
-    slower = sum(b > _FASTER * a for a, b in pairs)
+    least_s = _MATTERS * statistics.fmean(first.step_seconds)
+    faster = sum(a > max(_FASTER * b, b + least_s) for a, b in pairs)
+    slower = sum(b > max(_FASTER * a, a + least_s) for a, b in pairs)
     return faster - slower > _SURELY * math.sqrt(faster + slower)
 
 

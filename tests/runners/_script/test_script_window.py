@@ -230,6 +230,9 @@ def test_what_kept_a_trace_from_being_made_is_told(messages, says):
         ([5, 1, 5, 1, 5, 1, 5, 1, 5, 1, 5, 1, 5, 1, 5, 1], [1, 5] * 8, False),  # other work
         ([5, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 16, False),  # too few
         ([1.2] * 16, [1] * 16, False),
+        # planned in every other step, and short steps that are longer or shorter by chance
+        ([5, 0.1, 5, 0.1] * 4, [0.1, 0.3] * 8, True),
+        ([5, 0.3, 0.3, 0.3] * 4, [5, 0.1, 0.1, 0.1] * 4, False),
     ],
 )
 def test_steps_are_faster_again_where_that_is_no_chance(first, again, faster):
