@@ -189,6 +189,6 @@ with processes.ending_with_controller(other.pid, started):
 
 
 def test_who_has_no_descriptor_left_still_watches_the_controller():
-    """Found by benchmarks/soak.py (ddp 799609893): the thread that watches ended by an exception."""
+    """Found by benchmarks/soak.py (ddp 799609893): the watching thread ended by an exception."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_DESCRIPTORS], check=False, timeout=120)
     assert done.returncode == processes.EXIT_ORPHANED
