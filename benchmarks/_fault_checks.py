@@ -15,7 +15,7 @@ import psutil
 
 from perfsearch.core.journal import read
 from perfsearch.core.trial import Status
-from perfsearch.tracking.names import mlflow_status
+from perfsearch.tracking.names import mlflow_status, mlflow_status_of_search
 from perfsearch.workers import processes
 
 MARK = "PERFSEARCH_FAULT_MARK"
@@ -128,7 +128,7 @@ def check_view(run_dir: Path, database: Path, exit_code: int, found: Findings) -
         if status == "RUNNING":
             found.running_runs.append(f"{role} {trial or ''} is RUNNING in MLflow")
     of_search = [status for _, status, role, _ in runs if role == "search"]
-    wanted = "FINISHED" if exit_code == 0 else "FAILED"
+    wanted = mlflow_status_of_search(exit_code)
     if of_search != [wanted]:
         found.other.append(f"the search's runs in MLflow are {of_search}, not one {wanted}")
     shown: dict[int, list[tuple[str, str]]] = {}

@@ -28,7 +28,8 @@ the others are compared with. Each is one of:
 
 _EPILOG = """\
 Exit: 0 faster, 4 no difference shown, 5 slower, 6 not the same computation; 1 one of them does not
-run, 2 bad input, 129, 130 and 143 for SIGHUP, SIGINT and SIGTERM. Of several the best decides.
+run, 2 bad input, 3 no more files, memory or disk, 129, 130 and 143 for SIGHUP, SIGINT and SIGTERM.
+Of several the best decides.
 """
 
 

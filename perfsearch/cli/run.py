@@ -16,7 +16,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from perfsearch.cli.terminal import open_standard_streams, require_current_directory
+from perfsearch.cli.terminal import (
+    open_standard_streams,
+    require_current_directory,
+    told,
+)
 from perfsearch.core import command
 from perfsearch.core.command import Command, carried_out
 from perfsearch.core.docstrings import attribute_help
@@ -52,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_standard_streams()
     let_warnings_be_warnings()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("--help", "-h"):
-        print(own_parser().format_help(), end="")
-        return ExitCode.DONE if arguments else ExitCode.BAD_INPUT
-    if arguments[0] == "--version":
-        print(f"perfsearch {version()}")
-        return ExitCode.DONE
     try:
+        if not arguments or arguments[0] in ("--help", "-h"):
+            print(own_parser().format_help(), end="", flush=True)
+            return ExitCode.DONE if arguments else ExitCode.BAD_INPUT
+        if arguments[0] == "--version":
+            print(f"perfsearch {version()}")
+            return ExitCode.DONE
         require_current_directory()
         asked = split(arguments)
         check(asked)
@@ -66,9 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             maps_of(asked)  # what is wrong with them is told before anything is composed
             return int(search(asked))
         return start(asked)
-    except BadInputError as error:
-        print(f"perfsearch-run: {error}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
+    except Exception as error:
+        code = told("perfsearch-run", error)
+        if code is None:
+            raise
+        return code
 
 
 def check(asked: RunArguments) -> None:

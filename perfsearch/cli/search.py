@@ -24,12 +24,14 @@ from perfsearch.cli.terminal import (
     open_standard_streams,
     require_current_directory,
     require_supported_python,
+    told,
     write_nowhere,
 )
 from perfsearch.config.compose import CONFIG_MODULE, VERSION_BASE, merged, open_keys, plain
 from perfsearch.config.messages import explain
 from perfsearch.config.options import leaves, show
 from perfsearch.config.schema import Settings, validate
+from perfsearch.core import shortage
 from perfsearch.core.command import Command, carried_out
 from perfsearch.core.errors import BadInputError, nearest
 from perfsearch.core.python import let_warnings_be_warnings
@@ -81,6 +83,11 @@ def main(argv: Sequence[str] | None = None, given: Mapping[str, Any] | None = No
     except BrokenPipeError:
         write_nowhere()
         return _SIGPIPE
+    except OSError as error:
+        ended = told("perfsearch", error)
+        if ended is None:
+            raise
+        return ended
 
 
 def _command(words: Sequence[str]) -> Command:
@@ -91,9 +98,10 @@ def _command(words: Sequence[str]) -> Command:
 
 def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
     word = next((word for word in arguments[:1] if word in COMMANDS), "")
-    if not word and _answered(arguments):
-        return ExitCode.DONE
+    named = f"perfsearch {word}".rstrip()
     try:
+        if not word and _answered(arguments):
+            return ExitCode.DONE
         require_supported_python()
         require_current_directory()
         with interruptible():
@@ -102,9 +110,11 @@ def _main(arguments: list[str], given: Mapping[str, Any]) -> int:
             return with_settings(arguments, given, Searches())
     except Interrupted as interrupted:
         return interrupted.exit_code
-    except BadInputError as error:
-        print(f"{f'perfsearch {word}'.rstrip()}: {error}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
+    except Exception as error:
+        code = told(named, error)
+        if code is None:
+            raise
+        return code
 
 
 def _answered(arguments: list[str]) -> bool:
@@ -156,6 +166,8 @@ def with_settings(arguments: Sequence[str], given: Mapping[str, Any], act: Act) 
     except JobFailedError as failed:
         job.exit_codes.append(failed.exit_code)
     except Exception as error:
+        if shortage.remedy(error):
+            raise
         from perfsearch.runners import why_no_knobs
 
         message = explain(error, lambda: nearest_configuration(flags), why_no_knobs)
@@ -268,17 +280,16 @@ def _exit_code(config: Any, given: Mapping[str, Any], act: Act) -> int:
         except BadInputError:
             raise
         except Exception as error:
-            message = explain(error, dict)
+            message = None if shortage.remedy(error) else explain(error, dict)
             if message is None:
                 raise
             raise BadInputError(message) from error
         return act(settings)
-    except BadInputError as error:
-        print(f"perfsearch: {error}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-    except Exception:
-        traceback.print_exc()
-        return ExitCode.NO_TRIAL_SUCCEEDED
+    except Exception as error:
+        code = told("perfsearch", error)
+        if code is None:
+            traceback.print_exc()
+        return ExitCode.NO_TRIAL_SUCCEEDED if code is None else code
 
 
 # -----------------------------------------------------------------------------

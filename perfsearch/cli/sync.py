@@ -12,7 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perfsearch.cli.terminal import open_standard_streams, require_current_directory
+from perfsearch.cli.terminal import (
+    open_standard_streams,
+    require_current_directory,
+    told,
+)
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.journal import JOURNAL, Event, legible, read
 from perfsearch.core.python import let_warnings_be_warnings
@@ -22,11 +26,11 @@ from perfsearch.pipeline.resume import LockError, run_directory_lock
 from perfsearch.tracking.location import how_to_open, is_elsewhere, locate, without_credentials
 from perfsearch.tracking.store import Store, shown
 
-EXIT_DONE, EXIT_STORE_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+EXIT_DONE, EXIT_STORE_FAILED = 0, 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``perfsearch-sync``: 0 done, 1 the store failed, 2 bad input."""
+    """Command line of ``perfsearch-sync``: 0 done, 1 the store failed, 2 bad input, 3 as others."""
     open_standard_streams()
     let_warnings_be_warnings()
     parser = argparse.ArgumentParser(
@@ -47,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not uri:
                 raise SyncError("--uri env: MLFLOW_TRACKING_URI is not set.")
         store = rebuild(options.run_dir, uri)
-    except (SyncError, BadInputError) as error:
-        print(f"perfsearch-sync: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
     except Exception as error:  # the store's own exceptions have no common base
+        code = told("perfsearch-sync", error)
+        if code is not None:
+            return code
         where = without_credentials(uri) if uri else "the search's store"
         print(
             f"perfsearch-sync: writing to {where} failed: {type(error).__name__}: {error}. "
@@ -67,7 +71,7 @@ def _warn(text: str) -> None:
     print(f"perfsearch-sync: {text}", file=sys.stderr)
 
 
-class SyncError(ValueError):
+class SyncError(BadInputError):
     """A run directory that cannot be uploaded; the message says why and what to do."""
 
 

@@ -7,10 +7,12 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO, cast
 
-from perfsearch.core.errors import BadInputError
+from perfsearch.core import shortage
+from perfsearch.core.errors import BadInputError, printable
+from perfsearch.core.signals import ExitCode
 
 
 def open_standard_streams() -> None:
@@ -58,6 +60,35 @@ def require_supported_python() -> None:
         raise BadInputError(
             f"Python {found}: Hydra 1.3 does not run on it. Use Python 3.11, 3.12 or 3.13."
         )
+
+
+def told(command: str, error: Exception) -> ExitCode | None:
+    """Say in one line what ended a command, where that is no bug of ours; its exit code.
+
+    Args:
+        command: the words by which it was called, such as ``perfsearch compare``.
+        error: what ended it; ``None`` is returned for one that shows its traceback.
+
+    """
+    if shortage.remedy(error):
+        line = f"{command}: {shortage.told(error)}, then give the same command again."
+        code = OUT_OF_RESOURCES
+    elif isinstance(error, BadInputError):
+        line, code = f"{command}: {error}", ExitCode.BAD_INPUT
+    else:
+        return None
+    with suppress(OSError):  # the terminal is gone as well
+        print(printable(line), file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # it is the output that there is no room for
+        with suppress(OSError):
+            write_nowhere()
+    return code
+
+
+OUT_OF_RESOURCES = ExitCode.CIRCUIT_BREAKER
+"""Exit code of a command that the machine had no more files, memory, disk or processes for."""
 
 
 def flush_output() -> None:

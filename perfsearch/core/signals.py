@@ -33,6 +33,15 @@ class ExitCode(IntEnum):
     SIGTERM = 143
 
 
+VERDICTS = (
+    ExitCode.DONE,
+    ExitCode.NO_DIFFERENCE,
+    ExitCode.SLOWER,
+    ExitCode.OTHER_COMPUTATION,
+)
+"""Exit codes of searches and comparisons that came to an answer, whichever it is."""
+
+
 class Interrupted(BaseException):
     """SIGHUP, SIGINT or SIGTERM reached the command; raised once, in the main thread.
 

@@ -35,7 +35,7 @@ from perfsearch.instrument.patching import (
 from perfsearch.instrument.report import lines
 from perfsearch.instrument.seeds import seed_process
 from perfsearch.workers.log import report_error, switch_log
-from perfsearch.workers.messages import Channel, Place
+from perfsearch.workers.messages import Channel, Place, keep_worker_sockets
 from perfsearch.workers.processes import started_at, watch_controller
 from perfsearch.workers.stack_dumps import answer_stack_requests
 
@@ -223,6 +223,7 @@ def run_in_search(config: LaunchConfig) -> int:
     """Run the script until the controller has seen enough of it; return the exit code."""
     rank = int(os.environ.get("RANK", "0"))  # without one it is a process by itself
     switch_log(config.log_directory, rank)
+    after_import("multiprocessing.process", lambda module: keep_worker_sockets(config.directory))
     answer_stack_requests(config.directory, rank)
     place, directory = Place.read(config.directory), Path(config.directory)
     spare = [place.forked_from]

@@ -41,7 +41,7 @@ from perfsearch.pipeline.session import (
 from perfsearch.pipeline.turns import measure_in_turns
 from perfsearch.runners._arms import ARM, Arms
 from perfsearch.strategies._nothing import Nothing
-from perfsearch.tracking import export
+from perfsearch.tracking import export, names
 
 _TURNS = 11
 """Tells the draws of orders of windows from others by the same seed."""
@@ -283,7 +283,7 @@ class _Comparison(Course):
         session.view.note(result.verdict.reason)
         for file in [*files, run_dir / "report.html"]:
             session.view.note(f"  {file}")
-        session.tracker.close("FINISHED")
+        session.tracker.close(names.mlflow_status_of_search(result.exit_code))
         session.view.note(session.tracker.how_to_open())
 
     def interrupted(self, session: Session) -> None:

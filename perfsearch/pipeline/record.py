@@ -71,7 +71,7 @@ def close_record(session: Session, result: Result) -> None:
     name_changed_files(session)
     if searched:
         session.view.result(_rows(session, result.verdict))
-    session.tracker.close("FINISHED" if result.exit_code == 0 else "FAILED")
+    session.tracker.close(names.mlflow_status_of_search(result.exit_code))
     session.view.card(cards.closing(session, result, files, session.tracker.how_to_open()))
 
 

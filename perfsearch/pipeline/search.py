@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import os
 import time
@@ -21,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from perfsearch import runners, strategies
 from perfsearch.config.options import ConfigError, build_options
 from perfsearch.config.schema import Settings, default_run_dir
-from perfsearch.core import command
-from perfsearch.core.errors import BadInputError, NodesGoneError
+from perfsearch.core import command, shortage
+from perfsearch.core.errors import BadInputError
 from perfsearch.core.extras import how_to_install
 from perfsearch.core.figures import show_path
 from perfsearch.core.files import make_private, temporary_directory, why_not_writable
 from perfsearch.core.hardware import occupants
 from perfsearch.core.hints import Hints
-from perfsearch.core.journal import JOURNAL, JournalWriteError
+from perfsearch.core.journal import JOURNAL
 from perfsearch.core.narrow import is_auto
 from perfsearch.core.objective import REWARDS_LESS, Metric
 from perfsearch.core.signals import ExitCode, deferred
@@ -381,7 +380,7 @@ def search(
         try:
             session = _open(stack, settings, runner, strategy_factory, view, tracker_factory)
         except Exception as error:
-            if not _lacking(error):
+            if not shortage.remedy(error):
                 raise
             view.warning(_how_to_go_on(error))
             directory = settings.run_dir or default_run_dir(settings)
@@ -403,7 +402,7 @@ def search(
                 record.name_changed_files(session)
                 session.tracker.close("FAILED")
                 raise
-            if not _lacking(error):
+            if not shortage.remedy(error):
                 course.interrupted(session)
                 raise
             view.warning(_how_to_go_on(error))
@@ -519,39 +518,8 @@ def _close(part: Runner | Strategy) -> None:
         part.close()
 
 
-def _lacking(error: BaseException) -> str:
-    """What to do where the machine has no more of something; empty for any other error.
-
-    Nothing is wrong with the search then, and its journal is as good as before.
-    """
-    if isinstance(error, JournalWriteError):
-        return _OF_JOURNAL.get(error.errno, _FREE_SPACE)
-    if isinstance(error, NodesGoneError):
-        return "Have every node there"
-    if isinstance(error, MemoryError):
-        return "There is no memory left: end other processes, or raise the limit (ulimit -v)"
-    number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        number = errno.EAGAIN
-    return _REMEDIES.get(number, "")
-
-
-_FREE_SPACE = "Free some space"
-
-
 def _how_to_go_on(error: BaseException) -> str:
-    words = str(error) or type(error).__name__
-    return f"{words}. {_lacking(error)}, then give the same command to go on."
-
-
-_OF_JOURNAL: dict[int | None, str] = dict.fromkeys(
-    (errno.ENOENT, errno.ENOTDIR), "Put the directory back where it was, if it is not gone"
-)
-_REMEDIES: dict[int | None, str] = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO), _FREE_SPACE),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n)"),
-    errno.EAGAIN: "End other processes, or raise the limit of processes (ulimit -u)",
-}
+    return f"{shortage.told(error)}, then give the same command to go on."
 
 
 # -----------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from perfsearch.pipeline.session import BASELINE, BreakerError, Result, Session,
 from perfsearch.pipeline.session_socket import DIRECTORY, SessionSocket
 from perfsearch.runners.base import ClosingLines, Runner
 from perfsearch.strategies._nothing import Nothing
-from perfsearch.tracking import export
+from perfsearch.tracking import export, names
 
 SCHEMA = 1
 """Version of an answer, under ``schema``."""
@@ -276,7 +276,7 @@ class Tries(Course):
         record.name_changed_files(session)
         session.view.note(f"session ended: {result.reason}; {result.verdict.reason}")
         session.view.note(f"  {session.run_dir / 'report.html'}")
-        session.tracker.close("FAILED" if result.exit_code else "FINISHED")
+        session.tracker.close(names.mlflow_status_of_search(result.exit_code))
         session.view.note(session.tracker.how_to_open())
 
     def interrupted(self, session: Session) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from perfsearch.core.figures import show_value
 from perfsearch.core.knob import Configuration, Kind, Knob, Value, same_value
+from perfsearch.core.signals import VERDICTS
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
 from perfsearch.metrics.diagnosis import diagnose
 from perfsearch.metrics.throughput import mfu_of, step_time_summary
@@ -312,6 +313,11 @@ def mlflow_status(status: Status) -> str:
     if status in (Status.OK, Status.PRUNED):
         return "FINISHED"
     return "KILLED" if status is Status.INTERRUPTED else "FAILED"
+
+
+def mlflow_status_of_search(exit_code: int) -> str:
+    """MLflow's status of a search's run: FINISHED where it came to an answer, whichever it is."""
+    return "FINISHED" if exit_code in VERDICTS else "FAILED"
 
 
 def digest(trial: Trial) -> str:

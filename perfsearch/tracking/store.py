@@ -101,7 +101,7 @@ class Store:
                 self.system_series(self.run_dir / SYSTEM_SERIES)
             self.artifacts([self.run_dir / name for name in data["files"]])
         elif event.name == "ended":
-            self.finish("FINISHED" if data["exit_code"] == 0 else "FAILED", time_ms)
+            self.finish(names.mlflow_status_of_search(data["exit_code"]), time_ms)
 
     def alive(self) -> bool:
         """Whether the store answers, found out without MLflow's long retries."""

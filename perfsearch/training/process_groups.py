@@ -174,6 +174,10 @@ class AbortWatch:
 
     def _loop(self) -> None:
         while not self._done.wait(_ABORT_POLL_S):
-            if self._store.check([self._key]):
+            try:
+                failed = self._store.check([self._key])
+            except RuntimeError:  # such as no descriptor left, of which there may be some again
+                continue
+            if failed:
                 self._on_abort()
                 return

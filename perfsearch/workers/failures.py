@@ -304,6 +304,8 @@ def _of_end(end: ProcessEnd, evidence: Evidence) -> Failure:
     if _matches(_USED_UP, last_words(tail)):  # to write down why takes a descriptor, too
         reason = f"rank {end.rank} ended{last_words(tail)}"
         return Failure(Status.INFRASTRUCTURE, reason, end.rank)
+    if end.exit_code in _SIGABRT and (uncaught := _uncaught(tail)):
+        return _of_uncaught(end, uncaught)
     if end.exit_code >= 0:
         if is_oom(tail):
             line = one_line(_line_of(tail, _OOM))
@@ -321,8 +323,29 @@ def _of_end(end: ProcessEnd, evidence: Evidence) -> Failure:
     return Failure(Status.CRASH, f"rank {end.rank} died of {name}", end.rank)
 
 
+_TERMINATED = re.compile(r"^terminate called after throwing.*\n\s*what\(\):\s*(.+)$", re.MULTILINE)
+"""What the C++ runtime prints of an exception that nobody caught, before it aborts."""
+
+
+def _uncaught(tail: str) -> str:
+    """The exception of C++ that a rank was aborted for; empty: it was not."""
+    found = _TERMINATED.findall(tail)
+    return one_line(found[-1]) if found else ""
+
+
+def _of_uncaught(end: ProcessEnd, uncaught: str) -> Failure:
+    reason = f"rank {end.rank} died of SIGABRT: {uncaught}"
+    if is_oom(uncaught):
+        return Failure(Status.OOM, reason, end.rank)
+    kind = Status.INFRASTRUCTURE if _matches(_INFRASTRUCTURE, uncaught) else Status.CRASH
+    return Failure(kind, reason, end.rank)
+
+
 _SIGKILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of what the kernel has ended, by itself or below a shell."""
+
+_SIGABRT = (-signal.SIGABRT, 128 + signal.SIGABRT)
+"""Exit codes of what has aborted, by itself or below a shell."""
 
 
 def _oom_killer(evidence: Evidence) -> str:

@@ -29,6 +29,7 @@ from perfsearch.workers.messages import (
     TORCH_LOGS,
     Place,
     Startup,
+    keep_worker_sockets,
 )
 from perfsearch.workers.processes import (
     EXIT_ORPHANED,
@@ -108,6 +109,7 @@ def _become(request: Request, run: Callable[[Request], int]) -> NoReturn:
         log = private(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
+        keep_worker_sockets(request["directory"])
         _end_with_owner(Path(request["directory"]))
         code = run(request)
     finally:

@@ -45,7 +45,6 @@ from perfsearch.workers.messages import (
     TrialRequest,
     rank_error_file,
     rank_log,
-    short_temporary_directory,
     socket_directory,
 )
 from perfsearch.workers.preload import LauncherGone
@@ -197,8 +196,7 @@ class RankGroup(ABC):
         """Start the group, and wait until somebody has connected to each socket.
 
         Args:
-            environment: of its processes, given the group's directory; their mark is added, and a
-                short way to their temporary files.
+            environment: of its processes, given the group's directory; their mark is added.
             sockets: names in that directory.
 
         Returns:
@@ -220,7 +218,6 @@ class RankGroup(ABC):
         try:
             self._place(directory).write(directory)
             marked = {**environment(directory), TOKEN_VARIABLE: self.token}
-            marked.update(short_temporary_directory(marked, directory))
             self.process = self._launch.start(directory, marked, self.launcher_log, limit_s)
             for listener in listeners:
                 left = max(0.0, deadline - time.monotonic())

@@ -36,7 +36,6 @@ from perfsearch.workers.messages import (
     ChannelClosed,
     Message,
     Place,
-    short_temporary_directory,
     socket_directory,
 )
 from perfsearch.workers.preload import ForkedLauncher, LauncherGone, Preloaded, early_variables
@@ -241,7 +240,6 @@ class Member:
             **interface_variables(named or interface_with(address), bool(named)),
             TOKEN_VARIABLE: preloaded.token,
         }
-        environment.update(short_temporary_directory(environment, own))
         more = {} if message["arguments"] is None else {"arguments": message["arguments"]}
         share.begin(preloaded, environment, log, float(message["limit_s"]), more)
 

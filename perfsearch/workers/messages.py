@@ -213,41 +213,36 @@ def trace_file(directory: str | Path, rank: int) -> Path:
 # -----------------------------------------------------------------------------
 # JSON lines over a Unix socket that only the same user can reach.
 
-_MAX_DIRECTORY = 70  # a Unix socket's path holds about 100 characters
 LONGEST_SOCKET = 107
-"""Characters that a Unix socket's path may have on Linux."""
+"""Bytes that a Unix socket's path may have on Linux."""
 
-TEMPORARY = ("TMPDIR", "TEMP", "TMP")
-"""Variables that name the place of temporary files, in the order in which they are looked for."""
-
-_LOADER_SOCKET = len("/pymp-12345678/listener-12345678")  # multiprocessing's, to hand over tensors
+_WORKER_SOCKET = len("/perfsearch-12345678/listener-12345678")  # the longest in such a directory
 
 
 def socket_directory() -> Path:
     """A new directory of this user's own, whose path is short enough for sockets in it."""
     base = tempfile.gettempdir()
-    base = base if len(base) < _MAX_DIRECTORY else "/tmp"
-    return make_temporary_directory(base)
+    fits = len(os.fsencode(base)) <= LONGEST_SOCKET - _WORKER_SOCKET
+    return make_temporary_directory(base if fits else "/tmp")
 
 
-def short_temporary_directory(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """What to set for processes that could have no sockets among their temporary files; else empty.
+def keep_worker_sockets(directory: str | Path) -> None:
+    """Have ``multiprocessing`` make its sockets in a group's directory, with which they go.
 
-    The worker processes of a ``DataLoader`` hand their batches over by such sockets, and where one
-    cannot be made, whoever waits for a batch waits for ever. A link leads to the same place.
+    The worker processes of a ``DataLoader`` hand their batches over by such sockets. By default
+    they are in a directory among the temporary files, which stays behind where its process is
+    killed, and where the path is too long, whoever waits for a batch waits for ever. Children of
+    this process have it so, too, forked or spawned. Users' files stay where ``TMPDIR`` says.
 
     Args:
-        environment: of the processes.
-        directory: from ``socket_directory``, where the link is made, and goes with it.
+        directory: from ``socket_directory``.
 
     """
-    given = (environment.get(name) for name in TEMPORARY)
-    base = os.path.abspath(next((path for path in given if path and os.path.isdir(path)), "/"))
-    if len(os.fsencode(base)) <= LONGEST_SOCKET - _LOADER_SOCKET:
-        return {}
-    link = directory / "tmp"
-    link.symlink_to(base)
-    return dict.fromkeys(TEMPORARY, str(link))
+    from multiprocessing import process
+
+    # what util.get_temp_dir looks at first; there is no public way
+    config: dict[str, Any] = getattr(process.current_process(), "_config")  # noqa: B009
+    config["tempdir"] = str(directory)
 
 
 class ChannelClosed(ConnectionError):

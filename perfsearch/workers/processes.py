@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -31,21 +32,42 @@ def started_at(pid: int) -> float:
 
     Raises:
         psutil.NoSuchProcess: there is none.
+        OSError: this process has no descriptor or memory left to look.
 
     """
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
         return float(after_name.split()[_START_TIME_FIELD])
-    except (OSError, IndexError):
+    except (OSError, IndexError) as error:
+        if isinstance(error, OSError) and error.errno in _CANNOT_LOOK:
+            raise  # psutil's number is another one
         return float(psutil.Process(pid).create_time())
 
 
+_CANNOT_LOOK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
 def is_alive(pid: int, started: float) -> bool:
-    """Whether the process that had ``pid`` when it was started at ``started`` still runs."""
+    """Whether the process that had ``pid`` when it was started at ``started`` still runs.
+
+    Where this process has no descriptor left to look closer, any process of that pid counts:
+    whoever watches another goes on watching.
+    """
     try:
         return started_at(pid) == started and not _is_zombie(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return False
+    except OSError:
+        return _is_there(pid)
+
+
+def _is_there(pid: int) -> bool:
+    """Whether some process has the number ``pid``, which takes no descriptor to tell."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno == errno.EPERM
+    return True
 
 
 def exit_code(pid: int, started: float) -> int | None:

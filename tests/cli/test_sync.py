@@ -133,6 +133,15 @@ def test_a_resumed_search_that_was_killed_has_no_end(store):
     assert store.search().data.metrics["search/speedup"] == 3.0
 
 
+def test_a_comparison_without_a_difference_is_finished(store):
+    """Found by benchmarks/soak.py: FAILED once it was uploaded."""
+    search = Search(store, uri=f"http://127.0.0.1:{free_port()}")
+    search.tracker.close(timeout_s=0.1)
+    search.journal.append("ended", exit_code=4, reason="no difference shown")
+    assert sync.main([str(search.run_dir), "--uri", store.uri]) == 0
+    assert store.search().info.status == "FINISHED"
+
+
 def test_a_search_without_a_trial_that_succeeded_has_failed(store):
     search = Search(store, uri=f"http://127.0.0.1:{free_port()}")
     search.tracker.close("FAILED", timeout_s=0.1)

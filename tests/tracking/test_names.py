@@ -6,6 +6,7 @@ import pytest
 from support.search_runs import measurement, trial
 
 from perfsearch.core.knob import Kind, Knob
+from perfsearch.core.signals import ExitCode
 from perfsearch.core.trial import Status
 from perfsearch.tracking import names
 
@@ -95,6 +96,17 @@ def test_statuses_map_as_the_interface_says(status):
     """optuna/optuna#3524: failed trials do not look FINISHED."""
     expected = {"ok": "FINISHED", "pruned": "FINISHED", "interrupted": "KILLED"}
     assert names.mlflow_status(status) == expected.get(status.value, "FAILED")
+
+
+@pytest.mark.parametrize("code", list(ExitCode))
+def test_a_search_that_came_to_an_answer_is_finished_whichever_it_is(code):
+    answers = {"DONE", "NO_DIFFERENCE", "SLOWER", "OTHER_COMPUTATION"}
+    status = "FINISHED" if code.name in answers else "FAILED"
+    assert names.mlflow_status_of_search(code) == status
+
+
+def test_a_code_of_another_version_is_no_answer():
+    assert {names.mlflow_status_of_search(code) for code in (7, None, [])} == {"FAILED"}
 
 
 def test_long_series_are_thinned_and_count_from_one():

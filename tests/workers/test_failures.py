@@ -118,6 +118,20 @@ def test_killed_loader_process():
     assert classify(Evidence(errors=[loader_died("Segmentation fault")])).status is Status.CRASH
 
 
+def aborted(what):
+    """What a rank logs that an exception of C++ ends; so benchmarks/soak.py met it (ddp 799609893,
+    in the destructor of torch's ``FileStore``).
+    """
+    return (
+        'Traceback (most recent call last):\n  File "rank.py", line 181, in _serve_trial\n'
+        "OSError: [Errno 24] Too many open files: '/tmp/errors.pickle'\n"
+        "terminate called after throwing an instance of 'c10::DistStoreError'\n"
+        f"  what():  {what}\nException raised from File at FileStore.cpp:174\n"
+        "frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d\n\n"
+        "Fatal Python error: Aborted\n\nExtension modules: psutil._psutil_linux (total: 1)\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("evidence", "status", "reason"),
     [
@@ -193,6 +207,21 @@ def test_killed_loader_process():
             Evidence(launcher_error="UsageError: unrecognized arguments: --x", starting=True),
             Status.INVALID,
             "launcher: UsageError: unrecognized arguments: --x",
+        ),
+        (
+            Evidence(ends=[ProcessEnd(1, -6, 1.0)], log_tails={1: aborted("Too many open files")}),
+            Status.INFRASTRUCTURE,
+            "rank 1 died of SIGABRT: Too many open files",
+        ),
+        (
+            Evidence(ends=[ProcessEnd(0, 134, 1.0)], log_tails={0: aborted("bad index")}),
+            Status.CRASH,
+            "rank 0 died of SIGABRT: bad index",
+        ),
+        (
+            Evidence(ends=[ProcessEnd(0, -6, 1.0)], log_tails={0: aborted("std::bad_alloc")}),
+            Status.OOM,
+            "rank 0 died of SIGABRT: std::bad_alloc",
         ),
         (Evidence(), Status.CRASH, "the ranks ended without a word"),
     ],

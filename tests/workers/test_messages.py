@@ -1,17 +1,19 @@
-import os
-import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
+from perfsearch.core.files import remove_temporary_directory
 from perfsearch.workers.messages import (
+    LONGEST_SOCKET,
     Channel,
     ChannelClosed,
     Listener,
-    short_temporary_directory,
+    socket_directory,
 )
 
 
@@ -58,26 +60,62 @@ def test_nobody_comes(tmp_path):
     listener.close()
 
 
-LISTENS = "from multiprocessing.connection import Listener; Listener(family='AF_UNIX').close()"
+SERVES = """
+import multiprocessing, sys, time
+from multiprocessing.connection import Listener
+from perfsearch.workers.messages import keep_worker_sockets
+
+def serve(queue):
+    listener = Listener(family="AF_UNIX")
+    queue.put(listener.address)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    keep_worker_sockets(sys.argv[1])
+    for method in ("fork", "spawn"):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        context.Process(target=serve, args=(queue,), daemon=True).start()
+        print(queue.get(), flush=True)
+    time.sleep(600)
+"""
 
 
-@pytest.mark.parametrize("length", [75, 76, 240])
-def test_a_temporary_directory_is_short_enough_for_workers(length, short_tmp):
-    """At the very length from which no socket of ``multiprocessing`` can be in it any more, too.
-
-    riga/law#184
+def test_sockets_of_workers_go_with_the_directory_of_their_group(short_tmp, monkeypatch):
+    """Killed processes left directories behind (benchmarks/soak.py, ddp 688180719); a long
+    ``TMPDIR`` has none that sockets fit into (riga/law#184).
     """
-    directory = short_tmp / ("x" * (length - len(str(short_tmp)) - 1))
-    directory.mkdir()
-    environment = {**os.environ, "TMPDIR": str(directory)}
-    own = short_tmp / "own"
-    own.mkdir()
-    more = short_temporary_directory(environment, own)
-    assert bool(more) == (length > 75)
-    words = [sys.executable, "-c", LISTENS]
-    assert (subprocess.run(words, env=environment, check=False).returncode == 0) == (not more)
-    assert subprocess.run(words, env={**environment, **more}, check=False).returncode == 0
-    if more:
-        (Path(more["TMPDIR"]) / "kept").touch()
-        shutil.rmtree(own)
-        assert (directory / "kept").exists()
+    long = short_tmp / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    (short_tmp / "serves.py").write_text(SERVES)
+    base = short_tmp / ("y" * (LONGEST_SOCKET - 38 - len(str(short_tmp)) - 1))
+    base.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    own = socket_directory()
+    assert own.parent == base, "the longest in which a socket has room"
+    words = [sys.executable, str(short_tmp / "serves.py"), str(own)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        family = []
+        try:
+            assert process.stdout is not None
+            served = [Path(process.stdout.readline().strip()) for _ in range(2)]
+            assert all(path.is_socket() for path in served)
+            assert [path.parent for path in served] == [own, own]
+        finally:
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
+            for member in family:
+                member.kill()
+    psutil.wait_procs(family, timeout=10)
+    assert list(long.iterdir()) == []
+    remove_temporary_directory(own)
+    assert not own.exists()
+
+
+def test_the_directory_of_a_group_is_elsewhere_where_no_socket_would_fit(short_tmp, monkeypatch):
+    base = short_tmp / ("y" * (LONGEST_SOCKET - 37 - len(str(short_tmp)) - 1))
+    base.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    own = socket_directory()
+    assert own.parent == Path("/tmp")
+    remove_temporary_directory(own)

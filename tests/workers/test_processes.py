@@ -163,3 +163,32 @@ def test_what_a_killed_controller_left_among_temporary_files_goes_at_the_next_st
     assert os.path.isdir(left)
     registry.reap_groups(tmp_path / "run")
     assert not os.path.exists(left)
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, signal, subprocess, sys, threading, time
+from perfsearch.workers import processes
+
+other = subprocess.Popen(["sleep", "600"])
+started = processes.started_at(other.pid)
+threading.excepthook = lambda failed: os._exit(9)
+with processes.ending_with_controller(other.pid, started):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, limits[1]))
+    assert processes.is_alive(other.pid, started)
+    time.sleep(1.2)  # in which the thread looks twice
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert processes.is_alive(other.pid, started)
+    other.kill()
+    other.wait()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, limits[1]))
+    assert not processes.is_alive(other.pid, started)
+    threading.Event().wait(60)
+"""
+
+
+def test_who_has_no_descriptor_left_still_watches_the_controller():
+    """Found by benchmarks/soak.py (ddp 799609893): the watching thread ended by an exception."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_DESCRIPTORS], check=False, timeout=120)
+    assert done.returncode == processes.EXIT_ORPHANED

@@ -84,7 +84,7 @@ def enter_trial(path: str, rank: int) -> None:
     """Take part in the trial that the file at ``path`` describes."""
     from perfsearch.instrument.seeds import seed_process
     from perfsearch.workers.log import switch_log
-    from perfsearch.workers.messages import TOKEN_VARIABLE, stack_note_file
+    from perfsearch.workers.messages import TOKEN_VARIABLE, keep_worker_sockets, stack_note_file
     from perfsearch.workers.processes import watch_controller
     from perfsearch.workers.stack_dumps import answer_stack_requests
 
@@ -93,6 +93,7 @@ def enter_trial(path: str, rank: int) -> None:
     directory = me.request.directory
     if not directory:
         raise ValueError(f"{path} names no directory of a group, which would be removed at its end")
+    after_import("multiprocessing.process", lambda module: keep_worker_sockets(directory))
     if not stack_note_file(directory, rank).exists():  # else a process that the rank has started
         answer_stack_requests(directory, rank)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")

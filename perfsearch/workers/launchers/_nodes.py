@@ -35,7 +35,6 @@ from perfsearch.workers.launchers.local import Fork
 from perfsearch.workers.messages import (
     PLACE_FILE,
     STORE_PORT_FILE,
-    TEMPORARY,
     TOKEN_VARIABLE,
     Channel,
     ChannelClosed,
@@ -593,6 +592,6 @@ def _own_settings(environment: Mapping[str, str]) -> dict[str, str]:
     set_here = {
         name: value
         for name, value in environment.items()
-        if os.environ.get(name) != value and name not in (TOKEN_VARIABLE, *TEMPORARY)
+        if os.environ.get(name) != value and name != TOKEN_VARIABLE
     }
     return {**_agreement.shared_variables(environment), **set_here}
