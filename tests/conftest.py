@@ -13,10 +13,16 @@ _LOCKS = "PERFSEARCH_LOCK_DIRECTORY"
 
 
 def pytest_configure(config):
-    """Give each worker a directory where searches lock the devices, and several a ``TMPDIR``."""
+    """Give each worker a directory where searches lock the devices, and several a ``TMPDIR``.
+
+    What is compiled is compiled as fast as can be.
+    """
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if _OWN_DIRECTORY in os.environ and os.environ.get("PERFSEARCH_TESTS_WORKER") == str(worker):
         return  # pytest that a test has started
+    # Kernels without vectors: compilers take many seconds for ATen's headers of them, once for each
+    # set of instructions just to see whether it can be used.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     own = tempfile.mkdtemp(prefix=f"pst-{worker or 'main'}-", dir="/tmp")
     os.environ.update({_OWN_DIRECTORY: own, "PERFSEARCH_TESTS_WORKER": str(worker)})
     os.environ[_LOCKS] = f"{own}/locks"
