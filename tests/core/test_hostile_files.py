@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as some
-from support.hostile import DEEP, PLAIN, SCALARS, at_most
+from support.hostile import DEEP, PLAIN, SCALARS, any_text, at_most
 
 from perfsearch.api import read_knobs
 from perfsearch.config.schema import GROUPS, validate
@@ -76,7 +76,7 @@ def test_values_that_aliases_multiply_are_refused(tmp_path):
 
 
 @settings(max_examples=50, deadline=None)
-@given(some.dictionaries(some.one_of(some.text(max_size=8), some.sampled_from(
+@given(some.dictionaries(some.one_of(any_text(max_size=8), some.sampled_from(
     ["seed", "budget", "objective", "confirm", "tracking", "metrics", "limits", "run_dir", *GROUPS]
 )), PLAIN, max_size=4))  # fmt: skip
 @example({"seed": 10**400})

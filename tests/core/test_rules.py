@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from support.hostile import any_text
 
 from perfsearch.core.errors import BadInputError
 from perfsearch.core.rules import LONGEST, parse, refuse_unknown
@@ -132,7 +133,7 @@ WORDS += (
 )
 
 
-@given(some.one_of(some.lists(some.sampled_from(WORDS), max_size=12).map(" ".join), some.text()))
+@given(some.one_of(some.lists(some.sampled_from(WORDS), max_size=12).map(" ".join), any_text()))
 def test_any_text_is_a_rule_or_refused_in_one_line(text):
     message = refusal_of(text)
     assert "\n" not in message

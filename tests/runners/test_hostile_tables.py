@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as some
-from support.hostile import at_most
+from support.hostile import any_text, at_most
 
 from perfsearch.config.schema import validate
 from perfsearch.core.errors import BadInputError
@@ -36,7 +36,7 @@ ODD += [
     "\udc80".encode("utf-8", "replace").decode(),
 ]
 CELLS = some.one_of(
-    *(some.sampled_from(kind) for kind in (NUMBERS, WORDS, ODD)), some.text(max_size=6)
+    *(some.sampled_from(kind) for kind in (NUMBERS, WORDS, ODD)), any_text(max_size=6)
 )
 
 
@@ -47,7 +47,7 @@ def as_csv(columns, rows):
 
 
 ANY_TABLES = some.tuples(
-    some.lists(some.one_of(some.sampled_from(COLUMNS), some.text(max_size=4)), max_size=7),
+    some.lists(some.one_of(some.sampled_from(COLUMNS), any_text(max_size=4)), max_size=7),
     some.lists(some.lists(CELLS, max_size=8), max_size=8),
 ).map(lambda both: as_csv(*both))
 LIKELY = some.lists(

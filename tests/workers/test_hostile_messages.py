@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as some
-from support.hostile import DEEP, PLAIN, at_most
+from support.hostile import DEEP, PLAIN, any_text, at_most
 
 from perfsearch.pipeline.session_socket import SessionSocket
 from perfsearch.workers import messages
@@ -42,7 +42,7 @@ def test_a_message_is_one_or_the_channel_is_closed(raw):
 
 
 @settings(max_examples=50, deadline=None)
-@given(some.lists(some.dictionaries(some.text(max_size=8), some.integers()), max_size=5))
+@given(some.lists(some.dictionaries(any_text(max_size=8), some.integers()), max_size=5))
 def test_whole_messages_arrive_in_order(sent):
     raw = b"".join(json.dumps(one).encode() + b"\n" for one in sent)
     assert received(raw) == sent
