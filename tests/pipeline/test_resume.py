@@ -40,12 +40,14 @@ def story(run_dir: Path) -> tuple[list, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["random", "bayes"])
 def test_a_search_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
-    tmp_path: Path, strategy: str
+    tmp_path: Path,
 ) -> None:
-    """optuna/optuna#3215: SIGKILL before, in and after every kind of event, over and over."""
-    assert drive(tmp_path / "calm", strategy) == [0]
+    """optuna/optuna#3215: SIGKILL before, in and after every kind of event, over and over.
+
+    A strategy with more of a state is killed so in ``test_resume_command.py``.
+    """
+    assert drive(tmp_path / "calm", "random") == [0]
     _, events = read(tmp_path / "calm" / "journal.jsonl")
     # Each kill advances the journal, so later event numbers still lie ahead of it.
     points, phases = [], ["before", "middle", "after"]
@@ -57,7 +59,7 @@ def test_a_search_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
         points += [(at, phase) for at, phase in zip(chosen * 3, phases, strict=False)]
     points = sorted(set(points), key=lambda p: (p[0], phases.index(p[1])))
     assert len(points) >= 20
-    codes = drive(tmp_path / "killed", strategy, *(f"{at}:{phase}" for at, phase in points))
+    codes = drive(tmp_path / "killed", "random", *(f"{at}:{phase}" for at, phase in points))
     assert codes.count(-signal.SIGKILL) >= 20
     assert set(codes) == {-signal.SIGKILL, 0}
     assert story(tmp_path / "killed") == story(tmp_path / "calm")
