@@ -107,9 +107,7 @@ def scored_as_its_clock_says(found, own):
         ("saving", 0, "saving", 10),
         ("validation", 0, "validation", 12),
         ("bursts", 0, "", None),
-        ("bursts", 2, "", None),
         ("bursts", 3, "", None),
-        ("bursts", 4, "", None),
         ("bursts", 8, "", None),
     ],
 )
@@ -144,7 +142,6 @@ _hook(_note)
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
-        ("periodic_pause.py", 0),
         ("periodic_pause.py", 2),
         ("worker_bursts_ok.py", 4),
         ("uneven_lengths.py", 0),
