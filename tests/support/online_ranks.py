@@ -1,11 +1,11 @@
 """What the ranks of the tests of tuning do: SCENARIO DIRECTORY.
 
-Started by torch's launcher; or by itself, with NPROC as a third argument, where it is that launcher
-and its ranks are forks of it, which need not import torch again.
+Started by torch's launcher; or by ``launch``: the launcher is a fork, and ranks are forks of it.
 """
 
 import contextlib
 import copy
+import faulthandler
 import json
 import os
 import sys
@@ -15,6 +15,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support import ranks
+from torch.distributed import run
+from torch.distributed.launcher.api import elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 import perfsearch
@@ -26,6 +29,7 @@ from perfsearch.online.proposer import ProposerProcess
 from perfsearch.training.ddp import HierarchicalAllReduce
 
 WIDTH = 96
+LONGEST_S = 400
 
 
 def make(seed=0, width=WIDTH, **arguments):
@@ -402,12 +406,26 @@ def main(scenario, directory):
 
 
 def launch(scenario, directory, nproc):
-    from torch.distributed import run
-    from torch.distributed.launcher.api import elastic_launch
+    """Launch a scenario. What it says is in ``output.txt``, and its session in ``session``.
 
+    Raises:
+        torch.multiprocessing.ProcessException: it failed.
+
+    """
+    ranks.start(be_launcher, (scenario, str(directory), nproc), nprocs=1)
+
+
+def be_launcher(_, scenario, directory, nproc):
+    os.setsid()
+    (Path(directory) / "session").write_text(str(os.getpid()))
+    with (Path(directory) / "output.txt").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    faulthandler.dump_traceback_later(LONGEST_S, exit=True)
     # Through a file: a store of this process has a thread that looks names up while ranks connect,
     # and a rank that is forked meanwhile would wait for ever for the lock that it holds.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.update(OMP_NUM_THREADS="1", PERFSEARCH_TEST_MARK=directory)
     arguments = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--rdzv-id=tests"]
     arguments += [f"--rdzv-endpoint={directory}/rendezvous", "--local-addr=localhost"]
     arguments += [f"--nproc-per-node={nproc}", "--start-method=fork", __file__]
@@ -416,7 +434,4 @@ def launch(scenario, directory, nproc):
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        main(*sys.argv[1:])
-    else:
-        launch(*sys.argv[1:])
+    main(*sys.argv[1:])
