@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -39,15 +38,24 @@ class Data(torch.utils.data.Dataset):
 dataset = Data()
 loader = torch.utils.data.DataLoader(dataset, batch_size=8)
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)], torch.nn.Linear(64, 1))
+found = []
 def loss_of(model, batch):
     return (model(batch[0]).squeeze(1) - batch[1]).square().mean()
 def make_optimizer(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 """
 
-DDP_TAIL = """
+MODEL = """
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)], torch.nn.Linear(64, 1))
+"""
+
+PLAIN_DDP = """
+optimizer = make_optimizer(model.parameters())
+model = torch.nn.parallel.DistributedDataParallel(model)
+"""
+
+TRAINS = """
 losses = []
 for batch in loader:
     loss = loss_of(model, batch)
@@ -57,24 +65,21 @@ for batch in loader:
     losses.append(loss.detach())
 losses = torch.stack(losses)
 dist.all_reduce(losses)
-if dist.get_rank() == 0:
-    caps = list(getattr(model, "bucket_bytes_cap_list", [])) or [model.bucket_bytes_cap]
-    print("FOUND", json.dumps({
-        "losses": (losses / dist.get_world_size()).tolist(),
-        "caps_mb": [c / 2**20 for c in caps],
-        "view": model.gradient_as_bucket_view,
-        "hooks": len(model._comm_hooks),
-        "optimizer": [optimizer.param_groups[0][n] for n in ("foreach", "fused")],
-        "threads": torch.get_num_threads(),
-        "workers": loader.num_workers,
-    }))
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)  # torch's own threads now and then abort a process that takes them down
+caps = list(getattr(model, "bucket_bytes_cap_list", [])) or [model.bucket_bytes_cap]
+found.append({
+    "losses": (losses / dist.get_world_size()).tolist(),
+    "caps_mb": [c / 2**20 for c in caps],
+    "view": model.gradient_as_bucket_view,
+    "hooks": len(model._comm_hooks),
+    "optimizer": [optimizer.param_groups[0][n] for n in ("foreach", "fused")],
+    "threads": torch.get_num_threads(),
+    "workers": loader.num_workers,
+})
 """
 
-ZERO_TAIL = """
-sys.path.insert(0, os.environ["APPLY"])
+ZERO_TRAINS = """
+sys.path.insert(0, os.path.join(os.environ["APPLY"], "{stage}"))
+sys.modules.pop("zero", None)
 import zero
 model, optimizer = zero.build(model, list(model), make_optimizer)
 losses, batches = [], iter(loader)
@@ -86,17 +91,10 @@ for _ in range(16):
     zero.train_step(model, optimizer, recorded, [next(batches) for _ in range(2)])
 losses = torch.stack(losses)
 dist.all_reduce(losses)
-if dist.get_rank() == 0:
-    print("FOUND", json.dumps({"losses": (losses / dist.get_world_size()).tolist()}))
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)  # torch's own threads now and then abort a process that takes them down
+found.append({{"losses": (losses / dist.get_world_size()).tolist()}})
 """
 
-
-PLAIN_TAIL = """
-optimizer = make_optimizer(model.parameters())
-model = torch.nn.parallel.DistributedDataParallel(model)
+ACCUMULATES = """
 losses = []
 for number, batch in enumerate(loader):
     loss = loss_of(model, batch)
@@ -107,8 +105,12 @@ for number, batch in enumerate(loader):
         optimizer.zero_grad()
 losses = torch.stack(losses)
 dist.all_reduce(losses)
+found.append({"losses": (losses / dist.get_world_size()).tolist()})
+"""
+
+ENDS = """
 if dist.get_rank() == 0:
-    print("FOUND", json.dumps({"losses": (losses / dist.get_world_size()).tolist()}))
+    print("FOUND", json.dumps(found))
 dist.barrier()
 sys.stdout.flush()
 os._exit(0)  # torch's own threads now and then abort a process that takes them down
@@ -153,58 +155,53 @@ def run(script, apply, directory, nproc):
 
 
 def patched(code):
-    """The script with the lines of ``ddp.py`` where the wrapper is made."""
+    """The lines of ``ddp.py`` where the wrapper is made."""
     loader = re.search(r"^# (loader = .*)$", code, re.MULTILINE)
     lines = loader.group(1).replace("dataset, ...", "dataset, batch_size=8") if loader else ""
-    return f"{SCRIPT}\noptimizer = make_optimizer(model.parameters())\n{code}\n{lines}\n{DDP_TAIL}"
+    return f"\noptimizer = make_optimizer(model.parameters())\n{code}\n{lines}\n"
 
 
 def test_ddp_lines_and_command_train_the_same(tmp_path):
+    """As the plain lines do, in the same start."""
     options = DDP.Options(
         "cpu", dict.fromkeys(("bucket_cap_mb", "optimizer_implementation"), "search")
     )
     runner = DDP(options, WorkloadSpec("mlp"), Environment(tmp_path, nproc=4))
-    found = {
+    changes = {
         "bucket_cap_mb": 0.02, "first_bucket_mb": 0.01, "gradient_as_bucket_view": True,
         "hierarchical_group_size": 2, "optimizer_implementation": "foreach",
         "dataloader_workers": 1, "prefetch_factor": 4, "omp_num_threads": 2,
     }  # fmt: skip
     apply = tmp_path / "apply"
-    runner.export(found, apply)
-    plain = SCRIPT + (
-        "\noptimizer = make_optimizer(model.parameters())\n"
-        "model = torch.nn.parallel.DistributedDataParallel(model)\n" + DDP_TAIL
-    )
-    before = run(plain, None, tmp_path, 4)
-    after = run(patched((apply / "ddp.py").read_text()), apply, tmp_path, 4)
+    runner.export(changes, apply)
+    ours = patched((apply / "ddp.py").read_text())
+    parts = [SCRIPT, MODEL, PLAIN_DDP, TRAINS, MODEL, ours, TRAINS, ENDS]
+    before, after = run("".join(parts), apply, tmp_path, 4)
     assert before["losses"][0] > 1.2 * before["losses"][-1]
     assert after["losses"] == pytest.approx(before["losses"], rel=1e-4)
     assert after["caps_mb"] == pytest.approx([0.01, 0.02], rel=1e-3)
     assert (after["view"], after["hooks"], after["optimizer"]) == (True, 1, [True, False])
     assert (after["threads"], after["workers"]) == (2, 1)
-    assert (before["view"], before["hooks"], before["threads"]) == (False, 0, 1)
+    assert (before["view"], before["hooks"], before["workers"]) == (False, 0, 0)
+    assert max(before["caps_mb"]) == 25.0
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """What the script finds that has none of the lines."""
-    return run(SCRIPT + PLAIN_TAIL, None, tmp_path_factory.mktemp("plain"), 2)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_zero_lines_train_the_same(tmp_path, stage, plain):
-    options = Zero.Options(device="cpu")
-    workload = WorkloadSpec("mlp", global_batch=32)
-    runner = Zero(options, workload, Environment(tmp_path, nproc=2))
-    chosen = {**runner.baseline, **runner.pinned}
-    changes = {"zero_stage": stage, "micro_batch": 8, "gradient_accumulation": 2}
-    runner.export(
-        {**chosen, **{k: v for k, v in changes.items() if k in chosen}}, tmp_path / "apply"
-    )
-    script = SCRIPT + ZERO_TAIL
-    found = run(script, None, tmp_path, 2)
-    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-3)
-    assert Path(tmp_path / "apply" / "zero.py").exists()
+def test_zero_lines_train_the_same(tmp_path):
+    """Of two stages, as a script that has none of the lines, in one start."""
+    parts = [SCRIPT, MODEL, PLAIN_DDP, ACCUMULATES]
+    for stage in (1, 3):
+        workload = WorkloadSpec("mlp", global_batch=32)
+        runner = Zero(Zero.Options(device="cpu"), workload, Environment(tmp_path, nproc=2))
+        chosen = {**runner.baseline, **runner.pinned}
+        changes = {"zero_stage": stage, "micro_batch": 8, "gradient_accumulation": 2}
+        apply = tmp_path / "apply" / str(stage)
+        runner.export({**chosen, **{k: v for k, v in changes.items() if k in chosen}}, apply)
+        parts += [MODEL, ZERO_TRAINS.format(stage=stage)]
+    plain, *found = run("".join([*parts, ENDS]), None, tmp_path, 2)
+    for trained in found:
+        assert trained["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+    texts = [(tmp_path / "apply" / stage / "zero.py").read_text() for stage in "13"]
+    assert texts[0] != texts[1]
 
 
 FACTS = """
