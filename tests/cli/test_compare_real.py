@@ -131,19 +131,30 @@ def test_a_commit_that_is_slower_is_found_and_everything_is_as_it_was(here):
 
 
 def test_starts_that_cannot_be_alive_together_are_measured_one_at_a_time(here):
+    """Both want one port; one is of an environment that has torch and no perfsearch."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    venv.create(here.parent / "other", with_pip=False, symlinks=True)
+    python = here.parent / "other" / "bin" / "python"
+    packages = Path(__import__("torch").__file__).parent.parent
+    (place,) = (here.parent / "other" / "lib").glob("python*/site-packages")
+    (place / "torch.pth").write_text(f"{packages}\n")
+    says = "import sys, os\nprint('it is', sys.prefix, os.environ.get('MARK'), flush=True)\n"
     takes = f"import socket\nheld = socket.socket()\nheld.bind(('127.0.0.1', {port}))\n"
-    (here / "train.py").write_text(takes + SCRIPT)
+    (here / "train.py").write_text(says + takes + SCRIPT)
+    arms = f"python:{python}", "MARK=7 train.py --sleep 0.012"
     code, output = compared(
-        here, "train.py", "train.py --sleep 0.012", "--max-starts", "2", "--no-tracking"
+        here, *arms, "--command", "train.py", "--max-starts", "2", "--no-tracking"
     )
     assert code in EVERYTHING, output
     said = "starts are measured one at a time from now on, as trial "
     assert output.count(said) == 1 and "Address already in use" in output, output
     assert [len(row["rates"]) for row in found(here)["arms"]] == [2, 2]
     assert not rounds_of([t for t in trials_of(here) if t["status"] == "ok"])
+    logs = {row["name"]: Path(row["log"]).read_text() for row in found(here)["arms"]}
+    assert f"it is {here.parent / 'other'} None" in logs[arms[0]]
+    assert f"it is {sys.prefix} 7" in logs[arms[1]]
     assert not left_of(here)
 
 
@@ -153,26 +164,6 @@ def test_another_computation_is_found_out(here):
     assert code == 6, output
     assert f"{rate}: not the same computation: loss of step " in output
     assert f"{width}: not the same computation: trained parameters: 321, and 161 in " in output
-
-
-def test_another_python_and_variables_reach_the_script(here):
-    """An environment that has torch and no perfsearch."""
-    venv.create(here.parent / "other", with_pip=False, symlinks=True)
-    python = here.parent / "other" / "bin" / "python"
-    packages = Path(__import__("torch").__file__).parent.parent
-    (place,) = (here.parent / "other" / "lib").glob("python*/site-packages")
-    (place / "torch.pth").write_text(f"{packages}\n")
-    says = "import sys, os\nprint('it is', sys.prefix, os.environ.get('MARK'), flush=True)\n"
-    (here / "train.py").write_text(says + SCRIPT)
-    code, output = compared(
-        here, "train.py", f"python:{python}", "MARK=7 train.py", "--command", "train.py",
-        "--max-starts", "2", "--no-tracking",
-    )  # fmt: skip
-    assert code in EVERYTHING, output
-    logs = {row["name"]: Path(row["log"]).read_text() for row in found(here)["arms"]}
-    assert f"it is {sys.prefix} None" in logs["train.py"]
-    assert f"it is {here.parent / 'other'} None" in logs[f"python:{python}"]
-    assert f"it is {sys.prefix} 7" in logs["MARK=7 train.py"]
 
 
 def test_a_configuration_that_a_search_found_is_put_into_force(here):
