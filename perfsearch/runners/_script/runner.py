@@ -941,7 +941,16 @@ class ScriptSpace:
             count = sum(map(len, apart.values()))
             each = "; ".join(f"{', '.join(names)} ({why})" for why, names in apart.items())
             told.append(f"cannot apply here, {count} parameter{'s' * (count > 1)}: {each}")
+        as_today = [name for name in self.pinned if self._is_as_today(name)]
+        if as_today:
+            key = command.given().key(f"runner.knobs.{as_today[0]}=search")
+            told.append(f"as today unless asked for ({key}): {', '.join(as_today)}")
         return told
+
+    def _is_as_today(self, name: str) -> bool:
+        """Whether a knob that could be searched is fixed to what the script has anyway."""
+        knob = self.declared.get(name)
+        return knob is not None and same_value(self.pinned[name], knob.default)
 
     def unsupported(self, wanted: Mapping[str, Any], mapped: Sequence[str]) -> dict[str, str]:
         """What the user named and what has no effect on this script, and why.

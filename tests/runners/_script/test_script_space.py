@@ -220,7 +220,7 @@ def test_whatever_is_not_searched_is_told_with_the_way_to_search_it():
     known = settled(drawing, ("--precision", "fp32"), maps, wanted)
     lines = known.left_out_lines(wanted)
     told = [line for line in lines if line.startswith("not searched: ")]
-    (cannot,) = lines[len(told) :]
+    (cannot, as_today) = lines[len(told) :]
     draws, micro, value = sorted(line for line in told if "gradient_acc" not in line)
     assert draws.startswith("not searched: dataloader_workers: its processes draw random numbers")
     assert "numerics=altering searches it" in draws and "workload.draws_in_loader=false" in draws
@@ -233,6 +233,10 @@ def test_whatever_is_not_searched_is_told_with_the_way_to_search_it():
         for name in listed.split(", ")
     }
     assert head == f"cannot apply here, {len(names)}"
+    asked, _, untouched = as_today.partition("): ")
+    assert asked.startswith("as today unless asked for (")
+    assert asked.endswith(f"runner.knobs.{untouched.split(', ')[0]}=search")
+    assert "gc_each_steps" in untouched.split(", ")
     assert names["zero_stage"] == "the script makes no FSDP module"
     assert names["nccl_algo"] == "NCCL is not used on a CPU, only with runner.device=cuda"
     left = known.not_searched(wanted).keys()
