@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -285,7 +286,11 @@ def run_ranks(
     try:
         _serve_store(directory)
         config, command, given = run.config_from_args(options())
-        entrypoint, arguments = entry or (command, given)
+        entrypoint, arguments = (command, given)
+        if entry is not None:
+            # torch makes a file for each rank's error, which stays where its launcher is killed
+            tempfile.tempdir = str(directory)
+            entrypoint, arguments = _with_users_temporary_files(entry[0]), entry[1]
         elastic_launch(config=config, entrypoint=entrypoint)(*arguments)
     except ChildFailedError as error:
         failures = [
@@ -299,6 +304,17 @@ def run_ranks(
         return 0
     leave_report(directory, failures, failed)
     return 1
+
+
+def _with_users_temporary_files(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that ranks call, whose temporary files are where ``TMPDIR`` says."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any) -> Any:
+        tempfile.tempdir = None
+        return function(*arguments)
+
+    return called
 
 
 def _serve_store(directory: Path) -> None:

@@ -1,5 +1,6 @@
-"""What is left of a launcher when its controller is killed."""
+"""What is left of a launcher when its controller is killed, and what of one that is killed."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -35,6 +36,43 @@ source.fork(group, whole, room / "log", 120.0, arguments=[*torchrun_arguments(1)
 print(source.token, flush=True)
 time.sleep(600)
 """
+
+
+LAUNCHER = """
+import os, sys, tempfile
+from pathlib import Path
+from torch.distributed import run
+from perfsearch.workers import processes
+from perfsearch.workers.forkserver import agent_arguments, run_ranks
+from perfsearch.workers.messages import Place
+
+group = Path(sys.argv[1])
+me = os.getpid()
+Place("g", "t", me, processes.started_at(me), me).write(group)
+
+def tell(path):
+    frame = sys._getframe()
+    while "error_file" not in frame.f_locals:
+        frame = frame.f_back
+    Path(path).write_text(f"{frame.f_locals['error_file']}\\n{tempfile.gettempdir()}")
+
+words = [*agent_arguments(group, 1), "--start-method=fork", "-m", "nothing"]
+sys.exit(run_ranks(group, lambda: run.parse_args(words), (tell, [sys.argv[2]])))
+"""
+
+
+@pytest.mark.slow
+def test_torchs_file_for_a_ranks_error_goes_with_the_group(tmp_path):
+    """It stays where its launcher is killed before it is read; ranks have ``TMPDIR`` as it is."""
+    group, temporary, told = tmp_path / "group", tmp_path / "temporary", tmp_path / "told"
+    group.mkdir()
+    temporary.mkdir()
+    command = [sys.executable, "-c", LAUNCHER, str(group), str(told)]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    subprocess.run(command, env=environment, check=True, timeout=120)
+    error_file, of_rank = told.read_text().splitlines()
+    assert Path(error_file).parent == group
+    assert Path(of_rank) == temporary
 
 
 @pytest.mark.slow
