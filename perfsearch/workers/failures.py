@@ -368,6 +368,10 @@ def _of_logs(evidence: Evidence) -> Failure:
     for rank, tail in sorted(evidence.log_tails.items()):
         if is_oom(tail):
             return Failure(Status.OOM, f"rank {rank}: {one_line(_line_of(tail, _OOM))}", rank)
+    for rank, tail in sorted(evidence.log_tails.items()):
+        words = last_words(tail)
+        if _matches(_INFRASTRUCTURE, words):  # a full disk takes no word of the failure itself
+            return Failure(Status.INFRASTRUCTURE, f"rank {rank} ended{words}", rank)
     kind = Status.INFRASTRUCTURE if evidence.starting else Status.CRASH
     return Failure(kind, "the ranks ended without a word")
 

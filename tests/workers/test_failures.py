@@ -224,6 +224,16 @@ def aborted(what):
             "rank 0 died of SIGABRT: std::bad_alloc",
         ),
         (Evidence(), Status.CRASH, "the ranks ended without a word"),
+        (
+            Evidence(log_tails={1: "step 4\nOSError: [Errno 28] No space left on device\n"}),
+            Status.INFRASTRUCTURE,
+            'rank 1 ended; its last line: "OSError: [Errno 28] No space left on device"',
+        ),
+        (
+            Evidence(log_tails={1: "step 4\nValueError: 5\n"}),
+            Status.CRASH,
+            "the ranks ended without a word",
+        ),
     ],
 )
 def test_ends_without_an_exception(evidence, status, reason):
