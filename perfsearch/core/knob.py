@@ -276,6 +276,8 @@ class Knob:
         }
 
     def _cast(self, number: float) -> Value:
+        assert self.low is not None and self.high is not None
+        number = min(max(number, self.low), self.high)  # rounding may lead out of the range
         return round(number) if self.kind is Kind.INTEGER else float(number)
 
 

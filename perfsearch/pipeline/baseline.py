@@ -49,7 +49,7 @@ def run(session: Session) -> Trial:
     if trial is None or _again(session, trial):
         baseline = dict(session.runner.baseline)
         trial = session.run(baseline, Purpose.BASELINE, number=0, profiled=True)
-        session.strategy.tell(trial)
+        session.proposals.tell(trial)
         session.told(trial=trial.number)
         if trial.status is not Status.OK:
             _report_failure(session, trial)

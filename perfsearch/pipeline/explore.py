@@ -40,7 +40,7 @@ def run(session: Session) -> str:
             strategy that cannot go on. What was under way is measured to its end.
 
     """
-    session.view.stage("search", session.strategy.describe())
+    session.view.stage("search", session.proposals.describe())
     _check_breakers(session)
     _sentinel(session)
     with Lanes(session, range(session.lanes)) as lanes:
@@ -81,6 +81,9 @@ class _Exploration:
         while self._lanes.free and not self._waits and not self._sentinel_is_due:
             if self._over or self._broken is not None:
                 return self._over
+            if session.proposals.failure:  # of being told
+                self._broken = BreakerError(session.proposals.failure)
+                return ""
             why = self._spent()
             if why:
                 return why
@@ -136,7 +139,7 @@ class _Exploration:
         self._charge()
         if trial.status is Status.INTERRUPTED:
             return  # cut off, which the budget says in its turn
-        session.strategy.tell(trial)
+        session.proposals.tell(trial)
         session.told(trial=trial.number)
         try:
             _check_breakers(session, trial)
@@ -156,7 +159,7 @@ def _next(session: Session) -> tuple[dict[str, Value] | None, int | None]:
     if session.rerun:
         return session.rerun.pop(0)
     try:
-        configuration = session.strategy.ask()
+        configuration = session.proposals.ask()
     except StrategyError as error:
         raise BreakerError(str(error)) from error
     _show_chains(session)
@@ -234,7 +237,7 @@ def _answered_without_running(session: Session, configuration: dict[str, Value])
     """Tell a repeated or impossible proposal from the record, free of budget."""
     known = session.recorded(configuration)
     if known is not None:
-        session.strategy.tell(known)
+        session.proposals.tell(known)
         session.told(trial=known.number, served=True)
         return True
     return screened(session, configuration) is not None
@@ -250,7 +253,7 @@ def screened(session: Session, configuration: dict[str, Value]) -> str | None:
         return None
     session.screened += 1
     session.journal.append("screened", configuration=configuration, reason=refusal)
-    session.strategy.tell(screened_trial(configuration, refusal))
+    session.proposals.tell(screened_trial(configuration, refusal))
     session.view.note(f"screened: {refusal}")
     return refusal
 

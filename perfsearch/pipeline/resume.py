@@ -273,7 +273,7 @@ def restore(session: Session) -> str:
 
 
 def _replay(session: Session, events: Sequence[Event]) -> None:
-    strategy, journal = session.strategy, session.journal.path
+    proposals, journal = session.proposals, session.journal.path
     pending: dict[str, dict[str, Value]] = {}  # proposed, and neither started nor answered
     started: dict[int, dict[str, Any]] = {}
     told = {t.number for t in session.trials}
@@ -288,7 +288,7 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
         elif event.name == "screened":
             with legible(journal, event):
                 refused = screened_trial(dict(data["configuration"]), str(data["reason"]))
-            strategy.tell(refused)
+            proposals.tell(refused)
             session.screened += 1
             pending.pop(key_of(refused.configuration), None)
         elif event.name == "started":
@@ -305,7 +305,7 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
             with legible(journal, event):
                 trial = session.numbered(int(data["trial"]))
                 session.search_seconds = float(data["search_seconds"])
-            strategy.tell(trial)
+            proposals.tell(trial)
             told.add(trial.number)
             pending.pop(key_of(trial.configuration) if data.get("served") else "", None)
     _tell_the_rest(session, told)
@@ -319,7 +319,7 @@ def _replay(session: Session, events: Sequence[Event]) -> None:
 
 def _ask_again(session: Session, asked: dict[str, Value] | None) -> dict[str, dict[str, Value]]:
     """What was proposed then, by its key; nothing where it was nothing."""
-    proposal = session.strategy.ask_again(asked)
+    proposal = session.proposals.ask_again(asked)
     keys = [None if point is None else key_of(point) for point in (proposal, asked)]
     if keys[0] != keys[1]:
         session.view.warning("the strategy proposes otherwise than when this was recorded")
@@ -331,7 +331,7 @@ def _tell_the_rest(session: Session, told: Container[int]) -> None:
     for trial in list(session.trials):
         finished = trial.status is not Status.INTERRUPTED and trial.purpose.is_of_search
         if finished and trial.number not in told:
-            session.strategy.tell(trial)
+            session.proposals.tell(trial)
             session.told(trial=trial.number)
 
 
@@ -367,7 +367,7 @@ def _restore_fitting(session: Session, events: Sequence[Event], opened: Sequence
         if trial.status in (Status.OK, Status.PRUNED):
             score_trial(trial, session.objective)  # what is scored may have changed
         session.add(trial)
-        session.strategy.tell(trial)
+        session.proposals.tell(trial)
         kept += trial.purpose is Purpose.SEARCH
     return f"the search was changed: {kept} of {total} earlier trials still fit and are kept"
 

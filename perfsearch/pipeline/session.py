@@ -43,6 +43,7 @@ from perfsearch.pipeline.loss_check import (
     of_rounding,
     other_draws,
 )
+from perfsearch.pipeline.proposals import Proposals
 from perfsearch.pipeline.transfer import Transfer
 from perfsearch.runners.base import (
     MeasuresInTurns,
@@ -170,9 +171,12 @@ class Session:
     _said: set[str] = field(default_factory=set)
     _last_told: float = field(default_factory=time.monotonic)
     _known: Known = field(init=False)
+    proposals: Proposals = field(init=False)
 
     def __post_init__(self) -> None:
         self._known = Known(self.trials)
+        name = self.settings.strategy.name
+        self.proposals = Proposals(self.strategy, name, self.runner, self.run_dir)
 
     @property
     def objective(self) -> Objective:
@@ -600,7 +604,7 @@ class Session:
             fresh=fresh,
             perturbed=perturbed,
         )
-        self.strategy.tell(trial)
+        self.proposals.tell(trial)
         self.told(trial=trial.number)
         if trial.cost is None:
             self.view.warning(f"the baseline, measured again, ended {trial.status}: {trial.reason}")

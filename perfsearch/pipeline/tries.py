@@ -294,7 +294,7 @@ def _run(session: Session, request: Request) -> Trial:
     purpose, begin_s = Purpose.REPEAT if seen else Purpose.SEARCH, time.monotonic()
     trial = session.run(request.configuration, purpose)
     session.search_seconds += time.monotonic() - begin_s
-    session.strategy.tell(trial)
+    session.proposals.tell(trial)
     session.told(trial=trial.number)
     return trial
 

@@ -56,7 +56,9 @@ class Strategy(ABC):
     search). ``ask`` may be called again before the answer to the last one is told, and then
     proposes something else; it never proposes what was told or is outstanding while anything else
     is feasible, and returns ``None`` when it is done (see ``stop_reason``).
-    ``ask`` raises a ``StrategyError`` where it cannot go on, which ends the search.
+    ``ask`` raises a ``StrategyError`` where it cannot go on, which ends the search. Any other
+    exception, and a proposal with an unknown knob or a value that it cannot take, is a bug of the
+    strategy, and ends it too.
     Budgets, duplicates and retries are the pipeline's business.
 
     ``expected_gain`` is the share by which the last proposal is expected to lower the best cost,

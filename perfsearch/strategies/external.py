@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.errors import BadInputError
 from perfsearch.core.files import json_text
 from perfsearch.core.hints import Hints
-from perfsearch.core.knob import Knob, Value, same_value
-from perfsearch.core.narrow import values_in_words
+from perfsearch.core.knob import Value
 from perfsearch.core.option import option
+from perfsearch.core.proposed import OutsideError, own_values
 from perfsearch.core.registry import imported
 from perfsearch.core.space import Space, key_of
 from perfsearch.core.trial import Measurement, Purpose, Trial, printable
@@ -295,11 +295,11 @@ class External(Strategy):
         if not isinstance(given, dict):
             raise _BadAnswerError(f"configuration={_shown(given)}: no knobs by name. {_FORMS}")
         values: dict[str, Value] = dict(self.hints.baseline)
-        for name, value in given.items():
-            if name not in self.space.by_name:
-                known = nearest(name, self.space.by_name)
-                raise _BadAnswerError(f"configuration.{name}: no such knob. {known}")
-            values[name] = _own_value(self.space.by_name[name], value)
+        try:
+            values |= own_values(self.space, self.hints.baseline, given)
+        except OutsideError as error:
+            value = f"={_shown(error.value)}" if error.name in self.space.by_name else ""
+            raise _BadAnswerError(f"configuration.{error.name}{value}: {error.why}") from error
         violations = self.space.violations(values)
         if violations:
             raise _BadAnswerError(f"configuration: {'; '.join(violations)}")
@@ -415,18 +415,6 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def _refuse_constant(word: str) -> None:
     raise ValueError(f"{word} is no number of JSON")
-
-
-def _own_value(knob: Knob, value: Any) -> Value:
-    """The knob's own value that is the same as the given one."""
-    if isinstance(value, bool | int | float | str) or value is None:
-        if knob.contains(value):
-            return knob.own(value)
-        if knob.when and same_value(knob.default, value):
-            return knob.default
-    raise _BadAnswerError(
-        f"configuration.{knob.name}={_shown(value)}: allowed: {values_in_words(knob)}"
-    )
 
 
 def _shown(value: Any) -> str:

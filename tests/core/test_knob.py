@@ -79,3 +79,16 @@ def test_a_position_stands_for_the_nearest_choice(knob: Knob) -> None:
         position = place / 1000
         away = [abs(knob.unit_position(choice) - position) for choice in choices]
         assert knob.from_unit(position) == choices[away.index(min(away))]
+
+
+@pytest.mark.parametrize(
+    "knob",
+    [
+        Knob("grid", Kind.REAL, 0.0, low=0.0, high=0.3, step=0.1),
+        Knob("log", Kind.REAL, 0.1, low=0.1, high=0.7, log=True),
+        Knob("geometric", Kind.REAL, 0.1, low=0.1, high=0.1 * 1.1**7, log=True, step=1.1),
+    ],
+)
+def test_rounding_leads_to_no_value_outside_of_a_range(knob: Knob) -> None:
+    values = [knob.from_unit(place / 1000) for place in range(1001)]
+    assert all(knob.contains(value) for value in (*values, *(knob.choices() or ())))
