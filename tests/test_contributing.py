@@ -91,6 +91,25 @@ def test_the_code_of_a_recipe_is_as_ours_has_to_be(place, kind):
         assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.parametrize(
+    ("path", "other"),
+    [
+        ("perfsearch/strategies/half.py", "conf/strategy/half.yaml"),
+        ("conf/strategy/half.yaml", "perfsearch/strategies/half.py"),
+    ],
+)
+def test_the_half_of_a_strategy_that_is_missing_is_named(place, path, other):
+    text = next(text for name, text in recipe("strategy")[0].items() if name[-3:] == path[-3:])
+    made = place / (f"perfsearch/{path}" if path.startswith("conf/") else path)
+    made.write_text(text.replace("name: local", "name: half"))
+    try:
+        said = perfsearch(place, "strategy=half", code=2)
+    finally:
+        made.unlink()
+    assert f"=half: {path} is there, and {other} is missing." in said
+    assert "no such option" not in said
+
+
 @pytest.mark.slow
 def test_what_was_added_is_listed(place):
     everything = perfsearch(place, "--help")

@@ -27,10 +27,10 @@ from perfsearch.cli.terminal import (
     told,
     write_nowhere,
 )
-from perfsearch.config.compose import CONFIG_MODULE, VERSION_BASE, merged, open_keys, plain
+from perfsearch.config.compose import VERSION_BASE, merged, open_keys, plain
 from perfsearch.config.messages import explain
 from perfsearch.config.options import leaves, show
-from perfsearch.config.schema import Settings, validate
+from perfsearch.config.schema import CONFIG_MODULE, Settings, validate
 from perfsearch.core import shortage
 from perfsearch.core.command import Command, carried_out
 from perfsearch.core.errors import BadInputError, nearest

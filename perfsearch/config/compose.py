@@ -13,15 +13,12 @@ from typing import Any
 
 from perfsearch.config.messages import FORCE, explain, needs_value
 from perfsearch.config.options import ConfigError, join, plain_value
-from perfsearch.config.schema import GROUPS, available
+from perfsearch.config.schema import CONFIG_MODULE, GROUPS, available
 from perfsearch.core import command
 from perfsearch.core.errors import BadInputError
 
 MISSING = "???"
 """What OmegaConf holds for a key that still needs a value."""
-
-CONFIG_MODULE = "perfsearch.conf"
-"""The package of our option files, which stand in ``conf/``."""
 
 NAME = "perfsearch"
 VERSION_BASE = "1.3"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from perfsearch.config.options import REPLACED, leaves, show
+from perfsearch.config.schema import no_option_file
 from perfsearch.core import command
 from perfsearch.core.errors import nearest
 
@@ -134,7 +135,8 @@ def _missing_option(error: BaseException, text: str) -> str:
     group, slash, name = missing.rpartition("/")
     if not slash or not options:
         return _plain_words(text)
-    return f"{group}={name}: no such option. {nearest(name, options)}"
+    half = no_option_file(group, name)
+    return half or f"{group}={name}: no such option. {nearest(name, options)}"
 
 
 def _unreadable(override: str, text: str) -> str:

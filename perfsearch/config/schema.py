@@ -14,6 +14,7 @@ import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,9 @@ SCHEMA_VERSION = 1
 
 GROUPS = ("runner", "strategy", "workload", "launcher")
 """Keys whose value is one option of a group, with keys of its own."""
+
+CONFIG_MODULE = "perfsearch.conf"
+"""The package of our option files, which stand in ``conf/``."""
 
 _REGISTRIES = {
     "runner": "perfsearch.runners",
@@ -268,9 +272,11 @@ def _selected(group: str, node: Any) -> Selected:
     if not isinstance(name, str):
         raise ConfigError(f"{group}.name", f"{group}.name={show(name)}: the option's name is text.")
     if known and name not in known:
-        raise ConfigError(
-            f"{group}.name", f"{group}.name={name}: no such option. {nearest(name, known)}"
-        )
+        why = f"no such option. {nearest(name, known)}"
+        if (resources.files(CONFIG_MODULE) / group / f"{name}.yaml").is_file():
+            code, option_file = _files(group, name)
+            why = f"{option_file} is there, and {code} is missing. An option is both files."
+        raise ConfigError(f"{group}.name", f"{group}.name={name}: {why}")
     of_one = {k for k, v in node.items() if k in known and isinstance(v, Mapping)}
     options = {str(k): v for k, v in node.items() if k != "name" and k not in of_one}
     return Selected(name, options | dict(node[name] if name in of_one else {}))
@@ -280,6 +286,29 @@ def available(group: str) -> list[str]:
     """Names that a group can take, or none where only its own registry can tell."""
     package = _REGISTRIES.get(group)
     return [] if package is None else registry.names(package)
+
+
+def no_option_file(group: str, name: str) -> str:
+    """What to say of an option whose code is there and whose file is not; empty of any other.
+
+    Args:
+        group: of the option.
+        name: one that no file of the group has.
+
+    """
+    if name not in available(group):
+        return ""
+    code, option_file = _files(group, name)
+    return (
+        f"{group}={name}: {code} is there, and {option_file} is missing. Write it, with "
+        f"'name: {name}' and each option's default."
+    )
+
+
+def _files(group: str, name: str) -> tuple[str, str]:
+    """Where the code of an option and its file belong, from the top of the source tree."""
+    code = f"{_REGISTRIES[group].replace('.', '/')}/{name}.py"
+    return code, f"conf/{group}/{name}.yaml"
 
 
 def _refuse_instantiation(node: Any, key: str = "") -> None:
