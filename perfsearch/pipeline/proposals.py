@@ -21,10 +21,7 @@ from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.proposed import OutsideError, own_values
 from perfsearch.core.trial import Trial, printable
 from perfsearch.runners.base import Runner
-from perfsearch.strategies.base import Strategy, StrategyError
-
-LOG = "strategy.log"
-"""File of the run directory with the traceback of what a strategy raised."""
+from perfsearch.strategies.base import LOG, Strategy, StrategyError
 
 _SHOWN = 300
 """Characters of a strategy's own words in a line for people."""

@@ -663,7 +663,8 @@ class Result:
     """What a search came to.
 
     Attributes:
-        exit_code: 0 done, 1 no trial succeeded, 3 a circuit breaker stopped it.
+        exit_code: 0 done, 1 no trial succeeded, 3 a circuit breaker or a failure of the
+            strategy stopped it.
         run_dir: where its files are.
         trials: every trial, in order of their ends.
         verdict: what the confirmation says.

@@ -13,6 +13,10 @@ from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Trial
 
+LOG = "proposer.log"
+"""File of the run directory with tracebacks of a strategy, and what a program that proposes writes
+to its standard error."""
+
 
 class StrategyError(Exception):
     """A strategy cannot go on; the message says why, in one line for people."""
@@ -116,4 +120,12 @@ class Strategy(ABC):
         return ""
 
 
-__all__ = ["Hints", "Prediction", "Processes", "Strategy", "StrategyError", "Surroundings"]
+__all__ = [
+    "LOG",
+    "Hints",
+    "Prediction",
+    "Processes",
+    "Strategy",
+    "StrategyError",
+    "Surroundings",
+]

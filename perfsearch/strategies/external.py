@@ -33,13 +33,10 @@ from perfsearch.metrics import advice
 from perfsearch.metrics.bounds import affected_parts, upper_bounds
 from perfsearch.strategies._candidates import causes_in, feasible_starts
 from perfsearch.strategies._history import EXHAUSTED, History
-from perfsearch.strategies.base import Strategy, StrategyError, Surroundings
+from perfsearch.strategies.base import LOG, Strategy, StrategyError, Surroundings
 
 PROTOCOL = 1
 """Version of the questions, in each of them."""
-
-LOG = "proposer.log"
-"""File of the run directory with what the program writes to its standard error."""
 
 _REFERENCE = re.compile(r"[\w.]+:[\w.<>]+")
 """How ``MODULE:FUNCTION`` looks, also of a function that cannot be imported."""

@@ -11,8 +11,8 @@ from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.space import Space
 from perfsearch.core.trial import Purpose
-from perfsearch.pipeline.proposals import LOG, Proposals
-from perfsearch.strategies.base import Strategy, StrategyError
+from perfsearch.pipeline.proposals import Proposals
+from perfsearch.strategies.base import LOG, Strategy, StrategyError
 
 GOOD = {"bucket": 32, "view": True}
 

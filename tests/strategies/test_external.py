@@ -19,8 +19,8 @@ from perfsearch.core.hints import Hints
 from perfsearch.core.knob import Kind, Knob
 from perfsearch.core.space import Constraint, Space
 from perfsearch.core.trial import Measurement, Purpose, Status, Trial
-from perfsearch.strategies.base import StrategyError, Surroundings
-from perfsearch.strategies.external import LOG, External
+from perfsearch.strategies.base import LOG, StrategyError, Surroundings
+from perfsearch.strategies.external import External
 from perfsearch.workers.processes import OtherPrograms
 
 ANSWERS = """

@@ -15,7 +15,8 @@ import perfsearch
 from perfsearch.config.schema import validate
 from perfsearch.core.hints import Hints
 from perfsearch.pipeline.search import strategy_factory
-from perfsearch.strategies.external import LOG, External
+from perfsearch.strategies.base import LOG
+from perfsearch.strategies.external import External
 
 WAIT_S = 600
 """Far longer than anything here takes."""
