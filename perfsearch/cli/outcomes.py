@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,32 @@ def _as_given(word: str, job: Sequence[str]) -> str:
     if of_one is None:
         return word
     return word.lstrip("+") if f"strategy={of_one[1]}" in job else ""
+
+
+def _column(key: str) -> str:
+    """The column that a swept key is told in: options of a strategy are part of its name."""
+    return "strategy" if key.lstrip("+").startswith("strategy.") else key
+
+
+def _unconfirmed(result: Result) -> str:
+    """The gain as far as single readings tell, as on the search's own card; empty where none do."""
+    from perfsearch.cli.view import told_unconfirmed
+    from perfsearch.core.trial import Purpose, Status
+    from perfsearch.pipeline.session import BASELINE
+    from perfsearch.tracking.best_so_far import baseline_readings
+
+    confirmed = {arm: statistics.median(c) for arm, c in result.verdict.costs.items() if c}
+    before = confirmed.pop(BASELINE, None)
+    if before and confirmed:
+        return told_unconfirmed(before / min(confirmed.values()), each=True)
+    readings = [t.cost for t in baseline_readings(result.trials) if t.cost]
+    tried = [t for t in result.trials if t.purpose is Purpose.SEARCH and t.status is Status.OK]
+    best = min((t.cost for t in tried if t.cost), default=None)
+    return (
+        ""
+        if best is None or not readings
+        else told_unconfirmed(statistics.median(readings) / best, each=False)
+    )
 
 
 @dataclass
@@ -79,7 +106,7 @@ class Sweep:
 
     def show_outcomes(self, done: Sequence[tuple[Settings, Result | None]]) -> None:
         """Print the table, where there were several searches."""
-        rows = self.table(done)
+        rows, remarks = self.table(done)
         if not rows:
             return
         from perfsearch.cli.layout import screen_width, table_lines, wrapped
@@ -89,8 +116,9 @@ class Sweep:
         print(f"\n== {len(rows) - 1} searches")
         for line in table_lines(rows, width, left=len(rows[0]) - 4):
             print(line)
-        for line in wrapped(_LEGEND.format(within=WITHIN), width):
-            print(line, flush=True)
+        for text in (_LEGEND.format(within=WITHIN), *remarks):
+            for line in wrapped(text, width):
+                print(line, flush=True)
         from perfsearch.core.figures import show_path
         from perfsearch.core.journal import JournalError
         from perfsearch.tracking.sweep import write_beside
@@ -99,31 +127,59 @@ class Sweep:
         with suppress(JournalError, OSError):  # a page is not worth the exit code of the searches
             print(f"page  {show_path(write_beside(run_dirs))}", flush=True)
 
-    def table(self, done: Sequence[tuple[Settings, Result | None]]) -> list[list[str]]:
-        """A row for each search below a header; nothing where fewer than two have a result."""
+    def table(
+        self, done: Sequence[tuple[Settings, Result | None]]
+    ) -> tuple[list[list[str]], list[str]]:
+        """A row for each search below a header, and what is to be said of them; nothing where fewer
+        than two have a result.
+        """
         found = [(place, *one) for place, one in enumerate(done) if one[1] is not None]
         if len(self.jobs) < 2 or len(found) < 2 or len(done) > len(self.jobs):
-            return []
+            return [], []
         from perfsearch.pipeline.cards import outcome
+        from perfsearch.pipeline.resume import strategy_parameters
         from perfsearch.tracking.best_so_far import WITHIN, course, first_within
+        from perfsearch.tracking.names import strategy_name
 
-        keys = list(self.swept(0))
+        keys = list(dict.fromkeys(_column(key) for key in self.swept(0)))
         rows = [[*keys, "gain (95% interval)", "trials", "seconds", "verdict"]]
         courses = {place: course(result.trials) for place, _, result in found if result}
         best: dict[str, float] = {}
         for place, reached in courses.items():
             job = self._job(place)
             best[job] = min([best.get(job, math.inf), *(one.cost for one in reached)])
-        for place, _, result in found:
+        remarks = self._different_load(found)
+        for place, settings, result in found:
             assert result is not None
-            first = first_within(courses[place], best[self._job(place)], WITHIN)
+            job = self._job(place)
+            first = None if job in remarks else first_within(courses[place], best[job], WITHIN)
             trials = "-" if first is None else str(first.trials)
             seconds = "-" if first is None else f"{first.seconds:.1f}"
             interval = result.verdict.interval
-            gain = "" if interval is None else interval.gain
+            gain = _unconfirmed(result) if interval is None else interval.gain
             said = str(outcome(result))
-            rows.append([*self.swept(place).values(), gain, trials, seconds, said])
-        return rows
+            swept = {**self.swept(place), "strategy": strategy_name(strategy_parameters(settings))}
+            rows.append([*(swept.get(key, "") for key in keys), gain, trials, seconds, said])
+        return rows, list(remarks.values())
+
+    def _different_load(
+        self, found: Sequence[tuple[int, Settings, Result | None]]
+    ) -> dict[str, str]:
+        """What is to be said of jobs whose searches ran under different load, by job."""
+        from perfsearch.tracking.best_so_far import references
+
+        jobs: dict[str, list[Result]] = {}
+        for place, _, result in found:
+            if result is not None:
+                jobs.setdefault(self._job(place), []).append(result)
+        told = {}
+        for job, results in jobs.items():
+            trials = [result.trials for result in results]
+            measured = next((t.measurement for own in trials for t in own if t.measurement), None)
+            unit = results[0].objective.unit(measured)
+            if line := references(trials, unit).different_load:
+                told[job] = f"{job}: {line}" if len(jobs) > 1 else line
+        return told
 
     def _job(self, place: int) -> str:
         """What the searches that are comparable have in common."""

@@ -164,6 +164,19 @@ def _choose(session: Session, found: Sequence[Trial], verdict: Verdict) -> dict[
     return {arm: means.get(arm) or session.numbered(arm).cost or 0.0 for arm in chosen[:count]}
 
 
+def _what_comes(session: Session, found: Sequence[Trial]) -> str:
+    """One line on the starts that follow."""
+    count = min(session.settings.confirm.finalists, len(found))
+    best = "the best" if count == 1 else f"the best {count}"
+    started = f"{best} and the baseline are started anew, block by block"
+    close = found[:_READ_AGAIN]
+    rounds = _rounds(session, close) if len(close) > count else 0
+    if not rounds:
+        return started
+    again = f"the {len(close)} fastest are read up to {rounds} times more, to choose {best}"
+    return f"{again}; then {started}"
+
+
 def _rounds(session: Session, best: Sequence[Trial]) -> int:
     """How often the best are read again."""
     searched = [t for t in session.trials if t.purpose.is_of_search and t.status is Status.OK]
@@ -180,7 +193,7 @@ def _rounds(session: Session, best: Sequence[Trial]) -> int:
 
 def _compare(session: Session, found: Sequence[Trial]) -> Verdict:
     settings, verdict = session.settings.confirm, Verdict()
-    session.view.stage("confirm", f"the best of {len(found)} against the baseline")
+    session.view.stage("confirm", _what_comes(session, found))
     finalists = _choose(session, found, verdict)
     if not finalists:
         verdict.reason = "the best failed when they were measured again: no gain is claimed"

@@ -210,19 +210,26 @@ def search_definition(
     }
 
 
-def parameters(settings: Settings, runner: Runner) -> dict[str, Any]:
-    """What tells searches apart where several are compared, as plain values for the journal."""
-    mode = {} if settings.mode == "search" else {"mode": settings.mode}
+def strategy_parameters(settings: Settings) -> dict[str, Any]:
+    """A search's strategy, and those of its options that are not the usual ones."""
     strategy = settings.strategy
     usual: dict[str, Any] = {}
     if strategy.options:  # a comparison of arms has none, and is no strategy either
         usual = {f.name: f.default for f in fields(strategies.load(strategy.name).Options)}
     chosen = {k: v for k, v in strategy.options.items() if k not in usual or v != usual[k]}
     return {
-        **mode,
-        "runner": settings.runner.name,
         "strategy": strategy.name,
         **{f"{names.OF_STRATEGY}{k}": v for k, v in Redactor().tree(chosen).items()},
+    }
+
+
+def parameters(settings: Settings, runner: Runner) -> dict[str, Any]:
+    """What tells searches apart where several are compared, as plain values for the journal."""
+    mode = {} if settings.mode == "search" else {"mode": settings.mode}
+    return {
+        **mode,
+        "runner": settings.runner.name,
+        **strategy_parameters(settings),
         "workload": settings.workload.name,
         "seed": settings.seed,
         "numerics": str(settings.numerics),

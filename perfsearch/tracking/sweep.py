@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from perfsearch.core.journal import JOURNAL, legible, read
-from perfsearch.core.trial import Purpose, Status, Trial
+from perfsearch.core.objective import Metric, Objective
+from perfsearch.core.trial import Trial
 from perfsearch.core.verdict import Interval
-from perfsearch.tracking.best_so_far import WITHIN, Reached, course, first_within
+from perfsearch.tracking.best_so_far import WITHIN, Reached, course, first_within, references
 from perfsearch.tracking.canvas import LEFT, RIGHT, Axis, Canvas
 from perfsearch.tracking.names import GAIN, OF_STRATEGY, flat, strategy_name
 from perfsearch.tracking.pictures import colour, duration
@@ -37,6 +37,7 @@ class Searched:
         interval: speed-up of what is handed over, else of the finalist that came nearest; ``None``
             where nothing was confirmed.
         verdict: a word or two; empty for a search that has not ended.
+        unit: of the objective.
 
     """
 
@@ -45,6 +46,7 @@ class Searched:
     trials: Sequence[Trial]
     interval: Interval | None
     verdict: str
+    unit: str
 
     @classmethod
     def read(cls, run_dir: Path) -> Searched:
@@ -57,10 +59,14 @@ class Searched:
         path = run_dir / JOURNAL
         trials: dict[int, Trial] = {}
         said: dict[str, Any] = {}
+        measured = None
         for event in read(path)[1]:
             with legible(path, event):
                 if event.name == "finished":
-                    trial = Trial.from_json({**event.data["trial"], "measurement": None})
+                    told = event.data["trial"]
+                    if measured is None and told.get("measurement"):
+                        measured = Trial.from_json(told).measurement
+                    trial = Trial.from_json({**told, "measurement": None})
                     trials[trial.number] = trial
                 said[event.name] = event.data
         tags = said.get("summarised", {}).get("tags", {})
@@ -68,26 +74,22 @@ class Searched:
             int(number): Interval(**found)
             for number, found in said.get("confirmed", {}).get("intervals", {}).items()
         }
+        opened = said.get("opened", {})
+        metric = Metric(opened.get("definition", {}).get("objective", Metric.THROUGHPUT))
         nearest = max(intervals.values(), key=lambda found: found.ratio, default=None)
         return cls(
             run_dir,
-            _parameters(said.get("opened", {}).get("parameters", {})),
+            _parameters(opened.get("parameters", {})),
             list(trials.values()),
             intervals.get(int(tags.get("perfsearch.best_trial", 0)), nearest),
             str(tags.get("perfsearch.verdict", "")).replace("_", " "),
+            Objective(metric).unit(measured),
         )
 
     @cached_property
     def course(self) -> list[Reached]:
         """The best after each of its trials."""
         return course(self.trials)
-
-    @property
-    def baselines(self) -> list[float]:
-        """Costs of the baseline, each time that it was measured before the confirmation."""
-        purposes = (Purpose.BASELINE, Purpose.SENTINEL)
-        measured = [t for t in self.trials if t.purpose in purposes and t.status is Status.OK]
-        return [trial.cost for trial in measured if trial.cost]
 
 
 def _parameters(told: Mapping[str, Any]) -> dict[str, str]:
@@ -150,24 +152,30 @@ def _differing(parameters: Sequence[Mapping[str, str]]) -> list[str]:
 def _job(name: str, searches: Sequence[Searched], directory: Path) -> dict[str, Any]:
     """What the page says of the searches of one job."""
     apart = _differing([search.parameters for search in searches])
-    readings = [cost for search in searches for cost in search.baselines]
-    common = statistics.median(readings) if readings else None
+    reference = references([search.trials for search in searches], searches[0].unit)
+    comparable = not reference.different_load
     best = min((s.course[-1].cost for s in searches if s.course), default=None)
-    labelled = {label: s for label, s in _labelled(searches, apart).items() if s.course}
-    courses = {label: s.course for label, s in labelled.items()}
+    named = _labelled(searches, apart)
+    labelled = {label: s for label, s in named.items() if s.course}
+    baselines = dict(zip(named, reference.costs, strict=True))
+    gains = {
+        label: [(one, 100 * (baseline / one.cost - 1)) for one in s.course]
+        for label, s in labelled.items()
+        if (baseline := baselines[label])
+    }
     kinds = {
         label: s.parameters.get("strategy", "") if "strategy" in apart else label
         for label, s in labelled.items()
     }
     rows = []
-    for search in searches:
-        found = None if best is None else first_within(search.course, best, WITHIN)
+    for search, baseline in zip(searches, reference.costs, strict=True):
+        found = first_within(search.course, best, WITHIN) if best and comparable else None
         reading = search.course[-1].cost if search.course else None
         rows.append(
             {
                 "words": [search.parameters.get(key, "") for key in apart],
                 "speed_up": "" if search.interval is None else search.interval.gain,
-                "reading": f"{common / reading - 1:+.1%}" if common and reading else "",
+                "reading": f"{baseline / reading - 1:+.1%}" if baseline and reading else "",
                 "trials": "" if found is None else str(found.trials),
                 "seconds": "" if found is None else duration(found.seconds),
                 "verdict": search.verdict,
@@ -177,12 +185,14 @@ def _job(name: str, searches: Sequence[Searched], directory: Path) -> dict[str, 
     return {
         "name": name,
         "apart": apart,
+        "different_load": reference.different_load,
         "rows": rows,
         "table": _by_strategy_and_seed(searches),
         "curves": [
-            drawn(partial(curves, courses, kinds, common, by)) for by in ("trials", "seconds")
+            drawn(partial(curves, gains, kinds, "the common" if comparable else "its own", by))
+            for by in ("trials", "seconds")
         ]
-        if common and courses
+        if gains
         else [],
     }
 
@@ -221,19 +231,27 @@ def _by_strategy_and_seed(searches: Sequence[Searched]) -> list[list[str]]:
 
 
 def curves(
-    courses: Mapping[str, Sequence[Reached]],
+    gains: Mapping[str, Sequence[tuple[Reached, float]]],
     kinds: Mapping[str, str],
-    common: float,
+    whose: str,
     by: str,
     width: float,
 ) -> Canvas | None:
-    """The gain of each search's best so far over the common baseline, by ``trials`` or ``seconds``.
+    """The gain of each search's best so far, by ``trials`` or ``seconds``.
 
     Those of one kind, which are those of one strategy, have one colour.
+
+    Args:
+        gains: each search's course, with the gain over a baseline in percent.
+        kinds: of each search.
+        whose: baseline that is.
+        by: what the axis counts.
+        width: of the picture.
+
     """
     points = {
-        label: [(float(getattr(one, by)), 100 * (common / one.cost - 1)) for one in found]
-        for label, found in courses.items()
+        label: [(float(getattr(one, by)), gain) for one, gain in found]
+        for label, found in gains.items()
     }
     every = [point for found in points.values() for point in found]
     most = max(x for x, _ in every)
@@ -245,7 +263,7 @@ def curves(
     canvas.height = top + 270
     x = Axis(0.0, most, LEFT, width - RIGHT, whole=by == "trials")
     y = Axis.around([0.0, *(value for _, value in every)], canvas.height - 46, top)
-    canvas.frame(x, y, by, "gain over the common baseline in percent")
+    canvas.frame(x, y, by, f"gain over {whose} baseline in percent")
     canvas.line((LEFT, y(0.0)), (width - RIGHT, y(0.0)), "baseline-line")
     for label, found in points.items():
         steps = [(x(found[0][0]), y(found[0][1]))]

@@ -11,7 +11,7 @@ from perfsearch.config.schema import validate
 from perfsearch.core.signals import ExitCode
 from perfsearch.core.trial import Purpose, Status, Trial
 from perfsearch.core.verdict import Interval
-from perfsearch.pipeline.session import Result, Verdict
+from perfsearch.pipeline.session import BASELINE, Result, Verdict
 
 JOB = {"runner": {"name": "replay"}, "strategy": {"name": "grid"}, "workload": {"name": "mlp"}}
 JOBS = [
@@ -21,8 +21,15 @@ JOBS = [
 ]
 
 
-def searched(costs, verdict, baseline=1.0):
-    trials = [Trial(0, {}, Purpose.BASELINE, Status.OK, None, baseline)]
+def of(strategy, **options):
+    return validate({**JOB, "strategy": {"name": strategy, **options}})
+
+
+def searched(costs, verdict, baselines=(1.0,)):
+    trials = [
+        Trial(0, {}, purpose, Status.OK, None, cost, objective=100 / cost)
+        for purpose, cost in zip((Purpose.BASELINE, Purpose.SENTINEL), baselines, strict=False)
+    ]
     for number, cost in enumerate(costs, start=1):
         status = Status.OK if cost else Status.OOM
         trials.append(Trial(number, {}, Purpose.SEARCH, status, None, cost, seconds=2.0))
@@ -47,14 +54,15 @@ def test_each_search_is_announced_with_what_it_differs_by(capsys):
 
 
 def test_the_table_has_a_row_for_each_search(capsys):
-    settings = validate(dict(JOB))
     results = [
         searched([None, 0.7, 0.5], GAIN),
-        searched([2.0, 0.505], GAIN, baseline=2.0),  # as good, whatever its baseline read
+        searched([2.0, 0.505], GAIN, baselines=(2.0, 1.0)),  # as good, whatever its baseline read
         searched([0.9], WIDE),
         searched([0.99], TIGHT),
     ]
-    rows = Sweep(JOBS).table([(settings, result) for result in results])
+    done = list(zip([of("bayes")] * 2 + [of("random")] * 2, results, strict=True))
+    rows, remarks = Sweep(JOBS).table(done)
+    assert not remarks
     assert rows == [
         ["strategy", "seed", "gain (95% interval)", "trials", "seconds", "verdict"],
         ["bayes", "1", "+50.0% (+40.0% to +60.0%)", "3", "6.0", "faster"],
@@ -62,7 +70,7 @@ def test_the_table_has_a_row_for_each_search(capsys):
         ["random", "1", "+10.0% (-20.0% to +50.0%)", "-", "-", "inconclusive"],
         ["random", "2", "+0.0% (-1.0% to +1.0%)", "-", "-", "no gain"],
     ]
-    Sweep(JOBS).show_outcomes([(settings, result) for result in results])
+    Sweep(JOBS).show_outcomes(done)
     assert "== 4 searches\nstrategy" in capsys.readouterr().out
 
 
@@ -77,7 +85,7 @@ def test_searches_of_other_jobs_have_a_best_of_their_own():
     jobs = [["nproc=1", "seed=1"], ["nproc=2", "seed=1"]]
     settings = validate(dict(JOB))
     results = [searched([0.5], GAIN), searched([0.8], GAIN)]
-    rows = Sweep(jobs).table([(settings, result) for result in results])
+    rows, _ = Sweep(jobs).table([(settings, result) for result in results])
     assert [row[-3] for row in rows[1:]] == ["1", "1"]
 
 
@@ -112,3 +120,24 @@ def test_a_key_of_one_strategy_is_told_of_its_searches_alone(capsys):
     assert told[1] == "== search 1 of 4: strategy=bayes strategy.bayes.xi=0.1"
     assert told[3] == "== search 3 of 4: strategy=fast"
     assert sweep.swept(2) == {"strategy": "fast", "strategy.bayes.xi": ""}
+
+
+def test_the_table_names_strategies_and_single_readings_as_the_page_and_the_card_do(capsys):
+    """Of searches under different load it says so, and does not rank their readings."""
+    jobs = [["strategy=mcmc", "strategy.alpha=1"], ["strategy=random", "seed=1"]]
+    one_each = Verdict(costs={BASELINE: [1.0], 1: [0.8]}, is_open=True)
+    done = [
+        (of("mcmc", alpha=1.0), searched([0.7], one_each, (1.0, 0.9))),
+        (of("random"), searched([0.2], Verdict(is_open=True), (0.25, 0.25))),
+    ]
+    rows, remarks = Sweep(jobs).table(done)
+    assert rows[0][0] == "strategy" and "strategy.alpha" not in rows[0]
+    assert [row[0] for row in rows[1:]] == ["mcmc alpha=1", "random"]
+    assert [row[-4:-1] for row in rows[1:]] == [
+        ["+25.0% (one reading each)", "-", "-"],
+        ["+25.0% (one reading)", "-", "-"],
+    ]
+    assert len(remarks) == 1 and remarks[0].startswith("these searches ran under different load")
+    Sweep(jobs).show_outcomes(done)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "their baselines read 100.0 to 111.1 and 400.0 samples/s" in said

@@ -51,12 +51,15 @@ def test_the_finalist_is_chosen_by_several_warm_readings(search: Search) -> None
     assert result.best["bucket"] == 32
     assert result.verdict.chosen_by == repeats
     assert len(of(result, Purpose.SEARCH)) == 11, "they are no trials of the search"
+    assert "the 5 fastest are read up to 2 times more, to choose the best; then" in search.view.text
 
 
 def test_nothing_is_read_again_where_that_costs_as_much_as_a_start(search: Search) -> None:
     result = search(Starting(start_s=0.0, reading_s=0.2), sentinel_every=0)
     assert not of(result, Purpose.REPEAT)
     assert len(result.verdict.intervals) == 1
+    assert "the best and the baseline are started anew" in search.view.text
+    assert "times more" not in search.view.text
 
 
 def test_one_that_fails_when_it_is_read_again_is_no_finalist(search: Search) -> None:

@@ -112,3 +112,34 @@ def test_searches_that_differ_in_an_option_of_their_strategy_are_told_apart(tmp_
     ]  # fmt: skip
     assert [row[0] for row in cells(text)[5:8]] == ["bayes", "bayes xi=0.1", "fast"]
     assert ">bayes xi=0.1</text>" in text
+
+
+def test_searches_under_different_load_are_shown_against_their_own_baselines(tmp_path):
+    """The machine's other work let up between two searches, which made the second look better."""
+    parameters = of("tabu", 1, **{"strategy/tenure": 4})
+    runs = [
+        searched(tmp_path / "t", [0.25, 0.125], parameters, 1.8, sentinel=0.2),
+        searched(tmp_path / "r", [0.06, 0.04], of("random", 1), sentinel=0.05),
+    ]
+    write_sweep(tmp_path / "sweep.html", runs)
+    text = (tmp_path / "sweep.html").read_text()
+    line = (
+        "These searches ran under different load: their baselines read 400.0 to 500.0 and 1,667 to "
+        "2,000 samples/s; compare the confirmed gains alone."
+    )
+    assert text.count(line) == 1
+    rows = {row[0]: row[1:] for row in cells(text) if len(row) > 4}
+    assert rows["tabu tenure=4"][1:4] == ["+80.0%", "", ""]
+    assert rows["random"][1:4] == ["+37.5%", "", ""]
+    assert text.count(">gain over its own baseline in percent</text>") == 2 * 2
+    assert "common baseline" not in text
+
+
+def test_readings_of_one_baseline_that_scatter_as_far_are_of_one_load(tmp_path):
+    runs = [
+        searched(tmp_path / "a", [1.0, 0.5], of("bayes", 1), sentinel=0.7),
+        searched(tmp_path / "b", [0.6, 0.5], of("random", 1), sentinel=0.55),
+    ]
+    write_sweep(tmp_path / "sweep.html", runs)
+    text = (tmp_path / "sweep.html").read_text()
+    assert "different load" not in text and "gain over the common baseline" in text
