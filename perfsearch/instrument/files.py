@@ -11,6 +11,7 @@ Processes that are forked, as a ``DataLoader``'s workers are, keep files as thei
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -130,7 +131,11 @@ class Record:
         if (deed, path) in self._said:
             return
         entry = {"deed": deed, "path": path, **more}
-        self._read_to += os.write(self._open, json.dumps(entry).encode() + b"\n")
+        line = json.dumps(entry).encode() + b"\n"
+        if os.write(self._open, line) < len(line):
+            os.ftruncate(self._open, self._read_to)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file)
+        self._read_to += len(line)
         self._take(entry)
 
     def has_said(self, deed: Deed, path: str) -> bool:
@@ -202,14 +207,20 @@ class Keeper:
         }
 
     def quietly(self, act: Callable[..., None], *args: Any) -> None:
-        """Do it unless this thread is doing so already; what fails never reaches the script."""
+        """Do it unless this thread is doing so already.
+
+        What fails does not reach the script, but for a full disk and used-up descriptors: what
+        cannot be put on record must not be done.
+        """
         if getattr(self._local, "busy", False):
             return
         self._local.busy = True
         try:
             act(*args)
-        except Exception:
-            pass  # of no concern to the script, which meets what is wrong in its own words
+        except Exception as error:
+            if _is_used_up(error):
+                raise
+            # else of no concern to the script, which meets what is wrong in its own words
         finally:
             self._local.busy = False
 
@@ -280,10 +291,12 @@ class Keeper:
             if not known:
                 self._keep(name, found)
             os.replace(draft, name)
-        except OSError:
-            self.record.say(Deed.LOST, name)  # its directory cannot be written
+        except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(draft)
+            if _is_used_up(error):
+                raise
+            self.record.say(Deed.LOST, name)  # its directory cannot be written
 
     def _keep(self, name: str, found: os.stat_result) -> None:
         """Give what is at ``name`` another name of ours; a copy where there are no hard links."""
@@ -403,6 +416,14 @@ class Keeper:
                 self.before_writing(file, creates=True)
 
 
+def _is_used_up(error: BaseException) -> bool:
+    """Whether there is no room on a disk, or no descriptor, which the script would meet as well."""
+    return isinstance(error, OSError) and error.errno in _USED_UP
+
+
+_USED_UP = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE))
+
+
 def _status(path: str) -> os.stat_result | None:
     try:
         return os.lstat(path)
@@ -428,7 +449,9 @@ def _copied(name: str, at: str, found: os.stat_result) -> bool:
     try:
         shutil.copy2(name, f"{at}.new", follow_symlinks=False)
         os.replace(f"{at}.new", at)
-    except OSError:
+    except OSError as error:
+        if _is_used_up(error):
+            raise
         return False
     return True
 

@@ -13,7 +13,7 @@ import time
 import pytest
 from support.file_states import state_of
 
-from perfsearch.instrument import undo, user_files
+from perfsearch.instrument import files, undo, user_files
 from perfsearch.instrument.user_files import UserFiles
 
 KEEPING = """
@@ -303,6 +303,44 @@ def test_files_of_perfsearch_caches_and_temporary_ones_are_left_alone(directory,
     )
     directory.files.end()
     assert os.path.exists("cache/w") and os.path.exists("run/mine")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "os.remove('ckpt.pt')",
+        "os.rename('ckpt.pt', 'other.pt')",
+        "os.replace('train.log', 'ckpt.pt')",
+        "os.chmod('ckpt.pt', 0o600)",
+        "os.mkdir('made')",
+    ],
+)
+def test_what_cannot_be_put_on_record_is_not_done(directory, change):
+    """On a full disk, and where descriptors are used up, which it takes no further one to do."""
+    told = directory.start(
+        f"""
+        import errno, resource
+
+        def attempt():
+            try:
+                {change}
+            except OSError as error:
+                print(errno.errorcode[error.errno])
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+        attempt()
+        """
+    )
+    assert told == "EMFILE\n"
+    directory.check()
+
+
+def test_an_entry_for_which_there_is_no_room_is_not_left_half(tmp_path):
+    record = files.Record(str(tmp_path))
+    (tmp_path / undo.RECORD).symlink_to("/dev/full")
+    with record.turn(), pytest.raises(OSError, match="No space left"):
+        record.say(undo.Deed.MADE, "a")
+    assert record.known == set()
 
 
 def test_two_starts_worth_of_ranks_may_write_the_same_file(directory):
