@@ -54,7 +54,7 @@ def choose_run_dir(base: Path, resume: str, named: bool = False) -> tuple[Path, 
         RefusedError: a finished search is asked for, and there is none.
 
     """
-    taken = [path for path in _numbered(base) if (path / JOURNAL).exists()]
+    taken = [path for path in numbered(base) if (path / JOURNAL).exists()]
     if taken and resume == "failed":
         ordered = [*([base] if named and base in taken else []), *reversed(taken)]
         return next((path for path in ordered if _has_failed(path)), ordered[0]), True
@@ -72,7 +72,7 @@ def choose_run_dir(base: Path, resume: str, named: bool = False) -> tuple[Path, 
     return base.with_name(f"{base.name}-{int(last.group(1)) + 1 if last else 2}"), False
 
 
-def _numbered(base: Path) -> list[Path]:
+def numbered(base: Path) -> list[Path]:
     """``base`` and its numbered successors that exist, in order."""
     found = [base] if base.exists() else []
     pattern = re.compile(re.escape(base.name) + r"-(\d+)$")

@@ -470,6 +470,8 @@ def _open(
     for caution in runner.cautions:
         view.warning(caution)
     reap_groups(directory)
+    for beside in resume.numbered(asked.absolute()):  # may have been killed, and not gone on with
+        reap_groups(beside, of_others=True)
     if isinstance(runner, HoldsDevices):
         launchers.of(runner.environment).open(runner.hardware, view.note)
     runner.open(directory)

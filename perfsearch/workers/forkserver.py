@@ -382,7 +382,7 @@ def _meet_as_clients() -> None:
 def leave_report(
     directory: Path, failures: Sequence[Mapping[str, Any]], error: Exception | None = None
 ) -> None:
-    """Tell the controller what failed, unless the group's directory is gone.
+    """Tell the controller what failed, unless the group's directory is gone, or its disk full.
 
     Args:
         directory: of the group.
@@ -391,9 +391,9 @@ def leave_report(
 
     """
     told = error and {"type": type(error).__name__, "message": str(error)}
-    if directory.exists():
-        report = {"failures": list(failures), "error": told}
-        (directory / LAUNCHER_REPORT).write_text(json.dumps(report))
+    report = {"failures": list(failures), "error": told}
+    with contextlib.suppress(OSError):
+        write_text(directory / LAUNCHER_REPORT, json.dumps(report), make=False)
 
 
 if __name__ == "__main__":

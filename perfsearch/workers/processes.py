@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -189,17 +190,19 @@ def _remove(path: Path) -> None:
         path.parent.rmdir()
 
 
-def reap_groups(run_dir: Path, grace_s: float = 2.0) -> int:
+def reap_groups(run_dir: Path, grace_s: float = 2.0, *, of_others: bool = False) -> int:
     """End the processes that an earlier controller left behind; return how many there were.
 
     Processes are found by the token in their environment, so that a reused pid is never hit and
     one that was started just before the end is not missed.
     Groups of other hosts that share the directory, and those of another controller that is still
-    alive, are left alone. Temporary directories of killed processes go, whatever they ran.
+    alive, are left alone; also this process's own, where only those ``of_others`` are meant.
+    Temporary directories of killed processes go, whatever they ran.
     """
     ended = 0
     remove_left_directories()
-    for path in sorted((run_dir / _DIRECTORY).glob("*.json")):
+    records = (run_dir.glob(f"{above}{_DIRECTORY}/*.json") for above in ("", "arms/*/"))
+    for path in sorted(itertools.chain.from_iterable(records)):
         try:
             entry = json.loads(path.read_text())
             token, host = str(entry["token"]), str(entry["host"])
@@ -210,13 +213,13 @@ def reap_groups(run_dir: Path, grace_s: float = 2.0) -> int:
             continue
         if host != socket.gethostname():
             continue
-        if pid != os.getpid() and is_alive(pid, started):
+        if (of_others or pid != os.getpid()) and is_alive(pid, started):
             continue
         ended += end_all(token, grace_s)
         ours = control.parent in (Path(tempfile.gettempdir()), Path("/tmp"))
         if ours and control.name.startswith("perfsearch-"):
             shutil.rmtree(control, ignore_errors=True)
-        forget_group(run_dir, token)
+        _remove(path)
     return ended
 
 

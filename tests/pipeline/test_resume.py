@@ -15,6 +15,7 @@ from perfsearch.core.journal import Journal, read
 from perfsearch.core.trial import Measurement, Outcome, Purpose, Status, Trial
 from perfsearch.pipeline.resume import RefusedError
 from perfsearch.strategies.random import Random
+from perfsearch.workers.processes import members, record_group
 
 DRIVER = Path(__file__).parents[1] / "support" / "kill_driver.py"
 
@@ -98,6 +99,34 @@ def test_resume_never_starts_anew(search: Search) -> None:
     with pytest.raises(KeyboardInterrupt):
         search(SyntheticRunner(fail=interrupt_at(4)))
     assert search(resume="never").run_dir.name == "run-2"
+
+
+KILLED = """
+import os, signal, subprocess, sys, uuid
+from pathlib import Path
+from perfsearch.workers.messages import TOKEN_VARIABLE
+from perfsearch.workers.processes import record_group
+
+token = uuid.uuid4().hex
+record_group(Path(sys.argv[1]), token, Path(sys.argv[1]) / "gone")
+marked = {**os.environ, TOKEN_VARIABLE: token}
+subprocess.Popen(["sleep", "60"], env=marked, stdout=subprocess.DEVNULL)
+print(token, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_start_anew_ends_what_a_killed_search_beside_it_left(search: Search) -> None:
+    left = search().run_dir
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(left)], stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    record_group(left, "ours", left / "gone")  # of a search beside this one, in the same process
+    assert len(members(killed.stdout.strip())) == 1
+    assert search(resume="never").run_dir.name == "run-2"
+    assert members(killed.stdout.strip()) == []
+    assert [path.name for path in (left / "groups").iterdir()] == ["ours.json"]
 
 
 def test_resume_failed_runs_exactly_the_failed_ones(search: Search) -> None:

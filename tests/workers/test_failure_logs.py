@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 from perfsearch.workers.failures import FailureFiles, ProcessEnd, launcher_report
 from perfsearch.workers.messages import LAUNCHER_REPORT, rank_error_file, rank_log
@@ -41,3 +43,19 @@ def test_what_the_launcher_says(tmp_path):
     error = {"type": "RendezvousConnectionError", "message": "refused"}
     (tmp_path / LAUNCHER_REPORT).write_text(json.dumps({"failures": [], "error": error}))
     assert launcher_report(tmp_path, 1) == ([], "RendezvousConnectionError: refused")
+
+
+ON_A_FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from perfsearch.workers.forkserver import leave_report
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8))  # bytes that a file may have
+leave_report(Path(sys.argv[1]), [{"rank": 1, "exit_code": 3, "time": 5}])
+"""
+
+
+def test_a_launcher_that_cannot_write_its_report_leaves_none(tmp_path):
+    subprocess.run([sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path)], check=True)
+    assert launcher_report(tmp_path, 1) == ([], "")
+    assert list(tmp_path.iterdir()) == []

@@ -104,6 +104,14 @@ def test_leftovers_on_record_are_reaped(tree, tmp_path, monkeypatch):
     assert not (tmp_path / "groups").exists()
 
 
+def test_leftovers_of_the_arms_of_a_comparison_are_reaped(tree, tmp_path):
+    token, _root = tree
+    registry.record_group(tmp_path / "arms" / "1", token, tmp_path / "gone")
+    assert registry.reap_groups(tmp_path, grace_s=0.2) == 3
+    assert processes.members(token) == []
+    assert not (tmp_path / "arms" / "1" / "groups").exists()
+
+
 def test_a_record_cannot_have_a_directory_removed_elsewhere(tmp_path):
     precious = tmp_path / "perfsearch-results"
     precious.mkdir()
