@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
@@ -160,7 +161,11 @@ def make_temporary_directory(base: str | None = None) -> Path:
     """
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     draft = directory / f".{_OWNER}"
-    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:  # the disk is full, or there are no descriptors
+        directory.rmdir()
+        raise
     if lock(descriptor):
         draft.rename(directory / _OWNER)  # under this name it is never seen unlocked
         _owned[directory] = descriptor
@@ -171,7 +176,19 @@ def make_temporary_directory(base: str | None = None) -> Path:
 
 
 def remove_temporary_directory(directory: Path) -> None:
-    """Remove it with all that is in it."""
+    """Remove it with all that is in it.
+
+    What cannot be removed now, as without descriptors, is when this process ends.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory in _owned and directory.exists():
+        atexit.register(_let_go, directory)
+    else:
+        _let_go(directory)
+
+
+def _let_go(directory: Path) -> None:
+    """Remove what is left of it, and give its lock back."""
     shutil.rmtree(directory, ignore_errors=True)
     descriptor = _owned.pop(directory, None)
     if descriptor is not None:

@@ -91,6 +91,33 @@ def test_directories_of_killed_processes_go_and_those_of_others_stay(tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["perfsearch-of-a-user"]
 
 
+WITHOUT_DESCRIPTORS = """
+import os, resource
+from contextlib import suppress
+from perfsearch.core.files import make_temporary_directory, remove_temporary_directory
+
+directory = make_temporary_directory()
+(directory / "a").mkdir()
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), limits[1]))
+remove_temporary_directory(directory)
+assert directory.exists()
+with suppress(OSError):
+    make_temporary_directory()
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+print(os.listdir(directory.parent) == [directory.name])
+"""
+
+
+def test_a_directory_that_cannot_be_removed_is_when_the_process_ends(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS], env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "True"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_others_of_the_machine_can_read_neither_files_nor_directories(tmp_path: Path) -> None:
     place = tmp_path / "run"
     files.make_private(place)
