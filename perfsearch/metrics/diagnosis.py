@@ -307,6 +307,10 @@ def idle_share(facts: Facts) -> float | None:
     return None if busy_ms is None else max(0.0, 1 - busy_ms / facts.step_ms)
 
 
+_RARELY = 0.1
+"""Part of the calls of the place that calls most, up to which a place is not named."""
+
+
 def sync_points(facts: Facts) -> Finding | None:
     """Calls that wait for values from the device, while the device then idles."""
     wait_ms = facts.evidence.get("sync_wait_ms", facts.phase_ms("from_device"))
@@ -327,7 +331,11 @@ def sync_points(facts: Facts) -> Finding | None:
     calls = facts.evidence.get("sync_calls_per_step")
     often = "" if calls is None else f" in {calls:.1f} calls a step"
     sites: dict[str, float] = facts.measurement.environment.get("sync_points", {})
-    where = ", ".join(f"{site} ({count:g})" for site, count in sites.items())
+    most = max(sites.values(), default=0.0)
+    often_called = {at: count for at, count in sites.items() if count > _RARELY * most}
+    where = ", ".join(
+        f"{at.rpartition('-packages/')[2]} ({count:.2g})" for at, count in often_called.items()
+    )
     return Finding(
         "sync_points",
         Severity.MODERATE,

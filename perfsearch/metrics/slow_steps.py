@@ -152,7 +152,8 @@ def blame_quota(kinds: Sequence[dict[str, Any]], throttled_share: float) -> None
 
 def told(kind: Mapping[str, Any]) -> str:
     """A kind of slow steps in words."""
-    often = f"{kind['steps']} of {kind['of']} steps take {kind['extra_ms']:.3g} ms longer"
+    extra_ms = float(f"{kind['extra_ms']:.3g}")
+    often = f"{kind['steps']} of {kind['of']} steps take {extra_ms:,g} ms longer"
     if kind["period_steps"] is not None:
         often += f", one in {kind['period_steps']:.3g}"
     score = "" if kind["scored"] else "; met once, so not in the score"

@@ -16,6 +16,17 @@ def test_waiting_for_values_counts_its_calls():
     assert "3.0 calls a step takes 12.00 ms" in found.evidence
 
 
+def test_places_that_wait_for_values_are_named_shortly_and_rare_ones_not_at_all():
+    measured = job({"from_device": 12.0}, bottleneck_evidence={"sync_calls_per_step": 3.1})
+    measured.environment["sync_points"] = {
+        "/opt/lib/python3.12/site-packages/transformers/trainer.py:1847": 2.0,
+        "/home/me/train.py:7": 1.0386,
+        "/home/me/train.py:9": 0.0726216,
+    }
+    named = "called at transformers/trainer.py:1847 (2), /home/me/train.py:7 (1)"
+    assert first(measured).evidence.endswith(named)
+
+
 def test_a_device_that_waits_for_the_host_is_launch_bound():
     found = first(job({"forward": 50.0}, bottleneck_evidence={"device_busy_ms": 40.0}), NO_OTHER)
     assert (found.name, found.severity) == ("launch_bound", Severity.HIGH)

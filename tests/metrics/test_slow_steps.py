@@ -74,6 +74,7 @@ def test_they_are_told():
     words = "work outside of the backward pass and the optimizer"
     assert told(kind) == f"6 of 60 steps take 200 ms longer, one in 10 (50% of the time: {words})"
     assert told_shortly([kind]) == f"50% of the baseline's time is slow steps: {words}"
+    assert told({**kind, "extra_ms": 2093.4}).startswith("6 of 60 steps take 2,090 ms longer")
     once = {**kind, "scored": False}
     assert told_shortly([once]).endswith(", not in the score") and told_shortly([]) == ""
     assert all(cause.words for cause in Cause)
