@@ -204,7 +204,7 @@ class Trial:
     lane: int = 0
 
     def __post_init__(self) -> None:
-        self.reason = printable(self.reason)
+        self.reason = in_one_line(self.reason)
 
     def pack(self) -> None:
         """Have its measurement take a half of its memory: numbers side by side, and names and short
@@ -309,7 +309,7 @@ def _with_shared_words(node: Any) -> Any:
     return [_with_shared_words(v) for v in node] if isinstance(node, list) else node
 
 
-def printable(text: str) -> str:
+def in_one_line(text: str) -> str:
     """``text`` in one line, with what no terminal or file should meet (control characters, halves
     of surrogate pairs) written as escapes.
     """

@@ -19,7 +19,7 @@ from perfsearch.core.errors import BadInputError
 from perfsearch.core.files import private
 from perfsearch.core.knob import Configuration, Value
 from perfsearch.core.proposed import OutsideError, own_values
-from perfsearch.core.trial import Trial, printable
+from perfsearch.core.trial import Trial, in_one_line
 from perfsearch.runners.base import Runner
 from perfsearch.strategies.base import LOG, Strategy, StrategyError
 
@@ -101,7 +101,9 @@ class Proposals:
                 traceback.print_exception(error, file=file)
             where = f". Its traceback: {log}"
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return printable(f"strategy {self._name} failed: {_short(what)}{self._place(error)}{where}")
+        return in_one_line(
+            f"strategy {self._name} failed: {_short(what)}{self._place(error)}{where}"
+        )
 
     def _place(self, error: Exception) -> str:
         """The last line of the strategy's own file that was reached, else the last of any."""
@@ -122,7 +124,7 @@ class Proposals:
             own_values(space, self._runner.baseline, proposed)
         except OutsideError as error:
             why = error.why.removesuffix(".")
-            return printable(f"{told} {error.name}={_shown(error.value)}; {why}. {_BUG}")
+            return in_one_line(f"{told} {error.name}={_shown(error.value)}; {why}. {_BUG}")
         missing = [name for name in space.by_name if name not in proposed]
         if missing:
             return f"{told} no {' and no '.join(missing)}; needed: a value for each knob. {_BUG}"
@@ -132,7 +134,7 @@ class Proposals:
 def _shown(value: Any) -> str:
     """A proposed value as it is written in a configuration, else as Python writes it."""
     plain = type(value) in (bool, int, float, str, type(None))
-    return printable(_short(json.dumps(value) if plain else repr(value)))
+    return in_one_line(_short(json.dumps(value) if plain else repr(value)))
 
 
 def _short(text: str) -> str:

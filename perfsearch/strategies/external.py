@@ -28,7 +28,7 @@ from perfsearch.core.option import option
 from perfsearch.core.proposed import OutsideError, own_values
 from perfsearch.core.registry import imported
 from perfsearch.core.space import Space, key_of
-from perfsearch.core.trial import Measurement, Purpose, Trial, printable
+from perfsearch.core.trial import Measurement, Purpose, Trial, in_one_line
 from perfsearch.metrics import advice
 from perfsearch.metrics.bounds import affected_parts, upper_bounds
 from perfsearch.strategies._candidates import causes_in, feasible_starts
@@ -242,7 +242,7 @@ class External(Strategy):
         where = ""
         if log is not None and log.exists() and log.stat().st_size:
             where = f". What it wrote to its standard error: {log}"
-        return StrategyError(printable(f"strategy.command={self.options.shown}: {why}{where}"))
+        return StrategyError(in_one_line(f"strategy.command={self.options.shown}: {why}{where}"))
 
     # -------------------------------------------------------------------------
     # A question.
@@ -423,7 +423,7 @@ def _shown(value: Any) -> str:
 
 def _short(text: str) -> str:
     """A foreign text in a line for people."""
-    text = printable(text.strip())
+    text = in_one_line(text.strip())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
