@@ -283,7 +283,7 @@ def _of_loader(error: RankError, evidence: Evidence, told: str, reason: str) -> 
     """The end of a loader process."""
     if is_oom(evidence.log_tails.get(error.rank, "")[-_LOADER_TAIL:]):
         return Failure(Status.OOM, reason, error.rank)
-    if not re.search(r"by signal: (?:Killed|Terminated)", told):
+    if not re.search(r"by signal: (?:Killed|Terminated|Interrupt|Hangup)", told):
         return Failure(Status.CRASH, reason, error.rank)
     if evidence.oom_kills:
         return Failure(Status.OOM, f"{reason}; {_oom_killer(evidence)}", error.rank)

@@ -1,3 +1,4 @@
+import signal
 from dataclasses import replace
 
 import pytest
@@ -112,7 +113,9 @@ def test_a_choice_that_nccl_has_no_way_for_is_invalid():
 
 
 def test_killed_loader_process():
-    assert classify(Evidence(errors=[loader_died("Killed")])).status is Status.KILLED
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        died = loader_died(signal.strsignal(number))
+        assert classify(Evidence(errors=[died])).status is Status.KILLED
     assert classify(Evidence(errors=[loader_died("Killed")], oom_kills=1)).status is Status.OOM
     assert classify(Evidence(errors=[loader_died("Bus error")])).reason.endswith(SHARED_MEMORY)
     assert classify(Evidence(errors=[loader_died("Segmentation fault")])).status is Status.CRASH
