@@ -22,6 +22,10 @@ class NodesGoneError(Exception):
     """A node that a search needs did not come, or did not come back; the message is for people."""
 
 
+class NoStartError(Exception):
+    """A script that has run does not start now, which is no fault of its own; for people, too."""
+
+
 _UNPRINTABLE = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u200b-\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
 )

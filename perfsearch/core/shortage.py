@@ -9,7 +9,7 @@ import errno
 import os
 from collections.abc import Iterator
 
-from perfsearch.core.errors import BadInputError, NodesGoneError
+from perfsearch.core.errors import BadInputError, NodesGoneError, NoStartError
 from perfsearch.core.journal import JournalWriteError
 
 _FREE_SPACE = "Free some space"
@@ -65,6 +65,8 @@ def _remedy(error: BaseException) -> str:
         return _OF_JOURNAL.get(error.errno, _FREE_SPACE)
     if isinstance(error, NodesGoneError):
         return "Have every node there"
+    if isinstance(error, NoStartError):
+        return "Mend that"
     if isinstance(error, MemoryError):
         return _MEMORY
     if isinstance(error, OSError):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from perfsearch import strategies
 from perfsearch.core import command
-from perfsearch.core.errors import BadInputError, nearest
+from perfsearch.core.errors import BadInputError, NoStartError, nearest
 from perfsearch.core.journal import JOURNAL, Event, Journal, legible, measured_as, read
 from perfsearch.core.knob import Value, same_value
 from perfsearch.core.locks import lock
@@ -156,20 +156,23 @@ def require_start(runner: Runner, journal: Journal) -> None:
 
     Raises:
         RefusedError: so it is; the journal is as it was.
+        NoStartError: the same, for a cause from outside of the script.
 
     """
-    cause = runner.start_failure if isinstance(runner, StartsScripts) else ""
-    if not cause:
+    if not isinstance(runner, StartsScripts) or not (cause := runner.start_failure):
         return
     for event in journal.events:
         if event.name == "finished":
             with legible(journal.path, event):
                 ran = event.data["trial"]["status"] == Status.OK
             if ran:
+                told = f"{journal.path.parent}: the script ran when its trials were measured, and "
+                told += f"does not now: {cause}"
+                if runner.start_failed_from_outside:
+                    raise NoStartError(told)
                 raise RefusedError(
-                    f"{journal.path.parent}: the script ran when its trials were measured, and "
-                    f"does not now: {cause}. Mend that, and the same command goes on; or use "
-                    "resume=never for a new search."
+                    f"{told}. Mend that, and the same command goes on; or use resume=never for a "
+                    "new search."
                 )
 
 

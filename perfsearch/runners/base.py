@@ -320,6 +320,9 @@ class StartsScripts:
     start_failure: str = ""
     """Why the start that ``open`` made was none, so that nothing is known of the script's knobs."""
 
+    start_failed_from_outside: bool = False
+    """Whether the script had no part in that, so that another start may well succeed."""
+
 
 class Perturbs(ABC):
     """Can measure with weights that are changed by as much as rounding does (``Plan.perturbed``).

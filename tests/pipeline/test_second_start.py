@@ -6,6 +6,8 @@ import pytest
 from support.small_search import Search
 from support.synthetic import SyntheticRunner
 
+from perfsearch.core import shortage
+from perfsearch.core.errors import NoStartError
 from perfsearch.core.journal import read
 from perfsearch.core.knob import Numerics, Part
 from perfsearch.core.space import Space
@@ -134,6 +136,10 @@ def test_a_script_that_no_longer_starts_loses_nothing_of_its_search(search: Sear
     broken.start_failure = "crash, rank 0: FileNotFoundError: no data"
     with pytest.raises(RefusedError, match=r"does not now: crash, rank 0: .*no data\. Mend that"):
         search(broken)
+    broken.start_failed_from_outside = True
+    with pytest.raises(NoStartError, match=r"does not now: crash, rank 0: .*no data") as lacking:
+        search(broken)
+    assert shortage.told(lacking.value).endswith("no data. Mend that")
     assert broken.plans == []
     whole = search(Starts())
     assert whole.run_dir == search.run_dir and len(whole.trials) > 4

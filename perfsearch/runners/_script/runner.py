@@ -342,6 +342,7 @@ class Script(
         else:
             self.space, self.baseline = Space([]), {}  # nothing would get further than today's
             self.start_failure = f"{self._failure.status}, {self._failure.reason}"
+            self.start_failed_from_outside = self._failure.status.is_from_outside
         unsupported = self._known.unsupported(self._where.wanted, self.options.names_mapped)
         remarks += self._timings.remarks(bool(self.hardware.gpus), self._facts, unsupported)
         if self._timings.searches and self._facts is not None:
