@@ -6,10 +6,9 @@ import pytest
 from support.small_search import Search
 from support.synthetic import SyntheticRunner
 
-from perfsearch.core import shortage
-from perfsearch.core.errors import NoStartError
 from perfsearch.core.journal import read
 from perfsearch.core.knob import Numerics, Part
+from perfsearch.core.signals import ExitCode
 from perfsearch.core.space import Space
 from perfsearch.core.trial import PERTURBED, Outcome, Purpose, Status
 from perfsearch.pipeline.loss_check import is_perturbed
@@ -137,9 +136,9 @@ def test_a_script_that_no_longer_starts_loses_nothing_of_its_search(search: Sear
     with pytest.raises(RefusedError, match=r"does not now: crash, rank 0: .*no data\. Mend that"):
         search(broken)
     broken.start_failed_from_outside = True
-    with pytest.raises(NoStartError, match=r"does not now: crash, rank 0: .*no data") as lacking:
-        search(broken)
-    assert shortage.told(lacking.value).endswith("no data. Mend that")
+    assert search(broken).exit_code == ExitCode.CIRCUIT_BREAKER
+    again = "no data. Mend that, then give the same command to go on."
+    assert f"does not now: crash, rank 0: FileNotFoundError: {again}" in search.view.text
     assert broken.plans == []
     whole = search(Starts())
     assert whole.run_dir == search.run_dir and len(whole.trials) > 4
