@@ -23,6 +23,8 @@ _REMEDIES: dict[int | None, str] = {
     errno.ENOMEM: _MEMORY,
     errno.EAGAIN: "End other processes, or raise the limit of processes (ulimit -u)",
 }
+_NO_TEMPORARY = "No usable temporary directory"
+"""So says Python where it cannot write a file in any, for want of whatever."""
 _TOLD = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Those whose words say the same in any error: of an import, of torch, of a database."""
 
@@ -70,6 +72,8 @@ def _remedy(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return _MEMORY
     if isinstance(error, OSError):
+        if _NO_TEMPORARY in str(error):
+            return f"{_FREE_SPACE} in one of them, or raise the limit of open files (ulimit -n)"
         return _REMEDIES.get(error.errno, "")
     if isinstance(error, BadInputError):
         return ""

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from perfsearch.core import shortage
-from perfsearch.core.errors import BadInputError, NodesGoneError
+from perfsearch.core.errors import BadInputError, NodesGoneError, NoStartError
 from perfsearch.core.journal import JournalWriteError
 
 
@@ -32,6 +32,7 @@ def of(number):
         (RuntimeError("database or disk: No space left on device"), "Free some space"),
         (JournalWriteError(errno.ENOENT, "gone"), "Put the directory back"),
         (NodesGoneError("node1 is gone"), "Have every node there"),
+        (NoStartError("run: infrastructure"), "Mend that"),
     ],
 )
 def test_what_is_lacking_comes_with_what_to_do(error, remedy):
@@ -83,3 +84,22 @@ except MemoryError as error:
     assert resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.startswith("MemoryError. There is no memory left"), done.stderr
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, tempfile
+from perfsearch.core import shortage
+highest = max(map(int, os.listdir("/proc/self/fd")))
+resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
+try:
+    tempfile.gettempdir()
+except OSError as error:
+    print(shortage.told(error))
+"""
+
+
+def test_no_directory_for_temporary_files_is_told_with_those_that_were_tried():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, check=True
+    )
+    assert "/tmp" in done.stdout and "ulimit -n" in done.stdout
