@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+import zlib
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -207,18 +209,19 @@ class Trial:
         self.reason = in_one_line(self.reason)
 
     def pack(self) -> None:
-        """Have its measurement take a half of its memory: numbers side by side, and names and short
-        texts in common with other trials. It reads as before, and is not to be changed any more.
+        """Have its measurement take a third of its memory: numbers side by side, lists and groups
+        compressed, and names and short texts in common with other trials. It reads as before, and
+        is not to be changed any more.
         """
         found = self.measurement
         if found is None:
             return
-        for name in _WORDY:
-            setattr(found, name, _with_shared_words(getattr(found, name)))
-        for name in _OF_NUMBERS:
+        for name in _BY_NAME:
             values = getattr(found, name)
-            if isinstance(values, dict) and all(type(v) is float for v in values.values()):
+            if isinstance(values, dict):
                 setattr(found, name, _PackedMapping(values))
+        if isinstance(found.environment, dict):
+            found.environment = cast(dict[str, Any], _PackedTree(found.environment))
         if isinstance(found.step_seconds, list):
             found.step_seconds = cast(list[float], _PackedSteps("d", found.step_seconds))
 
@@ -251,9 +254,7 @@ class Trial:
         return cls(**values)
 
 
-_WORDY = ("phases_ms", "in_force", "environment", "system", "bottleneck_evidence")
-
-_OF_NUMBERS = ("phases_ms", "system", "bottleneck_evidence")
+_BY_NAME = ("phases_ms", "in_force", "system", "bottleneck_evidence")
 
 _LONGEST_SHARED = 80
 
@@ -272,20 +273,24 @@ class _PackedSteps(array):  # type: ignore[type-arg]
     __hash__ = None  # type: ignore[assignment]
 
 
-class _PackedMapping(Mapping[str, float]):
-    """Numbers by name, the names in common with all that have the same; becomes a dict as well."""
+class _PackedMapping(Mapping[str, Any]):
+    """Values by name, the names in common with all that have the same; becomes a dict as well."""
 
     __slots__ = ("_places", "_values")
     _known: ClassVar[dict[tuple[str, ...], dict[str, int]]] = {}
 
-    def __init__(self, values: Mapping[str, float]) -> None:
+    def __init__(self, values: Mapping[str, Any]) -> None:
         names = tuple(values)
         places = self._known.get(names)
         if places is None:
-            places = self._known[names] = {name: place for place, name in enumerate(names)}
-        self._places, self._values = places, array("d", values.values())
+            places = self._known[names] = {sys.intern(str(n)): i for i, n in enumerate(names)}
+        self._places = places
+        numbers = all(type(value) is float for value in values.values())
+        self._values: array[float] | tuple[Any, ...] = (
+            array("d", values.values()) if numbers else tuple(map(_shared, values.values()))
+        )
 
-    def __getitem__(self, name: str) -> float:
+    def __getitem__(self, name: str) -> Any:
         return self._values[self._places[name]]
 
     def __iter__(self) -> Iterator[str]:
@@ -294,19 +299,32 @@ class _PackedMapping(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def __deepcopy__(self, memo: object) -> dict[str, float]:
+    def __deepcopy__(self, memo: object) -> dict[str, Any]:
         return dict(self)
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
 
-def _with_shared_words(node: Any) -> Any:
-    if isinstance(node, str):
-        return sys.intern(str(node)) if len(node) <= _LONGEST_SHARED else node
-    if isinstance(node, dict):
-        return {_with_shared_words(k): _with_shared_words(v) for k, v in node.items()}
-    return [_with_shared_words(v) for v in node] if isinstance(node, list) else node
+class _PackedTree(_PackedMapping):
+    """The same where lists and groups are among the values: these are compressed."""
+
+    __slots__ = ()
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__({name: _compressed(value) for name, value in values.items()})
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return json.loads(zlib.decompress(value)) if isinstance(value, bytes) else value
+
+
+def _compressed(value: Any) -> Any:
+    return zlib.compress(json.dumps(value).encode()) if isinstance(value, dict | list) else value
+
+
+def _shared(value: Any) -> Any:
+    return sys.intern(value) if type(value) is str and len(value) <= _LONGEST_SHARED else value
 
 
 def in_one_line(text: str) -> str:

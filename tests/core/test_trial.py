@@ -1,4 +1,6 @@
+import copy
 import json
+import sys
 
 import pytest
 
@@ -101,3 +103,16 @@ def test_what_is_packed_reads_as_before_and_shares_its_words() -> None:
     assert Trial.from_json(first.to_json()) == first
     first.pack()  # once more
     assert first.to_json() == before
+
+
+def test_what_a_thousand_ranks_say_takes_little_and_reads_as_before() -> None:
+    ranks = [{"host": f"node-{n // 8}", "rank": n, "slow": False} for n in range(1000)]
+    told = {"ranks": ranks, "dtype": "bfloat16", "foreign_processes": [], "without_loader": True}
+    trial = Trial(1, {}, Purpose.SEARCH, Status.OK, measured(environment=copy.deepcopy(told)))
+    trial.pack()
+    packed = trial.measurement.environment
+    assert packed == told == copy.deepcopy(packed) == {**packed}
+    assert packed["ranks"][999]["host"] == "node-124" and packed.get("other") is None
+    assert "ranks" in packed and "other" not in packed
+    assert sum(map(sys.getsizeof, packed._values)) < len(json.dumps(told)) / 3
+    assert Trial.from_json(json.loads(json.dumps(trial.to_json()))) == trial
