@@ -7,6 +7,7 @@ same as ``perfsearch workload=script``.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -31,6 +32,7 @@ from perfsearch.core.signals import ExitCode
 from perfsearch.core.version import version
 from perfsearch.instrument.launch import ENTRY, LaunchConfig, by_python, python_arguments
 from perfsearch.knobs import by_name
+from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
 from perfsearch.knobs.transport import (
     FILE_KEYS,
     KnobFile,
@@ -200,7 +202,8 @@ def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
     """How each knob reaches the script, the script's arguments, and what they give it."""
     found = read_knobs(asked.knobs) if asked.knobs else KnobFile()
     own, known = _in_their_place(asked), [*found.knobs, *by_name]
-    found = replace(found, knobs={**found.knobs, **own})
+    follows = {} if found.runner == "deepspeed" else _at_the_same_batch(found.knobs, own)
+    found = replace(found, knobs={**found.knobs, **follows, **own})
     if found.runner == "deepspeed":
         directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-"))
         arguments, told, given = tuned(found, asked, directory)
@@ -218,6 +221,27 @@ def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
     directory = Path(tempfile.mkdtemp(prefix="perfsearch-run-")) if maps else Path()
     arguments, told = apply(asked.arguments, maps, planned.mapped, directory)
     return planned, arguments, told
+
+
+def _at_the_same_batch(file: Mapping[str, Value], own: Mapping[str, Value]) -> dict[str, Value]:
+    """The accumulation that goes with another micro-batch than the file's.
+
+    Raises:
+        BadInputError: the file's samples of a step do not divide by it.
+
+    """
+    both = [MICRO_BATCH.of(file), ACCUMULATION.of(file)]
+    micro = MICRO_BATCH.of(own)
+    if None in both or micro is None or ACCUMULATION.name in own:
+        return {}
+    samples = math.prod(int(value) for value in both if value is not None)
+    if samples % int(micro):
+        raise BadInputError(
+            f"-o runner.knobs.micro_batch={micro}: allowed: what divides the {samples} samples "
+            "that a rank trains a step with these knobs. Another number of them needs "
+            "-o runner.knobs.gradient_accumulation=VALUE too"
+        )
+    return {ACCUMULATION.name: samples // int(micro)}
 
 
 _KNOB = re.compile(r"(?:\+{0,2}runner\.knobs\.(\w+)=(.*)|~runner\.knobs\.(\w+))", re.DOTALL)
@@ -280,7 +304,6 @@ def tuned(
         BadInputError: no argument names the configuration, or the batch does not divide.
 
     """
-    from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
     from perfsearch.knobs.fsdp import STAGE
     from perfsearch.runners.deepspeed import config
     from perfsearch.runners.deepspeed.autotuning import Autotuning

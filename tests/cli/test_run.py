@@ -59,6 +59,12 @@ def test_autotune_options_imply_it():
     assert narrowed == {"knobs": {"bucket_cap_mb": [8, 25]}}
 
 
+BATCH_OF_A_SEARCH = """
+runner: {name: ddp, knobs: {micro_batch: 32, gradient_accumulation: 1}}
+workload: {name: script, map: [micro_batch=--bs, gradient_accumulation=--accumulate]}
+"""
+
+
 def test_every_option_of_tuning_is_an_option_of_the_command():
     """By the defaults of the dataclass, as the page on tuning promises."""
     for field in dataclasses.fields(AutotuneOptions):
@@ -173,3 +179,37 @@ def test_torchruns_parser_never_sees_the_scripts_arguments(options, tmp_path, mo
     assert started[0].training_script == ("train.py" if plain else sys.executable)
     assert started[0].training_script_args == (words if plain else [*python, "train.py", *words])
     assert (started[0].nproc_per_node, started[0].module) == ("2", False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "given"),
+    [
+        ([], "--bs 32 --accumulate 1"),
+        (["micro_batch=8"], "--bs 8 --accumulate 4"),
+        (["micro_batch=8", "gradient_accumulation=2"], "--bs 8 --accumulate 2"),
+        (["gradient_accumulation=2"], "--bs 32 --accumulate 2"),
+    ],
+)
+def test_a_step_keeps_its_samples_unless_both_are_named(changes, given, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "")  # put back afterwards
+    monkeypatch.setattr(torchrun, "run", started.append)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "config.yaml").write_text(BATCH_OF_A_SEARCH)
+    options = [word for change in changes for word in ("-o", f"runner.knobs.{change}")]
+    script = ["train.py", "--bs", "4", "--accumulate", "8"]
+    assert run.main(["--nproc-per-node=2", "--knobs", "config.yaml", *options, *script]) == 0
+    assert " ".join(started[0].training_script_args).endswith(f"train.py {given}")
+
+
+def test_a_micro_batch_that_does_not_divide_a_steps_samples_is_refused(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "config.yaml").write_text(BATCH_OF_A_SEARCH)
+    options = ["--knobs", "config.yaml", "-o", "runner.knobs.micro_batch=5"]
+    assert run.main([*options, "train.py"]) == 2
+    told = capsys.readouterr().err
+    assert "allowed: what divides the 32 samples" in told and told.count("\n") == 1

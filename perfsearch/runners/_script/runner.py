@@ -655,8 +655,8 @@ class Script(
 
     def settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """Only what is not as the script has it: the rest stays the script's own."""
-        changed = self._changed(configuration)
-        return {"knobs": {n: v for n, v in changed.items() if n in self._known.declared}}
+        known = {*self._known.declared, ACCUMULATION.name}
+        return {"knobs": {n: v for n, v in self._changed(configuration).items() if n in known}}
 
     def close(self) -> None:
         """End the script, and what an interrupt kept from becoming one."""
@@ -979,6 +979,10 @@ class ScriptSpace:
             lost[maps[name]] = f"{values}{command.given().key(f'runner.knobs.{name}=[A,B]')}"
         if MICRO_BATCH.name in self.baseline.keys() | self.pinned.keys():
             lost.pop(maps.get(ACCUMULATION.name, ""), None)  # it follows
+            asked = wanted.get(ACCUMULATION.name)
+            follows = self.with_accumulation(dict(self.pinned)).get(ACCUMULATION.name)
+            if isinstance(asked, int) and asked != follows:
+                lost[f"runner.knobs.{ACCUMULATION.name}={asked}"] = "it follows from micro_batch"
         return lost
 
     def scope(self, names: set[str]) -> set[Scope]:

@@ -103,6 +103,8 @@ def test_configurations_are_tried_inside_one_start_and_across_starts(bench):
     assert (again.status, again.fresh_process) == (Status.OK, True)
     assert again.measurement.samples_per_step == 16
     assert again.measurement.in_force["gradient_accumulation"] == 2
+    best = {**runner.baseline, "micro_batch": 4}
+    assert runner.settings_of(best) == {"knobs": {"micro_batch": 4, "gradient_accumulation": 2}}
     assert again.measurement.first_losses == pytest.approx(first.measurement.first_losses, rel=1e-4)
     assert "Traceback" not in (one.directory / "logs" / "0000" / "rank0.log").read_text()
     confirmed = one.measure(fresh=True, purpose=Purpose.CONFIRM)

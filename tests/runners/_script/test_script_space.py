@@ -131,6 +131,8 @@ def test_gradients_that_are_accumulated_leave_no_static_graph():
         ((), {"zero_stage": 2}, ["runner.knobs.zero_stage=2: the script makes no FSDP module"]),
         ((), {"compile_mode": "default"}, ["runner.knobs.compile_mode=default: no torch module"]),
         ((), {"compile_mode": "none", "zero_stage": "search", "cpu_offload": False}, []),
+        (BATCH, {"micro_batch": 8, "gradient_accumulation": 1}, []),
+        (BATCH, {"micro_batch": 8, "gradient_accumulation": 2}, ["accumulation=2: it follows"]),
     ],
 )
 def test_what_was_asked_for_and_has_no_effect_is_told(maps, wanted, says):
