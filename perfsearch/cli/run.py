@@ -32,6 +32,7 @@ from perfsearch.core.signals import ExitCode
 from perfsearch.core.version import version
 from perfsearch.instrument.launch import ENTRY, LaunchConfig, by_python, python_arguments
 from perfsearch.knobs import by_name
+from perfsearch.knobs.arguments import batch_arguments
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH, Batch
 from perfsearch.knobs.transport import (
     FILE_KEYS,
@@ -211,6 +212,10 @@ def _given(asked: RunArguments) -> tuple[KnobPlan, list[str], dict[str, str]]:
     maps = maps_of(asked)
     named = {mapped.name for mapped in maps}
     maps += [m for m in _recorded_maps(found.workload, asked) if m.name not in named]
+    if MICRO_BATCH.name in found.knobs and not (asked.preset or asked.parsed.module):
+        batch = {MICRO_BATCH.name, ACCUMULATION.name}
+        if not batch & {mapped.name for mapped in maps}:  # the search found them itself
+            maps += batch_arguments(asked.script, asked.arguments).maps
     for name in own.keys() - {*known} - named:
         raise BadInputError(f"-o runner.knobs.{name}: no such knob. {nearest(name, known)}")
     planned = plan(found.knobs, maps)

@@ -299,7 +299,7 @@ class Preset:
     silence: tuple[str, ...] = ()
 
 
-_HF_BATCH = (
+HF_BATCH = (
     Mapped(MICRO_BATCH.name, "--per_device_train_batch_size", default=8),
     Mapped(ACCUMULATION.name, "--gradient_accumulation_steps", default=1),
 )
@@ -307,7 +307,7 @@ _HF_BATCH = (
 PRESETS = {
     "hf-trainer": Preset(
         maps=(
-            *_HF_BATCH,
+            *HF_BATCH,
             Mapped(CHECKPOINTING.name, "--gradient_checkpointing", default=False),
         ),
         silence=(
@@ -328,7 +328,7 @@ PRESETS = {
             "--trainer.num_sanity_val_steps=0",
         ),
     ),
-    "accelerate": Preset(maps=_HF_BATCH),
+    "accelerate": Preset(maps=HF_BATCH),
 }
 
 

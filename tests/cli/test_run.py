@@ -213,3 +213,17 @@ def test_a_micro_batch_that_does_not_divide_a_steps_samples_is_refused(
     assert run.main([*options, "train.py"]) == 2
     told = capsys.readouterr().err
     assert "allowed: what divides the 32 samples" in told and told.count("\n") == 1
+
+
+def test_options_that_a_search_found_are_found_again(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "")  # put back afterwards
+    monkeypatch.setattr(torchrun, "run", started.append)
+    (tmp_path / "train.py").write_text(
+        'parser.add_argument("--bs", default=4)\nparser.add_argument("--accumulate", default=8)\n'
+    )
+    (tmp_path / "config.yaml").write_text(BATCH_OF_A_SEARCH.replace(", map:", ", more:"))
+    assert run.main(["--nproc-per-node=2", "--knobs", "config.yaml", "train.py", "--lr", "1"]) == 0
+    given = " ".join(started[0].training_script_args)
+    assert given.endswith("train.py --lr 1 --bs 32 --accumulate 1")

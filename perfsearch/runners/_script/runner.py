@@ -37,6 +37,7 @@ from perfsearch.instrument.report import without_effect
 from perfsearch.instrument.user_files import UserFiles, named
 from perfsearch.knobs import by_name as every_knob
 from perfsearch.knobs import effect_order, nccl, transport
+from perfsearch.knobs.arguments import BatchArguments, batch_arguments
 from perfsearch.knobs.base import Use
 from perfsearch.knobs.batch import ACCUMULATION, MICRO_BATCH
 from perfsearch.knobs.ddp import BUCKET_CAP
@@ -75,6 +76,9 @@ from perfsearch.workers.group import GroupGone
 if TYPE_CHECKING:
     from perfsearch.config.schema import Settings
 
+
+_OTHER_BATCH = math.log(1.25)
+"""The last batch of an epoch may be smaller; another micro-batch makes a half more at the least."""
 
 _FEW_SHAPES = 2
 """Shapes that batches have which are all alike but for the last of an epoch."""
@@ -171,6 +175,13 @@ class Script(
             """Knobs that the user maps, those of a preset apart."""
             return [mapped.name for mapped in gather(self.map, self.map_file, None, ())[0]]
 
+        def found(self) -> BatchArguments:
+            """Where its own source shows that its batch goes, unless the user says anything."""
+            named = {MICRO_BATCH.name, ACCUMULATION.name} & {*self.names_mapped}
+            if self.module or self.preset or named:
+                return BatchArguments()
+            return batch_arguments(self.words[0], self.words[1:])
+
         def maps(self) -> tuple[list[Mapped], list[str]]:
             """Where knobs go, and the arguments that silence the script in trials.
 
@@ -239,6 +250,8 @@ class Script(
         self._hardware_of(self._ways.way)
         arguments = options.words[1:]
         maps, silence = options.maps()
+        self._found = BatchArguments() if batch == "free" else options.found()
+        self._samples_today = 0
         self._silence = silence
         self._counts_samples = True
         self.cautions = cautions(options.words[0], options.module, arguments)
@@ -250,7 +263,7 @@ class Script(
             draws_in_loader=options.draws_in_loader,
             facts=None,
             arguments=arguments,
-            maps=maps,
+            maps=[*maps, *self._found.maps],
             free=batch == "free",
             wanted=on_device(
                 knobs,
@@ -337,6 +350,7 @@ class Script(
             assert self._runs.start is not None
             self._settle(self._runs.start.facts)
             remarks += self._count_samples(self._runs.start)
+            remarks += self._see_whose_batch(self._runs.start)
         elif self._failure.status is Status.OOM:
             self._settle(Facts.left(plan.log_directory))  # a smaller batch may fit
         else:
@@ -387,6 +401,45 @@ class Script(
             f"warning: {why}, so that samples cannot be counted: what is scored is steps/s. "
             f"{give}, the samples of a step over all ranks, has samples/s told"
         ]
+
+    def _see_whose_batch(self, start: Start) -> list[str]:
+        """Leave out the options that were found, unless they are a pass's; what to say of them.
+
+        With one pass a step it could only get smaller, and slower.
+        """
+        today = self._samples_today = self.options.samples_per_step or start.samples
+        found = self._found
+        if not found.maps:
+            return []
+        share = found.share * self.hardware.world_size
+        is_another = today != share if today else not found.is_certain
+        if is_another or found.accumulation == 1:
+            others = [mapped for mapped in self._where.maps if mapped not in found.maps]
+            self._where, self._found = replace(self._where, maps=others), BatchArguments()
+            self._settle(start.facts)
+            return []
+        if MICRO_BATCH.name not in self.space.by_name:
+            return []
+        off = command.given().key(f"runner.knobs.{MICRO_BATCH.name}=null")
+        return [f"searched at the same global batch: {found}, options of the script. Off: {off}"]
+
+    def _of_another_batch(self, start: Start, knobs: Mapping[str, Value]) -> str:
+        """Why a step does not train as many samples as today's; empty where it does."""
+        today = self._samples_today or self._found.share * self.hardware.world_size
+        if self._where.free or MICRO_BATCH.name not in knobs or not (today and start.samples):
+            return ""
+        if abs(math.log(start.samples / today)) < _OTHER_BATCH:
+            return ""
+        maps = " and ".join(
+            f"{mapped.name} ({mapped})"
+            for mapped in self._where.maps
+            if mapped.name in (MICRO_BATCH.name, ACCUMULATION.name)
+        )
+        off = command.given().key(f"runner.knobs.{MICRO_BATCH.name}=null")
+        return (
+            f"its steps train {start.samples} samples, today's {today}: {maps} do not multiply to "
+            f"them. Search without them: {off}"
+        )
 
     def _samples(self, counted: int | None, knobs: Mapping[str, Value]) -> int | None:
         """Samples of a step over all ranks, with these knobs."""
@@ -520,6 +573,9 @@ class Script(
         measurement.samples_per_step = self._samples(measurement.samples_per_step, knobs)
         lost = without_effect(knobs, start.facts)
         status, reason = window.judge_measurement(measurement, start.losses, lost)
+        another = self._of_another_batch(start, knobs)
+        if another and status is Status.OK:
+            status, reason = Status.INVALID, another
         return Outcome(
             status,
             None if status is Status.INVALID else measurement,

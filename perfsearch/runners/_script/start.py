@@ -152,6 +152,8 @@ class Runs:
         pulls = {(a["pulls"], b["pulls"] - a["pulls"]) for a, b in zip(first, second, strict=True)}
         counted = [m["samples"] for m in second]
         start.counts_samples = None not in counted and sum(counted) > 0
+        if start.counts_samples:
+            start.samples = sum(counted) - sum(m["samples"] or 0 for m in first)
         start.pulls_per_step = next(iter(pulls))[1] if len(pulls) == 1 else None
         start.seconds = [max(m["seconds"] for m in messages) for messages in (first, second)]
         add_loss(start, mean_loss(second))

@@ -82,6 +82,7 @@ class Start:
         over: whether the script has come to its end, after what was measured.
         gone: whether it has failed then, so that nobody can be asked to end it.
         counts_samples: whether the samples of each batch that is trained on are known.
+        samples: of its second step over all ranks; 0 where they are not known.
         shapes: how many shapes its first batches have.
         seconds: of the slowest rank, a number for each step since the configuration was put into
             force; empty once it has been scored.
@@ -97,6 +98,7 @@ class Start:
     over: bool = False
     gone: bool = False
     counts_samples: bool = True
+    samples: int = 0
     shapes: int = 0
     seconds: list[float] = field(default_factory=list)
 
