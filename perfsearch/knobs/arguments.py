@@ -17,7 +17,7 @@ from perfsearch.knobs.transport import HF_BATCH, Mapped, current
 _OF_A_PASS = {
     "device_batch_size",
     "mbs",
-    "micro_batch",
+    MICRO_BATCH.name,
     "micro_batch_size",
     "microbatch",
     "microbatch_size",
@@ -56,7 +56,7 @@ _PASSES = {
     "grad_accum_steps",
     "grad_accumulation",
     "grad_accumulation_steps",
-    "gradient_accumulation",
+    ACCUMULATION.name,
     "gradient_accumulation_steps",
     "update_freq",
 }
