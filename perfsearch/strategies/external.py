@@ -50,6 +50,8 @@ _LONGEST = 1 << 20
 _SHOWN = 300
 """Characters of a foreign text in a message for people."""
 
+_WAITS_S = 0.2
+
 _EXIT_S = 2.0
 """How long a program may take to end by itself once its input has ended."""
 
@@ -489,10 +491,15 @@ class _InProcess:
     def answer(self, question: bytes, limit_s: float) -> bytes:
         """What the function returns, as JSON."""
         self._questions.put(question)
-        try:
-            answer = self._answers.get(timeout=limit_s)
-        except queue.Empty:
-            raise _LateError from None
+        deadline = time.monotonic() + limit_s
+        while True:  # a signal that another thread gets does not end a wait
+            left_s = deadline - time.monotonic()
+            try:
+                answer = self._answers.get(timeout=min(_WAITS_S, max(0.0, left_s)))
+                break
+            except queue.Empty:
+                if left_s <= 0:
+                    raise _LateError from None
         if isinstance(answer, BaseException):
             if self._log is not None:
                 with self._log.open("a") as file:
