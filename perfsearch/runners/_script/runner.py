@@ -347,10 +347,11 @@ class Script(
         self._started_s = time.monotonic() - begin
         self._others = [self._make_runs(lane) for lane in range(1, self.lanes)]
         if self._failure is None:
-            assert self._runs.start is not None
-            self._settle(self._runs.start.facts)
-            remarks += self._count_samples(self._runs.start)
-            remarks += self._see_whose_batch(self._runs.start)
+            start = self._runs.start
+            assert start is not None
+            self._settle(start.facts)
+            remarks += self._count_samples(start)
+            remarks += self._see_whose_batch(start)
         elif self._failure.status is Status.OOM:
             self._settle(Facts.left(plan.log_directory))  # a smaller batch may fit
         else:
