@@ -408,8 +408,8 @@ class Script(
 
         With one pass a step it could only get smaller, and slower.
         """
-        today = self._samples_today = self.options.samples_per_step or start.samples
-        found = self._found
+        self._samples_today = start.samples
+        today, found = self.options.samples_per_step or start.samples, self._found
         if not found.maps:
             return []
         share = found.share * self.hardware.world_size

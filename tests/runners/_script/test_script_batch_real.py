@@ -32,6 +32,8 @@ for i, (x, y) in enumerate(DataLoader(data, batch_size=BATCH)):
 OF_A_PASS = SCRIPT.replace("BATCH", "args.batch_size")
 OF_A_STEP = SCRIPT.replace("BATCH", "args.batch_size // args.accumulate")
 
+MAPS = ("micro_batch=--batch-size", "gradient_accumulation=--accumulate")
+
 
 @pytest.fixture
 def opened(tmp_path):
@@ -88,9 +90,16 @@ def test_options_of_a_step_or_of_one_pass_are_left_alone(opened, source, argumen
     assert not [line for line in runner.remarks if "global batch" in line]
 
 
+def test_samples_that_the_user_counts_otherwise_are_no_other_batch(opened):
+    today = ("--batch-size", "16", "--accumulate", "2")
+    runner = opened(OF_A_PASS, *today, map=MAPS, samples_per_step=64)
+    outcome = measured(runner, 0, 32)
+    assert (outcome.status, outcome.reason) == (Status.OK, "")
+    assert outcome.measurement.samples_per_step == 64
+
+
 def test_a_map_that_changes_the_samples_of_a_step_is_found_out(opened):
-    maps = ("micro_batch=--batch-size", "gradient_accumulation=--accumulate")
-    runner = opened(OF_A_STEP, "--batch-size", "16", "--accumulate", "2", map=maps)
+    runner = opened(OF_A_STEP, "--batch-size", "16", "--accumulate", "2", map=MAPS)
     assert measured(runner, 0, 16).status is Status.OK
     outcome = measured(runner, 1, 32)
     assert outcome.status is Status.INVALID and outcome.measurement is None
